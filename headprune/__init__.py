@@ -1,0 +1,79 @@
+"""headprune finds which attention heads a trained transformer does not need, and takes them out.
+
+The straight line, each step a value that can be saved, printed and loaded::
+
+    sites = hp.find_sites(model)
+    scores = hp.score(model, batches, "taylor")
+    plan = hp.select(scores, hp.Budget(keep_heads=0.5))
+    hp.prune_(model, plan)
+    hp.save_pretrained(model, "small/")
+
+Importing this package imports neither torch nor transformers; every name loads when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AttentionLayout": "headprune.core.layout",
+    "AttentionSite": "headprune.core.heads",
+    "Budget": "headprune.core.plan",
+    "HeadId": "headprune.core.heads",
+    "HeadMask": "headprune.core.heads",
+    "HeadPruneError": "headprune.core.errors",
+    "HeadScores": "headprune.core.scores",
+    "HeadSlab": "headprune.core.layout",
+    "MultiHeadAttention": "headprune.attention.multi_head",
+    "PruningPlan": "headprune.core.plan",
+    "RunRecord": "headprune.core.record",
+    "find_sites": "headprune.model.sites",
+    "from_pretrained": "headprune.surgery.checkpoint",
+    "gated": "headprune.gating.context",
+    "prune_": "headprune.surgery.prune",
+    "prune_heads_": "headprune.surgery.prune",
+    "recover_": "headprune.recovery.api",
+    "save_pretrained": "headprune.surgery.checkpoint",
+    "score": "headprune.scoring.api",
+    "select": "headprune.selection.api",
+}
+_ROOMS = (
+    *("attention", "bench", "core", "gating", "layouts", "model"),
+    *("recovery", "report", "run", "scoring", "selection", "surgery"),
+)
+
+__all__ = ["__version__", *_HOME, *_ROOMS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    if name in _ROOMS:
+        return importlib.import_module(f"headprune.{name}")
+    raise AttributeError(f"module 'headprune' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from headprune.attention.multi_head import MultiHeadAttention
+    from headprune.core.errors import HeadPruneError
+    from headprune.core.heads import AttentionSite, HeadId, HeadMask
+    from headprune.core.layout import AttentionLayout, HeadSlab
+    from headprune.core.plan import Budget, PruningPlan
+    from headprune.core.record import RunRecord
+    from headprune.core.scores import HeadScores
+    from headprune.gating.context import gated
+    from headprune.model.sites import find_sites
+    from headprune.recovery.api import recover_
+    from headprune.scoring.api import score
+    from headprune.selection.api import select
+    from headprune.surgery.checkpoint import from_pretrained, save_pretrained
+    from headprune.surgery.prune import prune_, prune_heads_

@@ -1,0 +1,94 @@
+"""How scores, masks and plans look when printed: a grid of sites and heads in text, rich markup and HTML."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Nine steps from least to most important; the HTML ramp is readable without colour (light to dark).
+SHADES = " ▁▂▃▄▅▆▇█"
+RAMP = ("#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One head: its importance from 0 to 1 (None: unknown), whether it stays, and what a pointer over it says."""
+
+    head: int
+    level: float | None
+    kept: bool
+    title: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One site of the grid."""
+
+    label: str
+    cells: tuple[Cell, ...]
+
+
+def levels(values: Sequence[float]) -> list[float]:
+    """Values mapped to 0..1, lowest to highest; equal values all map to 0.5.
+
+    >>> levels([1.0, 3.0, 2.0])
+    [0.0, 1.0, 0.5]
+    """
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return [(v - low) / (high - low) if high > low else 0.5 for v in values]
+
+
+def _step(level: float) -> int:
+    return min(int(level * len(RAMP)), len(RAMP) - 1)
+
+
+def _mark(cell: Cell) -> str:
+    if not cell.kept:
+        return "·"
+    return "■" if cell.level is None else SHADES[max(_step(cell.level), 1)]
+
+
+def text_grid(title: str, rows: Sequence[Row]) -> str:
+    """A grid of block characters, one line a site; removed heads are dots."""
+    width = max((len(r.label) for r in rows), default=0)
+    lines = [f"  {r.label:<{width}}  {' '.join(_mark(c) for c in r.cells)}" for r in rows]
+    return "\n".join([title, *lines])
+
+
+def rich_grid(title: str, rows: Sequence[Row]) -> str:
+    """The same grid as rich markup, coloured."""
+    width = max((len(r.label) for r in rows), default=0)
+
+    def paint(cell: Cell) -> str:
+        if not cell.kept:
+            return "[dim]·· [/]"
+        colour = RAMP[_step(0.5 if cell.level is None else cell.level)]
+        ink = "#000000" if _step(cell.level or 0.5) < 5 else "#ffffff"
+        return f"[{ink} on {colour}]{cell.head:>2} [/]"
+
+    def label(row: Row) -> str:
+        return f"{row.label:<{width}}".replace("[", r"\[")
+
+    return "\n".join([title.replace("[", r"\["), *(f"  {label(r)}  {''.join(map(paint, r.cells))}" for r in rows)])
+
+
+def html_grid(title: str, rows: Sequence[Row]) -> str:
+    """The same grid as an HTML table without scripts or style sheets, safe to embed."""
+
+    def paint(cell: Cell) -> str:
+        level = 0.5 if cell.level is None else cell.level
+        ink = "#000" if _step(level) < 5 else "#fff"
+        look = f"background:{RAMP[_step(level)]};color:{ink};"
+        if not cell.kept:
+            look = "background:repeating-linear-gradient(45deg,#bbb 0 2px,#fff 2px 6px);color:#555;"
+        style = f"{look}padding:2px 6px;text-align:center;border:1px solid #999"
+        return f'<td style="{style}" title="{html.escape(cell.title, quote=True)}">{cell.head}</td>'
+
+    body = "".join(
+        f'<tr><th scope="row" style="text-align:right;padding-right:8px;font-weight:normal">{html.escape(r.label)}</th>'
+        f"{''.join(map(paint, r.cells))}</tr>"
+        for r in rows
+    )
+    caption = f'<caption style="text-align:left">{html.escape(title)}</caption>'
+    return f'<table style="border-collapse:collapse;font-family:monospace">{caption}{body}</table>'

@@ -1,0 +1,72 @@
+"""Every error headprune raises on purpose, in one template: where, what must be, what it got, what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class HeadPruneError(Exception):
+    """Base of all errors of this library; each subclass also derives from the fitting built-in.
+
+    Args:
+        where: The argument, file or key at fault.
+        must: What it must be.
+        got: What was found instead.
+        hint: What to try; left out of the message when empty.
+    """
+
+    def __init__(self, where: str, must: str, got: object, hint: str = "") -> None:
+        self.where, self.must, self.got, self.hint = where, must, got, hint
+        super().__init__(where, must, got, hint)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: must be {self.must}, got {self.got}"
+        return f"{text}. {self.hint}" if self.hint else text
+
+
+class InvalidValue(HeadPruneError, ValueError):
+    """An argument, a key or a stored value is not what it must be."""
+
+
+class UnknownName(HeadPruneError, LookupError):
+    """A registered name, a site or a head that does not exist."""
+
+
+class NameClash(HeadPruneError, ValueError):
+    """Two entries of a registry claim one name."""
+
+
+class UnsupportedModel(HeadPruneError, TypeError):
+    """The model has no attention we can gate or cut, or has one that we would cut wrongly."""
+
+
+class PlanMismatch(HeadPruneError, ValueError):
+    """A plan or a set of scores was made for a model of another structure."""
+
+
+class InfeasibleBudget(HeadPruneError, ValueError):
+    """No choice of heads meets the budget; the message names the nearest one that can be met."""
+
+
+class VerificationFailed(HeadPruneError, ArithmeticError):
+    """The pruned model does not equal the gated one; the model has been put back as it was."""
+
+
+class CheckpointError(HeadPruneError, ValueError):
+    """A checkpoint folder is damaged, incomplete, or not one of ours."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint that names the closest known names, or lists them all.
+
+    >>> did_you_mean("tailor", ["taylor", "random"])
+    "Did you mean 'taylor'?"
+    >>> did_you_mean("xyz", ["taylor", "random"])
+    'Known: random, taylor.'
+    """
+    known = sorted(known)
+    close = get_close_matches(name, known, n=2, cutoff=0.6)
+    if close:
+        return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return f"Known: {', '.join(known)}." if known else "None are known."

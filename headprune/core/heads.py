@@ -1,0 +1,228 @@
+"""Names of heads and sets of heads: HeadId, AttentionSite, HeadMask.
+
+A head keeps the index it had in the full model for ever: after a cut the heads of a site may be 0, 3 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from headprune.core.codec import Value
+from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, did_you_mean
+from headprune.core.slabs import HeadGeometry, kept_groups
+
+Kind = Literal["self", "causal", "cross"]
+
+
+@dataclass(frozen=True, order=True)
+class HeadId(Value):
+    """One attention head: the attention module's qualified name and the head's original index.
+
+    >>> print(HeadId("encoder.layer.0.attention", 3))
+    encoder.layer.0.attention[3]
+    """
+
+    site: str
+    head: int
+
+    def __post_init__(self) -> None:
+        if self.head < 0:
+            raise InvalidValue("HeadId.head", "an index >= 0", self.head)
+
+    def __str__(self) -> str:
+        return f"{self.site}[{self.head}]"
+
+
+@dataclass(frozen=True)
+class AttentionSite(Value):
+    """A located attention module: what can be scored, gated and cut there.
+
+    Args:
+        name: The module's qualified name.
+        layout: Name of the layout that matched.
+        kind: ``self`` (bidirectional), ``causal`` (may hold a KV cache) or ``cross``.
+        n_query_heads: Query heads of the uncut module.
+        n_kv_heads: Key/value heads of the uncut module.
+        head_dim: Width of a query or key head.
+        value_dim: Width of a value head.
+        heads: Original indices of the heads that are present.
+        shared_with: Other names of the same module object.
+    """
+
+    name: str
+    layout: str
+    kind: Kind
+    n_query_heads: int
+    n_kv_heads: int
+    head_dim: int
+    value_dim: int
+    heads: tuple[int, ...]
+    shared_with: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("self", "causal", "cross"):
+            raise InvalidValue("AttentionSite.kind", "'self', 'causal' or 'cross'", repr(self.kind))
+        HeadGeometry(self.n_query_heads, self.n_kv_heads, self.head_dim, self.value_dim)
+        if list(self.heads) != sorted(set(self.heads)) or not set(self.heads) <= set(range(self.n_query_heads)):
+            raise InvalidValue("AttentionSite.heads", f"sorted indices below {self.n_query_heads}", self.heads)
+
+    @property
+    def geometry(self) -> HeadGeometry:
+        """Head counts and widths as they are now."""
+        kv = len(self.heads) // self.group_size if self.heads else 0
+        return HeadGeometry(len(self.heads), kv, self.head_dim, self.value_dim)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.n_query_heads // self.n_kv_heads
+
+    @property
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of present heads (original indices) that go together: single heads, or whole KV groups.
+
+        >>> AttentionSite("a", "llama", "causal", 4, 2, 8, 8, (2, 3)).units
+        ((2, 3),)
+        """
+        groups: dict[int, list[int]] = {}
+        for head in self.heads:
+            groups.setdefault(head // self.group_size, []).append(head)
+        return tuple(tuple(g) for g in groups.values())
+
+    def check(self, keep: Iterable[int]) -> tuple[int, ...]:
+        """The kept heads (original indices), sorted, if this site can be cut to them.
+
+        Raises:
+            UnknownName: a head that is not present.
+            InvalidValue: a part of a KV group.
+        """
+        keep = tuple(sorted(set(keep)))
+        for head in keep:
+            if head not in self.heads:
+                raise UnknownName(f"head {head} of {self.name}", f"one of the present heads {list(self.heads)}", head)
+        positions = [self.heads.index(h) for h in keep]
+        try:
+            kept_groups(self.geometry, positions)
+        except InvalidValue as error:
+            raise InvalidValue(f"keep for {self.name}", error.must, error.got) from None
+        return keep
+
+    def __str__(self) -> str:
+        kv = "" if self.n_kv_heads == self.n_query_heads else f" in {self.n_kv_heads} KV groups"
+        present = "" if len(self.heads) == self.n_query_heads else f", {len(self.heads)} present"
+        heads = f"{self.n_query_heads} heads{kv} of width {self.head_dim}{present}"
+        return f"{self.name}: {heads} ({self.layout}, {self.kind})"
+
+
+@dataclass(frozen=True)
+class SiteKeep:
+    """One row of a mask: the kept original indices of one site."""
+
+    site: str
+    n_heads: int
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeadMask(Value):
+    """A ragged, immutable set of kept heads, with ``|``, ``&`` and ``-``.
+
+    >>> a = HeadMask.from_keep({"x": [0, 1], "y": [2]}, {"x": 2, "y": 4})
+    >>> b = HeadMask.from_keep({"x": [1], "y": [2, 3]}, {"x": 2, "y": 4})
+    >>> (a & b).kept("x"), (a | b).n_kept, (a - b).kept("x")
+    ((1,), 4, (0,))
+    >>> HeadId("y", 3) in b
+    True
+    """
+
+    rows: tuple[SiteKeep, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for row in self.rows:
+            if row.site in seen:
+                raise InvalidValue("HeadMask.rows", "one row a site", f"{row.site} twice")
+            seen.add(row.site)
+            if list(row.kept) != sorted(set(row.kept)):
+                raise InvalidValue(f"HeadMask row {row.site}", "sorted indices without repeats", row.kept)
+            for head in row.kept:
+                if not 0 <= head < row.n_heads:
+                    raise UnknownName(f"head {head} of {row.site}", f"an index below {row.n_heads}", head)
+
+    @classmethod
+    def from_keep(cls, keep: Mapping[str, Iterable[int]], n_heads: Mapping[str, int]) -> HeadMask:
+        """From kept original indices and head counts a site; a site absent from ``keep`` keeps every head."""
+        for site in keep:
+            if site not in n_heads:
+                raise UnknownName(f"site {site!r}", "a known attention site", repr(site), did_you_mean(site, n_heads))
+        rows = (SiteKeep(s, n, tuple(sorted(set(keep.get(s, range(n)))))) for s, n in n_heads.items())
+        return cls(tuple(rows))
+
+    @classmethod
+    def full(cls, sites: Iterable[AttentionSite]) -> HeadMask:
+        """All heads that are present at ``sites``."""
+        return cls(tuple(SiteKeep(s.name, s.n_query_heads, s.heads) for s in sites))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return tuple(row.site for row in self.rows)
+
+    def row(self, site: str) -> SiteKeep:
+        for row in self.rows:
+            if row.site == site:
+                return row
+        raise UnknownName(f"site {site!r}", "a site of this mask", repr(site), did_you_mean(site, self.sites))
+
+    def kept(self, site: str) -> tuple[int, ...]:
+        """Kept original indices of one site."""
+        return self.row(site).kept
+
+    def removed(self, site: str) -> tuple[int, ...]:
+        """Removed original indices of one site."""
+        row = self.row(site)
+        return tuple(h for h in range(row.n_heads) if h not in row.kept)
+
+    @property
+    def n_kept(self) -> int:
+        return sum(len(row.kept) for row in self.rows)
+
+    @property
+    def n_heads(self) -> int:
+        return sum(row.n_heads for row in self.rows)
+
+    def __contains__(self, head: object) -> bool:
+        return isinstance(head, HeadId) and head.site in self.sites and head.head in self.kept(head.site)
+
+    def __iter__(self) -> Iterator[HeadId]:
+        return (HeadId(row.site, head) for row in self.rows for head in row.kept)
+
+    def __len__(self) -> int:
+        return self.n_kept
+
+    def _combine(self, other: HeadMask, operation: str) -> HeadMask:
+        if not isinstance(other, HeadMask):
+            return NotImplemented
+        mine, theirs = {r.site: r.n_heads for r in self.rows}, {r.site: r.n_heads for r in other.rows}
+        if mine != theirs:
+            raise PlanMismatch("HeadMask", f"over the same sites and head counts ({mine})", theirs)
+        kept = {r.site: getattr(set(r.kept), operation)(other.kept(r.site)) for r in self.rows}
+        return HeadMask.from_keep(kept, mine)
+
+    def __or__(self, other: HeadMask) -> HeadMask:
+        return self._combine(other, "union")
+
+    def __and__(self, other: HeadMask) -> HeadMask:
+        return self._combine(other, "intersection")
+
+    def __sub__(self, other: HeadMask) -> HeadMask:
+        return self._combine(other, "difference")
+
+    def __str__(self) -> str:
+        width = max((len(r.site) for r in self.rows), default=0)
+        lines = [f"HeadMask: {self.n_kept} of {self.n_heads} heads kept"]
+        for row in self.rows:
+            marks = "".join("■" if h in row.kept else "·" for h in range(row.n_heads))
+            lines.append(f"  {row.site:<{width}}  {marks}  {len(row.kept)}/{row.n_heads}")
+        return "\n".join(lines)

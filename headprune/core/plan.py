@@ -1,0 +1,132 @@
+"""Budget: what may stay. PruningPlan: which heads stay, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from headprune.core.codec import EMPTY, FrozenDict, Value
+from headprune.core.display import Cell, Row, html_grid, rich_grid, text_grid
+from headprune.core.errors import InvalidValue, PlanMismatch
+from headprune.core.heads import HeadMask
+from headprune.core.scores import ModelFingerprint
+
+_KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv")
+
+
+@dataclass(frozen=True)
+class Budget(Value):
+    """What may stay; exactly one of the four is given.
+
+    Args:
+        keep_heads: A count of heads (int), or a fraction of the heads that are present (float).
+        keep_params: Fraction of the whole model's parameters.
+        keep_macs: Fraction of the whole model's multiply-adds for one example of ``length`` tokens.
+        keep_kv: Fraction of the KV cache's bytes a token.
+        length: Tokens an example, for ``keep_macs``; the length of the scored examples where it is left out.
+
+    >>> print(Budget(keep_heads=0.5))
+    keep 50 % of the heads
+    >>> Budget(keep_macs=0.6, length=128).amount
+    0.6
+    """
+
+    keep_heads: int | float | None = None
+    keep_params: float | None = None
+    keep_macs: float | None = None
+    keep_kv: float | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [k for k in _KINDS if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise InvalidValue("Budget", f"given by exactly one of {', '.join(_KINDS)}", ", ".join(given) or "none")
+        value = self.amount
+        count = self.kind == "keep_heads" and isinstance(value, int)
+        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not numeric or not (value >= 1 if count else 0 < value <= 1):
+            must = "a fraction above 0 and up to 1.0"
+            must = f"a count >= 1 or {must}" if self.kind == "keep_heads" else must
+            raise InvalidValue(f"Budget.{self.kind}", must, repr(value))
+        if not count:  # a bare 1 is a fraction everywhere but in keep_heads
+            object.__setattr__(self, self.kind, float(value))
+        if self.length is not None and (self.kind != "keep_macs" or self.length < 1):
+            raise InvalidValue("Budget.length", "a count of tokens >= 1, with keep_macs only", self.length)
+
+    @property
+    def kind(self) -> str:
+        """Which of the budgets is given."""
+        return next(k for k in _KINDS if getattr(self, k) is not None)
+
+    @property
+    def amount(self) -> int | float:
+        """The given number."""
+        value: int | float = getattr(self, self.kind)
+        return value
+
+    def __str__(self) -> str:
+        what = {"keep_heads": "heads", "keep_params": "parameters", "keep_macs": "MACs", "keep_kv": "KV cache"}
+        share = f"{self.amount}" if isinstance(self.amount, int) else f"{100 * self.amount:g} % of the"
+        at = f" at {self.length} tokens" if self.length else ""
+        return f"keep {share} {what[self.kind]}{at}"
+
+
+@dataclass(frozen=True)
+class PruningPlan(Value):
+    """The decision: which heads stay, in original indices.
+
+    Args:
+        mask: Kept heads.
+        budget: The budget it meets; None for a plan written by hand.
+        selector: Registered name of the selector, or ``by hand``.
+        settings: The selector's settings.
+        scorer: Registered name of the scorer, if scores were used.
+        scores: Digest of those scores.
+        model: Fingerprint of the model it is for; None fits any model that has its sites.
+        notes: What the selector has to say.
+    """
+
+    mask: HeadMask
+    budget: Budget | None = None
+    selector: str = "by hand"
+    settings: FrozenDict = EMPTY
+    scorer: str | None = None
+    scores: str | None = None
+    model: ModelFingerprint | None = None
+    notes: tuple[str, ...] = ()
+
+    def then(self, other: PruningPlan) -> PruningPlan:
+        """The plan that does both: a head stays if both keep it.
+
+        Raises:
+            PlanMismatch: the plans are for models of different structure.
+        """
+        if self.model and other.model and self.model.structure != other.model.structure:
+            raise PlanMismatch("plan", "for a model of the same structure", "plans for two different structures")
+        said = {f.name: getattr(other, f.name) for f in fields(other) if f.name not in ("mask", "notes")}
+        return PruningPlan(mask=self.mask & other.mask, notes=self.notes + other.notes, **said)
+
+    def rows(self) -> list[Row]:
+        """The grid of cells that shows what stays."""
+
+        def cell(site: str, head: int, kept: tuple[int, ...]) -> Cell:
+            return Cell(head, None, head in kept, f"{site}[{head}]: {'kept' if head in kept else 'removed'}")
+
+        return [Row(r.site, tuple(cell(r.site, h, r.kept) for h in range(r.n_heads))) for r in self.mask.rows]
+
+    @property
+    def title(self) -> str:
+        why = [
+            self.selector,
+            *([f"by {self.scorer}"] if self.scorer else []),
+            *([str(self.budget)] if self.budget else []),
+        ]
+        return f"{self.mask.n_kept} of {self.mask.n_heads} heads stay ({', '.join(why)})"
+
+    def __str__(self) -> str:
+        return text_grid(f"PruningPlan: {self.title}", self.rows())
+
+    def __rich__(self) -> str:
+        return rich_grid(f"PruningPlan: {self.title}", self.rows())
+
+    def _repr_html_(self) -> str:
+        return html_grid(self.title, self.rows())

@@ -1,0 +1,161 @@
+"""RunRecord: everything a run did, measured and ran on; what the report is drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headprune.core.codec import EMPTY, FrozenDict, Value
+from headprune.core.errors import InvalidValue
+from headprune.core.plan import PruningPlan
+from headprune.core.scores import HeadScores
+
+Status = Literal["running", "done", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """One line of the accuracy table.
+
+    Args:
+        name: What was evaluated: ``base``, ``taylor``, ``random``, ``recovered (finetune)``.
+        kept_heads: Heads that it has.
+        metric: ``accuracy``, ``perplexity``, ``loss``, ``mse``.
+        value: The metric on ``split``; the mean over draws.
+        split: Which rows it was measured on: ``test`` or ``validation``.
+        n_examples: How many of them.
+        loss: Mean per-example loss.
+        draws: Number of random draws behind the row.
+        spread: Standard deviation over the draws.
+        trained: Whether the model was trained after the cut.
+    """
+
+    name: str
+    kept_heads: int
+    metric: str
+    value: float
+    split: str
+    n_examples: int
+    loss: float
+    draws: int = 1
+    spread: float | None = None
+    trained: bool = False
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """One line of the speed table: the original and the pruned model, timed in turn in one process.
+
+    Args:
+        batch: Examples a call.
+        length: Tokens an example.
+        original_p50, original_p90, pruned_p50, pruned_p90: Seconds a call.
+        ratio: Median of the paired ratios original / pruned; above 1 the pruned model is faster.
+        low, high: 95 % bootstrap interval of that median.
+        rounds: Timed calls of each.
+    """
+
+    batch: int
+    length: int
+    original_p50: float
+    original_p90: float
+    pruned_p50: float
+    pruned_p90: float
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """A size before and after: parameters, MACs, KV-cache bytes a token, heads."""
+
+    name: str
+    original: float
+    pruned: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The check that the cut model equals the gated one.
+
+    Args:
+        what: What was compared: ``logits``, ``generation``.
+        max_difference: Largest absolute difference of any output.
+        scale: Largest absolute output of the gated model.
+        tolerance: What was allowed.
+        dtype: Of the model.
+        n_examples: Examples compared.
+    """
+
+    what: str
+    max_difference: float
+    scale: float
+    tolerance: float
+    dtype: str
+    n_examples: int
+
+
+@dataclass(frozen=True)
+class RunRecord(Value):
+    """One run, machine-readable; written again after every stage, so that a broken run says how far it came.
+
+    Args:
+        name: The recipe's name.
+        status: running, done, failed or interrupted.
+        stage: The last stage that was begun.
+        created: Start, ISO 8601, UTC.
+        recipe: The resolved recipe.
+        versions: Of Python and of every library that matters.
+        hardware: Processor, threads, memory, accelerator.
+        git_commit: Of the working directory, if it is a checkout.
+        seeds: Every seed that was used.
+        rows: Which data rows were used for what.
+        scores: The scores that the plan rests on.
+        plan: What was cut.
+        quality, speed, size, proofs: The tables.
+        timings: Seconds a stage.
+        warnings: What a reader should know.
+        metrics: Anything else that was measured.
+        error: Why it stopped, if it did.
+    """
+
+    name: str
+    status: Status
+    stage: str
+    created: str
+    recipe: FrozenDict = EMPTY
+    versions: FrozenDict = EMPTY
+    hardware: FrozenDict = EMPTY
+    git_commit: str | None = None
+    seeds: FrozenDict = EMPTY
+    rows: FrozenDict = EMPTY
+    scores: HeadScores | None = None
+    plan: PruningPlan | None = None
+    quality: tuple[QualityRow, ...] = ()
+    speed: tuple[SpeedRow, ...] = ()
+    size: tuple[SizeRow, ...] = ()
+    proofs: tuple[Proof, ...] = ()
+    timings: FrozenDict = EMPTY
+    warnings: tuple[str, ...] = ()
+    metrics: FrozenDict = EMPTY
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in ("running", "done", "failed", "interrupted"):
+            raise InvalidValue("RunRecord.status", "running, done, failed or interrupted", repr(self.status))
+
+    def __str__(self) -> str:
+        lines = [f"RunRecord {self.name}: {self.status} at {self.stage}, {self.created}"]
+        for row in self.quality:
+            spread = "" if row.spread is None else f" ± {row.spread:.4f} ({row.draws} draws)"
+            lines.append(f"  {row.name:<28} {row.kept_heads:>4} heads  {row.metric} {row.value:.4f}{spread}")
+        for speed in self.speed:
+            interval = f"{speed.ratio:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
+            lines.append(f"  batch {speed.batch:>4} x {speed.length:>4} tokens: {interval}")
+        lines += [
+            f"  {proof.what}: |gated - pruned| <= {proof.max_difference:.2e} (allowed {proof.tolerance:.2e})"
+            for proof in self.proofs
+        ]
+        return "\n".join([*lines, *([f"  error: {self.error}"] if self.error else [])])

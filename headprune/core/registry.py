@@ -1,0 +1,98 @@
+"""Registries: one file of a package is one entry, the file's name is the entry's name; entries load when asked for.
+
+Outside packages add entries through entry points (``headprune.layouts``, ``.scorers``, ``.selectors``,
+``.recoveries``). Two entries of one name are an error. Files whose name begins with an underscore are no entries.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from headprune.core.errors import NameClash, UnknownName, did_you_mean
+
+
+def camel_case(name: str) -> str:
+    """The class that a file of this name defines.
+
+    >>> camel_case("leave_one_out")
+    'LeaveOneOut'
+    """
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+class Registry:
+    """The entries of one kind, found by name and imported on first use.
+
+    Args:
+        kind: What an entry is, for messages: ``scorer``.
+        package: The package whose files are the entries.
+        group: The entry-point group of outside entries.
+        attribute: Maps a name to the object's name inside its file; the default is the name in camel case.
+    """
+
+    def __init__(self, kind: str, package: str, group: str, attribute: Callable[[str], str] = camel_case) -> None:
+        self.kind, self.package, self.group, self.attribute = kind, package, group, attribute
+        self._loaded: dict[str, Any] = {}
+
+    def _own(self) -> list[str]:
+        spec = importlib.util.find_spec(self.package)
+        paths = list(spec.submodule_search_locations or []) if spec else []
+        return sorted(m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_"))
+
+    def _outside(self) -> dict[str, importlib.metadata.EntryPoint]:
+        found: dict[str, importlib.metadata.EntryPoint] = {}
+        own = set(self._own())
+        for point in importlib.metadata.entry_points(group=self.group):
+            if point.name in own or (point.name in found and found[point.name].value != point.value):
+                other = self.package if point.name in own else found[point.name].value
+                must = f"registered once; {other} has it already"
+                raise NameClash(f"{self.kind} {point.name!r}", must, point.value, "Rename the entry point.")
+            found[point.name] = point
+        return found
+
+    def names(self) -> list[str]:
+        """All names, sorted; imports none of the entries."""
+        return sorted([*self._own(), *self._outside()])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def get(self, name: str) -> Any:
+        """The entry of this name, imported now if it was not before.
+
+        Raises:
+            UnknownName: no such entry; the message names the closest.
+        """
+        if name not in self._loaded:
+            outside = self._outside()
+            if name in outside:
+                self._loaded[name] = outside[name].load()
+            elif name in self._own():
+                module = importlib.import_module(f"{self.package}.{name}")
+                self._loaded[name] = getattr(module, self.attribute(name))
+            else:
+                hint = did_you_mean(str(name), self.names())
+                raise UnknownName(self.kind, f"a registered {self.kind}", repr(name), hint)
+        return self._loaded[name]
+
+    def summary(self, name: str) -> str:
+        """First line of an entry's documentation; read from the source, so that listing imports nothing heavy."""
+        if name not in self._own():
+            return (self.get(name).__doc__ or "").strip().partition("\n")[0]
+        spec = importlib.util.find_spec(f"{self.package}.{name}")
+        if spec is None or spec.origin is None:
+            return ""
+        return (ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or "").partition("\n")[0]
