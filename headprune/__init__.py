@@ -35,10 +35,10 @@ _HOME = {
     "gated": "headprune.gating.context",
     "prune_": "headprune.surgery.prune",
     "prune_heads_": "headprune.surgery.prune",
-    "recover_": "headprune.recovery.api",
+    "recover_": "headprune.recovery._api",
     "save_pretrained": "headprune.surgery.checkpoint",
-    "score": "headprune.scoring.api",
-    "select": "headprune.selection.api",
+    "score": "headprune.scoring._api",
+    "select": "headprune.selection._api",
 }
 _ROOMS = (
     *("attention", "bench", "core", "gating", "layouts", "model"),
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from headprune.core.scores import HeadScores
     from headprune.gating.context import gated
     from headprune.model.sites import find_sites
-    from headprune.recovery.api import recover_
-    from headprune.scoring.api import score
-    from headprune.selection.api import select
+    from headprune.recovery._api import recover_
+    from headprune.scoring._api import score
+    from headprune.selection._api import select
     from headprune.surgery.checkpoint import from_pretrained, save_pretrained
     from headprune.surgery.prune import prune_, prune_heads_

@@ -77,7 +77,7 @@ def _thaw(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_thaw(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(value)}
+        return {"float": repr(float(value))}  # float(): NumPy spells its own repr
     return value
 
 
@@ -191,7 +191,7 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if hint is FrozenDict:
         if not isinstance(value, Mapping):
             raise InvalidValue(where, "a JSON object", type(value).__name__)
-        return FrozenDict(_revive(value))
+        return FrozenDict({k: _revive(v) for k, v in value.items()})
     if dataclasses.is_dataclass(hint):
         return _decode_fields(hint, value, where)
     value = _revive(value)

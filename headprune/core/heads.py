@@ -11,7 +11,7 @@ from typing import Literal
 
 from headprune.core.codec import Value
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, did_you_mean
-from headprune.core.slabs import HeadGeometry, kept_groups
+from headprune.core.slabs import HeadGeometry
 
 Kind = Literal["self", "causal", "cross"]
 
@@ -67,6 +67,9 @@ class AttentionSite(Value):
         HeadGeometry(self.n_query_heads, self.n_kv_heads, self.head_dim, self.value_dim)
         if list(self.heads) != sorted(set(self.heads)) or not set(self.heads) <= set(range(self.n_query_heads)):
             raise InvalidValue("AttentionSite.heads", f"sorted indices below {self.n_query_heads}", self.heads)
+        if any(len(unit) != self.group_size for unit in self.units):
+            must = f"whole groups of {self.group_size} heads that share a key/value head"
+            raise InvalidValue("AttentionSite.heads", must, self.heads)
 
     @property
     def geometry(self) -> HeadGeometry:
@@ -102,11 +105,10 @@ class AttentionSite(Value):
         for head in keep:
             if head not in self.heads:
                 raise UnknownName(f"head {head} of {self.name}", f"one of the present heads {list(self.heads)}", head)
-        positions = [self.heads.index(h) for h in keep]
-        try:
-            kept_groups(self.geometry, positions)
-        except InvalidValue as error:
-            raise InvalidValue(f"keep for {self.name}", error.must, error.got) from None
+        for unit in self.units:
+            if 0 < (n_kept := len(set(unit) & set(keep))) < len(unit):
+                must = f"whole groups of {self.group_size} query heads that share a key/value head"
+                raise InvalidValue(f"keep for {self.name}", must, f"{n_kept} of heads {list(unit)}")
         return keep
 
     def __str__(self) -> str:

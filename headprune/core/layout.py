@@ -71,8 +71,9 @@ class AttentionLayout:
         kind: ``self``, ``causal``, ``cross``, or a function of the module that says which.
         requires: Attribute paths that must exist for a module to match.
         absent: Attribute paths that must not exist.
-        untouched: Paths whose parameters do not depend on the number of heads (a layer norm of the model width,
-            a norm of one head's width).
+        untouched: Paths whose parameters do not depend on the heads (a layer norm of the model's width).
+        per_head: Paths of norms that span one head's width, if the module has them; one that spans several heads is
+            refused, because cutting it would change the heads that stay.
         counts: Attributes that count heads or widths, kept true by a cut where the module has them.
         batch_axis: Axis of the gate's input that holds the examples.
         empty: ``(module) -> None`` that turns a cut module without heads into one that adds only the output
@@ -89,6 +90,7 @@ class AttentionLayout:
     requires: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
+    per_head: tuple[str, ...] = ()
     counts: tuple[tuple[str, Count], ...] = ()
     batch_axis: int = 0
     empty: Callable[[Any], None] | Literal["refuse"] | None = None
@@ -101,8 +103,3 @@ class AttentionLayout:
                 f"described by one slab of unit 'context', the gate's input: HeadSlab({self.gate!r}, 'in', 'context')"
             )
             raise InvalidValue(f"layout {self.name!r}", must, [s.path for s in contexts])
-
-    @property
-    def grouped(self) -> bool:
-        """Whether key/value heads are cut, so that there may be fewer of them than query heads."""
-        return any(u in ("key", "value") for s in self.slabs for u in s.units)

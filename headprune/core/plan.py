@@ -49,8 +49,8 @@ class Budget(Value):
             raise InvalidValue(f"Budget.{self.kind}", must, repr(value))
         if not count:  # a bare 1 is a fraction everywhere but in keep_heads
             object.__setattr__(self, self.kind, float(value))
-        if self.length is not None and (self.kind != "keep_macs" or self.length < 1):
-            raise InvalidValue("Budget.length", "a count of tokens >= 1, with keep_macs only", self.length)
+        if self.length is not None and (self.kind != "keep_macs" or type(self.length) is not int or self.length < 1):
+            raise InvalidValue("Budget.length", "a count of tokens >= 1, with keep_macs only", repr(self.length))
 
     @property
     def kind(self) -> str:
@@ -102,8 +102,9 @@ class PruningPlan(Value):
         """
         if self.model and other.model and self.model.structure != other.model.structure:
             raise PlanMismatch("plan", "for a model of the same structure", "plans for two different structures")
-        said = {f.name: getattr(other, f.name) for f in fields(other) if f.name not in ("mask", "notes")}
-        return PruningPlan(mask=self.mask & other.mask, notes=self.notes + other.notes, **said)
+        said = {f.name: getattr(other, f.name) for f in fields(other) if f.name not in ("mask", "model", "notes")}
+        model = self.model or other.model  # the plan that does both is for the model that the first one is for
+        return PruningPlan(mask=self.mask & other.mask, model=model, notes=self.notes + other.notes, **said)
 
     def rows(self) -> list[Row]:
         """The grid of cells that shows what stays."""

@@ -152,16 +152,13 @@ def kept_groups(geometry: HeadGeometry, keep_query: Iterable[int]) -> list[int]:
     return stay
 
 
-def infer_geometry(
-    sizes: Sequence[tuple[Sequence[str], int]], head_dim: int, value_dim: int, grouped: bool
-) -> HeadGeometry:
+def infer_geometry(sizes: Sequence[tuple[Sequence[str], int]], head_dim: int, value_dim: int) -> HeadGeometry:
     """Works out the head counts from the lengths of the slabs' axes, which stay true when weights are cut.
 
     Args:
         sizes: ``(units, length)`` of every slab; one slab must be ``("context",)`` or ``("query",)``.
         head_dim: Width of a query or key head.
         value_dim: Width of a value head.
-        grouped: Whether there may be fewer key/value heads than query heads.
 
     Raises:
         InvalidValue: a length that no whole number of heads explains.
@@ -185,8 +182,6 @@ def infer_geometry(
             n_kv = rest // kv_width
             break
     geometry = HeadGeometry(n_query, n_query if n_kv is None else n_kv, head_dim, value_dim)
-    if not grouped and geometry.n_kv_heads != n_query:
-        raise InvalidValue("n_kv_heads", f"the number of query heads ({n_query})", geometry.n_kv_heads)
     for units, length in sizes:
         if axis_size(geometry, units) != length:
             raise InvalidValue(f"the {'+'.join(units)} axis", f"{axis_size(geometry, units)} for {geometry}", length)

@@ -1,0 +1,1 @@
+"""Gates on heads: the same model with a multiplier on every head, for as long as a ``with`` block lasts."""

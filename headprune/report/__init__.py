@@ -1,0 +1,35 @@
+"""Reports: a RunRecord in; one self-contained HTML page and a Markdown twin out.
+
+Both are drawn from one set of formatted values (`view`), so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "render_html": "headprune.report.html",
+    "render_markdown": "headprune.report.markdown",
+    "write_report": "headprune.report.write",
+}
+
+__all__ = ["render_html", "render_markdown", "write_report"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'headprune.report' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from headprune.report.html import render_html
+    from headprune.report.markdown import render_markdown
+    from headprune.report.write import write_report

@@ -1,0 +1,1 @@
+"""Physical removal of heads, its proof, and checkpoints of what is left."""

@@ -1,0 +1,100 @@
+"""Attention pooling of all heads side by side: the fast path, and the one that shows its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (the field's name)
+from torch import Tensor
+
+from headprune.attention.compatibility import ScaledDotProduct
+from headprune.attention.masks import KeyMask
+from headprune.core.errors import InvalidValue
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compatibility: Callable[..., Tensor],
+    mask: KeyMask,
+    heads: tuple[int, ...],
+    dropout: float = 0.0,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """``softmax(a(q, k)) v`` for every head, zeros for a query that sees no key.
+
+    Args:
+        query: ``[batch, heads, queries, head_dim]``.
+        key: ``[batch, kv_heads, keys, head_dim]``; consecutive query heads share one.
+        value: ``[batch, kv_heads, keys, value_dim]``.
+        compatibility: The function a, see ``Compatibility``.
+        mask: Which keys may be seen.
+        heads: Original indices of the heads.
+        dropout: Probability that a weight is dropped.
+        need_weights: Return the weights too, as they are before dropout.
+
+    Returns:
+        ``[batch, heads, queries, value_dim]``, and the weights ``[batch, heads, queries, keys]`` or None.
+
+    Raises:
+        InvalidValue: the compatibility function returned another shape.
+    """
+    if key.shape[2] == 0:  # nothing to see for anyone; the kernels have no common answer to it
+        nothing = query.new_zeros(*query.shape[:3], value.shape[-1])
+        return nothing, query.new_zeros(*query.shape[:3], 0) if need_weights else None
+    if isinstance(compatibility, ScaledDotProduct) and not need_weights:
+        return _fast(query, key, value, compatibility, mask, dropout), None
+    group = query.shape[1] // key.shape[1]
+    context, weights = _shown(query, _repeat(key, group), _repeat(value, group), compatibility, mask, heads, dropout)
+    return context, weights if need_weights else None
+
+
+def _repeat(x: Tensor, group: int) -> Tensor:
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _fast(
+    query: Tensor, key: Tensor, value: Tensor, compatibility: ScaledDotProduct, mask: KeyMask, dropout: float
+) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    # On a GPU the kernels that take a mask do not take grouped heads; asked for both, PyTorch falls back to a slow one.
+    grouped = group > 1 and mask.allowed is None
+    if not grouped:
+        key, value = _repeat(key, group), _repeat(value, group)
+    context = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask.allowed,
+        dropout_p=dropout,
+        is_causal=mask.is_causal,
+        scale=compatibility.scale,
+        enable_gqa=grouped,
+    )
+    return context if mask.empty is None else context.masked_fill(mask.empty, 0)
+
+
+def _shown(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compatibility: Callable[..., Tensor],
+    mask: KeyMask,
+    heads: tuple[int, ...],
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    fit = compatibility(query, key, heads)
+    shape = (*query.shape[:3], key.shape[2])
+    if not isinstance(fit, Tensor) or tuple(fit.shape) != shape:
+        got = list(fit.shape) if isinstance(fit, Tensor) else type(fit).__name__
+        must = f"a tensor [batch, heads, queries, keys] = {list(shape)}"
+        raise InvalidValue("what the compatibility function returns", must, got)
+    allowed = mask.tensor(shape[2], shape[3], query.device)
+    if allowed is not None:
+        fit = fit.masked_fill(~allowed, -torch.inf)
+    weights = fit.softmax(dim=-1)
+    if mask.empty is not None:
+        weights = weights.masked_fill(mask.empty, 0)
+    return F.dropout(weights, dropout, training=dropout > 0) @ value, weights

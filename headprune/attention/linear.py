@@ -1,0 +1,155 @@
+"""Cutting features out of one projection: the tensor primitive under every physical removal of heads.
+
+Two steps, so that a caller can compute every cut of a model before it changes anything: ``cut_features`` is pure
+and refuses what it cannot cut; ``replace_features_`` installs its result.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import InvalidValue, UnsupportedModel
+
+Axis = Literal["in", "out"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HINT = "Cut the model before it is quantised, parametrised or wrapped in adapters, or merge those first."
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # Transformers' Conv1D (GPT-2) is known by its attributes: this room does not import transformers.
+    weight = module._parameters.get("weight")
+    counts = (getattr(module, "nx", None), getattr(module, "nf", None))
+    return weight is not None and all(type(n) is int for n in counts) and tuple(weight.shape) == counts
+
+
+def _weight_axis(module: nn.Module, axis: Axis) -> int:
+    """The dimension of the weight that holds the features: nn.Linear is ``[out, in]``, Conv1D is ``[in, out]``."""
+    return int((axis == "out") != isinstance(module, nn.Linear))
+
+
+def _check(module: nn.Module, axis: str, where: str) -> None:
+    if axis not in ("in", "out"):
+        raise InvalidValue("axis", "'in' or 'out'", repr(axis))
+    if not isinstance(module, nn.Module):
+        raise UnsupportedModel(where, "an nn.Linear or a Conv1D", type(module).__name__)
+    kind = type(module).__name__
+    if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
+        raise UnsupportedModel(where, "an nn.Linear or a Conv1D", kind, _HINT)
+    extra = [n for n, _ in module.named_parameters() if n not in ("weight", "bias")]
+    extra += [n for n, _ in module.named_buffers()] + [n for n, _ in module.named_children()]
+    if extra:
+        must = "a projection of a weight and a bias only"
+        raise UnsupportedModel(where, must, f"{kind} with {', '.join(dict.fromkeys(extra))}", _HINT)
+    for name in ("weight", "bias"):
+        tensor = module._parameters.get(name)
+        if tensor is None and name == "bias" and getattr(module, "bias", None) is None:
+            continue
+        # Quantised, sharded and lazy tensors are subclasses of Parameter, or no parameters of the module at all.
+        if type(tensor) is not nn.Parameter or tensor.dtype not in _FLOATS:
+            got = f"{type(getattr(module, name, None)).__name__} of {getattr(tensor, 'dtype', 'no dtype')} in {kind}"
+            raise UnsupportedModel(f"{where}.{name}", "a plain floating-point nn.Parameter", got, _HINT)
+
+
+def feature_count(module: nn.Module, axis: Axis, where: str = "projection") -> int:
+    """How many features a projection has on ``axis``.
+
+    Args:
+        module: An ``nn.Linear`` or a Transformers ``Conv1D``, or a subclass that adds no tensors.
+        axis: ``in`` or ``out``.
+        where: The projection's name in errors.
+
+    Raises:
+        UnsupportedModel: anything else than a plain floating-point projection.
+
+    >>> feature_count(nn.Linear(4, 6), "in")
+    4
+    """
+    _check(module, axis, where)
+    return int(module._parameters["weight"].shape[_weight_axis(module, axis)])  # type: ignore[union-attr]
+
+
+def cut_features(module: nn.Module, axis: Axis, index: Sequence[int], where: str = "projection") -> dict[str, Tensor]:
+    """The tensors a projection has once only the features ``index`` are left; the module is not changed.
+
+    A cut of ``out`` features cuts the bias with the weight; a cut of ``in`` features keeps the bias. The result has
+    the dtype and the device of what it was cut from, shares no memory with it and carries no graph.
+
+    Args:
+        module: An ``nn.Linear`` (weight ``[out, in]``) or a Transformers ``Conv1D`` (weight ``[in, out]``).
+        axis: ``in`` or ``out``.
+        index: Positions that stay, strictly ascending; may be empty.
+        where: The projection's name in errors.
+
+    Returns:
+        ``{"weight": ..., "bias": ...}``, without what does not change.
+
+    Raises:
+        UnsupportedModel: anything else than a plain floating-point projection (quantised, parametrised, adapted).
+        InvalidValue: an unknown axis, or positions that are out of range, repeated or out of order.
+
+    >>> projection = nn.Linear(4, 6)
+    >>> {name: tuple(t.shape) for name, t in cut_features(projection, "out", [0, 5]).items()}
+    {'weight': (2, 4), 'bias': (2,)}
+    >>> {name: tuple(t.shape) for name, t in cut_features(projection, "in", [1]).items()}
+    {'weight': (6, 1)}
+    """
+    size = feature_count(module, axis, where)
+    index = [operator.index(i) for i in index]
+    if any(not 0 <= i < size for i in index) or any(a >= b for a, b in pairwise(index)):
+        raise InvalidValue(f"index of {where}", f"strictly ascending positions below {size}", index)
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    rows = torch.tensor(index, dtype=torch.long, device=weight.device)
+    tensors = {"weight": weight.detach().index_select(_weight_axis(module, axis), rows)}
+    if axis == "out" and bias is not None:
+        tensors["bias"] = bias.detach().index_select(0, rows.to(bias.device))
+    return tensors
+
+
+def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Installs what ``cut_features`` computed and keeps the module's feature counts true.
+
+    The module stays the same object, with its hooks and its training mode; each parameter becomes a new one that
+    requires a gradient where the old one did. An ``nn.Parameter`` among ``tensors`` is installed as it is, which is
+    how a caller keeps tied projections tied.
+
+    Args:
+        module: The projection.
+        tensors: New tensors by parameter name.
+
+    Returns:
+        The feature counts ``(in, out)`` after the replacement.
+
+    Raises:
+        UnsupportedModel: anything else than a plain floating-point projection.
+
+    >>> projection = nn.Linear(4, 6)
+    >>> replace_features_(projection, cut_features(projection, "out", [0, 5]))
+    (4, 2)
+    >>> projection
+    Linear(in_features=4, out_features=2, bias=True)
+    """
+    _check(module, "in", "projection")
+    linear = isinstance(module, nn.Linear)
+    for name, tensor in tensors.items():
+        old = module._parameters.get(name)
+        if old is None:
+            raise InvalidValue("tensors", f"named like a parameter of {type(module).__name__}", repr(name))
+        if type(tensor) is nn.Parameter:
+            new = tensor
+        else:
+            new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+            new.__dict__.update(old.__dict__)  # flags that libraries set on parameters, as Transformers' loader does
+        setattr(module, name, new)
+    shape = module._parameters["weight"].shape  # type: ignore[union-attr]
+    counts = shape[_weight_axis(module, "in")], shape[_weight_axis(module, "out")]
+    for name, count in zip(("in_features", "out_features") if linear else ("nx", "nf"), counts, strict=True):
+        setattr(module, name, count)
+    return counts

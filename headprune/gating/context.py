@@ -1,0 +1,161 @@
+"""``gated``: a context manager that multiplies every head's output, at the output projection's input.
+
+Multiplying there equals multiplying the head's attention probabilities and works with every attention kernel.
+
+For as long as the block lasts, the projection's class is a subclass of its own that multiplies its input before
+anything else happens. Forward hooks would be simpler, but ``torch.compile`` ignores hooks that are added after a
+model was compiled and run; it does check classes, so the gates take effect there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.plan import PruningPlan
+from headprune.model.fingerprint import check_plan
+from headprune.model.sites import BoundSite, bind
+
+Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Tensor] | Tensor"
+
+_ATTRIBUTE = "headprune_gates"
+
+
+@contextmanager
+def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None = None) -> Iterator[nn.Module]:
+    """Runs ``model`` with a gate on every head; leaves no trace behind, also after an exception. Nests: gates multiply.
+
+    Args:
+        model: Any model with sites.
+        gates: A plan or a mask (kept heads 1, others 0); or a mapping from site name to a tensor ``[heads]`` or, one
+            row an example, ``[batch, heads]`` (``[batch, tokens, heads]`` gates every token); or one tensor
+            ``[layers, heads]`` for all sites in model order. Heads are the present ones, in order. Sites that a
+            mapping leaves out are not gated.
+        sites: Where; default ``find_sites(model)``.
+
+    Gates are differentiable: the gradient at gates of 1 is the head's first-order importance. With gradient
+    checkpointing, run the backward pass inside the block too, because it runs the forward again.
+
+    Raises:
+        InvalidValue: a tensor of a wrong shape.
+        UnknownName: a name that is no site.
+        PlanMismatch: a plan for a model of another structure.
+
+    >>> import torch
+    >>> from headprune import MultiHeadAttention
+    >>> x, attention = torch.randn(1, 3, 8), MultiHeadAttention(8, 2)
+    >>> off = torch.zeros(1, 2, requires_grad=True)
+    >>> with gated(attention, off):
+    ...     attention(x, x, x).sum().backward()
+    >>> off.grad.shape
+    torch.Size([1, 2])
+    """
+    bound = bind(model, sites)
+    with ExitStack() as stack:
+        for site, gate in gate_tensors(model, gates, bound):
+            if site.site.heads:
+                stack.enter_context(_gated_input(site.gate, _spread(gate, site)))
+        yield model
+
+
+def gate_tensors(model: nn.Module, gates: Gates, bound: list[BoundSite]) -> list[tuple[BoundSite, Tensor]]:
+    """Any accepted form of gates as one tensor ``[..., present heads]`` a site, checked."""
+    if isinstance(gates, (PruningPlan, HeadMask)):
+        check_plan(model, [b.site for b in bound], gates)
+        mask = gates.mask if isinstance(gates, PruningPlan) else gates
+        return [(b, _from_mask(b, mask)) for b in bound]
+    if isinstance(gates, Tensor):
+        return _from_table(gates, bound)
+    if isinstance(gates, Mapping):
+        by_name = {b.site.name: b for b in bound}
+        for name in gates:
+            if name not in by_name:
+                raise UnknownName("gates", "keyed by site names", repr(name), did_you_mean(str(name), by_name))
+        return [(by_name[name], _checked(gate, by_name[name])) for name, gate in gates.items()]
+    must = "a plan, a mask, a mapping from site name to tensor, or a tensor [layers, heads]"
+    raise InvalidValue("gates", must, type(gates).__name__)
+
+
+def _from_mask(bound: BoundSite, mask: HeadMask) -> Tensor:
+    kept = mask.kept(bound.site.name)
+    weight = next(bound.module.parameters())
+    return torch.tensor([float(h in kept) for h in bound.site.heads], device=weight.device, dtype=torch.float32)
+
+
+def _from_table(table: Tensor, bound: list[BoundSite]) -> list[tuple[BoundSite, Tensor]]:
+    counts = [len(b.site.heads) for b in bound]
+    if len(set(counts)) != 1:
+        hint = "Give a mapping from site name to a tensor [heads]."
+        raise InvalidValue("gates", "a mapping, because the layers have different head counts", str(counts), hint)
+    if tuple(table.shape) != (len(bound), counts[0]):
+        must = f"of shape [layers, heads] = [{len(bound)}, {counts[0]}]"
+        raise InvalidValue("gates", must, list(table.shape))
+    return [(b, _checked(row, b)) for b, row in zip(bound, table, strict=True)]
+
+
+def _checked(gate: Any, bound: BoundSite) -> Tensor:
+    n_heads = len(bound.site.heads)
+    must = f"a floating-point tensor [{n_heads}], [batch, {n_heads}] or [batch, tokens, {n_heads}]"
+    where = f"gates[{bound.site.name!r}]"
+    if not isinstance(gate, Tensor):
+        raise InvalidValue(where, must, type(gate).__name__)
+    if not gate.is_floating_point():
+        raise InvalidValue(where, must, gate.dtype)
+    if gate.ndim not in (1, 2, 3) or gate.shape[-1] != n_heads:
+        raise InvalidValue(where, must, f"shape {list(gate.shape)}")
+    return gate
+
+
+def _spread(gate: Tensor, bound: BoundSite) -> Tensor:
+    """The gate in the shape in which it multiplies ``[batch, tokens, heads, width]`` (or its sequence-first twin)."""
+    if gate.ndim == 2:
+        gate = gate.unsqueeze(1)
+    if bound.layout.batch_axis == 1 and gate.ndim == 3:
+        gate = gate.transpose(0, 1)
+    return gate.unsqueeze(-1)
+
+
+class _Gated(nn.Module):
+    """Mixed into a projection's class: multiplies the heads in its input, then calls it as it was."""
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for gate in getattr(self, _ATTRIBUTE):
+            heads = x.unflatten(-1, (gate.shape[-2], -1))
+            product = heads * gate.to(heads.dtype)
+            if product.shape != heads.shape:
+                must = f"for the {x.shape[0]} x {x.shape[1]} rows that the model runs on"
+                raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
+            x = product.flatten(-2)
+        return super().__call__(x, *args, **kwargs)
+
+
+@cache
+def _gated_class(original: type) -> type:
+    body = {"__doc__": original.__doc__, "__module__": original.__module__}
+    return type(original.__name__, (_Gated, original), body)
+
+
+@contextmanager
+def _gated_input(projection: nn.Module, gate: Tensor) -> Iterator[None]:
+    before = type(projection)
+    outer: tuple[Tensor, ...] = getattr(projection, _ATTRIBUTE, ())
+    if not outer:
+        projection.__class__ = _gated_class(before)  # type: ignore[arg-type]
+    projection.__dict__[_ATTRIBUTE] = (*outer, gate)
+    try:
+        yield
+    finally:
+        # By identity, not by position: blocks that overlap may be left in any order.
+        left = tuple(g for g in projection.__dict__[_ATTRIBUTE] if g is not gate)
+        if left:
+            projection.__dict__[_ATTRIBUTE] = left
+        else:
+            del projection.__dict__[_ATTRIBUTE]
+            projection.__class__ = type(projection).__mro__[2]

@@ -1,0 +1,62 @@
+"""Llama-style decoders (Llama, Mistral, Qwen, Gemma and their likes), grouped queries: the unit is a KV group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module, gate="o_proj")
+
+
+def tiny(seed: int) -> tuple[Any, Any]:
+    """Three layers of 6 query heads in 3 KV groups, causal language model, one padded example."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=4,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        mask = torch.tensor([[1] * 7, [1] * 7, [1, 1, 1, 1, 0, 0, 0]])
+        batch = {"input_ids": torch.randint(3, 50, (3, 7)) * mask, "attention_mask": mask}
+        return LlamaForCausalLM(config), batch
+
+
+LAYOUT = AttentionLayout(
+    name="llama",
+    gate="o_proj",
+    slabs=(
+        HeadSlab("q_proj", "out", "query"),
+        HeadSlab("k_proj", "out", "key"),
+        HeadSlab("v_proj", "out", "value"),
+        HeadSlab("o_proj", "in", "context"),
+    ),
+    head_dim="head_dim",
+    kind="causal",
+    requires=("num_key_value_groups", "head_dim", "layer_idx"),
+    per_head=("q_norm", "k_norm"),
+    counts=(
+        ("num_heads", "n_query_heads"),
+        ("num_attention_heads", "n_query_heads"),
+        ("num_key_value_heads", "n_kv_heads"),
+    ),
+    empty=_without_heads,
+    tiny=tiny,
+)

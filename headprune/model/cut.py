@@ -1,0 +1,192 @@
+"""Applies a plan's slabs to the tensors of a model: every new tensor is computed first, then all are put in place.
+
+Parameters are replaced, never resized: an optimizer or a graph made before the cut keeps the old ones. Parameters that
+are shared between projections stay shared; one that is shared with something that is not cut is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.attention.linear import cut_features, replace_features_
+from headprune.core.errors import UnsupportedModel
+from headprune.core.heads import HeadMask
+from headprune.core.layout import STATE_ATTRIBUTE, HeadSlab, HeadState
+from headprune.core.slabs import HeadGeometry, kept_groups, kept_rows
+from headprune.model.sites import BoundSite, lookup, unwrap
+
+
+@dataclass
+class Undo:
+    """Everything a cut replaced, so that it can be put back as it was."""
+
+    parameters: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
+    classes: list[tuple[nn.Module, type]] = field(default_factory=list)
+
+    def remember(self, module: nn.Module) -> None:
+        """Notes a module's tensors, plain attributes and class."""
+        self.classes.append((module, type(module)))
+        self.parameters += [(module, n, p) for n, p in module._parameters.items()]
+        self.parameters += [(module, n, b) for n, b in module._buffers.items()]
+        plain = {k: v for k, v in module.__dict__.items() if not k.startswith("_")}
+        self.attributes.append((module, plain))
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        for module, kind in self.classes:
+            module.__class__ = kind
+        for module, name, tensor in self.parameters:
+            (module._parameters if name in module._parameters else module._buffers)[name] = tensor
+        for module, plain in self.attributes:
+            for name in [k for k in module.__dict__ if not k.startswith("_") and k not in plain]:
+                del module.__dict__[name]
+            module.__dict__.update(plain)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """One slab of one site, with the positions that stay."""
+
+    bound: BoundSite
+    slab: HeadSlab
+    rows: tuple[int, ...]
+
+    @property
+    def where(self) -> str:
+        return f"{self.bound.site.name}.{self.slab.path}"
+
+    @property
+    def target(self) -> nn.Module | Tensor:
+        target: nn.Module | Tensor = lookup(self.bound.module, self.slab.path)
+        return target
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose tensors change."""
+        if isinstance(self.target, nn.Module):
+            return self.target
+        return self.bound.module.get_submodule(self.slab.path.rpartition(".")[0])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """New tensors by name in ``owner``; nothing is changed."""
+        if isinstance(self.target, nn.Module):
+            if self.slab.axis not in ("in", "out"):
+                raise UnsupportedModel(self.where, "cut along 'in' or 'out'", self.slab.axis)
+            return cut_features(self.target, self.slab.axis, self.rows, self.where)
+        index = torch.tensor(self.rows, dtype=torch.long, device=self.target.device)
+        return {self.slab.path.rpartition(".")[2]: self.target.detach().index_select(int(self.slab.axis), index)}
+
+
+def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
+    """Cuts the sites to the heads that ``mask`` keeps, in place; all of them or, on an error, none.
+
+    Args:
+        model: The whole model, searched for parameters that are shared.
+        bound: Sites to cut.
+        mask: Kept heads in original indices.
+
+    Returns:
+        What puts the model back.
+
+    Raises:
+        UnsupportedModel: a projection that cannot be cut, a parameter shared with one that is not cut, or a site
+            that must keep a head.
+    """
+    work: list[tuple[BoundSite, tuple[int, ...], HeadGeometry]] = []
+    cuts: list[_Cut] = []
+    for b in bound:
+        keep = b.site.check(h for h in b.site.heads if h in mask.kept(b.site.name))
+        if keep == b.site.heads:
+            continue
+        if not keep and b.layout.empty == "refuse":
+            raise UnsupportedModel(b.site.name, f"left with a head (layout {b.layout.name!r})", "none kept")
+        positions = [b.site.heads.index(h) for h in keep]
+        groups = kept_groups(b.site.geometry, positions)
+        work.append((b, keep, HeadGeometry(len(keep), len(groups), b.site.head_dim, b.site.value_dim)))
+        cuts += [
+            _Cut(b, s, tuple(kept_rows(b.site.geometry, s.units, s.packing, positions, groups))) for s in b.layout.slabs
+        ]
+    plan = _new_tensors(model, cuts)
+    undo = Undo()
+    try:
+        for owner, tensors in plan:
+            undo.remember(owner)
+            _install(owner, tensors)
+        for b, keep, now in work:
+            for module in {b.module, *(lookup(b.module, p.rpartition(".")[0]) or b.module for p, _ in b.layout.counts)}:
+                undo.remember(module)
+            _mark(b, keep, now)
+    except BaseException:
+        undo.restore()
+        raise
+    return undo
+
+
+def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    """Every new tensor, with shared parameters made once; checks that no parameter is shared beyond the cuts."""
+    references: dict[int, list[str]] = {}
+    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+        references.setdefault(id(parameter), []).append(name)
+    names = {id(m): n for n, m in unwrap(model).named_modules()}
+    made: dict[int, tuple[tuple[Any, ...], Tensor, set[int]]] = {}
+    plan: dict[int, tuple[nn.Module, dict[str, Tensor]]] = {}
+    for cut in cuts:
+        owner = cut.owner
+        if id(owner) in plan:
+            hint = "Untie the projections first, for example by a deep copy of one."
+            raise UnsupportedModel(cut.where, "a projection of its own", "one shared with another slab", hint)
+        tensors = cut.tensors()
+        for name, tensor in tensors.items():
+            old = getattr(owner, name)
+            key = (cut.slab.axis, cut.rows)
+            if isinstance(old, nn.Parameter):
+                before = made.get(id(old))
+                if before is not None and before[0] != key:
+                    raise UnsupportedModel(f"{cut.where}.{name}", "cut in one way", "shared and cut in two ways")
+                new = before[1] if before else nn.Parameter(tensor, requires_grad=old.requires_grad)
+                if before is None:
+                    new.__dict__.update(old.__dict__)
+                tensors[name] = new
+                made[id(old)] = (key, new, (before[2] if before else set()) | {id(owner)})
+        plan[id(owner)] = (owner, tensors)
+    for identity, (_, _, owners) in made.items():
+        used = {n.rpartition(".")[0] for n in references.get(identity, [])}
+        beyond = sorted(used - {names.get(o, "") for o in owners})
+        aliases = {id(m) for n, m in unwrap(model).named_modules(remove_duplicate=False) if n in beyond}
+        if aliases - owners:
+            hint = "Untie it first: give one of the two a parameter of its own."
+            raise UnsupportedModel("a parameter of the attention", "its own", f"one shared with {beyond}", hint)
+    return list(plan.values())
+
+
+def _install(owner: nn.Module, tensors: dict[str, Tensor]) -> None:
+    if "weight" in tensors and (isinstance(owner, nn.Linear) or hasattr(owner, "nf")):
+        replace_features_(owner, tensors)
+        return
+    for name, tensor in tensors.items():
+        (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor  # type: ignore[assignment]
+
+
+def _mark(bound: BoundSite, keep: tuple[int, ...], now: HeadGeometry) -> None:
+    """Keeps the count attributes true, remembers the original heads, and empties a module without heads."""
+    site, module = bound.site, bound.module
+    values = {
+        "n_query_heads": now.n_query_heads,
+        "n_kv_heads": now.n_kv_heads,
+        "group_size": site.group_size,
+        "query_width": now.n_query_heads * now.head_dim,
+        "value_width": now.n_query_heads * now.value_dim,
+    }
+    for path, count in bound.layout.counts:
+        if lookup(module, path) is not None:
+            parent, _, name = path.rpartition(".")
+            setattr(lookup(module, parent) if parent else module, name, values[count])
+    setattr(module, STATE_ATTRIBUTE, HeadState(site.n_query_heads, site.n_kv_heads, keep))
+    if not keep and callable(bound.layout.empty):
+        bound.layout.empty(module)

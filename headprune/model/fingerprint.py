@@ -1,0 +1,71 @@
+"""Fingerprints: is this the model a plan was made for (structure), and does it have the same weights?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import PlanMismatch
+from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.plan import PruningPlan
+from headprune.core.scores import ModelFingerprint
+from headprune.model.sites import unwrap
+
+_SAMPLES = 1024
+
+
+def fingerprint(model: nn.Module, sites: Iterable[AttentionSite]) -> ModelFingerprint:
+    """Tells models apart.
+
+    ``structure`` covers the model's class and its sites with their ORIGINAL head counts, so that a cut leaves it as
+    it is. ``weights`` covers the name, type and shape of every tensor and up to 1024 evenly spaced values of each:
+    any training changes it, a change of single values that fall between the samples does not.
+    """
+    model = unwrap(model)
+    parts = [type(model).__name__]
+    parts += [f"{s.name} {s.layout} {s.n_query_heads} {s.n_kv_heads} {s.head_dim} {s.value_dim}" for s in sites]
+    structure = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    weights = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor):
+            weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            weights.update(_sample(tensor))
+    return ModelFingerprint(structure, weights.hexdigest())
+
+
+def _sample(tensor: Tensor) -> bytes:
+    if tensor.device.type == "meta" or not tensor.numel():
+        return b""
+    flat = tensor.detach().reshape(-1)
+    index = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64, device="cpu").long()
+    return flat[index.to(flat.device)].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def check_plan(model: nn.Module, sites: Iterable[AttentionSite], plan: PruningPlan | HeadMask) -> list[str]:
+    """Checks that a plan is for a model of this structure; returns what a user should know besides.
+
+    Raises:
+        PlanMismatch: the model has other sites or other head counts than the plan speaks of.
+    """
+    sites = list(sites)
+    mask = plan.mask if isinstance(plan, PruningPlan) else plan
+    have = {s.name: s.n_query_heads for s in sites}
+    want = {r.site: r.n_heads for r in mask.rows}
+    hint = "Score and select on this model, or load the model that the plan was made for."
+    if have != want:
+        differing = sorted(k for k in have.keys() | want.keys() if have.get(k) != want.get(k))
+        first = differing[0]
+        must = f"for a model with {want.get(first, 'no')} heads at {first!r}, like the plan's"
+        got = f"{have.get(first, 'no')} heads there ({len(differing)} of {len(have | want)} sites differ)"
+        raise PlanMismatch("plan", must, got, hint)
+    if not isinstance(plan, PruningPlan) or plan.model is None:
+        return []
+    here = fingerprint(model, sites)
+    if here.structure != plan.model.structure:
+        raise PlanMismatch("plan", "for a model of this structure", "one for another class or head width", hint)
+    if here.weights != plan.model.weights:
+        return ["the plan was made for a model of the same structure with other weights"]
+    return []

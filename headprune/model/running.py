@@ -1,0 +1,120 @@
+"""Runs a model on batches without leaving a trace: calls, batch sizes, modes, gradients and random states."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import InvalidValue
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Calls a model with a batch: a mapping by keyword, a tuple or list by position, a tensor as it is."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside nested mappings, tuples and lists, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+
+
+def outputs(value: Any) -> list[Tensor]:
+    """The floating-point tensors of a model's output, without caches and attention maps, whose shapes change."""
+    if isinstance(value, Mapping):
+        skipped = ("past_key_values", "attentions", "cross_attentions", "decoder_attentions", "encoder_attentions")
+        value = [v for k, v in value.items() if k not in skipped]
+    return [t for t in tensors(value) if t.is_floating_point()]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model takes its inputs."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``; containers are copied, other values pass through."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {k: to_device(v, device) for k, v in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(to_device(v, device) for v in batch)
+    return batch
+
+
+def batch_size(batch: Any, where: str = "batch") -> int:
+    """Examples in a batch: the first dimension of its first tensor that has one.
+
+    Raises:
+        InvalidValue: no tensor, or no example.
+    """
+    first = next((t for t in tensors(batch) if t.ndim), None)
+    if first is None:
+        raise InvalidValue(where, "made of tensors with the examples first", type(batch).__name__)
+    if not first.shape[0]:
+        raise InvalidValue(where, "one with examples", "an empty batch")
+    return first.shape[0]
+
+
+def token_mask(batch: Any, shape: tuple[int, int]) -> Tensor | None:
+    """``[batch, tokens]``: True where a token is no padding, from ``attention_mask``; None where nothing is known."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
+        return mask.bool()
+    return None
+
+
+class DataDigest:
+    """SHA-256 over every tensor of the batches that pass through it."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, batch: Any) -> None:
+        for tensor in tensors(batch):
+            self._digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            self._digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+@contextmanager
+def undisturbed(model: nn.Module, frozen: bool = True) -> Iterator[nn.Module]:
+    """Evaluation mode and, if ``frozen``, weights that need no gradient; everything is put back afterwards.
+
+    Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, and torch's random state.
+    """
+    modes = [(m, m.training) for m in model.modules()]
+    grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    device = device_of(model)
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            model.eval()
+            if frozen:
+                for parameter, _, _ in grads:
+                    parameter.requires_grad_(False)
+            yield model
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for parameter, needed, grad in grads:
+                parameter.requires_grad_(needed)
+                parameter.grad = grad

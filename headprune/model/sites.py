@@ -1,0 +1,237 @@
+"""Finds the attention modules of a model whose heads can be gated and cut, by structure alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, UnsupportedModel, did_you_mean
+from headprune.core.heads import AttentionSite
+from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState
+from headprune.core.slabs import HeadGeometry, infer_geometry
+from headprune.layouts import registry
+
+_MISSING = object()
+_LISTED = 8
+
+
+class Sites(tuple[AttentionSite, ...]):
+    """The located sites of one model, in model order, with the layouts that located them."""
+
+    layouts: dict[str, AttentionLayout]
+
+    def __new__(cls, sites: Iterable[AttentionSite], layouts: Iterable[AttentionLayout]) -> Sites:
+        self = super().__new__(cls, sites)
+        self.layouts = {layout.name: layout for layout in layouts}
+        return self
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no sites"
+
+
+@dataclass(frozen=True)
+class BoundSite:
+    """A site together with the live module it names."""
+
+    site: AttentionSite
+    layout: AttentionLayout
+    module: nn.Module
+
+    @property
+    def gate(self) -> nn.Module:
+        """The output projection, whose input is gated."""
+        return self.module.get_submodule(self.layout.gate)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside ``torch.compile``'s wrapper, or the model itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def lookup(module: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path, or ``None`` where any step of it is missing."""
+    target: Any = module
+    for step in path.split("."):
+        target = getattr(target, step, _MISSING)
+        if target is _MISSING:
+            return None
+    return target
+
+
+def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = ()) -> Sites:
+    """Finds every attention module whose heads can be pruned.
+
+    A module matches a layout when every slab of the layout is there, every length is explained by whole heads and
+    every parameter is accounted for. Layouts given here are tried before the registered ones.
+
+    Args:
+        model: Any module; one wrapped by ``torch.compile`` is looked at from inside.
+        layouts: Layouts for your own attention modules.
+
+    Returns:
+        The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of your own.
+
+    Raises:
+        UnsupportedModel: nothing was found; the message lists the attention-like modules and what each lacks.
+
+    >>> import torch
+    >>> from headprune import MultiHeadAttention
+    >>> print(find_sites(torch.nn.Sequential(MultiHeadAttention(32, 4))))
+    0: 4 heads of width 8 (multi_head_attention, self)
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidValue("model", "a torch.nn.Module", type(model).__name__)
+    candidates = [*layouts, *(registry.get(name) for name in registry)]
+    names: dict[int, list[str]] = {}
+    for name, module in unwrap(model).named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    found: list[AttentionSite] = []
+    used: dict[str, AttentionLayout] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in unwrap(model).named_modules():
+        if inside and name.startswith(inside):
+            continue
+        for layout in candidates:
+            if reason_against(layout, module) is None:
+                found.append(_site(layout, module, name, tuple(names[id(module)][1:])))
+                used[layout.name] = layout
+                inside = (*inside, f"{name}." if name else "")
+                break
+    if not found:
+        raise _nothing_found(unwrap(model), candidates)
+    return Sites(found, used.values())
+
+
+def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list[BoundSite]:
+    """Ties sites to the live modules of ``model``, with the heads that are present now.
+
+    Raises:
+        UnknownName: the model has no module of a site's name.
+        UnsupportedModel: the module there does not fit the site's layout.
+    """
+    if sites is None:
+        sites = find_sites(model)
+    own = sites.layouts if isinstance(sites, Sites) else {}
+    modules = dict(unwrap(model).named_modules(remove_duplicate=False))
+    bound = []
+    for site in sites:
+        if site.name not in modules:
+            hint = did_you_mean(site.name, modules)
+            raise UnknownName("sites", f"modules of {type(unwrap(model)).__name__}", repr(site.name), hint)
+        layout = own.get(site.layout) or registry.get(site.layout)
+        against = reason_against(layout, modules[site.name])
+        if against is not None:
+            must = f"an attention module of layout {site.layout!r}"
+            raise UnsupportedModel(site.name, must, type(modules[site.name]).__name__, against)
+        fresh = _site(layout, modules[site.name], site.name, site.shared_with)
+        bound.append(BoundSite(fresh, layout, modules[site.name]))
+    return bound
+
+
+def reason_against(layout: AttentionLayout, module: nn.Module) -> str | None:
+    """Why a module is not of this layout, in words; None when it is."""
+    for path in (*layout.requires, *(s.path for s in layout.slabs)):
+        if lookup(module, path) is None:
+            return f"it has no {path!r}"
+    for path in layout.absent:
+        if lookup(module, path) is not None:
+            return f"it has {path!r}"
+    try:
+        geometry(layout, module)
+    except HeadPruneError as error:
+        return str(error)
+    accounted = (*layout.untouched, *layout.per_head, *(s.path for s in layout.slabs))
+    for name, parameter in module.named_parameters():
+        if not _under(name, accounted):
+            return f"its parameter {name!r} is not accounted for"
+        if _under(name, layout.per_head) and parameter.shape[-1] != geometry(layout, module).head_dim:
+            return f"{name!r} spans {parameter.shape[-1]} features, more than one head, so that cutting is not exact"
+    return None
+
+
+def _under(name: str, paths: Iterable[str]) -> bool:
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
+
+
+def slab_length(module: nn.Module, slab: HeadSlab) -> int:
+    """Length of the axis that a slab describes."""
+    target = lookup(module, slab.path)
+    if isinstance(target, Tensor):
+        return target.shape[int(slab.axis)]
+    weight = target.weight
+    transposed = hasattr(target, "nf")  # Transformers' Conv1D keeps [in, out]
+    return int(weight.shape[(slab.axis == "in") != transposed])
+
+
+def geometry(layout: AttentionLayout, module: nn.Module) -> HeadGeometry:
+    """Head counts and widths of a module as it is now, read off the lengths of its weights."""
+
+    def width(value: str | int | None, default: int) -> int:
+        number = lookup(module, value) if isinstance(value, str) else value
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise InvalidValue(f"{type(module).__name__}.{value}", "a head width >= 1", number)
+        return default if number is None else number
+
+    head_dim = width(layout.head_dim, 0)
+    if not head_dim:
+        raise InvalidValue(f"{type(module).__name__}.{layout.head_dim}", "the width of a head", None)
+    for slab in layout.slabs:
+        target = lookup(module, slab.path)
+        weight = target if isinstance(target, Tensor) else getattr(target, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise InvalidValue(
+                f"{type(module).__name__}.{slab.path}", "a projection or a tensor", type(target).__name__
+            )
+    sizes = [(slab.units, slab_length(module, slab)) for slab in layout.slabs]
+    return infer_geometry(sizes, head_dim, width(layout.value_dim, head_dim))
+
+
+def _site(layout: AttentionLayout, module: nn.Module, name: str, shared: tuple[str, ...]) -> AttentionSite:
+    now = geometry(layout, module)
+    state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
+    if state is None:
+        state = HeadState(now.n_query_heads, now.n_kv_heads, tuple(range(now.n_query_heads)))
+    if len(state.heads) != now.n_query_heads:
+        must = f"cut only through headprune ({len(state.heads)} heads on record)"
+        raise UnsupportedModel(f"{name} ({type(module).__name__})", must, f"{now.n_query_heads} heads in the weights")
+    return AttentionSite(
+        name=name,
+        layout=layout.name,
+        kind=layout.kind(module) if callable(layout.kind) else layout.kind,
+        n_query_heads=state.n_query_heads,
+        n_kv_heads=state.n_kv_heads,
+        head_dim=now.head_dim,
+        value_dim=now.value_dim,
+        heads=state.heads,
+        shared_with=shared,
+    )
+
+
+def attention_like(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that a person would call attention: by their class name, with parameters."""
+    for name, module in model.named_modules():
+        if "attention" in type(module).__name__.lower() and any(True for _ in module.parameters()):
+            yield name, module
+
+
+def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str:
+    """What a module lacks for the layout that it is nearest to (the one that finds most of its paths there)."""
+    best = max(layouts, key=lambda lay: sum(lookup(module, s.path) is not None for s in lay.slabs) / len(lay.slabs))
+    return f"nearest layout {best.name!r}: {reason_against(best, module)}"
+
+
+def _nothing_found(model: nn.Module, layouts: list[AttentionLayout]) -> UnsupportedModel:
+    seen = list(attention_like(model))
+    lines = [f"{n or 'the model itself'} ({type(m).__name__}; {closest_reason(m, layouts)})" for n, m in seen[:_LISTED]]
+    more = f" and {len(seen) - _LISTED} more" if len(seen) > _LISTED else ""
+    got = (
+        ("attention-like modules that fit no layout: " + "; ".join(lines) + more)
+        if seen
+        else "no attention-like module"
+    )
+    hint = "Describe your module with headprune.AttentionLayout and pass find_sites(model, layouts=[...])."
+    return UnsupportedModel(type(model).__name__, "a model with attention that headprune knows", got, hint)

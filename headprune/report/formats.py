@@ -1,0 +1,117 @@
+"""How numbers, durations and nested values are spelt; the one place, so that both reports agree."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+
+
+def clean(text: str) -> str:
+    """Text without terminal colours; other characters that no document may hold become U+FFFD."""
+    return _CONTROL.sub("\ufffd", _ANSI.sub("", text.replace("\r\n", "\n").replace("\r", "\n")))
+
+
+def fixed(value: float, digits: int) -> str:
+    """A number with ``digits`` decimals, a true minus sign and no negative zero.
+
+    >>> fixed(-0.25, 1), fixed(-0.001, 2)
+    ('−0.2', '0.00')
+    """
+    if not math.isfinite(value):
+        return "not a number" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    text = f"{value:.{digits}f}"
+    if float(text) == 0:
+        text = text.lstrip("-")
+    return text.replace("-", "−")
+
+
+def signed(value: float, digits: int) -> str:
+    """The same with a sign before every number but zero."""
+    text = fixed(value, digits)
+    return f"+{text}" if math.isfinite(value) and value > 0 and float(text) != 0 else text
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """A number with ``digits`` significant digits, for scores and tolerances of any size."""
+    return f"{value:.{digits}g}".replace("-", "−") if math.isfinite(value) else fixed(value, 0)
+
+
+def count(value: float) -> str:
+    """A size: with separators below ten million, with a unit above.
+
+    >>> count(4385920), count(109482240.0), count(12.5)
+    ('4,385,920', '109.5 M', '12.5')
+    """
+    if not math.isfinite(value):
+        return fixed(value, 0)
+    for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= max(factor, 1e7):
+            return f"{value / factor:.4g} {unit}".replace("-", "−")
+    return (f"{value:,.0f}" if value == int(value) else f"{value:,.4g}").replace("-", "−")
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds with about three significant digits."""
+    value = 1000 * seconds
+    return fixed(value, 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words.
+
+    >>> duration(3.21), duration(125), duration(7260)
+    ('3.2 s', '2 min 5 s', '2 h 1 min')
+    """
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{fixed(seconds, 1 if seconds >= 1 else 3)} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def times(ratio: float) -> str:
+    """A ratio; with a third decimal where two would say 1.00 of something that is not 1."""
+    digits = 3 if ratio != 1 and fixed(ratio, 2) == "1.00" else 2
+    return f"{fixed(ratio, digits)}×"
+
+
+def power(exponent: int) -> str:
+    """Ten to an exponent: ``10⁻³``."""
+    return f"10{str(exponent).translate(_SUPERSCRIPT)}"
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested data as pairs of a dotted key and a text; long lists are shortened and counted."""
+    pairs: list[tuple[str, str]] = []
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            pairs += flat(value, f"{name}.")
+        else:
+            pairs.append((name, scalar(value)))
+    return pairs
+
+
+def scalar(value: Any) -> str:
+    """One stored value in words."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return significant(value, 6)
+    if isinstance(value, (list, tuple)):
+        shown = [scalar(v) for v in value]
+        if len(shown) > 12:
+            shown = [*shown[:6], "…", *shown[-2:], f"({len(value)} in all)"]
+        return ", ".join(shown) or "none"
+    if isinstance(value, Mapping):
+        return "; ".join(f"{k}: {scalar(v)}" for k, v in value.items()) or "none"
+    return str(value)

@@ -1,0 +1,54 @@
+"""The Markdown report: the twin of the HTML page, with the same numbers."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from headprune.core.record import RunRecord
+from headprune.report.formats import clean
+from headprune.report.view import view
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
+
+
+def escape(text: object) -> str:
+    """Text that Markdown shows as it is, in one line; safe inside a table cell.
+
+    >>> print(escape("a|b <i>"))
+    a\\|b \\<i\\>
+    """
+    return _SPECIAL.sub(r"\\\1", " ".join(clean(str(text)).split()))
+
+
+def block(text: str) -> str:
+    """Text as a fenced block whose fence is longer than any run of backticks inside."""
+    text = clean(text).strip("\n")
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{text}\n{fence}"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(  # Markdown has its own escapes: every value passes through `md` or `block`
+        loader=PackageLoader("headprune.report"),
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(md=escape, block=block)
+    return environment
+
+
+def render_markdown(record: RunRecord) -> str:
+    """The report as GitHub-flavoured Markdown.
+
+    >>> print(render_markdown(RunRecord("demo", "running", "score", "2026-01-01T00:00:00Z")).splitlines()[0])
+    # demo: running
+    """
+    text = _environment().get_template("report.md.j2").render(view=view(record))
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -1,0 +1,136 @@
+"""``prune_``: heads leave for good; W_q, W_k, W_v and W_o shrink, and the result is proven equal to the gated model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
+from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.plan import PruningPlan
+from headprune.core.record import Proof
+from headprune.gating.context import gated
+from headprune.model.cut import cut_
+from headprune.model.fingerprint import check_plan
+from headprune.model.running import batch_size
+from headprune.model.sites import Sites, bind, find_sites
+from headprune.surgery.verify import compare, sample_outputs
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What ``prune_`` did.
+
+    Args:
+        removed: Original indices of the heads that left, by site.
+        sites: The sites as they are now.
+        params_before, params_after: Parameters of the whole model.
+        proof: The comparison with the gated model; None where no example was given.
+        warnings: What a user should know.
+    """
+
+    removed: tuple[tuple[str, tuple[int, ...]], ...]
+    sites: Sites
+    params_before: int
+    params_after: int
+    proof: Proof | None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def n_removed(self) -> int:
+        return sum(len(heads) for _, heads in self.removed)
+
+    def __str__(self) -> str:
+        share = 100 * (1 - self.params_after / self.params_before)
+        sizes = f"{self.params_before:,} -> {self.params_after:,} parameters (-{share:.1f} %)"
+        text = f"removed {self.n_removed} heads, {sizes}"
+        if self.proof is None:
+            return f"{text}, not compared with the gated model (no example given)"
+        return f"{text}, |gated - pruned| <= {self.proof.max_difference:.1e} (allowed {self.proof.tolerance:.1e})"
+
+
+def prune_(
+    model: nn.Module,
+    plan: PruningPlan | HeadMask,
+    example: Any = None,
+    sites: Iterable[AttentionSite] | None = None,
+) -> PruneReport:
+    """Removes from ``model``, in place, every head that ``plan`` does not keep.
+
+    dtype, device, ``requires_grad``, tied weights, module hooks and training mode stay. Parameters are replaced, so
+    make optimizers afterwards. A second plan composes with the first; a layer may lose all its heads.
+
+    Args:
+        model: A model with the plan's sites.
+        plan: Kept heads in original indices.
+        example: A batch the model takes. With it the pruned model is compared with the gated one.
+        sites: Default ``find_sites(model)``.
+
+    Raises:
+        PlanMismatch: the plan is for a model of another structure.
+        VerificationFailed: pruned and gated differ by more than rounding; the model is as it was.
+        UnsupportedModel: a projection that cannot be cut; the model is as it was.
+    """
+    if not isinstance(plan, (PruningPlan, HeadMask)):
+        raise InvalidValue("plan", "a PruningPlan or a HeadMask", type(plan).__name__)
+    located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
+    bound = bind(model, located)
+    notes = check_plan(model, [b.site for b in bound], plan)
+    for note in notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
+    mask = plan.mask if isinstance(plan, PruningPlan) else plan
+    expected = None
+    if example is not None:
+        with gated(model, mask, located):
+            expected = sample_outputs(model, example)
+    before = sum(p.numel() for p in model.parameters())
+    undo = cut_(model, bound, mask)
+    proof = None
+    if expected is not None:
+        try:
+            difference = compare(expected, sample_outputs(model, example))
+            if not difference.holds:
+                must = f"equal to the gated one up to {difference.tolerance:.1e}"
+                hint = "The model is unchanged. Its layout does not fit it: please report it."
+                raise VerificationFailed("the pruned model", must, f"a difference of {difference.maximum:.3e}", hint)
+        except BaseException:
+            undo.restore()
+            raise
+        dtype = str(expected[0].dtype).removeprefix("torch.")
+        numbers = (difference.maximum, difference.scale, difference.tolerance)
+        proof = Proof("outputs", *numbers, dtype, batch_size(example, "example"))
+    after = sum(p.numel() for p in model.parameters())
+    gone = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
+    now = Sites((b.site for b in bind(model, located)), located.layouts.values())
+    return PruneReport(tuple(g for g in gone if g[1]), now, before, after, proof, tuple(notes))
+
+
+def prune_heads_(
+    model: nn.Module,
+    heads: Mapping[int, Iterable[int]],
+    example: Any = None,
+    sites: Iterable[AttentionSite] | None = None,
+) -> PruneReport:
+    """The Transformers 4 call: removes heads ``{layer: [heads]}``, layers counted over the sites in model order.
+
+    Heads are original indices; one that is gone already may be named again, as in Transformers 4.
+
+    Raises:
+        UnknownName: a layer or a head that does not exist.
+    """
+    located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
+    keep = {s.name: set(s.heads) for s in located}
+    for layer, gone in heads.items():
+        if not isinstance(layer, int) or not 0 <= layer < len(located):
+            raise UnknownName("layer", f"an index below {len(located)}", repr(layer))
+        site = located[layer]
+        for head in gone:
+            if not 0 <= head < site.n_query_heads:
+                raise UnknownName(f"head of layer {layer}", f"an index below {site.n_query_heads}", head)
+            keep[site.name].discard(head)
+    mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in located})
+    return prune_(model, mask, example, located)
