@@ -127,6 +127,22 @@ def kept_rows(
     return rows
 
 
+def rows_of(geometry: HeadGeometry, units: Sequence[str], packing: str, unit: str, heads: Iterable[int]) -> list[int]:
+    """Indices of the axis that hold the ``unit`` blocks of some heads, and nothing else.
+
+    >>> rows_of(HeadGeometry(2, 2, 2, 2), ("query", "key", "value"), "sequential", "value", [1])
+    [10, 11]
+    """
+    wanted = frozenset(heads)
+    rows: list[int] = []
+    start = 0
+    for kind, head, width in blocks(geometry, units, packing):
+        if kind == unit and head in wanted:
+            rows.extend(range(start, start + width))
+        start += width
+    return rows
+
+
 def kept_groups(geometry: HeadGeometry, keep_query: Iterable[int]) -> list[int]:
     """The key/value heads that stay with ``keep_query``; a group must stay or go whole.
 

@@ -46,6 +46,12 @@ class BoundSite:
         return self.module.get_submodule(self.layout.gate)
 
 
+def sites_of(bound: Iterable[BoundSite]) -> Sites:
+    """The sites of bound sites, with their layouts."""
+    bound = list(bound)
+    return Sites((b.site for b in bound), (b.layout for b in bound))
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile``'s wrapper, or the model itself."""
     inner = getattr(model, "_orig_mod", model)

@@ -77,8 +77,8 @@ def bars(group: QualityGroup) -> BarChart | None:
     rows = [r for r in group.rows if r.amount is not None and math.isfinite(r.amount)]
     if len(rows) < 2:
         return None
-    ends = [e for r in rows if r.amount is not None for e in (r.amount - (r.spread_amount or 0),)]
-    ends += [e for r in rows if r.amount is not None for e in (r.amount + (r.spread_amount or 0),)]
+    reach = [(r.amount or 0.0, r.spread_amount or 0.0) for r in rows]
+    ends = [amount + sign * spread for amount, spread in reach for sign in (-1, 1)]
     axis = _Axis.over(ends, 0.0)
     drawn = []
     for row in rows:
@@ -94,10 +94,11 @@ def bars(group: QualityGroup) -> BarChart | None:
 def intervals(rows: Sequence[SpeedRow]) -> list[Interval]:
     """One interval a row of the speed table, all on one axis that holds 1."""
     axis = _Axis.over([v for r in rows for v in (r.low, r.high, r.ratio)], 1.0)
-    return [
-        Interval(*(axis.at(v) if math.isfinite(v) else axis.at(1.0) for v in (r.low, r.high, r.ratio)), axis.at(1.0))
-        for r in rows
-    ]
+
+    def at(value: float) -> float:
+        return axis.at(value if math.isfinite(value) else 1.0)
+
+    return [Interval(low=at(r.low), high=at(r.high), middle=at(r.ratio), one=at(1.0)) for r in rows]
 
 
 def attention_maps(record: RunRecord) -> tuple[str, list[AttentionMap]] | None:

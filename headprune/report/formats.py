@@ -38,8 +38,15 @@ def signed(value: float, digits: int) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """A number with ``digits`` significant digits, for scores and tolerances of any size."""
-    return f"{value:.{digits}g}".replace("-", "−") if math.isfinite(value) else fixed(value, 0)
+    """A number with ``digits`` significant digits, for scores and tolerances of any size.
+
+    >>> significant(0.25), significant(-3.14159e-7, 3)
+    ('0.25', '−3.14×10⁻⁷')
+    """
+    if not math.isfinite(value):
+        return fixed(value, 0)
+    mantissa, _, exponent = f"{value:.{digits}g}".replace("-", "−", 1 if value < 0 else 0).partition("e")
+    return f"{mantissa}×{power(int(exponent))}" if exponent else mantissa
 
 
 def count(value: float) -> str:

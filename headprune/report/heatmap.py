@@ -69,6 +69,11 @@ class HeatMap:
     grouped: bool
     any_gone: bool
 
+    def label_width(self, most: float) -> float:
+        """Width of the row labels in rem, ``most`` at most; longer labels are broken at their dots."""
+        longest = max((len(row.label) for row in self.rows), default=0)
+        return round(min(max(0.5 * longest + 0.8, 2.2), most), 2)
+
 
 @dataclass(frozen=True)
 class _Scale:
@@ -106,7 +111,7 @@ def _labels(names: Sequence[str]) -> tuple[str, list[str]]:
     left = [".".join(p[head : len(p) - tail]) for p in parts]
     if not head and not tail:
         return "", left
-    return ".".join([*parts[0][:head], "…", *parts[0][len(parts[0]) - tail :]]), left
+    return ".".join([*parts[0][:head], "*", *parts[0][len(parts[0]) - tail :]]), left
 
 
 def _blocks(site: AttentionSite | None, n_heads: int, kept: set[int] | None) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from headprune.core.record import Proof, RunRecord, SizeRow, SpeedRow
-from headprune.report.formats import count, duration, fixed, flat, milliseconds, significant, times
+from headprune.report.formats import count, duration, fixed, flat, milliseconds, signed, significant, times
 from headprune.report.heatmap import HeatMap, heat_map
 from headprune.report.quality import QualityGroup, quality_groups
 
@@ -197,9 +197,7 @@ def _speed_line(row: SpeedRow) -> SpeedLine:
 
 def _size_line(row: SizeRow) -> SizeLine:
     share = 100 * row.pruned / row.original if row.original else math.nan
-    change = (
-        "" if math.isnan(share) else f"{fixed(share - 100, 1)} %" if share <= 100 else f"+{fixed(share - 100, 1)} %"
-    )
+    change = "" if math.isnan(share) else f"{signed(share - 100, 1)} %"
     remaining = 0.0 if math.isnan(share) else min(max(share, 0.0), 100.0)
     return SizeLine(row.name, count(row.original), count(row.pruned), change, round(remaining, 2))
 

@@ -78,5 +78,5 @@ def minimum(problem: Problem, ranking: Sequence[ScoredUnit], min_heads: int) -> 
     if isinstance(budget.amount, float):  # six decimals, rounded up, so that the number in the message can be used
         least = -(-needed * 10**6 // problem.whole) / 10**6
     rest = " beside the parts that have no heads" if problem.fixed else ""
-    hint = f"Least with min_heads={min_heads} at the {len(held)} sites{rest}; raise the budget or lower min_heads."
+    hint = f"That is what min_heads={min_heads} takes at {len(held)} sites{rest}. Raise the budget or lower min_heads."
     raise InfeasibleBudget(f"Budget.{budget.kind}", f"at least {least}", budget.amount, hint)

@@ -1,0 +1,108 @@
+"""What a model and each of its prune units cost: parameters, multiply-adds for any length, KV-cache bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from headprune.core.scores import Cost, CostTable
+from headprune.core.slabs import kept_groups, kept_rows
+from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
+from headprune.model.sites import BoundSite, lookup, slab_length, unwrap
+
+
+def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any) -> CostTable:
+    """Runs the model once on ``batch`` and counts, from the shapes that pass through it.
+
+    Multiply-adds are those of linear layers (also Transformers' Conv1D), convolutions, and the two products inside
+    each located attention, ``heads * (head_dim + value_dim)`` a pair of tokens, causal ones counted whole. Element-wise
+    work, norms and embeddings count nothing. A linear layer that sees a multiple of the sequence length in rows is
+    counted a token, any other an example.
+
+    Args:
+        model: The model.
+        bound: Its sites.
+        batch: Any batch that the model takes; its longest site gives the length.
+    """
+    device = device_of(model)
+    batch = to_device(batch, device)
+    size = batch_size(batch)
+    rows: list[tuple[int, int]] = []  # (rows an example, multiply-adds a row) of every call of a linear layer
+    fixed = [0]
+    lengths: list[int] = []
+    calls: Counter[str] = Counter()
+
+    def linear(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        weight: Any = module.weight
+        if weight.numel():
+            rows.append((output.numel() // (output.shape[-1] or 1) // size, weight.numel()))
+
+    def convolution(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        weight: Any = module.weight
+        fixed[0] += output.numel() // size * weight[0].numel()
+
+    def gate(site: BoundSite) -> Any:
+        def count(module: nn.Module, args: tuple[Any, ...]) -> None:
+            lengths.append(args[0].shape[1 - site.layout.batch_axis])
+            calls[site.site.name] += 1
+
+        return count
+
+    handles = [site.gate.register_forward_pre_hook(gate(site)) for site in bound]
+    for module in unwrap(model).modules():
+        if isinstance(module, nn.Linear) or hasattr(module, "nf"):
+            handles.append(module.register_forward_hook(linear))
+        elif isinstance(module, _ConvNd):
+            handles.append(module.register_forward_hook(convolution))
+    try:
+        with undisturbed(model), torch.no_grad():
+            call(unwrap(model), batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    length = max(lengths, default=max((r for r, _ in rows), default=1))
+    per_token = sum(n // length * macs for n, macs in rows if n % length == 0)
+    fixed[0] += sum(n * macs for n, macs in rows if n % length)
+    units = tuple(unit_costs(site, max(calls[site.site.name], 1)) for site in bound)
+    total = Cost(
+        params=sum(p.numel() for p in unwrap(model).parameters()),
+        macs_fixed=fixed[0],
+        macs_per_token=per_token,
+        macs_per_pair=sum(c.macs_per_pair for row in units for c in row),
+        kv_bytes=sum(c.kv_bytes for row in units for c in row),
+    )
+    return CostTable(total, units, length)
+
+
+def unit_costs(bound: BoundSite, calls: int = 1) -> tuple[Cost, ...]:
+    """What leaves the model with each unit of a site, in the order of ``AttentionSite.units``.
+
+    Args:
+        bound: The site.
+        calls: How often the module runs in one pass of the model.
+    """
+    site = bound.site
+    itemsize = next(bound.module.parameters()).element_size()
+    costs = []
+    for unit in site.units:
+        positions = [site.heads.index(h) for h in unit]
+        groups = kept_groups(site.geometry, positions)
+        params = macs = 0
+        for slab in bound.layout.slabs:
+            n_rows = len(kept_rows(site.geometry, slab.units, slab.packing, positions, groups))
+            target = lookup(bound.module, slab.path)
+            weight = target if isinstance(target, Tensor) else target.weight
+            length = slab_length(bound.module, slab)
+            params += n_rows * math.prod(weight.shape) // length
+            if isinstance(target, nn.Module):
+                macs += n_rows * weight.numel() // length
+                params += n_rows if slab.axis == "out" and target.bias is not None else 0
+        kv = len(groups) * (site.head_dim + site.value_dim) * itemsize if site.kind == "causal" else 0
+        pairs = len(unit) * (site.head_dim + site.value_dim)
+        costs.append(Cost(params, 0, macs * calls, pairs * calls, kv))
+    return tuple(costs)

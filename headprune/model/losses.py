@@ -1,0 +1,160 @@
+"""Per-example losses of the usual Transformers heads: ``(model, batch) -> Tensor[batch]``, padding left out.
+
+A loss of your own is any callable of that form; everything that takes ``loss=`` takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from headprune.core.errors import InvalidValue
+from headprune.model.running import batch_size, call
+from headprune.model.sites import unwrap
+
+Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
+
+_IGNORED = -100
+_HINT = "Pass loss=, a callable (model, batch) -> Tensor[batch] of per-example losses."
+
+
+@cache
+def _causal_classes() -> frozenset[str]:
+    from transformers.models.auto import modeling_auto
+
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return frozenset(n for value in names for n in ((value,) if isinstance(value, str) else value))
+
+
+def is_causal_lm(model: nn.Module) -> bool:
+    """Whether a Transformers model predicts the next token, so that labels are its inputs, shifted by one."""
+    return any(kind.__name__ in _causal_classes() for kind in type(unwrap(model)).__mro__)
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """One loss an example for a Transformers model and a batch with labels.
+
+    Sequence and image classification (one label, several, or regression), token classification, masked and
+    sequence-to-sequence language models (mean over the labelled tokens), causal language models (mean over the
+    next tokens; without ``labels`` the inputs are the labels), extractive question answering. Padding
+    (``attention_mask`` 0) and labels of -100 do not count. Computed in fp32 where the logits are narrower.
+
+    Args:
+        model: A Transformers model with a head.
+        batch: A mapping with the model's inputs and ``labels`` (or ``start_positions`` and ``end_positions``).
+
+    Returns:
+        Losses ``[batch]``.
+
+    Raises:
+        InvalidValue: no labels, or an output we do not know how to judge.
+    """
+    return losses_of(model, batch, predict(model, batch))
+
+
+def predict(model: nn.Module, batch: Any) -> Any:
+    """The model's output, labels left out: Transformers would spend time on a mean loss and guess a problem type."""
+    if not isinstance(batch, Mapping):
+        raise InvalidValue("batch", "a mapping with the model's inputs and 'labels'", type(batch).__name__, _HINT)
+    causal = is_causal_lm(model)
+    if not causal and "labels" not in batch and "start_positions" not in batch:
+        raise InvalidValue("batch", "a mapping with 'labels'", f"only {sorted(map(str, batch))}", _HINT)
+    config = getattr(unwrap(model), "config", None)
+    if getattr(config, "is_encoder_decoder", False):  # the decoder's inputs are made from the labels
+        return call(model, batch)
+    return call(model, {k: v for k, v in batch.items() if k not in ("labels", "start_positions", "end_positions")})
+
+
+def losses_of(model: nn.Module, batch: Mapping[str, Any], output: Any) -> Tensor:
+    """Losses ``[batch]`` from an output of ``predict``; see ``default_loss``."""
+    if "start_positions" in batch:
+        ends = [(output["start_logits"], batch["start_positions"]), (output["end_logits"], batch["end_positions"])]
+        return torch.stack([functional.cross_entropy(_wide(x), y, reduction="none") for x, y in ends]).mean(0)
+    logits = logits_of(output)
+    if logits.ndim == 3:
+        losses, counted = token_losses(model, batch, logits)
+        return (losses * counted).sum(1) / counted.sum(1).clamp(min=1)
+    return _sequence_losses(model, batch, logits)
+
+
+def logits_of(output: Any) -> Tensor:
+    """``output.logits``, or a clear error."""
+    logits = output.get("logits") if isinstance(output, Mapping) else output
+    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
+        got = type(logits if isinstance(output, Mapping) else output).__name__
+        raise InvalidValue("the model's output", "one with logits [batch, ...]", got, _HINT)
+    return logits
+
+
+def token_losses(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses ``[batch, tokens]`` and which of them count, as 0 or 1."""
+    labels = batch.get("labels")
+    causal = is_causal_lm(model)
+    if labels is None:
+        labels = batch["input_ids"]
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        labels = labels.masked_fill(mask == 0, _IGNORED)
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if logits.shape[:2] != labels.shape:
+        raise InvalidValue("labels", f"of shape {list(logits.shape[:2])}", list(labels.shape), _HINT)
+    losses = functional.cross_entropy(_wide(logits).transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED)
+    return losses, (labels != _IGNORED).to(losses.dtype)
+
+
+def problem_type(model: nn.Module, labels: Tensor, logits: Tensor) -> str:
+    """``regression``, ``single_label_classification`` or ``multi_label_classification``."""
+    given = getattr(getattr(unwrap(model), "config", None), "problem_type", None)
+    if given is not None:
+        return str(given)
+    if logits.shape[-1] == 1:
+        return "regression"
+    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+
+def _sequence_losses(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> Tensor:
+    labels, logits = batch["labels"], _wide(logits)
+    if labels.shape[0] != logits.shape[0]:
+        raise InvalidValue("labels", f"one for each of {logits.shape[0]} examples", list(labels.shape), _HINT)
+    kind = problem_type(model, labels, logits)
+    if kind == "regression":
+        return (logits - labels.to(logits.dtype).reshape(logits.shape)).square().mean(-1)
+    if kind == "multi_label_classification":
+        return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(-1)
+    return functional.cross_entropy(logits, labels.reshape(-1), reduction="none")
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def checked_losses(loss: Loss, model: nn.Module, batch: Any, number: int) -> Tensor:
+    """Calls a loss and checks what it returns.
+
+    Args:
+        loss: The per-example loss.
+        model: The model.
+        batch: The batch.
+        number: Which batch this is, from 0, for messages.
+
+    Raises:
+        InvalidValue: not one finite number an example.
+    """
+    size = batch_size(batch, f"batch {number}")
+    losses = loss(model, batch)
+    if not isinstance(losses, Tensor) or tuple(losses.shape) != (size,):
+        got = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        hint = "Use reduction='none', and one number an example."
+        raise InvalidValue("loss(model, batch)", f"a tensor of shape [{size}], one loss an example", got, hint)
+    finite = torch.isfinite(losses.detach())
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        hint = "Look for NaN or infinite values in that example's inputs and labels."
+        raise InvalidValue(f"the loss of batch {number}, example {row}", "finite", float(losses[row]), hint)
+    return losses

@@ -1,0 +1,126 @@
+"""``score``: importance of every head of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, overload
+
+from torch import Tensor, nn
+
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.heads import AttentionSite
+from headprune.core.scores import HeadScores
+from headprune.model.fingerprint import fingerprint
+from headprune.model.losses import Loss, default_loss
+from headprune.model.running import undisturbed
+from headprune.model.sites import bind, unwrap
+from headprune.scoring import registry
+from headprune.scoring._base import Problem, Scorer
+
+
+@overload
+def score(
+    model: nn.Module,
+    batches: Iterable[Any] | None = ...,
+    scorer: str | Scorer = ...,
+    *,
+    loss: Loss | None = ...,
+    sites: Iterable[AttentionSite] | None = ...,
+    progress: bool | None = ...,
+) -> HeadScores: ...
+
+
+@overload
+def score(
+    model: nn.Module,
+    batches: Iterable[Any] | None,
+    scorer: list[str | Scorer] | tuple[str | Scorer, ...],
+    *,
+    loss: Loss | None = ...,
+    sites: Iterable[AttentionSite] | None = ...,
+    progress: bool | None = ...,
+) -> tuple[HeadScores, ...]: ...
+
+
+def score(
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    scorer: str | Scorer | list[str | Scorer] | tuple[str | Scorer, ...] = "taylor",
+    *,
+    loss: Loss | None = None,
+    sites: Iterable[AttentionSite] | None = None,
+    progress: bool | None = None,
+) -> HeadScores | tuple[HeadScores, ...]:
+    """Measures how important each head is; the model is left exactly as it was.
+
+    Scores do not depend on the batch size or on padding: each example has its own loss and its own gates.
+
+    Args:
+        model: A model with known attention; run in evaluation mode. A compiled model is run uncompiled.
+        batches: Any iterable of what the model takes, with labels where the scorer needs a loss. Scorers without
+            data take None, but then the scores cannot say what the units cost.
+        scorer: A registered name, a configured scorer, or several of them; several share their passes over the data.
+        loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads.
+        sites: Default ``find_sites(model)``.
+        progress: Show a progress bar; None shows it on a terminal.
+
+    Returns:
+        HeadScores, or a tuple of them if several scorers were asked for.
+
+    Raises:
+        UnknownName: no such scorer.
+        InvalidValue: no data, no labels, a loss that is not finite (the message names the batch).
+        UnsupportedModel: no known attention in the model.
+
+    >>> import torch
+    >>> from headprune import MultiHeadAttention
+    >>> model = torch.nn.Sequential(MultiHeadAttention(8, 2))
+    >>> scores = score(model, [torch.randn(4, 5, 8)] * 2, loss=lambda m, x: m(x).square().mean((1, 2)))
+    >>> scores.n_examples, len(scores.values[0])
+    (8, 2)
+    """
+    wanted = [scorer] if isinstance(scorer, (str, Scorer)) else list(scorer)
+    scorers = [_resolve(s) for s in wanted]
+    if not scorers:
+        raise InvalidValue("scorer", "a scorer or several", "an empty list")
+    model = unwrap(model)
+    bound = bind(model, sites)
+    if not any(b.site.heads for b in bound):
+        raise UnsupportedModel("the model", "one with a head left", "no head at any site")
+    with undisturbed(model):
+        problem = Problem(model, bound, batches, loss or default_loss, progress)
+        if sum(s.needs_data for s in scorers) > 1:
+            problem.keep()
+        problem.measure()
+        estimates = [s.estimate(problem) for s in scorers]
+    mark = fingerprint(model, [b.site for b in bound])
+    results = tuple(
+        HeadScores(
+            sites=tuple(b.site for b in bound),
+            values=_by_site(bound, e.values),
+            standard_errors=None if e.standard_errors is None else _by_site(bound, e.standard_errors),
+            scorer=s.name,
+            settings=s.settings,
+            n_examples=e.n_examples,
+            model=mark,
+            data=problem.data if s.needs_data else None,
+            seed=e.seed,
+            costs=problem.costs,
+        )
+        for s, e in zip(scorers, estimates, strict=True)
+    )
+    return results[0] if isinstance(scorer, (str, Scorer)) else results
+
+
+def _resolve(scorer: str | Scorer) -> Scorer:
+    if isinstance(scorer, Scorer):
+        return scorer
+    if not isinstance(scorer, str):
+        raise InvalidValue("scorer", "a registered name or a configured scorer", type(scorer).__name__)
+    found: Scorer = registry.get(scorer)()
+    return found
+
+
+def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:
+    sizes = [len(b.site.units) for b in bound]
+    return tuple(tuple(map(float, row)) for row in flat.split(sizes))

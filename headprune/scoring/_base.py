@@ -1,0 +1,125 @@
+"""What every scorer has in common: the problem it is given and the estimate it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from headprune.core.codec import FrozenDict
+from headprune.core.errors import InvalidValue
+from headprune.core.scores import CostTable
+from headprune.model.costs import measure_costs
+from headprune.model.losses import Loss
+from headprune.model.running import DataDigest, batch_size, device_of, to_device
+from headprune.model.sites import BoundSite
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Importance of every unit, flat over sites in model order.
+
+    Args:
+        values: ``[units]``, higher is more important.
+        standard_errors: ``[units]``, or None where the scorer has none.
+        n_examples: Examples that it rests on.
+        seed: Of what was drawn, None where nothing was.
+    """
+
+    values: Tensor
+    standard_errors: Tensor | None = None
+    n_examples: int = 0
+    seed: int | None = None
+
+
+@dataclass
+class Problem:
+    """A model, its sites and the data, as a scorer sees them; what several scorers need is computed once.
+
+    Args:
+        model: The model, in evaluation mode and with frozen weights.
+        bound: Its sites.
+        batches: The data; None where no scorer needs any.
+        loss: Per-example loss.
+        progress: Show a bar; None shows it on a terminal only.
+    """
+
+    model: nn.Module
+    bound: list[BoundSite]
+    batches: Iterable[Any] | None
+    loss: Loss
+    progress: bool | None = None
+    data: str | None = None
+    costs: CostTable | None = None
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    def passes(self, what: str) -> Iterator[tuple[int, Any]]:
+        """Yields ``(number, batch on the model's device)`` for one pass over the data, with a progress bar.
+
+        Raises:
+            InvalidValue: no data was given, or there is no batch in it.
+        """
+        if self.batches is None:
+            raise InvalidValue("batches", f"given, because {what} needs data", None)
+        device = device_of(self.model)
+        digest = DataDigest()
+        count = -1
+        disable = None if self.progress is None else not self.progress
+        for count, batch in enumerate(tqdm(self.batches, desc=what, disable=disable, leave=False)):
+            batch_size(batch, f"batch {count}")
+            digest.add(batch)
+            yield count, to_device(batch, device)
+        if count < 0:
+            raise InvalidValue("batches", "at least one batch", "an empty iterable")
+        self.data = digest.hexdigest()
+
+    def measure(self) -> None:
+        """Measures what the model costs on its first batch."""
+        if self.batches is None:
+            return
+        iterator = iter(self.batches)
+        first = next(iterator, None)
+        if first is None:
+            raise InvalidValue("batches", "at least one batch", "an empty iterable")
+        if iterator is self.batches:  # a generator: put the batch back
+            self.batches = itertools.chain([first], iterator)
+        self.costs = measure_costs(self.model, self.bound, first)
+
+    def keep(self) -> None:
+        """Makes the data readable more than once."""
+        if self.batches is not None and iter(self.batches) is self.batches:
+            self.batches = list(self.batches)
+
+
+class Scorer(ABC):
+    """A way to measure importance; subclasses are frozen dataclasses of their settings."""
+
+    needs_data: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @property
+    def settings(self) -> FrozenDict:
+        """The settings as JSON data."""
+        assert dataclasses.is_dataclass(self)
+        return FrozenDict(dataclasses.asdict(self))
+
+    @abstractmethod
+    def estimate(self, problem: Problem) -> Estimate:
+        """Importance of every unit of the problem's sites."""
+
+
+def one_of(where: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuses a setting that is not one of the allowed words."""
+    if value not in allowed:
+        raise InvalidValue(where, "one of " + ", ".join(allowed), repr(value))

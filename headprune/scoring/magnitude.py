@@ -1,0 +1,42 @@
+"""Size of a head's weights: norm of its value rows times norm of its output columns; needs no data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headprune.core.slabs import kept_groups, rows_of
+from headprune.model.sites import BoundSite, lookup
+from headprune.scoring._base import Estimate, Problem, Scorer
+
+
+@dataclass(frozen=True)
+class Magnitude(Scorer):
+    """``I_h = |W_V,h| |W_O,h|`` (Frobenius norms), a bound on what the head can write for a unit input; no data.
+
+    A baseline that every report shows. Where a layout has no value slab the output columns stand alone.
+    """
+
+    needs_data: ClassVar[bool] = False
+
+    def estimate(self, problem: Problem) -> Estimate:
+        return Estimate(torch.stack([_size(b, unit) for b in problem.bound for unit in b.site.units]))
+
+
+def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
+    site = bound.site
+    positions = [site.heads.index(h) for h in unit]
+    groups = kept_groups(site.geometry, positions)
+    size = torch.ones((), dtype=torch.float64)
+    for slab in bound.layout.slabs:
+        target = lookup(bound.module, slab.path)
+        for kind, heads in (("value", groups), ("context", positions)):
+            if kind in slab.units and not isinstance(target, Tensor):
+                rows = rows_of(site.geometry, slab.units, slab.packing, kind, heads)
+                index = torch.tensor(rows, dtype=torch.long, device=target.weight.device)
+                dimension = int((slab.axis == "in") != hasattr(target, "nf"))
+                size = size * target.weight.detach().index_select(dimension, index).double().norm().cpu()
+    return size

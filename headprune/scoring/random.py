@@ -1,0 +1,27 @@
+"""Seeded noise: the baseline that any scorer must beat; needs no data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from headprune.scoring._base import Estimate, Problem, Scorer
+
+
+@dataclass(frozen=True)
+class Random(Scorer):
+    """``I_h`` uniform in [0, 1), drawn from a generator of its own; torch's random state is left alone.
+
+    Args:
+        seed: Of the generator; the same seed gives the same scores.
+    """
+
+    seed: int = 0
+    needs_data: ClassVar[bool] = False
+
+    def estimate(self, problem: Problem) -> Estimate:
+        generator = torch.Generator().manual_seed(self.seed)
+        n_units = sum(len(b.site.units) for b in problem.bound)
+        return Estimate(torch.rand(n_units, generator=generator, dtype=torch.float64), seed=self.seed)

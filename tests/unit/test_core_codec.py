@@ -1,0 +1,302 @@
+"""The stored form of every value: round trip, digest, and messages that say where a document is wrong."""
+
+import dataclasses
+import json
+import math
+import os
+
+import pytest
+
+from headprune.core.codec import EMPTY, FrozenDict, Value
+from headprune.core.errors import HeadPruneError, InvalidValue
+from headprune.core.files import sha256_file, write_atomic
+from headprune.core.heads import AttentionSite, HeadId, HeadMask
+from headprune.core.plan import Budget, PruningPlan
+from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
+from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
+
+SITES = (
+    AttentionSite("encoder.0", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3), shared_with=("alias",)),
+    AttentionSite("decoder.ä", "llama", "causal", 4, 2, 8, 6, (2, 3)),
+)
+SCORES = HeadScores(
+    sites=SITES,
+    values=((0.1, 1e-300, -3.0, 2.5), (7.0,)),
+    standard_errors=((0.0, 0.1, 0.2, 0.3), (0.4,)),
+    scorer="taylor",
+    settings=FrozenDict({"reduce": "example", "nested": {"steps": [1, 2.5, None, True]}}),
+    n_examples=32,
+    model=ModelFingerprint("structure", "weights"),
+    data="d" * 8,
+    seed=3,
+    costs=CostTable(Cost(9, 8, 7, 6, 5), ((Cost(1, 1, 1, 1, 1),) * 4, (Cost(2, 2, 2, 2, 2),)), 128),
+)
+MASK = HeadMask.from_keep({"encoder.0": [1, 3]}, {"encoder.0": 4, "decoder.ä": 4})
+PLAN = PruningPlan(MASK, Budget(keep_macs=0.5, length=7), "uniform", FrozenDict({"min_heads": 1}), "taylor", "hash")
+RECORD = RunRecord(
+    name="demo",
+    status="failed",
+    stage="score",
+    created="2024-01-01T00:00:00Z",
+    recipe=FrozenDict({"model": {"name": "x"}, "list": [{"a": 1}, []]}),
+    scores=SCORES,
+    plan=PLAN,
+    quality=(QualityRow("base", 8, "accuracy", 0.9, "test", 100, 0.3), QualityRow("r", 4, "a", 1, "t", 1, 2.0, 5, 0.1)),
+    speed=(SpeedRow(1, 128, 0.1, 0.2, 0.05, 0.1, 2.0, 1.9, 2.1, 50),),
+    size=(SizeRow("parameters", 10, 5),),
+    proofs=(Proof("logits", 1e-7, 3.0, 1e-5, "float32", 4),),
+    warnings=("slow", "old"),
+    error="ValueError: no",
+)
+EXAMPLES = [
+    HeadId("encoder.0", 3),
+    *SITES,
+    MASK,
+    SCORES,
+    dataclasses.replace(SCORES, standard_errors=None, costs=None, seed=None, data=None),
+    Budget(keep_heads=3),
+    Budget(keep_heads=1),
+    Budget(keep_heads=1.0),
+    Budget(keep_kv=1),
+    Budget(keep_macs=0.5, length=7),
+    PLAN,
+    PruningPlan(MASK),
+    dataclasses.replace(PLAN, model=ModelFingerprint("s", "w"), notes=("one", "two")),
+    RECORD,
+    RunRecord("demo", "running", "start", "now"),
+]
+
+
+def test_every_value_class_of_core_has_an_example():
+    own = {cls for cls in Value.__subclasses__() if cls.__module__.startswith("headprune.core.")}
+    assert own == {type(e) for e in EXAMPLES}
+
+
+@pytest.mark.parametrize("value", EXAMPLES, ids=lambda v: type(v).__name__)
+def test_json_round_trip_hash_and_digest(value, tmp_path):
+    again = type(value).from_json(value.to_json())
+    assert again == value
+    assert hash(again) == hash(value)
+    assert again.digest == value.digest
+    assert again.to_json() == value.to_json()
+    assert again is not value
+    path = value.save(tmp_path / "deep" / "value.json")
+    assert type(value).load(path) == value
+    data = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
+    assert list(data)[:2] == ["headprune", "version"]
+    assert (data["headprune"], data["version"]) == (type(value).__name__, 1)
+    first = dataclasses.fields(value)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, first, None)
+
+
+def test_types_survive_that_json_would_blur():
+    assert type(Budget.from_json(Budget(keep_heads=1).to_json()).amount) is int
+    assert type(Budget.from_json(Budget(keep_heads=1.0).to_json()).amount) is float
+    settings = HeadScores.from_json(SCORES.to_json()).settings
+    assert settings["nested"]["steps"] == (1, 2.5, None, True)
+    assert [type(v) for v in settings["nested"]["steps"]] == [int, float, type(None), bool]
+    assert type(HeadScores.from_json(SCORES.to_json()).values[1][0]) is float
+
+
+def test_the_digest_tells_values_apart_and_equal_ones_not():
+    digests = [e.digest for e in EXAMPLES]
+    assert len(set(digests)) == len(EXAMPLES)
+    assert all(len(d) == 64 for d in digests)
+    assert PruningPlan(MASK, settings=FrozenDict({"a": 1, "b": 2})).digest == (
+        PruningPlan(MASK, settings=FrozenDict({"b": 2, "a": 1})).digest
+    )
+    whole = dataclasses.replace(SCORES, values=((1, 2, 3, 4), (5,)))
+    floats = dataclasses.replace(SCORES, values=((1.0, 2.0, 3.0, 4.0), (5.0,)))
+    assert whole == floats
+    assert whole.digest == floats.digest == HeadScores.from_json(whole.to_json()).digest
+
+
+# --- documents that are wrong ----------------------------------------------------------------------------------------
+
+
+def damaged(change):
+    data = json.loads(RECORD.to_json())
+    change(data)
+    return data
+
+
+def put(*path_and_value):
+    *path, key, value = path_and_value
+
+    def change(data):
+        for step in path:
+            data = data[step]
+        data[key] = value
+
+    return change
+
+
+def drop(*path):
+    def change(data):
+        for step in path[:-1]:
+            data = data[step]
+        del data[path[-1]]
+
+    return change
+
+
+WRONG = [
+    (put("headprune", "Budget"), "RunRecord.headprune: must be 'RunRecord', got 'Budget'"),
+    (drop("headprune"), "RunRecord.headprune: must be 'RunRecord', got None"),
+    (put("version", 2), "RunRecord.version: must be 1, got 2. It was written by another version"),
+    (drop("version"), "RunRecord.version: must be 1, got None"),
+    (put("stagee", "x"), "RunRecord.stagee: must be a known key, got 'stagee'. Did you mean 'stage'?"),
+    (drop("stage"), "RunRecord: must be complete (with stage), got only name, status, created"),
+    (put("stage", 3), "RunRecord.stage: must be of type str, got 3"),
+    (put("stage", None), "RunRecord.stage: must be of type str, got None"),
+    (put("status", "fine"), "RunRecord.status: must be running, done, failed or interrupted, got 'fine'"),
+    (put("status", 1), "RunRecord.status: must be of type str, got 1"),
+    (put("recipe", [1]), "RunRecord.recipe: must be a JSON object, got list"),
+    (put("quality", {}), "RunRecord.quality: must be a JSON list, got dict"),
+    (put("quality", 1, "loss", "low"), "RunRecord.quality[1].loss: must be of type float, got 'low'"),
+    (put("quality", 1, "spread", "low"), "RunRecord.quality[1].spread: must be of type float, got 'low'"),
+    (put("quality", 0, "kept_heads", 1.5), "RunRecord.quality[0].kept_heads: must be of type int, got 1.5"),
+    (put("quality", 0, "kept_heads", True), "RunRecord.quality[0].kept_heads: must be of type int, got True"),
+    (put("quality", 0, "trained", 0), "RunRecord.quality[0].trained: must be of type bool, got 0"),
+    (put("quality", 0, 7), "RunRecord.quality[0]: must be a JSON object with the fields of QualityRow, got int"),
+    (put("scores", "sites", 1, "head_dmi", 8), "RunRecord.scores.sites[1].head_dmi: must be a known key"),
+    (drop("scores", "costs", "units", 0, 2, "params"), "RunRecord.scores.costs.units[0][2]: must be complete (with p"),
+    (put("scores", "values", 0, 1, "x"), "RunRecord.scores.values[0][1]: must be of type float, got 'x'"),
+    (put("scores", "values", 0, 1, False), "RunRecord.scores.values[0][1]: must be of type float, got False"),
+    (
+        put("plan", "mask", "rows", 0, "kept", 0, "1"),
+        "RunRecord.plan.mask.rows[0].kept[0]: must be of type int, got '1'",
+    ),
+    (put("plan", "budget", "length", 1.5), "RunRecord.plan.budget.length: must be of type int, got 1.5"),
+    (put("warnings", "slow"), "RunRecord.warnings: must be a JSON list, got str"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[m.partition(",")[0] for _, m in WRONG])
+def test_a_wrong_document_is_refused_with_its_path(change, message):
+    with pytest.raises(InvalidValue) as caught:
+        RunRecord.from_dict(damaged(change))
+    assert message in str(caught.value)
+
+
+def test_the_file_is_named_in_the_message(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(PLAN.to_json()) | {"selektor": 1}))
+    with pytest.raises(InvalidValue, match=r"plan\.json\.selektor: must be a known key.*Did you mean 'selector'"):
+        PruningPlan.load(path)
+    with pytest.raises(InvalidValue, match=r"missing\.json: must be a readable PruningPlan file"):
+        PruningPlan.load(tmp_path / "missing.json")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidValue, match=r"plan\.json: must be a readable PruningPlan file"):
+        PruningPlan.load(path)
+    path.write_text('{"headprune": ')
+    with pytest.raises(InvalidValue, match=r"plan\.json: must be valid JSON"):
+        PruningPlan.load(path)
+
+
+@pytest.mark.parametrize(("text", "got"), [("[]", "list"), ("3", "int"), ("null", "NoneType")])
+def test_json_of_another_shape_is_refused(text, got):
+    with pytest.raises(InvalidValue, match=f"Budget: must be a JSON object, got {got}"):
+        Budget.from_json(text)
+
+
+def test_errors_derive_from_the_library_and_from_the_built_in():
+    with pytest.raises(HeadPruneError):
+        Budget.from_json("{")
+    with pytest.raises(ValueError, match="Budget: must be valid JSON"):
+        Budget.from_json("{")
+    with pytest.raises(InvalidValue, match="valid JSON"):
+        Budget.from_json("[" * 100_000)
+
+
+# --- numbers that JSON lacks -----------------------------------------------------------------------------------------
+
+
+def test_nan_and_infinities_survive_as_strict_json():
+    errors = ((math.nan, math.inf, -math.inf, 0.5), (0.1,))
+    scores = dataclasses.replace(SCORES, standard_errors=errors)
+    record = RunRecord("r", "done", "s", "c", metrics=FrozenDict({"worst": math.inf, "deep": [{"x": -math.inf}]}))
+    for value in (scores, record):
+        json.loads(value.to_json(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
+    back = HeadScores.from_json(scores.to_json())
+    assert math.isnan(back.standard_errors[0][0])
+    assert back.standard_errors[0][1:] == (math.inf, -math.inf, 0.5)
+    assert back.digest == scores.digest
+    assert RunRecord.from_json(record.to_json()) == record
+    quality = QualityRow("base", 1, "perplexity", math.inf, "test", 1, math.inf, spread=math.inf)
+    record = RunRecord("r", "done", "s", "c", quality=(quality,))
+    assert RunRecord.from_json(record.to_json()) == record
+
+
+def test_numpy_floats_are_stored_like_pythons():
+    numpy = pytest.importorskip("numpy", reason="NumPy's scalars are the subject")
+    metrics = FrozenDict({"a": numpy.float64("inf"), "b": numpy.float64(0.1)})
+    record = RunRecord("r", "done", "s", "c", metrics=metrics)
+    back = RunRecord.from_json(record.to_json())
+    assert dict(back.metrics) == {"a": math.inf, "b": 0.1}
+    assert back.digest == record.digest
+
+
+# --- FrozenDict ------------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_dict_is_immutable_hashable_and_a_copy():
+    inner = {"b": [1, {"c": 2}]}
+    frozen = FrozenDict({"a": inner, 3: "x"})
+    inner["b"][1]["c"] = 99
+    inner["b"].append(1)
+    assert frozen["a"]["b"] == (1, FrozenDict({"c": 2}))
+    assert list(frozen) == ["a", "3"]
+    assert len(frozen) == 2
+    with pytest.raises(TypeError):
+        frozen["a"] = 1
+    with pytest.raises(TypeError):
+        frozen["a"]["b"] = 1
+    assert hash(FrozenDict({"x": 1, "y": 2})) == hash(FrozenDict({"y": 2, "x": 1}))
+    assert FrozenDict({"x": 1}) == {"x": 1} != FrozenDict({"x": 2})
+    assert FrozenDict() == EMPTY == {}
+    assert "x" not in frozen
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, b"x", 1j])
+def test_a_frozen_dict_holds_json_data_only(value):
+    with pytest.raises(InvalidValue, match="a stored value: must be JSON data"):
+        FrozenDict({"a": [value]})
+
+
+def test_a_mapping_that_looks_like_a_spelled_float_does_not_break_loading():
+    record = RunRecord("r", "done", "s", "c", metrics=FrozenDict({"float": "nan"}))
+    assert RunRecord.from_json(record.to_json()) == record
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, step, error):
+    path = write_atomic(tmp_path / "x" / "file.json", b"old")
+
+    def interrupt(*args):
+        raise error("stop")
+
+    monkeypatch.setattr(os, step, interrupt)
+    with pytest.raises(error):
+        write_atomic(path, b"new and longer")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_sha256_of_a_file_longer_than_one_piece(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"a" * 1_000_000 + b"b" * 1_000_000)
+    # sha256sum of the same bytes
+    assert sha256_file(path) == "af1d4dc65b0fc058024a01f569b02a5ae351de9a8f9ea052a52c135d920c3e07"
+    path.write_bytes(b"")
+    assert sha256_file(path) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

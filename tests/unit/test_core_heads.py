@@ -1,0 +1,188 @@
+"""HeadId, AttentionSite and the algebra of HeadMask, against Python's own sets."""
+
+import itertools
+import random
+
+import pytest
+
+from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
+from headprune.core.heads import AttentionSite, HeadId, HeadMask, SiteKeep
+from headprune.core.slabs import HeadGeometry
+
+COUNTS = {"b": 3, "a": 2}
+
+
+def site(n_query_heads=4, n_kv_heads=4, heads=None, **changes):
+    heads = tuple(range(n_query_heads)) if heads is None else heads
+    given = {"name": "x", "layout": "bert", "kind": "self", "head_dim": 8, "value_dim": 6, "heads": heads}
+    return AttentionSite(n_query_heads=n_query_heads, n_kv_heads=n_kv_heads, **{**given, **changes})
+
+
+def masks():
+    heads = [HeadId(s, h) for s, n in COUNTS.items() for h in range(n)]
+    for n in range(len(heads) + 1):
+        yield from map(frozenset, itertools.combinations(heads, n))
+
+
+def mask_of(heads):
+    return HeadMask.from_keep({s: [h.head for h in heads if h.site == s] for s in COUNTS}, COUNTS)
+
+
+# --- HeadId and AttentionSite ----------------------------------------------------------------------------------------
+
+
+def test_head_ids_sort_by_site_then_number_and_refuse_negative_ones():
+    ids = [HeadId("b", 0), HeadId("a", 10), HeadId("a", 9)]
+    assert sorted(ids) == [HeadId("a", 9), HeadId("a", 10), HeadId("b", 0)]
+    with pytest.raises(InvalidValue, match=r"HeadId\.head: must be an index >= 0, got -1"):
+        HeadId("a", -1)
+
+
+def test_units_are_heads_or_whole_groups_in_original_indices():
+    assert site().units == ((0,), (1,), (2,), (3,))
+    assert site(6, 2).units == ((0, 1, 2), (3, 4, 5))
+    assert site(6, 3, heads=(0, 1, 4, 5)).units == ((0, 1), (4, 5))
+    assert site(heads=()).units == ()
+
+
+def test_the_geometry_is_that_of_the_present_heads():
+    assert site(6, 3, heads=(0, 1, 4, 5)).geometry == HeadGeometry(4, 2, 8, 6)
+    assert site(6, 3, heads=()).geometry == HeadGeometry(0, 0, 8, 6)
+    assert site(6, 3).group_size == 2
+
+
+def test_check_speaks_of_original_indices():
+    here = site(8, 4, heads=(2, 3, 6, 7))
+    assert here.check([7, 6, 6]) == (6, 7)
+    assert here.check([]) == ()
+    assert here.check(here.heads) == here.heads
+    with pytest.raises(UnknownName, match=r"head 0 of x: must be one of the present heads \[2, 3, 6, 7\], got 0"):
+        here.check([0, 1])
+    with pytest.raises(InvalidValue, match=r"keep for x: must be whole groups of 2 .*got 1 of heads \[6, 7\]"):
+        here.check([2, 3, 6])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": (1, 0)}, "sorted indices below 4"),
+        ({"heads": (0, 0)}, "sorted indices below 4"),
+        ({"heads": (0, 4)}, "sorted indices below 4"),
+        ({"heads": (-1, 0)}, "sorted indices below 4"),
+        ({"n_kv_heads": 2, "heads": (1, 2)}, "whole groups of 2 heads"),
+        ({"n_kv_heads": 2, "heads": (0, 1, 2)}, "whole groups of 2 heads"),
+        ({"n_kv_heads": 3}, "a divisor of the 4 query heads"),
+        ({"kind": "both"}, "'self', 'causal' or 'cross', got 'both'"),
+        ({"head_dim": 0}, "widths >= 1"),
+    ],
+)
+def test_a_site_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(InvalidValue, match=message):
+        site(**changes)
+
+
+def test_a_site_is_printed_in_words():
+    assert str(site()) == "x: 4 heads of width 8 (bert, self)"
+    assert str(site(6, 3, heads=(0, 1))) == "x: 6 heads in 3 KV groups of width 8, 2 present (bert, self)"
+
+
+# --- HeadMask --------------------------------------------------------------------------------------------------------
+
+
+def test_mask_algebra_is_set_algebra():
+    every = list(masks())
+    assert len(every) == 32
+    for one, two in itertools.product(every, every):
+        a, b = mask_of(one), mask_of(two)
+        assert set(a | b) == one | two
+        assert set(a & b) == one & two
+        assert set(a - b) == one - two
+        assert (a == b) == (one == two)
+        assert a & b == mask_of(one & two)
+        assert hash(a & b) == hash(mask_of(one & two))
+
+
+def test_a_mask_answers_like_a_set():
+    for one in masks():
+        mask = mask_of(one)
+        assert len(mask) == mask.n_kept == len(one)
+        assert mask.n_heads == 5
+        assert list(mask) == sorted(one, key=lambda h: (h.site != "b", h.head)), "sites stay in the model's order"
+        for name, n in COUNTS.items():
+            assert set(mask.kept(name)) | set(mask.removed(name)) == set(range(n))
+            assert all((HeadId(name, h) in mask) == (HeadId(name, h) in one) for h in range(n))
+    assert HeadId("c", 0) not in mask
+    assert ("a", 0) not in mask
+
+
+def test_operations_leave_their_operands_alone():
+    a, b = mask_of({HeadId("a", 0)}), mask_of({HeadId("b", 2)})
+    before = a.digest, b.digest
+    assert (a | b).n_kept == 2
+    assert (a.digest, b.digest) == before
+
+
+def test_masks_over_other_sites_or_counts_do_not_mix():
+    a = HeadMask.from_keep({}, {"x": 2})
+    for other in (HeadMask.from_keep({}, {"x": 3}), HeadMask.from_keep({}, {"y": 2}), HeadMask.from_keep({}, {})):
+        for operation in ("__or__", "__and__", "__sub__"):
+            with pytest.raises(PlanMismatch, match="over the same sites and head counts"):
+                getattr(a, operation)(other)
+    with pytest.raises(TypeError):
+        a | {"x": [1]}
+
+
+def test_full_holds_the_present_heads_in_original_counts():
+    mask = HeadMask.full([site(8, 4, heads=(2, 3)), site(name="y")])
+    assert mask.rows == (SiteKeep("x", 8, (2, 3)), SiteKeep("y", 4, (0, 1, 2, 3)))
+
+
+def test_from_keep_sorts_and_keeps_whole_sites_that_are_not_named():
+    mask = HeadMask.from_keep({"b": [2, 0, 2]}, COUNTS)
+    assert mask.kept("b") == (0, 2)
+    assert mask.kept("a") == (0, 1)
+    assert HeadMask.from_keep({"a": []}, COUNTS).kept("a") == ()
+
+
+def test_unknown_heads_and_sites_are_refused_by_name():
+    with pytest.raises(UnknownName, match="head 3 of b: must be an index below 3, got 3"):
+        HeadMask.from_keep({"b": [1, 3]}, COUNTS)
+    with pytest.raises(UnknownName, match="head -1 of b"):
+        HeadMask.from_keep({"b": [-1]}, COUNTS)
+    with pytest.raises(UnknownName, match=r"site 'encoder\.1'.*Did you mean 'encoder\.0'"):
+        HeadMask.from_keep({"encoder.1": [0]}, {"encoder.0": 2})
+    with pytest.raises(UnknownName, match=r"site 'c': must be a site of this mask, got 'c'\. Known: a, b\."):
+        mask_of(set()).kept("c")
+    with pytest.raises(LookupError):
+        mask_of(set()).removed("c")
+
+
+def test_rows_that_contradict_themselves_are_refused():
+    with pytest.raises(InvalidValue, match="one row a site, got x twice"):
+        HeadMask((SiteKeep("x", 2, (0,)), SiteKeep("x", 2, (1,))))
+    for kept in ((1, 0), (0, 0)):
+        with pytest.raises(InvalidValue, match="HeadMask row x: must be sorted indices without repeats"):
+            HeadMask((SiteKeep("x", 2, kept),))
+
+
+def test_a_mask_prints_as_a_person_reads_it():
+    mask = HeadMask.from_keep({"layer.0": [1], "layer.10": [0, 1, 3]}, {"layer.0": 2, "layer.10": 4})
+    assert str(mask) == (
+        "HeadMask: 4 of 6 heads kept\n"  #
+        "  layer.0   ·■  1/2\n"
+        "  layer.10  ■■·■  3/4"
+    )
+
+
+def test_the_algebra_holds_on_a_large_ragged_mask():
+    rng = random.Random(0)
+    counts = {f"layer.{i}": rng.randint(0, 16) for i in range(24)}
+
+    def draw():
+        return HeadMask.from_keep({s: [h for h in range(n) if rng.random() < 0.5] for s, n in counts.items()}, counts)
+
+    for _ in range(20):
+        a, b, c = draw(), draw(), draw()
+        assert a - (b | c) == (a - b) & (a - c)
+        assert (a | b) & c == (a & c) | (b & c)
+        assert (a & b) | (a - b) == a
