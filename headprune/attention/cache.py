@@ -36,24 +36,16 @@ class KVCache:
         """How many positions are held; they are counted also where the module has no head left."""
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def check(self, batch: int, n_kv_heads: int) -> None:
-        """Refuses a step that does not go on from what is held.
-
-        Raises:
-            InvalidValue: another batch size or number of heads.
-        """
-        if self.keys is not None and (batch, n_kv_heads) != tuple(self.keys.shape[:2]):
-            held = f"of the cached batch size and key/value heads {tuple(self.keys.shape[:2])}"
-            hint = "Start a new KVCache for new examples and after heads were pruned."
-            raise InvalidValue("the step", held, (batch, n_kv_heads), hint)
-
     def append_(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Adds one step and returns all keys and values so far.
 
         Raises:
             InvalidValue: another batch size or number of heads.
         """
-        self.check(keys.shape[0], keys.shape[1])
+        if self.keys is not None and keys.shape[:2] != self.keys.shape[:2]:
+            held = f"of the cached batch size and key/value heads {tuple(self.keys.shape[:2])}"
+            hint = "Start a new KVCache for new examples and after heads were pruned."
+            raise InvalidValue("the step", held, tuple(keys.shape[:2]), hint)
         self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
         self.values = values if self.values is None else torch.cat([self.values, values], dim=2)
         return self.keys, self.values

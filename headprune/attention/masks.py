@@ -77,8 +77,8 @@ def join_masks(
         raise InvalidValue(f"{name}=True", f"used with at least {queries} keys for {queries} queries", keys, hint)
     if causal and not parts and not hide_self:
         # A single query is the last position and sees every key: the step of a decoder needs no mask.
-        square = queries == keys
-        return KeyMask(is_causal=square and queries > 1, allowed=_step(square, queries, keys, device))
+        allowed = None if queries in (1, keys) else _before(queries, keys, device)
+        return KeyMask(allowed, is_causal=queries == keys)
     if causal:
         parts.append(_before(queries, keys, device))
     if hide_self:
@@ -93,10 +93,6 @@ def join_masks(
     allowed = allowed.expand(*allowed.shape[:2], queries, keys)
     empty = ~allowed.any(dim=-1, keepdim=True)
     return KeyMask(allowed | empty, empty)
-
-
-def _step(square: bool, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    return None if square or queries == 1 else _before(queries, keys, device)
 
 
 def _before(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -167,8 +167,6 @@ class MultiHeadAttention(nn.Module):
         joined = join_masks((batch, self.n_heads, queries, keys), query.device, valid_lens, mask, causal, hide_self)
         if gates is not None:
             self._check_gates(gates, batch)
-        if cache is not None:
-            cache.check(batch, self.n_kv_heads)
         if self.n_heads == 0:
             return self._no_heads(query, key, keys, cache, need_weights)
         q = self.W_q(query).unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2)

@@ -6,18 +6,21 @@ import contextlib
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def write_atomic(path: str | Path, data: bytes) -> Path:
-    """Writes ``data`` beside ``path``, flushes it to disk and renames it into place; returns the path."""
+@contextlib.contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Gives a temporary path beside ``path``; what is written there takes its place when the block ends well."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
@@ -25,7 +28,13 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    return path
+
+
+def write_atomic(path: str | Path, data: bytes) -> Path:
+    """Writes ``data`` to ``path``, whole or not at all; returns the path."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+    return Path(path)
 
 
 def sha256_file(path: str | Path) -> str:

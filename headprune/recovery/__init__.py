@@ -1,0 +1,30 @@
+"""Recovery: what a cut cost, won back. One file is one method; its name is the registered name.
+
+``hp.recovery.registry.names()`` lists them, ``hp.recovery.MeanFold`` is the class of ``mean_fold.py``. Another package
+adds one by deriving from `Recovery` and naming it under the entry point ``headprune.recoveries``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.errors import did_you_mean
+from headprune.core.registry import Registry
+from headprune.recovery._base import Job, Outcome, Recovery, RecoveryReport
+
+__all__ = ["Job", "Outcome", "Recovery", "RecoveryReport", "registry"]
+
+registry = Registry("recovery", "headprune.recovery", "headprune.recoveries")
+
+
+def __getattr__(name: str) -> Any:
+    if not name[:1].isupper():  # modules and dunders are none of the registry's business
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    classes = {registry.attribute(entry): entry for entry in registry}
+    if name not in classes:
+        raise AttributeError(f"module {__name__!r} has no recovery {name!r}. {did_you_mean(name, classes)}")
+    return registry.get(classes[name])
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *map(registry.attribute, registry)])

@@ -1,0 +1,103 @@
+"""How good a model is on given batches: accuracy, perplexity or error, and the mean per-example loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import InvalidValue
+from headprune.model.losses import Loss, checked_losses, logits_of, losses_of, predict, problem_type, token_losses
+from headprune.model.losses import is_causal_lm as _is_causal
+from headprune.model.running import device_of, to_device, undisturbed
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One evaluation.
+
+    Args:
+        metric: ``accuracy`` (single-label classification of sequences, images or tokens), ``perplexity`` (causal
+            language models, over all counted tokens), ``mse`` (regression), or ``loss``.
+        value: The metric.
+        loss: Mean per-example loss.
+        n_examples: Examples.
+        losses: Per-example losses, in data order, for paired comparisons.
+    """
+
+    metric: str
+    value: float
+    loss: float
+    n_examples: int
+    losses: tuple[float, ...]
+
+
+@dataclass
+class _Totals:
+    """Sums over batches: what the metric adds up and what it is divided by."""
+
+    metric: str = "loss"
+    amount: float = 0.0
+    count: float = 0.0
+
+    def add(self, metric: str, amount: Tensor, count: float) -> None:
+        self.metric = metric
+        self.amount += float(amount)
+        self.count += count
+
+
+def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None) -> Quality:
+    """Evaluates a model; it is left as it was found.
+
+    Args:
+        model: The model.
+        batches: Batches with labels.
+        loss: Your own per-example loss; the metric is then the mean loss.
+
+    Raises:
+        InvalidValue: no batch, no labels, a loss that is not finite.
+    """
+    totals, losses = _Totals(), []
+    device = device_of(model)
+    with undisturbed(model), torch.no_grad():
+        for number, batch in enumerate(batches):
+            batch = to_device(batch, device)
+            if loss is not None:
+                losses.append(checked_losses(loss, model, batch, number))
+                continue
+            output = predict(model, batch)
+            losses.append(checked_losses(lambda m, b, out=output: losses_of(m, b, out), model, batch, number))  # type: ignore[misc]
+            _count(totals, model, batch, output)
+    if not losses:
+        raise InvalidValue("batches", "at least one batch", "an empty iterable")
+    flat = torch.cat(losses).double().cpu()
+    mean = float(flat.mean())
+    value = totals.amount / totals.count if totals.count else mean
+    if totals.metric == "perplexity":
+        value = math.exp(min(value, 700.0))
+    return Quality(totals.metric if totals.count else "loss", value, mean, len(flat), tuple(flat.tolist()))
+
+
+def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], output: Any) -> None:
+    """Adds a batch to the metric that fits the model; leaves the metric at the loss where none does."""
+    if "start_positions" in batch:
+        return
+    logits = logits_of(output)
+    if logits.ndim == 3:
+        losses, counted = token_losses(model, batch, logits)
+        if _is_causal(model):
+            totals.add("perplexity", (losses.double() * counted).sum(), float(counted.sum()))
+        else:
+            right = (logits.argmax(-1) == batch["labels"]) & counted.bool()
+            totals.add("accuracy", right.sum(), float(counted.sum()))
+        return
+    labels = batch["labels"]
+    kind = problem_type(model, labels, logits)
+    if kind == "single_label_classification":
+        totals.add("accuracy", (logits.argmax(-1) == labels.reshape(-1)).sum(), len(logits))
+    elif kind == "regression":
+        totals.add("mse", losses_of(model, batch, output).double().sum(), len(logits))

@@ -1,0 +1,111 @@
+"""The verb: a pruned model and data in, the same model with less of a loss out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+
+from headprune.core.codec import FrozenDict
+from headprune.core.errors import InvalidValue
+from headprune.core.heads import AttentionSite
+from headprune.model.losses import Loss
+from headprune.model.sites import Sites, bind, unwrap
+from headprune.recovery import registry
+from headprune.recovery._base import Job, Recovery, RecoveryReport
+
+
+def recover_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    method: str | Recovery = "mean_fold",
+    teacher: nn.Module | None = None,
+    loss: Loss | None = None,
+    sites: Iterable[AttentionSite] | None = None,
+    progress: bool = False,
+) -> RecoveryReport:
+    """Wins back what a cut cost, in place.
+
+    Args:
+        model: The pruned model, or any model for a method that only trains. A compiled model is run uncompiled.
+        batches: Any iterable of what the model takes; a method that trains goes through it more than once.
+        method: A registered name, see ``hp.recovery.registry.names()``, or a configured method.
+        teacher: The unpruned original, for methods that need one (``Recovery.needs_teacher``); left as it is.
+        loss: ``(model, batch) -> Tensor[batch]``, for methods that train (``Recovery.takes_loss``); the default
+            covers the usual Transformers heads.
+        sites: Default ``find_sites(model)``; a method that looks at no heads only checks it against the model.
+        progress: Show a progress bar.
+
+    Raises:
+        UnknownName: no method of this name.
+        InvalidValue: no data; an argument that the method needs and lacks, or that it has no use for.
+        PlanMismatch: the teacher is no model that ``model`` can have been cut from.
+
+    >>> import copy, torch
+    >>> from headprune import MultiHeadAttention, HeadMask, find_sites, prune_
+    >>> model = torch.nn.Sequential(MultiHeadAttention(8, 2))
+    >>> teacher = copy.deepcopy(model)
+    >>> _ = prune_(model, HeadMask.from_keep({"0": [1]}, {"0": 2}))
+    >>> report = recover_(model, [torch.randn(4, 5, 8)], "mean_fold", teacher)
+    >>> report.changed, report.metrics["heads"]
+    (('0.W_o.bias',), 1)
+    """
+    name, chosen = _resolve(method)
+    if not isinstance(model, nn.Module):
+        raise InvalidValue("recover_(model=)", "a torch.nn.Module", type(model).__name__)
+    model = unwrap(model)
+    if teacher is not None or chosen.needs_teacher:
+        teacher = _checked_teacher(model, teacher, name, chosen)
+    if loss is not None and not chosen.takes_loss:
+        raise InvalidValue("loss", f"left out: {name} does not read it", repr(loss))
+    if sites is not None:
+        sites = sites if isinstance(sites, Sites) else tuple(sites)
+        bind(model, sites)
+    start = perf_counter()
+    done = chosen.recover_(Job(model, batches, teacher, loss, sites, progress))
+    return RecoveryReport(
+        method=name,
+        settings=chosen.settings,
+        changed=done.changed,
+        n_examples=done.n_examples,
+        seconds=perf_counter() - start,
+        metrics=FrozenDict(done.metrics),
+        notes=done.notes,
+    )
+
+
+def _checked_teacher(model: nn.Module, teacher: nn.Module | None, name: str, method: Recovery) -> nn.Module:
+    hint = "Keep one before you cut: teacher = copy.deepcopy(model)."
+    if not method.needs_teacher:
+        got = f"a {type(teacher).__name__}"
+        raise InvalidValue("teacher", f"left out: {name}, as it is set, does not read it", got)
+    if not isinstance(teacher, nn.Module):
+        raise InvalidValue("teacher", f"the unpruned original, which {name} needs", repr(teacher), hint)
+    teacher = unwrap(teacher)
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    if teacher is model or any(id(p) in trained for p in teacher.parameters()):
+        got = "the model itself" if teacher is model else "one that shares trainable parameters with it"
+        raise InvalidValue("teacher", "another model than the one that is recovered", got, hint)
+    return teacher
+
+
+def _resolve(method: str | Recovery) -> tuple[str, Recovery]:
+    """The method and the name that the report gives it."""
+    if isinstance(method, str):
+        chosen = registry.get(method)()
+        if not isinstance(chosen, Recovery):
+            raise InvalidValue(f"recovery {method!r}", "a class derived from headprune.recovery.Recovery", chosen)
+        return method, chosen
+    if not isinstance(method, Recovery):
+        hint = "Call it, to configure it." if isinstance(method, type) else ""
+        must = f"a configured recovery or one of the names {', '.join(registry)}"
+        got = method.__name__ if isinstance(method, type) else type(method).__name__
+        raise InvalidValue("recover_(method=)", must, got, hint)
+    cls = type(method)
+    package, _, module = cls.__module__.rpartition(".")
+    if package == registry.package:
+        return module, method
+    outside = next((entry for entry in registry if registry.get(entry) is cls), None)
+    return outside or f"{cls.__module__}.{cls.__qualname__}", method

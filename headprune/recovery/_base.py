@@ -1,0 +1,104 @@
+"""What every recovery is given (Job), what it is (Recovery), and what it answers (Outcome, RecoveryReport)."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headprune.core.codec import EMPTY, FrozenDict, Value
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headprune.core.heads import AttentionSite
+    from headprune.model.losses import Loss
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to recover, and with what.
+
+    Args:
+        model: The model, out of ``torch.compile``'s wrapper; changed in place.
+        batches: The data.
+        teacher: The unpruned original, if the method needs one.
+        loss: Per-example loss; None is the default loss.
+        sites: Where the heads are; None finds them.
+        progress: Show a progress bar.
+    """
+
+    model: nn.Module
+    batches: Iterable[Any]
+    teacher: nn.Module | None = None
+    loss: Loss | None = None
+    sites: Iterable[AttentionSite] | None = None
+    progress: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a recovery did.
+
+    Args:
+        changed: Qualified names of the parameters that it changed or added.
+        n_examples: Examples that it saw, repeats counted.
+        metrics: Numbers of its own, JSON data.
+        notes: What a user should know.
+    """
+
+    changed: tuple[str, ...]
+    n_examples: int
+    metrics: Mapping[str, Any] = field(default_factory=FrozenDict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RecoveryReport(Value):
+    """What ``recover_`` did.
+
+    Args:
+        method: Registered name of the method.
+        settings: Its settings.
+        changed: Qualified names of the parameters that were changed or added.
+        n_examples: Examples that were seen, repeats counted.
+        seconds: How long it took.
+        metrics: The method's own numbers: ``heads`` folded, ``steps`` and final mean ``loss``.
+        notes: What a user should know.
+    """
+
+    method: str
+    settings: FrozenDict
+    changed: tuple[str, ...]
+    n_examples: int
+    seconds: float
+    metrics: FrozenDict = EMPTY
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        numbers = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.metrics.items()]
+        seen = f"{len(self.changed)} parameters changed, {self.n_examples} examples, {self.seconds:.1f} s"
+        return "\n  ".join([f"{self.method}: {', '.join([seen, *numbers])}", *self.notes])
+
+
+class Recovery(abc.ABC):
+    """Wins back what a cut cost. A concrete one is a frozen dataclass of its settings, which are JSON data."""
+
+    #: Whether it reads a loss; one that does not refuses ``loss=``.
+    takes_loss: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def needs_teacher(self) -> bool:
+        """Whether it reads the unpruned original; one that does not refuses ``teacher=``."""
+
+    @abc.abstractmethod
+    def recover_(self, job: Job) -> Outcome:
+        """Changes ``job.model`` in place and says how."""
+
+    @property
+    def settings(self) -> FrozenDict:
+        """The settings as they are written into the report."""
+        return FrozenDict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})  # type: ignore[arg-type]

@@ -1,0 +1,271 @@
+"""Checkpoints of cut models: safetensors, the original configuration, and which heads are left.
+
+A folder holds ``model.safetensors`` (the module's own parameter names), ``config.json`` and ``generation_config.json``
+as the full model had them, where it is a Transformers one, and ``headprune.json``. Loading builds the full model
+without memory for its weights (parameters on the meta device), cuts it, and puts the stored tensors in place, so
+that uneven head counts come back bit for bit. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.codec import Value
+from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
+from headprune.core.files import atomic_path, sha256_file, write_atomic
+from headprune.core.heads import AttentionSite, HeadMask
+from headprune.model.cut import cut_
+from headprune.model.fingerprint import check_plan, fingerprint
+from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
+
+WEIGHTS = "model.safetensors"
+MANIFEST = "headprune.json"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A tensor that is stored once under another name, because both names share it."""
+
+    name: str
+    stored: str
+
+
+@dataclass(frozen=True)
+class Manifest(Value):
+    """What a checkpoint folder needs besides weights and configuration.
+
+    Args:
+        model_class: Class of the model, found in Transformers by this name; or the user's own class.
+        transformers: Whether it is a Transformers class, built from ``config.json``.
+        structure: Fingerprint of the uncut model's structure.
+        mask: The heads that are left.
+        aliases: Shared tensors, for example tied embeddings.
+        added_biases: Output projections that were given a bias by recovery.
+        weights_sha256: Hash of the weights file.
+        library: Version of headprune that wrote it.
+    """
+
+    model_class: str
+    transformers: bool
+    structure: str
+    mask: HeadMask
+    aliases: tuple[Alias, ...]
+    added_biases: tuple[str, ...]
+    weights_sha256: str
+    library: str
+
+
+def save_pretrained(model: nn.Module, folder: str | Path, sites: Iterable[AttentionSite] | None = None) -> Path:
+    """Writes a (cut) model to ``folder``; ``from_pretrained`` gives it back bit for bit.
+
+    Args:
+        model: The model; a ``torch.compile`` wrapper is saved as the model inside.
+        folder: Made if it does not exist; files of an earlier save are replaced.
+        sites: Default ``find_sites(model)``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: ``folder`` is a file, or a tensor has no data (meta device).
+    """
+    from safetensors.torch import save_file
+
+    import headprune
+
+    model = unwrap(model)
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(str(folder), "a folder", "a file")
+    bound = bind(model, sites)
+    stored, aliases = _distinct(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    is_transformers = _save_config(model, folder)
+    with atomic_path(folder / WEIGHTS) as temporary:
+        save_file(stored, temporary, metadata={"format": "pt"})
+    manifest = Manifest(
+        model_class=type(model).__name__,
+        transformers=is_transformers,
+        structure=fingerprint(model, [b.site for b in bound]).structure,
+        mask=HeadMask.full(b.site for b in bound),
+        aliases=aliases,
+        added_biases=_added_biases(model, bound) if is_transformers else tuple(_biased_gates(bound)),
+        weights_sha256=sha256_file(folder / WEIGHTS),
+        library=headprune.__version__,
+    )
+    manifest.save(folder / MANIFEST)
+    return folder
+
+
+def from_pretrained(
+    folder: str | Path, model: nn.Module | None = None, sites: Iterable[AttentionSite] | None = None
+) -> nn.Module:
+    """Loads what ``save_pretrained`` wrote, in evaluation mode and on the CPU.
+
+    Args:
+        folder: A checkpoint folder.
+        model: For a class that is not a Transformers one: a freshly built full-size model, which is cut and filled.
+        sites: Of ``model``, where it has layouts of your own.
+
+    Returns:
+        The cut model.
+
+    Raises:
+        CheckpointError: the folder is not one of ours, is incomplete or damaged, or is for another model.
+    """
+    folder = Path(folder)
+    manifest = _manifest(folder)
+    tensors = _weights(folder, manifest)
+    if model is None:
+        model = _build(folder, manifest)
+    elif not isinstance(model, nn.Module):
+        raise InvalidValue("model", "a freshly built full-size torch.nn.Module", type(model).__name__)
+    try:
+        located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
+        bound = bind(model, located)
+        check_plan(model, [b.site for b in bound], manifest.mask)
+        if fingerprint(model, [b.site for b in bound]).structure != manifest.structure:
+            raise CheckpointError(str(folder), f"a checkpoint of {type(model).__name__}", manifest.model_class)
+        cut_(model, bound, manifest.mask)
+    except CheckpointError:
+        raise
+    except HeadPruneError as error:
+        hint = "Pass from_pretrained(folder, model=...) the full-size model that it was cut from."
+        raise CheckpointError(str(folder), "a checkpoint of this model", str(error), hint) from error
+    _fill_(model, manifest, tensors, folder)
+    return model.eval()
+
+
+def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
+    """The tensors of the state dict with every shared one once, and the other names of those."""
+    first: dict[tuple[Any, ...], str] = {}
+    stored: dict[str, Tensor] = {}
+    aliases: list[Alias] = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(name, "a tensor", type(tensor).__name__, "Extra state cannot be stored.")
+        if tensor.device.type == "meta":
+            raise CheckpointError(name, "a tensor with data", "one on the meta device")
+        key = (id(tensor),) if not tensor.numel() else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key in first:
+            aliases.append(Alias(name, first[key]))
+        else:
+            first[key] = name
+            stored[name] = tensor.detach().contiguous()
+    return stored, tuple(aliases)
+
+
+def _save_config(model: nn.Module, folder: Path) -> bool:
+    """Writes the configuration of a Transformers model; says whether it is one that we can build again by name."""
+    import transformers
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        return False
+    known = getattr(transformers, type(model).__name__, None) is not None
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    config["architectures"] = [type(model).__name__]
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    write_atomic(folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    return known
+
+
+def _biased_gates(bound: list[BoundSite]) -> list[str]:
+    """Names of the output projections' biases."""
+    names = [f"{b.site.name}.{b.layout.gate}".lstrip(".") for b in bound if getattr(b.gate, "bias", None) is not None]
+    return [f"{name}.bias" for name in names]
+
+
+def _added_biases(model: nn.Module, bound: list[BoundSite]) -> tuple[str, ...]:
+    """Biases of output projections that a freshly built model does not have."""
+    with _no_memory():
+        fresh = type(model)(model.config)
+    have = set(fresh.state_dict())
+    return tuple(name for name in _biased_gates(bound) if name not in have)
+
+
+def _no_memory() -> Any:
+    """Parameters on the meta device; buffers are real, because tables such as rotary angles are not stored."""
+    from accelerate import init_empty_weights
+
+    return init_empty_weights(include_buffers=False)
+
+
+def _manifest(folder: Path) -> Manifest:
+    if not (folder / MANIFEST).is_file():
+        got = f"no {MANIFEST} in it" if folder.is_dir() else "no such folder"
+        raise CheckpointError(str(folder), "a folder that save_pretrained wrote", got)
+    try:
+        return Manifest.load(folder / MANIFEST)
+    except HeadPruneError as error:
+        raise CheckpointError(str(folder / MANIFEST), "a manifest that we can read", str(error)) from error
+
+
+def _weights(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(str(path), "the model's weights", "no such file")
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(str(path), "a valid safetensors file", str(error), "Copy the folder again.") from error
+    if sha256_file(path) != manifest.weights_sha256:
+        must = f"the file that {MANIFEST} describes (SHA-256 {manifest.weights_sha256[:12]}...)"
+        raise CheckpointError(str(path), must, "a file with other contents", "Copy the folder again.")
+    return tensors
+
+
+def _build(folder: Path, manifest: Manifest) -> nn.Module:
+    import transformers
+
+    kind = getattr(transformers, manifest.model_class, None)
+    if not manifest.transformers or kind is None or not issubclass(kind, transformers.PreTrainedModel):
+        hint = "Pass from_pretrained(folder, model=...) a freshly built full-size model; it is cut and filled."
+        raise CheckpointError(str(folder), "a Transformers model", f"class {manifest.model_class!r}", hint)
+    try:
+        config = kind.config_class.from_pretrained(folder)
+        with _no_memory():
+            model: nn.Module = kind(config)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(str(folder / "config.json"), "a valid configuration", str(error)) from error
+    return model
+
+
+def _fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Puts the stored tensors in place of the model's own, shared ones shared."""
+    for name in manifest.added_biases:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if getattr(owner, "bias", None) is None and name in tensors:
+            owner.register_parameter("bias", nn.Parameter(torch.empty_like(tensors[name], device="meta")))
+    expected = model.state_dict(keep_vars=True)
+    available = {**tensors, **{a.name: tensors[a.stored] for a in manifest.aliases if a.stored in tensors}}
+    missing, foreign = sorted(expected.keys() - available.keys()), sorted(available.keys() - expected.keys())
+    if missing or foreign:
+        got = f"{len(missing)} missing ({', '.join(missing[:3])}), {len(foreign)} unknown ({', '.join(foreign[:3])})"
+        raise CheckpointError(str(folder / WEIGHTS), f"exactly the tensors of {type(model).__name__}", got)
+    for name, old in expected.items():
+        if old.shape != available[name].shape:
+            must = f"of shape {list(old.shape)}"
+            raise CheckpointError(f"{folder / WEIGHTS}: {name}", must, list(available[name].shape))
+    placed: dict[str, Tensor] = {}
+    for name, old in expected.items():
+        stored = {a.name: a.stored for a in manifest.aliases}.get(name, name)
+        owner_name, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if isinstance(old, nn.Parameter):
+            if stored not in placed:
+                placed[stored] = nn.Parameter(available[name], requires_grad=old.requires_grad)
+            owner._parameters[attribute] = placed[stored]  # type: ignore[assignment]
+        else:
+            owner._buffers[attribute] = available[name]
