@@ -16,7 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from headprune.core.version import __version__
+
 
 _HOME = {
     "AttentionLayout": "headprune.core.layout",

@@ -146,15 +146,24 @@ class Value:
 
 
 def _encode_fields(value: Any) -> dict[str, Any]:
-    return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    hints = _hints(type(value))
+    return {f.name: _encode(hints[f.name], getattr(value, f.name)) for f in dataclasses.fields(value)}
 
 
-def _encode(value: Any) -> Any:
+def _encode(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _encode_fields(value)
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if isinstance(value, (tuple, list)):
-        return [_encode(v) for v in value]
+        items = next((get_args(o) for o in options if get_origin(o) is tuple), (Any, ...))
+        return [_encode(h, v) for h, v in zip(_item_hints(items, len(value)), value, strict=True)]
+    if type(value) is int and float in options and int not in options:
+        return float(value)  # 1 and 1.0 are equal, so they must have one stored form and one digest
     return _thaw(value)
+
+
+def _item_hints(args: tuple[Any, ...], count: int) -> list[Any]:
+    return [args[0]] * count if len(args) == 2 and args[1] is Ellipsis else list(args)
 
 
 @cache
@@ -216,7 +225,7 @@ def _decode_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
 def _decode_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         raise InvalidValue(where, "a JSON list", type(value).__name__)
-    hints = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
+    hints = _item_hints(args, len(value))
     if len(hints) != len(value):
         raise InvalidValue(where, f"a list of {len(hints)} items", f"{len(value)} items")
     return tuple(_decode(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))

@@ -107,9 +107,6 @@ class HeadScores(Value):
         for name, rows in (("values", self.values), ("standard_errors", self.standard_errors), ("costs.units", costs)):
             if rows is not None and [len(r) for r in rows] != shape:
                 raise InvalidValue(f"HeadScores.{name}", f"one entry a unit, {shape}", [len(r) for r in rows])
-        for name in ("values", "standard_errors"):  # whole numbers too, or equal scores would differ in their digest
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(tuple(float(v) for v in row) for row in getattr(self, name)))
         for site, row in zip(self.sites, self.values, strict=True):
             for unit, value in zip(site.units, row, strict=True):
                 if not math.isfinite(value):

@@ -129,8 +129,9 @@ class _Gated(nn.Module):
         for gate in getattr(self, _ATTRIBUTE):
             heads = x.unflatten(-1, (gate.shape[-2], -1))
             product = heads * gate.to(heads.dtype)
-            if product.shape != heads.shape:
-                must = f"for the {x.shape[0]} x {x.shape[1]} rows that the model runs on"
+            # A gate an example is for [batch, tokens, width] only: elsewhere it could fit another axis by chance.
+            if product.shape != heads.shape or (gate.ndim > 2 and heads.ndim != 4):
+                must = f"for the {' x '.join(map(str, x.shape[:-1]))} rows that the model runs on"
                 raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
             x = product.flatten(-2)
         return super().__call__(x, *args, **kwargs)

@@ -19,7 +19,7 @@ def _kind(module: Any) -> Kind:
 def _without_heads(module: Any) -> None:
     from headprune.layouts._transformers import without_heads
 
-    without_heads(module.self, gate=None)
+    without_heads(module.self, gate=None, cross=_kind(module) == "cross")
 
 
 def tiny(seed: int) -> tuple[Any, Any]:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import TYPE_CHECKING, Any
 
+from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
+
+if TYPE_CHECKING:
+    from headprune.core.heads import Kind
+
+
+def _takes_keys(module: Any) -> bool:
+    """Whether it can attend to another sequence (T5Gemma, Mllama, Moonshine)."""
+    arguments = inspect.signature(type(module).forward).parameters
+    return not {"encoder_hidden_states", "cross_attention_states", "key_value_states"}.isdisjoint(arguments)
+
+
+def _kind(module: Any) -> Kind:
+    if _takes_keys(module):
+        return "causal" if getattr(module, "is_causal", False) else "cross"
+    return "causal" if getattr(module, "is_causal", True) else "self"
 
 
 def _without_heads(module: Any) -> None:
     from headprune.layouts._transformers import without_heads
 
+    if _takes_keys(module):  # each of them shares its cache with self-attention in a way of its own
+        raise UnsupportedModel(type(module).__name__, "left with a head, for it attends to an encoder", "none kept")
     without_heads(module, gate="o_proj")
 
 
@@ -49,7 +68,7 @@ LAYOUT = AttentionLayout(
         HeadSlab("o_proj", "in", "context"),
     ),
     head_dim="head_dim",
-    kind="causal",
+    kind=_kind,
     requires=("num_key_value_groups", "head_dim", "layer_idx"),
     per_head=("q_norm", "k_norm"),
     counts=(

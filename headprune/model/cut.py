@@ -20,6 +20,8 @@ from headprune.core.layout import STATE_ATTRIBUTE, HeadSlab, HeadState
 from headprune.core.slabs import HeadGeometry, kept_groups, kept_rows
 from headprune.model.sites import BoundSite, lookup, unwrap
 
+_KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
+
 
 @dataclass
 class Undo:
@@ -30,12 +32,12 @@ class Undo:
     classes: list[tuple[nn.Module, type]] = field(default_factory=list)
 
     def remember(self, module: nn.Module) -> None:
-        """Notes a module's tensors, plain attributes and class."""
-        self.classes.append((module, type(module)))
-        self.parameters += [(module, n, p) for n, p in module._parameters.items()]
-        self.parameters += [(module, n, b) for n, b in module._buffers.items()]
-        plain = {k: v for k, v in module.__dict__.items() if not k.startswith("_")}
-        self.attributes.append((module, plain))
+        """Notes the tensors, plain attributes and class of a module and of those in it; call before any change."""
+        for part in module.modules():
+            self.classes.append((part, type(part)))
+            self.parameters += [(part, n, p) for n, p in part._parameters.items()]
+            self.parameters += [(part, n, b) for n, b in part._buffers.items()]
+            self.attributes.append((part, {k: v for k, v in part.__dict__.items() if k not in _KEPT_BY_TORCH}))
 
     def restore(self) -> None:
         """Puts everything back."""
@@ -44,7 +46,7 @@ class Undo:
         for module, name, tensor in self.parameters:
             (module._parameters if name in module._parameters else module._buffers)[name] = tensor
         for module, plain in self.attributes:
-            for name in [k for k in module.__dict__ if not k.startswith("_") and k not in plain]:
+            for name in [k for k in module.__dict__ if k not in _KEPT_BY_TORCH and k not in plain]:
                 del module.__dict__[name]
             module.__dict__.update(plain)
 
@@ -115,12 +117,11 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
     plan = _new_tensors(model, cuts)
     undo = Undo()
     try:
+        for b, _, _ in work:
+            undo.remember(b.module)
         for owner, tensors in plan:
-            undo.remember(owner)
             _install(owner, tensors)
         for b, keep, now in work:
-            for module in {b.module, *(lookup(b.module, p.rpartition(".")[0]) or b.module for p, _ in b.layout.counts)}:
-                undo.remember(module)
             _mark(b, keep, now)
     except BaseException:
         undo.restore()
@@ -138,10 +139,11 @@ def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, di
     plan: dict[int, tuple[nn.Module, dict[str, Tensor]]] = {}
     for cut in cuts:
         owner = cut.owner
-        if id(owner) in plan:
+        tensors = cut.tensors()
+        planned = plan.setdefault(id(owner), (owner, {}))[1]
+        if not planned.keys().isdisjoint(tensors):
             hint = "Untie the projections first, for example by a deep copy of one."
             raise UnsupportedModel(cut.where, "a projection of its own", "one shared with another slab", hint)
-        tensors = cut.tensors()
         for name, tensor in tensors.items():
             old = getattr(owner, name)
             key = (cut.slab.axis, cut.rows)
@@ -154,7 +156,7 @@ def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, di
                     new.__dict__.update(old.__dict__)
                 tensors[name] = new
                 made[id(old)] = (key, new, (before[2] if before else set()) | {id(owner)})
-        plan[id(owner)] = (owner, tensors)
+        planned.update(tensors)
     for identity, (_, _, owners) in made.items():
         used = {n.rpartition(".")[0] for n in references.get(identity, [])}
         beyond = sorted(used - {names.get(o, "") for o in owners})
@@ -170,7 +172,8 @@ def _install(owner: nn.Module, tensors: dict[str, Tensor]) -> None:
         replace_features_(owner, tensors)
         return
     for name, tensor in tensors.items():
-        (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor  # type: ignore[assignment]
+        homes: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+        next((home for home in homes if name in home), owner.__dict__)[name] = tensor
 
 
 def _mark(bound: BoundSite, keep: tuple[int, ...], now: HeadGeometry) -> None:
@@ -186,7 +189,7 @@ def _mark(bound: BoundSite, keep: tuple[int, ...], now: HeadGeometry) -> None:
     for path, count in bound.layout.counts:
         if lookup(module, path) is not None:
             parent, _, name = path.rpartition(".")
-            setattr(lookup(module, parent) if parent else module, name, values[count])
+            setattr(module.get_submodule(parent), name, values[count])
     setattr(module, STATE_ATTRIBUTE, HeadState(site.n_query_heads, site.n_kv_heads, keep))
     if not keep and callable(bound.layout.empty):
         bound.layout.empty(module)

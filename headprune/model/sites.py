@@ -151,11 +151,11 @@ def reason_against(layout: AttentionLayout, module: nn.Module) -> str | None:
     except HeadPruneError as error:
         return str(error)
     accounted = (*layout.untouched, *layout.per_head, *(s.path for s in layout.slabs))
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if not _under(name, accounted):
             return f"its parameter {name!r} is not accounted for"
-        if _under(name, layout.per_head) and parameter.shape[-1] != geometry(layout, module).head_dim:
-            return f"{name!r} spans {parameter.shape[-1]} features, more than one head, so that cutting is not exact"
+        if _under(name, layout.per_head) and tuple(parameter.shape) != (geometry(layout, module).head_dim,):
+            return f"{name!r} has shape {list(parameter.shape)}, more than one head's width: cutting is not exact"
     return None
 
 
@@ -166,8 +166,13 @@ def _under(name: str, paths: Iterable[str]) -> bool:
 def slab_length(module: nn.Module, slab: HeadSlab) -> int:
     """Length of the axis that a slab describes."""
     target = lookup(module, slab.path)
+    where = f"HeadSlab({slab.path!r}).axis"
     if isinstance(target, Tensor):
-        return target.shape[int(slab.axis)]
+        if isinstance(slab.axis, str) or not -target.ndim <= slab.axis < target.ndim:
+            raise InvalidValue(where, f"a dimension of the tensor {list(target.shape)}", repr(slab.axis))
+        return target.shape[slab.axis]
+    if not isinstance(slab.axis, str):
+        raise InvalidValue(where, "'in' or 'out', because it is a projection", repr(slab.axis))
     weight = target.weight
     transposed = hasattr(target, "nf")  # Transformers' Conv1D keeps [in, out]
     return int(weight.shape[(slab.axis == "in") != transposed])
@@ -188,7 +193,7 @@ def geometry(layout: AttentionLayout, module: nn.Module) -> HeadGeometry:
     for slab in layout.slabs:
         target = lookup(module, slab.path)
         weight = target if isinstance(target, Tensor) else getattr(target, "weight", None)
-        if not isinstance(weight, Tensor):
+        if not isinstance(weight, Tensor) or (target is not weight and weight.ndim != 2):
             raise InvalidValue(
                 f"{type(module).__name__}.{slab.path}", "a projection or a tensor", type(target).__name__
             )

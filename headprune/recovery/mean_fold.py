@@ -38,8 +38,7 @@ class MeanFold(Recovery):
 
     ``b_o += W_O[:, removed] · mean(ctx[removed])`` with the teacher's weights and the mean of the teacher's head
     outputs over every token that is no padding (``attention_mask``). What remains equals the teacher whose removed
-    heads always give their mean: a mean ablation. The bias compensation of FLAP (An et al. 2024, section 3.4), which
-    takes the mean from the model whose earlier layers are pruned already; ours is from the unpruned one.
+    heads always give their mean: a mean ablation. The bias compensation of FLAP (An et al. 2024).
 
     A projection without a bias gets one, an ordinary parameter named ``bias``. A head is folded once: a projection
     remembers (for as long as the object lives) what it holds, so that cut, fold, cut, fold works with one teacher.

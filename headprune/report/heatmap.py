@@ -72,7 +72,7 @@ class HeatMap:
     def label_width(self, most: float) -> float:
         """Width of the row labels in rem, ``most`` at most; longer labels are broken at their dots."""
         longest = max((len(row.label) for row in self.rows), default=0)
-        return round(min(max(0.5 * longest + 0.8, 2.2), most), 2)
+        return round(min(max(0.5 * longest + 0.8, 1.6), most), 2)
 
 
 @dataclass(frozen=True)

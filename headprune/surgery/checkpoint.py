@@ -21,6 +21,7 @@ from headprune.core.codec import Value
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
 from headprune.core.files import atomic_path, sha256_file, write_atomic
 from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.version import __version__
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
@@ -78,8 +79,6 @@ def save_pretrained(model: nn.Module, folder: str | Path, sites: Iterable[Attent
     """
     from safetensors.torch import save_file
 
-    import headprune
-
     model = unwrap(model)
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -98,7 +97,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, sites: Iterable[Attent
         aliases=aliases,
         added_biases=_added_biases(model, bound) if is_transformers else tuple(_biased_gates(bound)),
         weights_sha256=sha256_file(folder / WEIGHTS),
-        library=headprune.__version__,
+        library=__version__,
     )
     manifest.save(folder / MANIFEST)
     return folder

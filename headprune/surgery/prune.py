@@ -84,6 +84,7 @@ def prune_(
         warnings.warn(note, UserWarning, stacklevel=2)
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
     expected = None
+    n_examples = 0 if example is None else batch_size(example, "example")
     if example is not None:
         with gated(model, mask, located):
             expected = sample_outputs(model, example)
@@ -102,7 +103,7 @@ def prune_(
             raise
         dtype = str(expected[0].dtype).removeprefix("torch.")
         numbers = (difference.maximum, difference.scale, difference.tolerance)
-        proof = Proof("outputs", *numbers, dtype, batch_size(example, "example"))
+        proof = Proof("outputs", *numbers, dtype, n_examples)
     after = sum(p.numel() for p in model.parameters())
     gone = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
     now = Sites((b.site for b in bind(model, located)), located.layouts.values())

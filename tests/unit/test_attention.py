@@ -564,11 +564,13 @@ def test_from_heads(own: bool) -> None:
 
 def test_from_heads_copies_and_one_matrix_may_serve_thrice() -> None:
     shared = [rand(3, 8), rand(3, 8)]
-    module = MultiHeadAttention.from_heads([(m, m, m) for m in shared], compatibility="additive")
+    W_o = rand(4, 6)
+    module = MultiHeadAttention.from_heads([(m, m, m) for m in shared], W_o, compatibility="additive")
     x = rand(1, 4, 8)
     module(x).sum().backward()
     expected = module(x)
     shared[0].zero_()
+    W_o.zero_()
     assert torch.equal(module(x), expected)
     assert not torch.equal(module.W_q.weight.grad, module.W_v.weight.grad)
 

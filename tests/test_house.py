@@ -1,0 +1,43 @@
+"""The house rules, run like any other test: ruff, mypy, import-linter, file sizes, no path of one machine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*command: str) -> str:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def test_ruff_finds_nothing() -> None:
+    run(sys.executable, "-m", "ruff", "check", ".")
+
+
+def test_ruff_format_would_change_nothing() -> None:
+    run(sys.executable, "-m", "ruff", "format", "--check", ".")
+
+
+def test_mypy_finds_nothing() -> None:
+    assert "no issues found" in run(sys.executable, "-m", "mypy")
+
+
+def test_imports_go_down_only() -> None:
+    lint = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    assert lint, "import-linter is not installed beside this Python"
+    assert "0 broken" in run(lint)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "headprune").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_module_says_what_it_is_for_and_stays_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 400, "a module over 400 lines has more than one reason to exist"
+    assert not text or text.startswith('"""'), "a module begins with what it is for"

@@ -1,0 +1,214 @@
+"""HeadScores, costs, Budget, PruningPlan and RunRecord: what they refuse, how they combine, what they say."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from headprune.core.codec import EMPTY, FrozenDict
+from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
+from headprune.core.heads import AttentionSite, HeadId, HeadMask
+from headprune.core.plan import Budget, PruningPlan
+from headprune.core.record import Proof, QualityRow, RunRecord, SpeedRow
+from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
+
+PLAIN = AttentionSite("plain", "bert", "self", 3, 3, 8, 8, (0, 1, 2))
+GROUPS = AttentionSite("groups", "llama", "causal", 6, 3, 8, 8, (0, 1, 4, 5))
+UNIT = Cost(1, 2, 3, 4, 5)
+SCORES = HeadScores(
+    (PLAIN, GROUPS),
+    ((0.3, 0.1, 0.3), (0.1, 0.3)),
+    ((0.01, 0.02, 0.03), (0.04, 0.05)),
+    "taylor",
+    EMPTY,
+    8,
+    ModelFingerprint("s", "w"),
+    costs=CostTable(Cost(9, 9, 9, 9, 9), ((UNIT,) * 3, (UNIT, replace(UNIT, params=7))), 16),
+)
+
+
+# --- HeadScores ------------------------------------------------------------------------------------------------------
+
+
+def test_units_come_in_model_order_with_everything_that_is_known():
+    units = list(SCORES.units())
+    assert [(u.site, u.unit, u.name, u.heads) for u in units] == [
+        (0, 0, "plain", (0,)),
+        (0, 1, "plain", (1,)),
+        (0, 2, "plain", (2,)),
+        (1, 0, "groups", (0, 1)),
+        (1, 1, "groups", (4, 5)),
+    ]
+    assert [u.value for u in units] == [0.3, 0.1, 0.3, 0.1, 0.3]
+    assert [u.standard_error for u in units] == [0.01, 0.02, 0.03, 0.04, 0.05]
+    assert [u.cost.params for u in units] == [1, 1, 1, 1, 7]
+    bare = replace(SCORES, standard_errors=None, costs=None)
+    assert {(u.standard_error, u.cost) for u in bare.units()} == {(None, None)}
+    assert SCORES.n_heads == 7
+    assert "7 heads in 5 groups" in SCORES.title
+
+
+def test_ranked_breaks_ties_by_the_later_site_and_head():
+    assert [(u.site, u.unit) for u in SCORES.ranked()] == [(1, 0), (0, 1), (1, 1), (0, 2), (0, 0)]
+
+
+def test_a_head_has_the_score_of_its_unit():
+    assert SCORES[HeadId("plain", 1)] == SCORES[HeadId("groups", 0)] == SCORES[HeadId("groups", 1)] == 0.1
+    assert SCORES[HeadId("groups", 5)] == 0.3
+    assert SCORES.standard_error(HeadId("groups", 4)) == 0.05
+    assert replace(SCORES, standard_errors=None).standard_error(HeadId("plain", 0)) is None
+    with pytest.raises(UnknownName, match=r"one of the scored heads, got groups\[2\]"):
+        SCORES[HeadId("groups", 2)]
+    with pytest.raises(UnknownName, match=r"got plane\[0\]\. Did you mean 'plain'"):
+        SCORES.standard_error(HeadId("plane", 0))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_scores_are_finite(value):
+    with pytest.raises(InvalidValue, match=r"score of groups\[4, 5\]: must be finite, got .*NaN or infinite"):
+        replace(SCORES, values=((0, 1, 2), (0, value)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"values": ((1, 2, 3),)}, r"HeadScores\.values: must be one entry a unit, \[3, 2\], got \[3\]"),
+        ({"values": ((1, 2, 3), (1, 2, 3, 4))}, r"HeadScores\.values: .*got \[3, 4\]"),
+        ({"standard_errors": ((1, 2), (1, 2))}, r"HeadScores\.standard_errors: .*got \[2, 2\]"),
+        (
+            {"costs": CostTable(UNIT, ((UNIT,) * 3, (UNIT,) * 4), 1)},
+            r"HeadScores\.costs\.units: must be one entry a unit, \[3, 2\], got \[3, 4\]",
+        ),
+    ],
+)
+def test_one_number_a_unit(changes, message):
+    with pytest.raises(InvalidValue, match=message):
+        replace(SCORES, **changes)
+
+
+def test_macs_are_a_polynomial_of_the_length():
+    cost = Cost(params=1, macs_fixed=1000, macs_per_token=100, macs_per_pair=1, kv_bytes=0)
+    assert [cost.macs(n) for n in (0, 1, 10)] == [1000, 1101, 2100]
+
+
+# --- Budget ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "given by exactly one of keep_heads, keep_params, keep_macs, keep_kv, got none"),
+        ({"keep_heads": 3, "keep_kv": 0.5}, "exactly one of .*, got keep_heads, keep_kv"),
+        ({"keep_heads": 0}, r"Budget\.keep_heads: must be a count >= 1 or a fraction above 0 and up to 1\.0, got 0$"),
+        ({"keep_heads": -3}, "a count >= 1"),
+        ({"keep_heads": 1.5}, r"a fraction above 0 and up to 1\.0, got 1\.5"),
+        ({"keep_heads": True}, "a count >= 1 .*got True"),
+        ({"keep_heads": "half"}, "got 'half'"),
+        ({"keep_heads": math.nan}, "got nan"),
+        ({"keep_params": 0.0}, r"Budget\.keep_params: must be a fraction above 0 and up to 1\.0, got 0\.0"),
+        ({"keep_params": 2}, r"Budget\.keep_params: must be a fraction above 0 and up to 1\.0, got 2"),
+        (
+            {"keep_macs": 0.5, "length": 0},
+            r"Budget\.length: must be a count of tokens >= 1, with keep_macs only, got 0",
+        ),
+        ({"keep_macs": 0.5, "length": 12.5}, r"Budget\.length: .*got 12\.5"),
+        ({"keep_macs": 0.5, "length": True}, r"Budget\.length: .*got True"),
+        ({"keep_macs": 0.5, "length": "128"}, r"Budget\.length: .*got '128'"),
+        ({"keep_heads": 3, "length": 128}, "with keep_macs only, got 128"),
+    ],
+)
+def test_a_budget_that_cannot_be_is_refused(given, message):
+    with pytest.raises(InvalidValue, match=message):
+        Budget(**given)
+
+
+def test_a_whole_number_is_a_count_of_heads_and_a_fraction_elsewhere():
+    assert (Budget(keep_heads=1).amount, Budget(keep_heads=1.0).amount) == (1, 1.0)
+    assert isinstance(Budget(keep_heads=1).amount, int)
+    assert isinstance(Budget(keep_heads=1.0).amount, float)
+    assert isinstance(Budget(keep_params=1).amount, float)
+    assert [Budget(**{k: 0.5}).kind for k in ("keep_heads", "keep_kv")] == ["keep_heads", "keep_kv"]
+
+
+def test_a_budget_in_words():
+    assert str(Budget(keep_heads=12)) == "keep 12 heads"
+    assert str(Budget(keep_heads=0.29)) == "keep 29 % of the heads"
+    assert str(Budget(keep_macs=0.6, length=128)) == "keep 60 % of the MACs at 128 tokens"
+    assert str(Budget(keep_kv=0.125)) == "keep 12.5 % of the KV cache"
+
+
+# --- PruningPlan -----------------------------------------------------------------------------------------------------
+
+COUNTS = {"a": 4, "b": 2}
+FIRST = PruningPlan(
+    HeadMask.from_keep({"a": [0, 1, 3]}, COUNTS), scores="1", model=ModelFingerprint("s", "full"), notes=("first",)
+)
+SECOND = PruningPlan(
+    HeadMask.from_keep({"a": [1, 3], "b": [1]}, COUNTS),
+    Budget(keep_heads=3),
+    "uniform",
+    FrozenDict({"min_heads": 1}),
+    "taylor",
+    "2",
+    ModelFingerprint("s", "cut"),
+    ("second",),
+)
+
+
+def test_then_keeps_what_both_keep_and_says_what_the_later_one_says():
+    both = FIRST.then(SECOND)
+    assert both.mask == HeadMask.from_keep({"a": [1, 3], "b": [1]}, COUNTS)
+    assert (both.budget, both.selector, both.scorer, both.scores) == (Budget(keep_heads=3), "uniform", "taylor", "2")
+    assert both.settings == SECOND.settings
+    assert both.notes == ("first", "second")
+    assert SECOND.then(FIRST).mask == both.mask
+    assert PruningPlan.from_json(both.to_json()) == both
+
+
+def test_then_is_a_plan_for_the_model_that_the_first_one_is_for():
+    assert FIRST.then(SECOND).model == ModelFingerprint("s", "full")
+    by_hand = PruningPlan(SECOND.mask)
+    assert FIRST.then(by_hand).model == FIRST.model
+    assert by_hand.then(FIRST).model == FIRST.model
+    assert by_hand.then(by_hand).model is None
+
+
+def test_then_refuses_plans_for_different_models():
+    with pytest.raises(PlanMismatch, match="two different structures"):
+        FIRST.then(replace(SECOND, model=ModelFingerprint("t", "full")))
+    with pytest.raises(PlanMismatch, match="the same sites and head counts"):
+        PruningPlan(FIRST.mask).then(PruningPlan(HeadMask.from_keep({}, {"a": 4})))
+
+
+# --- RunRecord -------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_has_a_known_status():
+    for status in ("running", "done", "failed", "interrupted"):
+        assert RunRecord("r", status, "s", "c").status == status
+    with pytest.raises(InvalidValue, match=r"RunRecord\.status: must be running, done, failed .*got 'finished'"):
+        RunRecord("r", "finished", "s", "c")
+
+
+def test_a_record_tells_its_story():
+    record = RunRecord(
+        "demo",
+        "failed",
+        "bench",
+        "2024-01-01",
+        quality=(
+            QualityRow("base", 144, "accuracy", 0.925, "test", 100, 0.2),
+            QualityRow("random", 72, "accuracy", 0.5, "test", 100, 0.7, draws=5, spread=0.0125),
+        ),
+        speed=(SpeedRow(8, 128, 2.0, 2.1, 1.0, 1.1, 2.0, 1.85, 2.2, 30),),
+        proofs=(Proof("logits", 1.5e-7, 3.0, 1e-5, "float32", 4),),
+        error="OSError: disk full",
+    )
+    assert str(record).splitlines() == [
+        "RunRecord demo: failed at bench, 2024-01-01",
+        "  base                          144 heads  accuracy 0.9250",
+        "  random                         72 heads  accuracy 0.5000 ± 0.0125 (5 draws)",
+        "  batch    8 x  128 tokens: 2.00x [1.85, 2.20]",
+        "  logits: |gated - pruned| <= 1.50e-07 (allowed 1.00e-05)",
+        "  error: OSError: disk full",
+    ]
