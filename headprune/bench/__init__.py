@@ -1,0 +1,28 @@
+"""Measurements: what a cut model costs and how fast it is, beside the original."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "compare_latency": "headprune.bench.latency",
+    "shaped_batch": "headprune.bench.latency",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from headprune.bench.latency import compare_latency as compare_latency
+    from headprune.bench.latency import shaped_batch as shaped_batch

@@ -8,10 +8,13 @@ from torch import nn
 
 from headprune.core.record import SizeRow
 from headprune.model.costs import measure_costs
+from headprune.model.losses import Loss
 from headprune.model.sites import Sites, bind, find_sites
 
 
-def sizes(original: nn.Module, pruned: nn.Module, batch: Any, sites: Sites | None = None) -> tuple[SizeRow, ...]:
+def sizes(
+    original: nn.Module, pruned: nn.Module, batch: Any, sites: Sites | None = None, loss: Loss | None = None
+) -> tuple[SizeRow, ...]:
     """Counts both models on one batch.
 
     Args:
@@ -19,13 +22,14 @@ def sizes(original: nn.Module, pruned: nn.Module, batch: Any, sites: Sites | Non
         pruned: The model after it.
         batch: Any batch that both take; multiply-adds are for one example of its length.
         sites: Default ``find_sites(original)``.
+        loss: How the models are called, where a batch is not simply their arguments.
 
     Returns:
         Rows for heads, parameters, multiply-adds and, where there is a cache, its bytes a token.
     """
     located = sites if sites is not None else find_sites(original)
     before, after = bind(original, located), bind(pruned, located)
-    a, b = measure_costs(original, before, batch), measure_costs(pruned, after, batch)
+    a, b = measure_costs(original, before, batch, loss), measure_costs(pruned, after, batch, loss)
     rows = [
         SizeRow("heads", sum(len(s.site.heads) for s in before), sum(len(s.site.heads) for s in after)),
         SizeRow("parameters", a.total.params, b.total.params),

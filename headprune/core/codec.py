@@ -146,7 +146,8 @@ class Value:
 
 
 def _encode_fields(value: Any) -> dict[str, Any]:
-    hints = _hints(type(value))
+    cls: type = type(value)
+    hints = _hints(cls)
     return {f.name: _encode(hints[f.name], getattr(value, f.name)) for f in dataclasses.fields(value)}
 
 

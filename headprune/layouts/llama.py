@@ -70,6 +70,7 @@ LAYOUT = AttentionLayout(
     head_dim="head_dim",
     kind=_kind,
     requires=("num_key_value_groups", "head_dim", "layer_idx"),
+    absent=("store_full_length_kv", "is_kv_shared_layer"),  # other layers read its keys (Gemma 3n and 4)
     per_head=("q_norm", "k_norm"),
     counts=(
         ("num_heads", "n_query_heads"),

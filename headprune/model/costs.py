@@ -12,11 +12,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from headprune.core.scores import Cost, CostTable
 from headprune.core.slabs import kept_groups, kept_rows
+from headprune.model.losses import Loss
 from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, lookup, slab_length, unwrap
 
 
-def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any) -> CostTable:
+def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Loss | None = None) -> CostTable:
     """Runs the model once on ``batch`` and counts, from the shapes that pass through it.
 
     Multiply-adds are those of linear layers (also Transformers' Conv1D), convolutions, and the two products inside
@@ -28,6 +29,7 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any) -> CostT
         model: The model.
         bound: Its sites.
         batch: Any batch that the model takes; its longest site gives the length.
+        loss: How the model is called, where a batch is not simply its arguments.
     """
     device = device_of(model)
     batch = to_device(batch, device)
@@ -61,7 +63,7 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any) -> CostT
             handles.append(module.register_forward_hook(convolution))
     try:
         with undisturbed(model), torch.no_grad():
-            call(unwrap(model), batch)
+            (loss or call)(unwrap(model), batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -144,7 +144,8 @@ def reason_against(layout: AttentionLayout, module: nn.Module) -> str | None:
         if lookup(module, path) is None:
             return f"it has no {path!r}"
     for path in layout.absent:
-        if lookup(module, path) is not None:
+        found = lookup(module, path)
+        if found is not None and found is not False:  # a flag that is off counts as absent
             return f"it has {path!r}"
     try:
         geometry(layout, module)

@@ -54,6 +54,11 @@ class QualityGroup:
     rows: tuple[QualityLine, ...]
     remarks: tuple[str, ...]
 
+    @property
+    def title(self) -> str:
+        """The metric with a capital; the rest stays, as in MCC."""
+        return self.metric[:1].upper() + self.metric[1:]
+
     def find(self, role: Role) -> QualityLine | None:
         """The first row of a role."""
         return next((r for r in self.rows if r.role == role), None)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
 from headprune.core.record import Proof, RunRecord, SizeRow, SpeedRow
-from headprune.report.formats import count, duration, fixed, flat, milliseconds, signed, significant, times
+from headprune.report.formats import count, fixed, flat, milliseconds, signed, significant, times
 from headprune.report.heatmap import HeatMap, heat_map
+from headprune.report.provenance import Pairs, command, provenance, python_lines
 from headprune.report.quality import QualityGroup, quality_groups
-
-Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,7 @@ class View:
     record: RunRecord
     sentence: str
     facts: tuple[Fact, ...]
+    plan: str
     heads: HeatMap | None
     quality: tuple[QualityGroup, ...]
     speed: tuple[SpeedLine, ...]
@@ -101,16 +99,17 @@ def view(record: RunRecord) -> View:
         record=record,
         sentence=_sentence(record, quality),
         facts=tuple(_facts(record, quality, proofs)),
+        plan=_plan_words(record),
         heads=heat_map(record),
         quality=quality,
         speed=speed,
         size=tuple(_size_line(r) for r in record.size),
         proofs=proofs,
-        provenance=tuple((title, pairs) for title, pairs in _provenance(record) if pairs),
+        provenance=provenance(record),
         measurements=flat({k: v for k, v in record.metrics.items() if k != "attention"}),
         recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100).strip() if recipe else "",
-        command=f"headprune run {shlex.quote(record.name)}",
-        python=_python(record),
+        command=command(record),
+        python=python_lines(record),
         missing=tuple(name for name, part in parts.items() if not part),
     )
 
@@ -122,6 +121,17 @@ def _removed(record: RunRecord) -> tuple[int, int] | None:
     kept = record.plan.mask.n_kept
     present = record.scores.n_heads if record.scores is not None else record.plan.mask.n_heads
     return present - kept, present
+
+
+def _plan_words(record: RunRecord) -> str:
+    """What stays and why; unlike ``PruningPlan.title`` it leaves out heads that were gone before."""
+    plan, removed = record.plan, _removed(record)
+    if plan is None or removed is None:
+        return ""
+    how = plan.selector if plan.selector == "by hand" else f"with {plan.selector}"
+    by = f" by {plan.scorer}" if plan.scorer else ""
+    budget = f" to {plan.budget}" if plan.budget else ""
+    return f"{plan.mask.n_kept:,} of {removed[1]:,} heads stay, chosen {how}{by}{budget}."
 
 
 def _headline_speed(record: RunRecord) -> SpeedRow | None:
@@ -227,10 +237,10 @@ def _facts(record: RunRecord, quality: Sequence[QualityGroup], proofs: Sequence[
     if group and last:
         unit = {"points": "points", "ratio": "the original", "difference": ""}.get(group.delta_header, "")
         change = f"{last.delta} {unit}".strip() if last.delta else last.note
-        facts.append(Fact(f"{group.metric}, {group.split}".capitalize(), last.short, change, last.tone))
+        facts.append(Fact(f"{group.title}, {group.split}", last.short, change, last.tone))
     if speed := _headline_speed(record):
         line = _speed_line(speed)
-        note = f"{line.interval} at batch {line.batch} × {line.length}"
+        note = f"{line.interval} at batch {line.batch}\u00a0×\u00a0{line.length}"
         facts.append(Fact("Speed", line.ratio, note if line.tone != "plain" else f"not measurable: {note}", line.tone))
     for row in record.size:
         if "param" in row.name.lower():
@@ -241,67 +251,3 @@ def _facts(record: RunRecord, quality: Sequence[QualityGroup], proofs: Sequence[
         note = "pruned equals gated" if passed else "pruned differs from gated"
         facts.append(Fact("Proof", "passed" if passed else "FAILED", note, "good" if passed else "bad"))
     return facts
-
-
-def _provenance(record: RunRecord) -> list[tuple[str, Pairs]]:
-    run = [("created", record.created), ("status", f"{record.status}, last stage {record.stage}")]
-    run.append(("git commit", record.git_commit or "not in a checkout"))
-    return [
-        ("Run", run),
-        ("Versions", flat(record.versions)),
-        ("Hardware", flat(record.hardware)),
-        ("Seeds", flat(record.seeds)),
-        ("Data rows", flat(record.rows)),
-        ("Timings", _timings(record.timings)),
-        ("Scorer and selector", _methods(record)),
-        ("Fingerprints and digests", _digests(record)),
-    ]
-
-
-def _timings(timings: Mapping[str, Any]) -> Pairs:
-    return [(k, duration(float(v)) if isinstance(v, (int, float)) else str(v)) for k, v in timings.items()]
-
-
-def _methods(record: RunRecord) -> Pairs:
-    pairs: list[tuple[str, str]] = []
-    if scores := record.scores:
-        pairs += [("scorer", scores.scorer), ("examples", f"{scores.n_examples:,}")]
-        pairs += flat(scores.settings, "scorer.")
-        pairs += [("scorer seed", str(scores.seed))] if scores.seed is not None else []
-    if plan := record.plan:
-        pairs += [("selector", plan.selector), *flat(plan.settings, "selector.")]
-        pairs += [("budget", str(plan.budget))] if plan.budget else []
-        pairs += [("selector's note", note) for note in plan.notes]
-    return pairs
-
-
-def _digests(record: RunRecord) -> Pairs:
-    pairs = [("record", record.digest)]
-    if scores := record.scores:
-        pairs += [("scores", scores.digest), ("model structure", scores.model.structure)]
-        pairs += [("model weights", scores.model.weights)]
-        pairs += [("data", scores.data)] if scores.data else []
-    if plan := record.plan:
-        pairs.append(("plan", plan.digest))
-        pairs += [("scores the plan rests on", plan.scores)] if plan.scores else []
-    return pairs
-
-
-def _python(record: RunRecord) -> str:
-    lines = ["import headprune as hp", ""]
-    if record.plan is not None:
-        lines += [
-            'record = hp.RunRecord.load("record.json")  # the record that this page was drawn from',
-            "hp.prune_(model, record.plan)  # the same cut on the same model, in place",
-        ]
-    if record.scores is not None:
-        lines += ["" if record.plan is None else "\n# or from the start, on your own model and batches"]
-        lines += ["sites = hp.find_sites(model)", f"scores = hp.score(model, batches, {record.scores.scorer!r})"]
-        if record.plan is not None and record.plan.budget is not None:
-            budget = record.plan.budget
-            length = f", length={budget.length}" if budget.length else ""
-            how = f"hp.Budget({budget.kind}={budget.amount!r}{length}), {record.plan.selector!r}"
-            lines += [f"plan = hp.select(scores, {how})", "hp.prune_(model, plan)"]
-    if len(lines) == 2:
-        lines.append('record = hp.RunRecord.load("record.json")')
-    return "\n".join(lines).replace("\n\n\n", "\n\n")

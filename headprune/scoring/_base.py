@@ -17,7 +17,7 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.scores import CostTable
 from headprune.model.costs import measure_costs
-from headprune.model.losses import Loss
+from headprune.model.losses import Loss, default_loss
 from headprune.model.running import DataDigest, batch_size, device_of, to_device
 from headprune.model.sites import BoundSite
 
@@ -90,7 +90,7 @@ class Problem:
             raise InvalidValue("batches", "at least one batch", "an empty iterable")
         if iterator is self.batches:  # a generator: put the batch back
             self.batches = itertools.chain([first], iterator)
-        self.costs = measure_costs(self.model, self.bound, first)
+        self.costs = measure_costs(self.model, self.bound, first, None if self.loss is default_loss else self.loss)
 
     def keep(self) -> None:
         """Makes the data readable more than once."""

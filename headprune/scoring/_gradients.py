@@ -12,7 +12,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.gating.context import gated
 from headprune.model.losses import Loss, checked_losses, default_loss
-from headprune.model.running import batch_size, call, undisturbed
+from headprune.model.running import batch_size, undisturbed
 from headprune.model.sites import BoundSite, bind, sites_of
 from headprune.scoring._base import Problem
 
@@ -102,7 +102,7 @@ def _lengths(problem: Problem, batch: Any) -> dict[str, int]:
     handles = [b.gate.register_forward_pre_hook(note(b)) for b in problem.bound]
     try:
         with torch.no_grad():
-            call(problem.model, batch)
+            problem.loss(problem.model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -1,0 +1,85 @@
+"""Where a record comes from, and the lines that do it again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headprune.core.record import RunRecord
+from headprune.report.formats import duration, flat
+
+Pairs = Sequence[tuple[str, str]]
+
+
+def provenance(record: RunRecord) -> tuple[tuple[str, Pairs], ...]:
+    """Titled lists of keys and texts; empty ones are left out."""
+    run = [("created", record.created), ("status", f"{record.status}, last stage {record.stage}")]
+    run.append(("git commit", record.git_commit or "not in a checkout"))
+    parts = (
+        ("Run", run),
+        ("Versions", flat(record.versions)),
+        ("Hardware", flat(record.hardware)),
+        ("Seeds", flat(record.seeds)),
+        ("Data rows", flat(record.rows)),
+        ("Timings", _timings(record.timings)),
+        ("Scorer and selector", _methods(record)),
+        ("Fingerprints and digests", _digests(record)),
+    )
+    return tuple((title, pairs) for title, pairs in parts if pairs)
+
+
+def _timings(timings: Mapping[str, Any]) -> Pairs:
+    return [(k, duration(float(v)) if isinstance(v, (int, float)) else str(v)) for k, v in timings.items()]
+
+
+def _methods(record: RunRecord) -> Pairs:
+    pairs: list[tuple[str, str]] = []
+    if scores := record.scores:
+        pairs += [("scorer", scores.scorer), ("examples", f"{scores.n_examples:,}")]
+        pairs += flat(scores.settings, "scorer.")
+        pairs += [("scorer seed", str(scores.seed))] if scores.seed is not None else []
+    if plan := record.plan:
+        pairs += [("selector", plan.selector), *flat(plan.settings, "selector.")]
+        pairs += [("budget", str(plan.budget))] if plan.budget else []
+        pairs += [("selector's note", note) for note in plan.notes]
+    return pairs
+
+
+def _digests(record: RunRecord) -> Pairs:
+    pairs = [("record", record.digest)]
+    if scores := record.scores:
+        pairs += [("scores", scores.digest), ("model structure", scores.model.structure)]
+        pairs += [("model weights", scores.model.weights)]
+        pairs += [("data", scores.data)] if scores.data else []
+    if plan := record.plan:
+        pairs.append(("plan", plan.digest))
+        pairs += [("scores the plan rests on", plan.scores)] if plan.scores else []
+    return pairs
+
+
+def command(record: RunRecord) -> str:
+    """The shell line that runs the recipe again."""
+    return f"headprune run {shlex.quote(record.name)}"
+
+
+def python_lines(record: RunRecord) -> str:
+    """Python lines that repeat the cut, from the record and from the start."""
+    lines = ["import headprune as hp", ""]
+    if record.plan is not None:
+        lines += [
+            "# the same cut, from this run's record",
+            'record = hp.RunRecord.load("record.json")',
+            "hp.prune_(model, record.plan)",
+        ]
+    if record.scores is not None:
+        lines += ["" if record.plan is None else "\n# or from the start, on your own batches"]
+        lines += ["sites = hp.find_sites(model)", f"scores = hp.score(model, batches, {record.scores.scorer!r})"]
+        if record.plan is not None and record.plan.budget is not None:
+            budget = record.plan.budget
+            length = f", length={budget.length}" if budget.length else ""
+            how = f"hp.Budget({budget.kind}={budget.amount!r}{length}), {record.plan.selector!r}"
+            lines += [f"plan = hp.select(scores, {how})", "hp.prune_(model, plan)"]
+    if len(lines) == 2:
+        lines.append('record = hp.RunRecord.load("record.json")')
+    return "\n".join(lines).replace("\n\n\n", "\n\n")

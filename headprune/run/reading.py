@@ -1,0 +1,183 @@
+"""Reads recipes: YAML text, ``--set`` overrides and ``${other.key}`` references become plain checked data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")  # YAML 1.2; PyYAML alone takes 1e-3 for a string
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without tags that run code, with the numbers of YAML 1.2, and with an error on a repeated key."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                mark = node.value[i][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here again", mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The data in a YAML text.
+
+    Raises:
+        InvalidValue: it is not valid YAML; the message says in which line.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
+        raise InvalidValue(where, "valid YAML", " ".join(str(error).split())) from None
+
+
+def recipe_folders() -> list[Path]:
+    """Folders with shipped recipes: inside the package (a wheel) or beside it (a checkout)."""
+    package = Path(__file__).resolve().parents[1]
+    beside = package.parent
+    checkout = (beside / "recipes",) if (beside / "pyproject.toml").is_file() else ()
+    return [folder for folder in (package / "recipes", *checkout) if folder.is_dir()]
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Every shipped recipe by name."""
+    found = {path.stem: path for folder in recipe_folders() for path in folder.rglob("*.yaml")}
+    return dict(sorted(found.items()))
+
+
+def locate(recipe: str | Path) -> Path:
+    """The file of a recipe, given by path or by the name of a shipped one.
+
+    Raises:
+        InvalidValue: no such file.
+        UnknownName: no shipped recipe of this name.
+    """
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    shipped = shipped_recipes()
+    if str(recipe) in shipped:
+        return shipped[str(recipe)]
+    hint = did_you_mean(path.stem, shipped)
+    if path.is_dir():
+        raise InvalidValue(str(recipe), "a recipe file or the name of a recipe", "a folder", hint)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        raise InvalidValue(str(recipe), "an existing recipe file or the name of a shipped recipe", "no file", hint)
+    raise UnknownName("recipe", "a recipe file or the name of a shipped recipe", repr(str(recipe)), hint)
+
+
+def read_raw(path: Path) -> dict[str, Any]:
+    """The data of a recipe file, unchecked.
+
+    Raises:
+        InvalidValue: it cannot be read or is not a YAML mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(str(path), "a readable recipe", error) from None
+    data = parse_yaml(text, str(path))
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise InvalidValue(str(path), "a YAML mapping from keys to values", type(data).__name__)
+    return data
+
+
+def override(raw: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """A copy of ``raw`` with every ``dotted.path=value`` set; values are YAML, list items are numbers.
+
+    >>> override({"score": {"scorer": "taylor"}}, ["score.scorer=random", "select.keep_heads=0.5"])
+    {'score': {'scorer': 'random'}, 'select': {'keep_heads': 0.5}}
+
+    Raises:
+        InvalidValue: a setting without ``=``, or one that goes through a value that is no section.
+    """
+    result: dict[str, Any] = _copied(raw)
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        steps = path.strip().split(".")
+        if not equals or not all(steps):
+            hint = "For example --set score.scorer=random."
+            raise InvalidValue(f"--set {setting}", "written key=value, with a dotted key", repr(setting), hint)
+        _put(result, steps, parse_yaml(text, f"--set {path}"), path)
+    return result
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _copied(v) for k, v in value.items()}
+    return [_copied(v) for v in value] if isinstance(value, list) else value
+
+
+def _put(target: Any, steps: list[str], value: Any, path: str) -> None:
+    for i, step in enumerate(steps):
+        here = ".".join(steps[:i]) or "the recipe"
+        key: Any = step
+        if isinstance(target, list):
+            if not step.isdigit() or int(step) >= len(target):
+                raise InvalidValue(f"--set {path}", f"an item of {here}, 0 to {len(target) - 1}", repr(step))
+            key = int(step)
+        elif not isinstance(target, dict):
+            raise InvalidValue(f"--set {path}", f"a key inside {here}", f"{here} is {target!r}, no section")
+        if i == len(steps) - 1:
+            target[key] = value
+            return
+        if isinstance(target, dict) and target.get(key) is None:
+            target[key] = {}
+        target = target[key]
+
+
+def interpolate(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[InvalidValue]]:
+    """A copy in which every ``${section.key}`` is replaced by that key's value, and what went wrong on the way.
+
+    >>> interpolate({"model": {"path": "a"}, "data": {"path": "${model.path}/rows.jsonl"}})[0]["data"]
+    {'path': 'a/rows.jsonl'}
+    """
+    problems: list[InvalidValue] = []
+
+    def resolve(value: Any, path: str, seen: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {k: resolve(v, f"{path}.{k}" if path else str(k), seen) for k, v in value.items()}
+        if isinstance(value, list):
+            return [resolve(v, f"{path}.{i}", seen) for i, v in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        whole = _REFERENCE.fullmatch(value)
+        if whole:
+            return follow(whole[1].strip(), path, seen)
+        return _REFERENCE.sub(lambda match: str(follow(match[1].strip(), path, seen)), value)
+
+    def follow(key: str, path: str, seen: tuple[str, ...]) -> Any:
+        known = dict(_leaves(raw))
+        if key in seen or key == path:
+            problems.append(InvalidValue(path, "free of circles", f"${{{key}}}, which refers back to itself"))
+        elif key not in known:
+            hint = did_you_mean(key, known)
+            problems.append(InvalidValue(path, "a reference to another key", f"${{{key}}}", hint))
+        elif known[key] is None:
+            hint = f"Give it: --set {key}=..."
+            problems.append(InvalidValue(path, f"preceded by a value for {key}", "none", hint))
+        else:
+            return resolve(known[key], path, (*seen, key))
+        return ""
+
+    return resolve(raw, "", ()), problems
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{path}.{key}" if path else str(key))

@@ -1,0 +1,187 @@
+"""The recipe: what a run is, section by section; every key is known, and everything else is an error."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headprune.core.plan import Budget
+
+Task = Literal["text_classification", "regression", "token_classification", "causal_lm", "image_classification"]
+Rows = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about types, closed to unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """The model: from ``path``, or freshly built from ``class_name`` and ``config``.
+
+    Args:
+        path: A local folder, a hub name, or ``package:NAME/FOLDER``, a folder inside an installed package.
+        class_name: A Transformers class.
+        config: Keyword arguments of that class's configuration.
+        dtype: Of the weights.
+    """
+
+    path: str | None = None
+    class_name: str | None = None
+    config: dict[str, Any] = {}
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+
+
+class DataSection(Section):
+    """The data, and which rows are for what.
+
+    Args:
+        path: A hub name, a local json, jsonl, csv or parquet file, a folder with train/validation/test files, or
+            ``sklearn:digits``.
+        subset: The hub data set's configuration.
+        train_split, validation_split, test_split: Names of the splits.
+        text: Column or columns with text (two columns make a pair); for token classification, lists of words.
+        tokens: Column with token numbers, for language models on data that is tokenised already.
+        image: Column with images.
+        label: Column with labels.
+        max_length: Longer examples are cut to this many tokens.
+        holdout: Rows (or fraction) of train that become validation rows where there are none.
+        test_holdout: The same for test rows.
+        calibration: Rows of train that heads are scored on; fewer where train is smaller.
+        normalise: Subtract the mean and divide by the standard deviation of the training images.
+    """
+
+    path: str
+    subset: str | None = None
+    train_split: str = "train"
+    validation_split: str = "validation"
+    test_split: str = "test"
+    text: str | Annotated[list[str], Field(min_length=1, max_length=2)] | None = None
+    tokens: str | None = None
+    image: str = "image"
+    label: str = "label"
+    max_length: Positive | None = None
+    holdout: Rows = 0.1
+    test_holdout: Rows = 0.2
+    calibration: Positive = 1024
+    normalise: bool = True
+
+    @property
+    def text_columns(self) -> list[str]:
+        """The text columns as a list."""
+        return [self.text] if isinstance(self.text, str) else list(self.text or [])
+
+
+class TrainSection(Section):
+    """Training before anything is scored; the keys are those of the recovery ``finetune``."""
+
+    batch_size: Positive = 32
+    epochs: Annotated[int | float, Field(gt=0)] = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    warmup_ratio: Share = 0.1
+    schedule: str = "linear"
+
+
+class ScoreSection(Section):
+    """How heads are scored, and what the plan is compared with.
+
+    Args:
+        scorer: Registered name.
+        settings: The scorer's settings.
+        batch_size: Examples a batch; no score depends on it.
+        magnitude: Also cut by weight magnitude at the same budget.
+        random_draws: Also cut at random, this often, at the same budget.
+    """
+
+    scorer: str = "taylor"
+    settings: dict[str, Any] = {}
+    batch_size: Positive = 32
+    magnitude: bool = True
+    random_draws: Annotated[int, Field(ge=0)] = 10
+
+
+class SelectSection(Section):
+    """Which heads stay: a selector, its settings, and exactly one budget (see ``headprune.Budget``)."""
+
+    selector: str = "global_topk"
+    settings: dict[str, Any] = {}
+    keep_heads: int | float | None = None
+    keep_params: int | float | None = None
+    keep_macs: int | float | None = None
+    keep_kv: int | float | None = None
+    length: Positive | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """The budget.
+
+        Raises:
+            InvalidValue: none or several are given, or one that cannot be.
+        """
+        return Budget(self.keep_heads, self.keep_params, self.keep_macs, self.keep_kv, self.length)
+
+
+class RecoverStep(Section):
+    """One recovery method; several run one after the other on the same model.
+
+    Args:
+        method: Registered name.
+        settings: Its settings.
+        batch_size: Examples a batch.
+        rows: ``calibration`` or ``train``; a method that trains takes ``train`` by default, others calibration rows.
+    """
+
+    method: str
+    settings: dict[str, Any] = {}
+    batch_size: Positive = 32
+    rows: Literal["calibration", "train"] | None = None
+
+
+class BenchSection(Section):
+    """Where speed is measured: every batch size with every length (images have their own length)."""
+
+    batch_sizes: Annotated[list[Positive], Field(min_length=1)] = [1, 32]
+    lengths: Annotated[list[Positive], Field(min_length=1)] | None = None
+    rounds: Positive = 20
+
+
+class Recipe(Section):
+    """A whole run; see ``recipes/`` for complete ones.
+
+    Args:
+        name: Names the run and, where ``out`` is not given, its folder ``runs/<name>``.
+        description: One line for ``headprune ls``.
+        task: What the model does.
+        device: ``auto`` takes a GPU where there is one.
+        seed: Of everything that is drawn.
+        threads: CPU threads of torch; its own choice where left out.
+        out: The folder of the run.
+        report: Write ``report.html`` and ``report.md``.
+    """
+
+    name: Name
+    description: str
+    task: Task
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**32 - 2**16)] = 0
+    threads: Positive | None = None
+    out: str | None = None
+    model: ModelSection
+    data: DataSection
+    train: TrainSection | None = None
+    score: ScoreSection = ScoreSection()
+    select: SelectSection
+    recover: list[RecoverStep] = []
+    bench: BenchSection | None = None
+    report: bool = True
+
+    @property
+    def folder(self) -> str:
+        """The folder of the run."""
+        return self.out or f"runs/{self.name}"

@@ -1,0 +1,230 @@
+"""Checks a recipe and reports everything that is wrong with it at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from headprune.core.errors import HeadPruneError, InvalidValue, did_you_mean
+from headprune.core.registry import Registry
+from headprune.run.reading import interpolate, locate, override, read_raw
+from headprune.run.recipe import Recipe, SelectSection
+
+
+class RecipeError(InvalidValue):
+    """Everything that is wrong with one recipe; ``problems`` has it one by one."""
+
+    def __init__(self, source: str, problems: Iterable[InvalidValue]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(source, "a valid recipe", f"{len(self.problems)} errors")
+
+    def __str__(self) -> str:
+        count = f"{len(self.problems)} error{'' if len(self.problems) == 1 else 's'}"
+        return "\n  ".join([f"{self.where}: {count}", *map(str, self.problems)])
+
+
+def load_recipe(recipe: str | Path, settings: Iterable[str] = ()) -> Recipe:
+    """Reads, completes and checks a recipe.
+
+    Args:
+        recipe: A path, or the name of a shipped recipe.
+        settings: ``dotted.key=value`` overrides.
+
+    Raises:
+        RecipeError: with every error that the recipe has.
+        InvalidValue: the file cannot be read, or an override is malformed.
+        UnknownName: no such recipe.
+    """
+    path = locate(recipe)
+    return check_recipe(override(read_raw(path), settings), str(path))
+
+
+def check_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """The recipe in ``raw``.
+
+    Raises:
+        RecipeError: with every error that the recipe has.
+    """
+    data, problems = interpolate(raw)
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        problems += _from_pydantic(error, data)
+    blamed = {problem.where for problem in problems}
+    problems += [p for p in _beyond_types(data) if p.where not in blamed]
+    if problems or recipe is None:
+        raise RecipeError(source, problems)
+    return recipe
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The whole recipe as YAML, defaults filled in; it can be run again as it is."""
+    return str(yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True, width=110))
+
+
+def _from_pydantic(error: ValidationError, data: Any) -> list[InvalidValue]:
+    """Pydantic's errors in our template, those of one value's alternatives joined."""
+    found: dict[str, tuple[list[str], object, str]] = {}
+    for item in error.errors(include_url=False):
+        path, known = _real_path(item["loc"], data)
+        musts, got, hint = found.setdefault(path, ([], repr(item["input"]), ""))
+        if item["type"] == "extra_forbidden":
+            must, got, hint = "a known key", repr(item["loc"][-1]), did_you_mean(str(item["loc"][-1]), known)
+        elif item["type"] == "missing":
+            must, got = "given", "nothing"
+        elif item["type"] in ("model_type", "dict_type"):
+            must = "a section with keys of its own"
+        else:
+            must = item["msg"].removeprefix("Input should be ").removeprefix("String should ")
+        found[path] = ([*musts, must] if must not in musts else musts, got, hint)
+    return [InvalidValue(path, " or ".join(musts), got, hint) for path, (musts, got, hint) in found.items()]
+
+
+def _real_path(location: tuple[int | str, ...], data: Any) -> tuple[str, list[str]]:
+    """The dotted path without pydantic's marks for alternatives, and the keys that are known at its end."""
+    steps: list[str] = []
+    schema: type[BaseModel] | None = Recipe
+    known = list(Recipe.model_fields)
+    for step in location:
+        inside = (isinstance(data, Mapping) and step in data) or (
+            isinstance(data, list) and isinstance(step, int) and step < len(data)
+        )
+        if not inside and not (isinstance(step, str) and schema is not None and step in schema.model_fields):
+            continue
+        steps.append(str(step))
+        data = data[step] if inside else None
+        known = list(schema.model_fields) if schema is not None else known
+        if schema is not None and isinstance(step, str):
+            field = schema.model_fields.get(step)
+            schema = _section_of(field.annotation) if field else None
+    return ".".join(steps), known
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((s for a in typing.get_args(annotation) if (s := _section_of(a)) is not None), None)
+
+
+def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
+    """What the types cannot say; looked at section by section, so that one bad section hides no other."""
+    from headprune import recovery, scoring, selection
+
+    problems = [*_model_problems(_section(data, "model")), *_data_problems(data)]
+    score, select = _section(data, "score"), _section(data, "select")
+    problems += check_method(scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer")
+    selector = select.get("selector", "global_topk")
+    problems += check_method(selection.registry, selector, select.get("settings"), "select", "selector")
+    problems += _budget_problems(select)
+    steps = data.get("recover") or []
+    for i, step in enumerate(steps if isinstance(steps, list) else []):
+        if isinstance(step, Mapping) and "method" in step:
+            path = f"recover.{i}"
+            problems += check_method(recovery.registry, step["method"], step.get("settings"), path, "method")
+    if isinstance(data.get("train"), Mapping):
+        problems += _train_problems(data["train"])
+    return problems
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = data.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _model_problems(model: Mapping[str, Any]) -> list[InvalidValue]:
+    path, class_name = model.get("path"), model.get("class_name")
+    if model and (path is None) == (class_name is None):
+        got = "neither" if path is None else "both"
+        return [InvalidValue("model", "given by one of path and class_name", got)]
+    if path is not None and model.get("config"):
+        return [InvalidValue("model.config", "left out: a model from a path has its own", model["config"])]
+    return []
+
+
+def _data_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
+    task, columns = data.get("task"), _section(data, "data")
+    text, tokens = columns.get("text"), columns.get("tokens")
+    if not columns:
+        return []
+    if task == "causal_lm" and (text is None) == (tokens is None):
+        got = "neither" if text is None else "both"
+        return [InvalidValue("data", "given text or tokens, the column that a language model reads", got)]
+    if task == "image_classification" and (text is not None or tokens is not None):
+        return [InvalidValue("data.text", f"left out for {task}", repr(text or tokens))]
+    if task in ("text_classification", "regression", "token_classification"):
+        if text is None:
+            return [InvalidValue("data.text", f"the column with text, for {task}", "nothing")]
+        if tokens is not None:
+            return [InvalidValue("data.tokens", "left out: only causal_lm takes tokenised data", repr(tokens))]
+    return []
+
+
+def _budget_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
+    kinds = {k: select.get(k) for k in ("keep_heads", "keep_params", "keep_macs", "keep_kv", "length")}
+    try:
+        SelectSection.model_validate(kinds).budget  # noqa: B018 (raises)
+    except ValidationError:
+        return []  # reported with the types
+    except HeadPruneError as error:
+        return [InvalidValue(error.where.replace("Budget", "select"), error.must, error.got, error.hint)]
+    return []
+
+
+def _train_problems(train: Mapping[str, Any]) -> list[InvalidValue]:
+    from headprune import recovery
+
+    settings = {k: v for k, v in train.items() if k not in ("batch_size",)}
+    problems = check_method(recovery.registry, "finetune", settings, "train", "method")
+    return [InvalidValue(p.where.replace("train.settings", "train"), p.must, p.got, p.hint) for p in problems]
+
+
+def check_method(registry: Registry, name: Any, settings: Any, path: str, key: str) -> list[InvalidValue]:
+    """What is wrong with a registered name and the settings given for it."""
+    if not isinstance(name, str):
+        return []  # reported with the types
+    if name not in registry:
+        must = f"a registered {registry.kind}"
+        return [InvalidValue(f"{path}.{key}", must, repr(name), did_you_mean(name, registry.names()))]
+    if not isinstance(settings or {}, Mapping):
+        return []
+    cls = registry.get(name)
+    fields = [f.name for f in dataclasses.fields(cls)]
+    problems = [
+        InvalidValue(f"{path}.settings.{k}", f"a setting of {name}", repr(k), did_you_mean(str(k), fields))
+        for k in settings or {}
+        if k not in fields
+    ]
+    return problems or _setting_problems(cls, dict(settings or {}), f"{path}.settings")
+
+
+def _setting_problems(cls: type, settings: dict[str, Any], path: str) -> list[InvalidValue]:
+    try:
+        TypeAdapter(cls).validate_python(settings)
+    except ValidationError as error:
+        problems: dict[str, InvalidValue] = {}
+        for item in error.errors(include_url=False):
+            own = item.get("ctx", {}).get("error")
+            where = f"{path}.{item['loc'][0]}" if item["loc"] else path
+            if isinstance(own, HeadPruneError):
+                key = own.where.rpartition(".")[2]
+                where = f"{path}.{key}" if key in settings else path
+                problems[where] = InvalidValue(where, own.must, own.got, own.hint)
+            else:
+                must = item["msg"].removeprefix("Input should be ")
+                problems[where] = InvalidValue(where, must, repr(item["input"]))
+        return list(problems.values())
+    except HeadPruneError as error:
+        return [InvalidValue(path, error.must, error.got, error.hint)]
+    return []
+
+
+def configured(registry: Registry, name: str, settings: Mapping[str, Any]) -> Any:
+    """The registered method with these settings, converted to the types that it declares."""
+    return TypeAdapter(registry.get(name)).validate_python(dict(settings))
