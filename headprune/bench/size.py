@@ -31,10 +31,10 @@ def sizes(
     before, after = bind(original, located), bind(pruned, located)
     a, b = measure_costs(original, before, batch, loss), measure_costs(pruned, after, batch, loss)
     rows = [
-        SizeRow("heads", sum(len(s.site.heads) for s in before), sum(len(s.site.heads) for s in after)),
-        SizeRow("parameters", a.total.params, b.total.params),
-        SizeRow(f"MACs an example of {a.length} tokens", a.total.macs(a.length), b.total.macs(a.length)),
+        ("heads", sum(len(s.site.heads) for s in before), sum(len(s.site.heads) for s in after)),
+        ("parameters", a.total.params, b.total.params),
+        (f"MACs an example of {a.length} tokens", a.total.macs(a.length), b.total.macs(a.length)),
     ]
     if a.total.kv_bytes:
-        rows.append(SizeRow("KV-cache bytes a token", a.total.kv_bytes, b.total.kv_bytes))
-    return tuple(rows)
+        rows.append(("KV-cache bytes a token", a.total.kv_bytes, b.total.kv_bytes))
+    return tuple(SizeRow(name, float(x), float(y)) for name, x, y in rows)

@@ -128,12 +128,12 @@ class _Gated(nn.Module):
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         for gate in getattr(self, _ATTRIBUTE):
             heads = x.unflatten(-1, (gate.shape[-2], -1))
-            product = heads * gate.to(heads.dtype)
-            # A gate an example is for [batch, tokens, width] only: elsewhere it could fit another axis by chance.
-            if product.shape != heads.shape or (gate.ndim > 2 and heads.ndim != 4):
-                must = f"for the {' x '.join(map(str, x.shape[:-1]))} rows that the model runs on"
+            rows, given = heads.shape[:-2], gate.shape[:-2]
+            # Checked by hand: broadcasting would let a gate an example fit another axis by chance.
+            if given and (len(given) != len(rows) or any(g not in (1, n) for g, n in zip(given, rows, strict=True))):
+                must = f"for the {' x '.join(map(str, rows))} rows that the model runs on"
                 raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
-            x = product.flatten(-2)
+            x = (heads * gate.to(heads.dtype)).flatten(-2)
         return super().__call__(x, *args, **kwargs)
 
 

@@ -11,7 +11,6 @@ from headprune.core.plan import Budget
 Task = Literal["text_classification", "regression", "token_classification", "causal_lm", "image_classification"]
 Rows = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
@@ -53,7 +52,8 @@ class DataSection(Section):
         holdout: Rows (or fraction) of train that become validation rows where there are none.
         test_holdout: The same for test rows.
         calibration: Rows of train that heads are scored on; fewer where train is smaller.
-        normalise: Subtract the mean and divide by the standard deviation of the training images.
+        normalise: Subtract the mean and divide by the standard deviation of the training images. A freshly built model
+            does so by default; a model from a path has an image processor of its own, and takes no other.
     """
 
     path: str
@@ -69,7 +69,7 @@ class DataSection(Section):
     holdout: Rows = 0.1
     test_holdout: Rows = 0.2
     calibration: Positive = 1024
-    normalise: bool = True
+    normalise: bool | None = None
 
     @property
     def text_columns(self) -> list[str]:
@@ -78,13 +78,13 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """Training before anything is scored; the keys are those of the recovery ``finetune``."""
+    """Training before anything is scored, by the recovery ``finetune``, whose settings these are."""
 
     batch_size: Positive = 32
     epochs: Annotated[int | float, Field(gt=0)] = 1
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    warmup_ratio: Share = 0.1
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1
     schedule: str = "linear"
 
 
@@ -144,11 +144,18 @@ class RecoverStep(Section):
 
 
 class BenchSection(Section):
-    """Where speed is measured: every batch size with every length (images have their own length)."""
+    """Where speed is measured: every batch size with every length.
+
+    Args:
+        batch_sizes: Examples a call.
+        lengths: Tokens an example; images have a length of their own, and others take that of the scored examples
+            where it is left out.
+        seconds: About how long each of these is timed.
+    """
 
     batch_sizes: Annotated[list[Positive], Field(min_length=1)] = [1, 32]
     lengths: Annotated[list[Positive], Field(min_length=1)] | None = None
-    rounds: Positive = 20
+    seconds: Annotated[float, Field(gt=0)] = 2.0
 
 
 class Recipe(Section):

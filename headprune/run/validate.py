@@ -153,6 +153,8 @@ def _data_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
     text, tokens = columns.get("text"), columns.get("tokens")
     if not columns:
         return []
+    if columns.get("normalise") is not None and _section(data, "model").get("path") is not None:
+        return [InvalidValue("data.normalise", "left out: the model has its own", columns["normalise"])]
     if task == "causal_lm" and (text is None) == (tokens is None):
         got = "neither" if text is None else "both"
         return [InvalidValue("data", "given text or tokens, the column that a language model reads", got)]

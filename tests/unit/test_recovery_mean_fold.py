@@ -38,8 +38,13 @@ def some_heads(model, whole=None):
     return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
 
 
+def keep(model, heads):
+    sites = find_sites(model)
+    return HeadMask.from_keep({s.name: heads for s in sites}, {s.name: s.n_query_heads for s in sites})
+
+
 def padding(batch, shape):
-    mask = batch.get("attention_mask")
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     return mask.bool() if mask is not None and mask.shape == shape else torch.ones(shape, dtype=torch.bool)
 
 
@@ -49,15 +54,14 @@ def ablated(teacher, mask, batches):
     seen = {}
     handles = []
     for bound in bind(teacher):
-        name, batch_of = bound.site.name, {}
-        handles.append(bound.gate.register_forward_pre_hook(lambda _, a, n=name: seen.setdefault(n, []).append(a[0])))
+        note = seen.setdefault(bound.site.name, [])
+        handles.append(bound.gate.register_forward_pre_hook(lambda _, args, note=note: note.append(args[0])))
     for batch in batches:
-        start = {n: len(v) for n, v in seen.items()}
+        start = {name: len(note) for name, note in seen.items()}
         with torch.no_grad():
             call(teacher, batch)
-        for n in seen:  # as a list of single tokens
-            new = seen[n][start.get(n, 0) :]
-            seen[n][start.get(n, 0) :] = [x[padding(batch, x.shape[:2])] for x in new]
+        for name, note in seen.items():
+            note[start[name] :] = [x[padding(batch, x.shape[:2])] for x in note[start[name] :]]
     for handle in handles:
         handle.remove()
     for bound in bind(teacher):
@@ -203,16 +207,16 @@ def test_an_existing_bias_stays_the_same_parameter():
 
 
 def test_narrow_models_are_folded_in_wide_arithmetic():
-    """In bf16 a sum over 300 tokens stalls at 256; the bias must be right to bf16's own rounding."""
+    """In bf16 a sum over 2048 tokens stalls; the bias must be right to bf16's own rounding."""
     wide, _ = build("llama")
-    batches = [{"input_ids": torch.randint(3, 50, (16, 20), generator=torch.Generator().manual_seed(0))}]
+    batches = [{"input_ids": torch.randint(3, 50, (64, 32), generator=torch.Generator().manual_seed(0))}]
     biases = []
     for dtype in (torch.float64, torch.bfloat16):
         teacher = copy.deepcopy(wide).to(dtype)
         model = copy.deepcopy(teacher)
         prune_(model, some_heads(model))
         report = hp.recover_(model, batches, teacher=teacher)
-        biases.append(model.get_parameter(report.changed[0]))
+        biases.append(model.get_parameter(report.changed[0]).detach())
     assert biases[1].dtype is torch.bfloat16
     scale = float(biases[0].abs().max())
     # bf16 keeps 8 bits; the teacher's own activations carry that error too
@@ -265,9 +269,7 @@ def test_a_bias_that_two_projections_share_is_refused():
 
 def test_cut_fold_cut_fold_folds_every_head_once():
     teacher, batches = build("gpt2")
-    names = {s.name: s.n_query_heads for s in find_sites(teacher)}
-    first = HeadMask.from_keep(dict.fromkeys(names, [0, 2, 3]), names)
-    both = HeadMask.from_keep(dict.fromkeys(names, [0, 3]), names)
+    first, both = keep(teacher, [0, 2, 3]), keep(teacher, [0, 3])
     model = copy.deepcopy(teacher)
     prune_(model, first)
     hp.recover_(model, batches, teacher=teacher)
@@ -284,10 +286,9 @@ def test_cut_fold_cut_fold_folds_every_head_once():
 
 def test_a_teacher_that_was_cut_itself_gives_the_heads_that_it_still_has():
     teacher, batches = build("bert")
-    names = {s.name: s.n_query_heads for s in find_sites(teacher)}
-    prune_(teacher, HeadMask.from_keep(dict.fromkeys(names, [1, 2, 3]), names))
+    prune_(teacher, keep(teacher, [1, 2, 3]))
     model = copy.deepcopy(teacher)
-    mask = HeadMask.from_keep(dict.fromkeys(names, [1, 3]), names)
+    mask = keep(teacher, [1, 3])
     prune_(model, mask)
     assert hp.recover_(model, batches, teacher=teacher).metrics["heads"] == 3
     torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT)
@@ -319,7 +320,9 @@ def test_a_compiled_model_and_teacher_are_looked_at_from_inside():
     model = copy.deepcopy(teacher)
     mask = some_heads(model)
     prune_(model, mask)
-    report = hp.recover_(torch.compile(model), batches, teacher=torch.compile(teacher))
+    report = hp.recover_(
+        torch.compile(model, backend="eager"), batches, teacher=torch.compile(teacher, backend="eager")
+    )
     assert len(report.changed) == 3
     torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT)
 
@@ -348,7 +351,7 @@ def test_the_teacher_must_be_given_and_be_another_model():
     with pytest.raises(InvalidValue, match="got the model itself"):
         hp.recover_(model, batches, teacher=model)
     with pytest.raises(InvalidValue, match="got the model itself"):
-        hp.recover_(model, batches, teacher=torch.compile(model))
+        hp.recover_(model, batches, teacher=torch.compile(model, backend="eager"))
     teacher.classifier = model.classifier
     with pytest.raises(InvalidValue, match="shares trainable parameters"):
         hp.recover_(model, batches, teacher=teacher)
@@ -361,7 +364,7 @@ def test_a_teacher_of_another_structure_is_refused():
     with pytest.raises(PlanMismatch, match="teacher: must be the model that the pruned one was cut from"):
         hp.recover_(model, batches, teacher=build("gpt2")[0], sites=find_sites(model))
     teacher.bert.encoder.layer = teacher.bert.encoder.layer[:2]
-    with pytest.raises(PlanMismatch, match="12 heads at 3 sites|8 heads at 2 sites"):
+    with pytest.raises(PlanMismatch, match="8 heads at 2 sites against BertForSequenceClassification with 12 heads"):
         hp.recover_(model, batches, teacher=teacher)
 
 
@@ -380,7 +383,7 @@ def test_bad_arguments_are_refused_and_leave_the_model_alone():
         hp.recover_(model, batches, MeanFold, teacher)
     with pytest.raises(InvalidValue, match="loss: must be left out"):
         hp.recover_(model, batches, "mean_fold", teacher, loss=lambda m, b: None)
-    with pytest.raises(InvalidValue, match="torch.nn.Module"):
+    with pytest.raises(InvalidValue, match=r"must be a torch\.nn\.Module"):
         hp.recover_("bert", batches, "mean_fold", teacher)
     with pytest.raises(InvalidValue, match="batches: must be at least one batch"):
         hp.recover_(model, [], "mean_fold", teacher)

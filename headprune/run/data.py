@@ -1,0 +1,173 @@
+"""The data of a run: rows for every purpose, checked and told apart, then encoded and batched."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from headprune.core.errors import InvalidValue, did_you_mean
+from headprune.run.features import Collate, Encoder, Example, pixel_array, pixel_statistics
+from headprune.run.models import Preparation
+from headprune.run.recipe import DataSection, Recipe, Task
+from headprune.run.sources import Source, load_source
+from headprune.run.splits import normalised, partition
+
+_CLASSES = ("text_classification", "image_classification")
+
+
+@dataclass(frozen=True)
+class RawData:
+    """Rows by purpose (train, validation, test, calibration), not yet encoded.
+
+    Args:
+        splits: The rows.
+        labels: Label values in the order of their numbers; empty where there are no classes.
+        facts: Which rows these are, for the record.
+    """
+
+    splits: dict[str, Any]
+    labels: tuple[Any, ...]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples by purpose, and how they are batched."""
+
+    examples: dict[str, list[Example]]
+    collate: Collate
+    seed: int
+
+    def batches(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
+        """Batches in data order, made once."""
+        rows = self.examples[purpose]
+        return [self.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+    def evaluation(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
+        """Batches of examples of like length, made once: less padding, the same results."""
+        rows = sorted(self.examples[purpose], key=lambda e: len(e.get("input_ids", ())))
+        return [self.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+    def loader(self, purpose: str, size: int) -> DataLoader[Any]:
+        """Batches in a new seeded order each time."""
+        order = torch.Generator().manual_seed(self.seed)
+        rows: Any = self.examples[purpose]
+        return DataLoader(rows, batch_size=size, shuffle=True, generator=order, collate_fn=self.collate)
+
+
+def load_rows(recipe: Recipe) -> RawData:
+    """Loads the rows, checks them, and decides which are for what.
+
+    Raises:
+        InvalidValue: no data, a missing column, a row without text or label.
+    """
+    section, task = recipe.data, recipe.task
+    source = load_source(section)
+    for role, rows in source.splits.items():
+        _check_columns(rows, section, task, role)
+    keys = {role: _keys(rows, section, task, role) for role, rows in source.splits.items()}
+    labels = _labels(source, section, task)
+    strata = list(source.splits["train"][section.label]) if task in _CLASSES else None
+    amounts = (section.holdout, section.test_holdout, section.calibration)
+    parts = partition(keys, strata, *amounts, seed=recipe.seed)
+    splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
+    facts = {"source": source.facts, **{name: part.facts for name, part in parts.items()}}
+    return RawData(splits, labels, facts)
+
+
+def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation) -> Data:
+    """Encodes every row with the model's own tokenizer or image processor."""
+    section = recipe.data
+    pixels = None
+    if recipe.task == "image_classification" and preparation.processor is None and section.normalise is not False:
+        pixels = pixel_statistics(raw.splits["train"][section.image])
+    label_ids = {label: i for i, label in enumerate(raw.labels)}
+    tools = (preparation.tokenizer, preparation.processor, pixels)
+    encoder = Encoder(recipe.task, section, label_ids, *tools)
+    examples = {name: encoder.encode(rows) for name, rows in raw.splits.items()}
+    for name, rows in examples.items():
+        for i, example in enumerate(rows if recipe.task == "causal_lm" else ()):
+            if len(example["input_ids"]) < 2:
+                raise InvalidValue(f"data: {name}, row {i}", "at least two tokens long", len(example["input_ids"]))
+    return Data(examples, Collate(preparation.pad), recipe.seed)
+
+
+def _columns(section: DataSection, task: Task) -> dict[str, str]:
+    """The columns that a task needs, by the recipe's key."""
+    inputs = {"data.image": section.image} if task == "image_classification" else {}
+    if task != "image_classification":
+        inputs = {"data.text": name for name in section.text_columns}
+        inputs |= {f"data.text.{i}": name for i, name in enumerate(section.text_columns) if i}
+        inputs |= {"data.tokens": section.tokens} if section.tokens is not None else {}
+    return inputs if task == "causal_lm" else {**inputs, "data.label": section.label}
+
+
+def _check_columns(rows: Any, section: DataSection, task: Task, role: str) -> None:
+    for key, column in _columns(section, task).items():
+        if column not in rows.column_names:
+            hint = did_you_mean(column, rows.column_names)
+            raise InvalidValue(key, f"a column of the {role} rows of {section.path}", repr(column), hint)
+
+
+def _keys(rows: Any, section: DataSection, task: Task, role: str) -> list[str]:
+    """What each row says, as text that can be compared."""
+    if task == "image_classification":
+        return [_image_key(image, f"{role} row {i}") for i, image in enumerate(rows[section.image])]
+    columns = [rows[name] for name in (section.text_columns or [str(section.tokens)])]
+    keys = []
+    for i, values in enumerate(zip(*columns, strict=True)):
+        for value in values:
+            if value is None or (not isinstance(value, str) and not isinstance(value, (list, tuple))) or not value:
+                must = "a list" if section.tokens or task == "token_classification" else "text"
+                raise InvalidValue(f"data: {role}, row {i}", f"{must} that is not empty", repr(value))
+        keys.append("\x1f".join(normalised(v) if isinstance(v, str) else normalised(_joined(v)) for v in values))
+    return keys
+
+
+def _joined(items: Sequence[Any]) -> str:
+    return " ".join(map(str, items))
+
+
+def _image_key(image: Any, where: str) -> str:
+    array = pixel_array(image)
+    if not np.isfinite(array).all():
+        raise InvalidValue(f"data: {where}", "an image of finite numbers", "NaN or infinite values")
+    return hashlib.sha256(f"{array.shape}".encode() + array.tobytes()).hexdigest()
+
+
+def _labels(source: Source, section: DataSection, task: Task) -> tuple[Any, ...]:
+    """Label values in the order of their numbers."""
+    if task == "causal_lm":
+        return ()
+    values: set[Any] = set()
+    for role, rows in source.splits.items():
+        for i, label in enumerate(rows[section.label]):
+            found = label if task == "token_classification" and isinstance(label, list) else [label]
+            for value in found:
+                _check_label(value, task, f"data: {role}, row {i}")
+            values.update(found)
+    if task == "regression":
+        return ()
+    if all(isinstance(v, int) for v in values):  # numbers of classes already, some maybe without rows here
+        if min(values) < 0:
+            raise InvalidValue("data.label", "class numbers >= 0", min(values), "Rows without labels cannot be used.")
+        return tuple(range(max(values) + 1))
+    if not all(isinstance(v, str) for v in values):
+        raise InvalidValue("data.label", "all numbers or all names", "both")
+    return tuple(sorted(values))
+
+
+def _check_label(value: Any, task: Task, where: str) -> None:
+    if task == "regression":
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise InvalidValue(where, "labelled with a finite number", repr(value))
+    elif not isinstance(value, (int, str)) or value == "":
+        raise InvalidValue(where, "labelled with a class number or name", repr(value))

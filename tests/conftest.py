@@ -1,0 +1,35 @@
+"""What every test shares: no network, one seed, one thread, and the registered layouts' tiny models in fp64."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+from headprune.layouts import registry
+from tests.laws.support import Subject, subject_of
+
+LAYOUTS = registry.names()
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=LAYOUTS)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """One registered layout's tiny model, fp64 and in evaluation mode, with a batch."""
+    return subject_of(request.param)
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def decoder(request: pytest.FixtureRequest) -> Subject:
+    """A tiny model that generates."""
+    return subject_of(request.param)

@@ -1,0 +1,203 @@
+"""Law 3: gated = pruned: outputs, gradients, kernels, padding, checkpointing, compilation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import headprune as hp
+from tests.laws.support import CLOSE, EXACT, Subject, no_dropout, objective, picture, set_implementation, subject_of
+
+TRANSFORMERS = ["bert", "gpt2", "llama", "vit"]
+
+
+def gated_output(subject: Subject, mask: hp.HeadMask, model: nn.Module | None = None) -> torch.Tensor:
+    model = subject.model if model is None else model
+    with hp.gated(model, mask):
+        return subject.run(model)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_outputs(subject: Subject, seed: int) -> None:
+    mask = subject.ragged(seed)
+    expected, small = gated_output(subject, mask), subject.copy()
+    report = hp.prune_(small, mask, subject.batch)
+    assert_close(subject.run(small), expected, **CLOSE)
+    assert report.n_removed == mask.n_heads - mask.n_kept > 0
+    assert report.params_after == sum(p.numel() for p in small.parameters()) < report.params_before
+    assert report.proof.max_difference <= 1e-10
+    assert dict(report.removed) == {s: mask.removed(s) for s in mask.sites if mask.removed(s)}
+    assert [s.heads for s in report.sites] == [mask.kept(s) for s in mask.sites]
+    assert (expected - subject.run()).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_outputs_with_every_kernel(name: str, implementation: str) -> None:
+    subject = subject_of(name)
+    set_implementation(subject.model, implementation)
+    for mask in (subject.ragged(1), subject.mask({s.name: s.units[-1] for s in subject.sites})):
+        small = subject.copy()
+        hp.prune_(small, mask)
+        assert_close(subject.run(small), gated_output(subject, mask), **CLOSE)
+        other = "sdpa" if implementation == "eager" else "eager"  # and after the cut the kernel can still be chosen
+        set_implementation(small, other)
+        # Eager attention takes its softmax in float32, whatever the model's dtype.
+        assert_close(subject.run(small), gated_output(subject, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_flex_attention_forward(name: str) -> None:
+    subject = subject_of(name)
+    model = subject.model.float()
+    model.set_attn_implementation("flex_attention")
+    mask, small = subject.mask({s.name: s.units[-1] for s in subject.sites}), copy.deepcopy(model)
+    try:
+        with torch.no_grad():
+            subject.run(model)
+    except Exception as error:  # inductor needs a C++ compiler, and head widths that it knows
+        pytest.skip(f"flex attention does not run here: {type(error).__name__}: {str(error).splitlines()[0]}")
+    with torch.no_grad():
+        expected = gated_output(subject, mask, model)
+        hp.prune_(small, mask)
+        assert_close(subject.run(small), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", ["ragged", "first layer without heads"])
+def test_gradients_of_the_parameters_that_remain(subject: Subject, masked: str) -> None:
+    """The gated model's gradients are put in the place of its weights, so that the same cut picks their slices."""
+    mask = subject.ragged() if masked == "ragged" else subject.mask({subject.sites[0].name: []})
+    small = subject.copy()
+    hp.prune_(small, mask)
+    objective(gated_output(subject, mask)).backward()
+    objective(subject.run(small)).backward()
+    slices = subject.copy()
+    with torch.no_grad():
+        for ours, full in zip(slices.parameters(), subject.model.parameters(), strict=True):
+            ours.copy_(torch.zeros_like(full) if full.grad is None else full.grad)
+    hp.prune_(slices, mask)
+    compared = 0
+    for (name, got), (_, expected) in zip(small.named_parameters(), slices.named_parameters(), strict=True):
+        gradient = torch.zeros_like(got) if got.grad is None else got.grad
+        assert_close(gradient, expected.detach(), msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
+        compared += bool((expected.abs() > 1e-6).any())
+    assert compared > 10
+
+
+def test_gradients_of_the_inputs(subject: Subject) -> None:
+    mask, small = subject.ragged(), subject.copy()
+    hp.prune_(small, mask)
+
+    def inputs(model: nn.Module) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
+        if "input_ids" in subject.batch:
+            embedded = model.get_input_embeddings()(subject.batch["input_ids"]).detach().requires_grad_()
+            return {"input_ids": None, "inputs_embeds": embedded}, embedded
+        key = "x" if "x" in subject.batch else "pixel_values"
+        leaf = subject.batch[key].clone().requires_grad_()
+        return {key: leaf}, leaf
+
+    changes, leaf = inputs(small)
+    (got,) = torch.autograd.grad(objective(subject.run(small, **changes)), leaf)
+    changes, leaf = inputs(subject.model)
+    with hp.gated(subject.model, mask):
+        (expected,) = torch.autograd.grad(objective(subject.run(**changes)), leaf)
+    assert expected.abs().max() > 1e-4
+    assert_close(got, expected, **CLOSE)
+
+
+def test_padding_does_not_reach_the_tokens(subject: Subject) -> None:
+    """The shortest example on its own and among longer ones: the pruned model keeps the masks in order."""
+    small = subject.copy()
+    hp.prune_(small, subject.ragged())
+    together = subject.run(small)
+    if "attention_mask" in subject.batch:
+        last = int(subject.batch["attention_mask"][2].sum())
+        alone = subject.run(small, input_ids=subject.batch["input_ids"][2:, :last], attention_mask=None, labels=None)
+        assert last < subject.batch["input_ids"].shape[1]
+        together = together[2:] if together.ndim == 2 else together[2:, :last]
+    elif "valid_lens" in subject.batch:
+        last = int(subject.batch["valid_lens"][2])
+        alone = subject.run(small, x=subject.batch["x"][2:, :last], valid_lens=torch.tensor([last]))
+        together = together[2:]
+    else:
+        pytest.skip("images have no padding")
+    assert_close(together, alone, rtol=1e-6, atol=1e-6)  # Llama's rotary tables and eager softmax are in float32
+
+
+def test_gradient_checkpointing_gives_the_same_gate_gradients(subject: Subject) -> None:
+    model = no_dropout(subject.model).train()
+    site = subject.sites[0]
+    gate = torch.full((site.n_query_heads,), 0.7, dtype=torch.float64, requires_grad=True)
+    calls: list[str] = []
+    model.get_submodule(f"{site.name}.{subject.layout.gate}").register_forward_hook(lambda *_: calls.append("o"))
+
+    def gradient(checkpointed: bool) -> torch.Tensor:
+        calls.clear()
+        with hp.gated(model, {site.name: gate}):
+            if checkpointed and subject.layout.name == "multi_head_attention":
+                out = checkpoint(lambda: subject.run(model), use_reentrant=False)
+            else:
+                out = subject.run(model, **({"use_cache": False} if "input_ids" in subject.batch else {}))
+            found: torch.Tensor = torch.autograd.grad(objective(out), gate)[0]
+        return found
+
+    expected = gradient(checkpointed=False)
+    assert calls == ["o"]
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    got = gradient(checkpointed=True)
+    assert calls == ["o", "o"], "the forward did not run again"
+    assert expected.abs().min() > 1e-6
+    assert_close(got, expected, **CLOSE)
+
+
+@pytest.fixture
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_a_model_that_was_compiled_and_run_before(subject: Subject) -> None:
+    """Gates take effect inside the block, other values the next time, and none afterwards; then comes the knife."""
+    model, mask, site = subject.model, subject.ragged(), subject.sites[0]
+    base = subject.run()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_close(subject.run(compiled), base, **EXACT)
+    before = picture(model)
+    with hp.gated(model, mask):
+        expected = subject.run()
+    with hp.gated(compiled, mask):
+        assert_close(subject.run(compiled), expected, **CLOSE)
+    for value in (0.25, 0.5):
+        gate = torch.full((site.n_query_heads,), value, dtype=torch.float64, requires_grad=True)
+        with hp.gated(compiled, {site.name: gate}):
+            (got,) = torch.autograd.grad(objective(subject.run(compiled)), gate)
+        with hp.gated(model, {site.name: gate}):
+            (wanted,) = torch.autograd.grad(objective(subject.run()), gate)
+        assert_close(got, wanted, **CLOSE)
+    assert picture(model) == before
+    assert_close(subject.run(compiled), base, **EXACT)
+    assert hp.find_sites(compiled) == subject.sites
+    hp.prune_(compiled, mask, subject.batch)
+    assert_close(subject.run(compiled), expected, **CLOSE)
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_a_gated_model_compiles_whole(subject: Subject) -> None:
+    with hp.gated(subject.model, subject.ragged()):
+        expected = subject.run()
+        graphs: list[int] = []
+
+        def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> object:
+            graphs.append(len(graph.graph.nodes))
+            return graph.forward
+
+        got = subject.run(torch.compile(subject.model, backend=backend, fullgraph=True))
+    assert len(graphs) == 1
+    assert_close(got, expected, **CLOSE)
