@@ -31,9 +31,9 @@ from headprune.bench.quality import evaluate
 from headprune.bench.size import sizes
 from headprune.core.files import write_atomic
 from headprune.run.data import Data, encode_rows, load_rows
-from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.run.models import build_model, prepare, resolve_device
 from headprune.run.reading import locate
+from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.run.validate import load_recipe
 
 RECORDS = Path(__file__).parent / "records"

@@ -36,13 +36,18 @@ def is_causal_lm(model: nn.Module) -> bool:
     return any(kind.__name__ in _causal_classes() for kind in type(unwrap(model)).__mro__)
 
 
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False))
+
+
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """One loss an example for a Transformers model and a batch with labels.
 
     Sequence and image classification (one label, several, or regression), token classification, masked and
     sequence-to-sequence language models (mean over the labelled tokens), causal language models (mean over the
     next tokens; without ``labels`` the inputs are the labels), extractive question answering. Padding
-    (``attention_mask`` 0) and labels of -100 do not count. Computed in fp32 where the logits are narrower.
+    (``attention_mask`` 0), what is predicted from it, and labels of -100 do not count. Computed in fp32 where the
+    logits are narrower.
 
     Args:
         model: A Transformers model with a head.
@@ -64,8 +69,7 @@ def predict(model: nn.Module, batch: Any) -> Any:
     causal = is_causal_lm(model)
     if not causal and "labels" not in batch and "start_positions" not in batch:
         raise InvalidValue("batch", "a mapping with 'labels'", f"only {sorted(map(str, batch))}", _HINT)
-    config = getattr(unwrap(model), "config", None)
-    if getattr(config, "is_encoder_decoder", False):  # the decoder's inputs are made from the labels
+    if _is_encoder_decoder(model):  # the decoder's inputs are made from the labels
         return call(model, batch)
     return call(model, {k: v for k, v in batch.items() if k not in ("labels", "start_positions", "end_positions")})
 
@@ -74,7 +78,8 @@ def losses_of(model: nn.Module, batch: Mapping[str, Any], output: Any) -> Tensor
     """Losses ``[batch]`` from an output of ``predict``; see ``default_loss``."""
     if "start_positions" in batch:
         ends = [(output["start_logits"], batch["start_positions"]), (output["end_logits"], batch["end_positions"])]
-        return torch.stack([functional.cross_entropy(_wide(x), y, reduction="none") for x, y in ends]).mean(0)
+        mask = batch.get("attention_mask")
+        return torch.stack([_position_losses(_wide(x), y, mask) for x, y in ends]).mean(0)
     logits = logits_of(output)
     if logits.ndim == 3:
         losses, counted = token_losses(model, batch, logits)
@@ -94,14 +99,18 @@ def logits_of(output: Any) -> Tensor:
 def token_losses(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Losses ``[batch, tokens]`` and which of them count, as 0 or 1."""
     labels = batch.get("labels")
-    causal = is_causal_lm(model)
     if labels is None:
-        labels = batch["input_ids"]
-    mask = batch.get("attention_mask")
+        labels = batch.get("input_ids")
+    if labels is None:
+        raise InvalidValue("batch", "a mapping with 'labels' or 'input_ids'", f"only {sorted(map(str, batch))}", _HINT)
+    mask = None if _is_encoder_decoder(model) else batch.get("attention_mask")  # that of the encoder is not the labels'
     if isinstance(mask, Tensor) and mask.shape == labels.shape:
         labels = labels.masked_fill(mask == 0, _IGNORED)
-    if causal:
+    if is_causal_lm(model):
         logits, labels = logits[:, :-1], labels[:, 1:]
+        if isinstance(mask, Tensor) and mask.shape[1] == labels.shape[1] + 1:
+            # After padding on the left, nothing has been read yet that could predict the first token.
+            labels = labels.masked_fill(mask[:, :-1] == 0, _IGNORED)
     if logits.shape[:2] != labels.shape:
         raise InvalidValue("labels", f"of shape {list(logits.shape[:2])}", list(labels.shape), _HINT)
     losses = functional.cross_entropy(_wide(logits).transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED)
@@ -130,6 +139,18 @@ def _sequence_losses(model: nn.Module, batch: Mapping[str, Any], logits: Tensor)
     return functional.cross_entropy(logits, labels.reshape(-1), reduction="none")
 
 
+def _position_losses(logits: Tensor, positions: Tensor, mask: Any) -> Tensor:
+    """Losses of one end of an answer. As in Transformers, one beyond the text (it was cut off) does not count.
+
+    Unlike there, padding takes no part in the softmax, so that a loss does not depend on the batch's length.
+    """
+    length = logits.shape[1]
+    if isinstance(mask, Tensor) and mask.shape == logits.shape:
+        logits = logits.masked_fill(mask == 0, float("-inf"))
+    positions = positions.reshape(len(logits)).clamp(0, length)
+    return functional.cross_entropy(logits, positions, reduction="none", ignore_index=length)
+
+
 def _wide(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
@@ -156,5 +177,5 @@ def checked_losses(loss: Loss, model: nn.Module, batch: Any, number: int) -> Ten
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
         hint = "Look for NaN or infinite values in that example's inputs and labels."
-        raise InvalidValue(f"the loss of batch {number}, example {row}", "finite", float(losses[row]), hint)
+        raise InvalidValue(f"the loss of batch {number}, example {row}", "finite", float(losses.detach()[row]), hint)
     return losses

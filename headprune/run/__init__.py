@@ -1,0 +1,36 @@
+"""Recipes and the runner: ``run_recipe`` composes all the verbs into one run with one record."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "Recipe": "headprune.run.recipe",
+    "RecipeError": "headprune.run.validate",
+    "load_recipe": "headprune.run.validate",
+    "run_recipe": "headprune.run.runner",
+    "score_recipe": "headprune.run.runner",
+    "shipped_recipes": "headprune.run.reading",
+}
+
+__all__ = ["Recipe", "RecipeError", "load_recipe", "run_recipe", "score_recipe", "shipped_recipes"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'headprune.run' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from headprune.run.reading import shipped_recipes
+    from headprune.run.recipe import Recipe
+    from headprune.run.runner import run_recipe, score_recipe
+    from headprune.run.validate import RecipeError, load_recipe

@@ -29,11 +29,13 @@ class RawData:
 
     Args:
         splits: The rows.
+        label: The label column.
         labels: Label values in the order of their numbers; empty where there are no classes.
         facts: Which rows these are, for the record.
     """
 
     splits: dict[str, Any]
+    label: str
     labels: tuple[Any, ...]
     facts: dict[str, Any]
 
@@ -71,16 +73,19 @@ def load_rows(recipe: Recipe) -> RawData:
     """
     section, task = recipe.data, recipe.task
     source = load_source(section)
+    present = source.splits["train"].column_names
+    label = next((name for name in section.label_columns if name in present), section.label_columns[0])
     for role, rows in source.splits.items():
-        _check_columns(rows, section, task, role)
+        _check_columns(rows, section, task, role, label)
     keys = {role: _keys(rows, section, task, role) for role, rows in source.splits.items()}
-    labels = _labels(source, section, task)
-    strata = list(source.splits["train"][section.label]) if task in _CLASSES else None
+    labels = _labels(source, label, task)
+    strata = list(source.splits["train"][label]) if task in _CLASSES else None
     amounts = (section.holdout, section.test_holdout, section.calibration)
     parts = partition(keys, strata, *amounts, seed=recipe.seed)
     splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
-    facts = {"source": source.facts, **{name: part.facts for name, part in parts.items()}}
-    return RawData(splits, labels, facts)
+    columns = {"label": label} if task != "causal_lm" else {}
+    facts = {"source": {**source.facts, **columns}, **{name: part.facts for name, part in parts.items()}}
+    return RawData(splits, label, labels, facts)
 
 
 def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation) -> Data:
@@ -91,7 +96,7 @@ def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation) -> Data:
         pixels = pixel_statistics(raw.splits["train"][section.image])
     label_ids = {label: i for i, label in enumerate(raw.labels)}
     tools = (preparation.tokenizer, preparation.processor, pixels)
-    encoder = Encoder(recipe.task, section, label_ids, *tools)
+    encoder = Encoder(recipe.task, section, raw.label, label_ids, *tools)
     examples = {name: encoder.encode(rows) for name, rows in raw.splits.items()}
     for name, rows in examples.items():
         for i, example in enumerate(rows if recipe.task == "causal_lm" else ()):
@@ -100,18 +105,19 @@ def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation) -> Data:
     return Data(examples, Collate(preparation.pad), recipe.seed)
 
 
-def _columns(section: DataSection, task: Task) -> dict[str, str]:
+def _columns(section: DataSection, task: Task, label: str) -> dict[str, str]:
     """The columns that a task needs, by the recipe's key."""
-    inputs = {"data.image": section.image} if task == "image_classification" else {}
-    if task != "image_classification":
-        inputs = {"data.text": name for name in section.text_columns}
-        inputs |= {f"data.text.{i}": name for i, name in enumerate(section.text_columns) if i}
-        inputs |= {"data.tokens": section.tokens} if section.tokens is not None else {}
-    return inputs if task == "causal_lm" else {**inputs, "data.label": section.label}
+    if task == "image_classification":
+        inputs = {"data.image": section.image}
+    elif section.tokens is not None:
+        inputs = {"data.tokens": section.tokens}
+    else:
+        inputs = {f"data.text.{i}" if i else "data.text": name for i, name in enumerate(section.text_columns)}
+    return inputs if task == "causal_lm" else {**inputs, "data.label": label}
 
 
-def _check_columns(rows: Any, section: DataSection, task: Task, role: str) -> None:
-    for key, column in _columns(section, task).items():
+def _check_columns(rows: Any, section: DataSection, task: Task, role: str, label: str) -> None:
+    for key, column in _columns(section, task, label).items():
         if column not in rows.column_names:
             hint = did_you_mean(column, rows.column_names)
             raise InvalidValue(key, f"a column of the {role} rows of {section.path}", repr(column), hint)
@@ -143,13 +149,13 @@ def _image_key(image: Any, where: str) -> str:
     return hashlib.sha256(f"{array.shape}".encode() + array.tobytes()).hexdigest()
 
 
-def _labels(source: Source, section: DataSection, task: Task) -> tuple[Any, ...]:
+def _labels(source: Source, column: str, task: Task) -> tuple[Any, ...]:
     """Label values in the order of their numbers."""
     if task == "causal_lm":
         return ()
     values: set[Any] = set()
     for role, rows in source.splits.items():
-        for i, label in enumerate(rows[section.label]):
+        for i, label in enumerate(rows[column]):
             found = label if task == "token_classification" and isinstance(label, list) else [label]
             for value in found:
                 _check_label(value, task, f"data: {role}, row {i}")

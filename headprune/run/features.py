@@ -25,7 +25,8 @@ class Encoder:
 
     Args:
         task: The task.
-        section: Names of the columns, and the longest length.
+        section: Names of the input columns, and the longest length.
+        label: The label column.
         label_ids: Number of every label, for classification.
         tokenizer: For text.
         processor: A model's own image processor.
@@ -34,6 +35,7 @@ class Encoder:
 
     task: Task
     section: DataSection
+    label: str = "label"
     label_ids: Mapping[Any, int] = field(default_factory=dict)
     tokenizer: Any = None
     processor: Any = None
@@ -51,7 +53,7 @@ class Encoder:
             inputs = self._text(rows)
         if self.task == "causal_lm":
             return inputs
-        labels = rows[self.section.label]
+        labels = rows[self.label]
         numbers = labels if self.task == "regression" else [self.label_ids[label] for label in labels]
         return [{**example, "labels": label} for example, label in zip(inputs, numbers, strict=True)]
 
@@ -71,7 +73,7 @@ class Encoder:
         limit = {"truncation": True, "max_length": self.section.max_length, "is_split_into_words": True}
         encoded = self.tokenizer(words, **limit)
         examples = []
-        for i, labels in enumerate(rows[self.section.label]):
+        for i, labels in enumerate(rows[self.label]):
             places = encoded.word_ids(i)
             first = [p is not None and p not in places[:k] for k, p in enumerate(places)]
             numbers = [self.label_ids[labels[p]] if f else -100 for p, f in zip(places, first, strict=True)]

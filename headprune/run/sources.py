@@ -36,7 +36,8 @@ def load_source(section: DataSection) -> Source:
     elif path.exists():
         source = _local(path, section)
     elif path.suffix in _FORMATS or path.is_absolute() or section.path.startswith((".", "~")):
-        raise InvalidValue("data.path", "an existing file or folder, or a hub name", repr(section.path))
+        hint = "Give yours: --set data.path=..., or the key that the recipe makes it from, such as model.path."
+        raise InvalidValue("data.path", "an existing file or folder, or a hub name", repr(section.path), hint)
     else:
         source = _hub(section)
     if "train" not in source.splits:
@@ -66,6 +67,9 @@ def _local(path: Path, section: DataSection) -> Source:
     if len(formats) != 1 or not formats <= _FORMATS.keys():
         must = f"files of one format out of {', '.join(_FORMATS)}"
         raise InvalidValue("data.path", must, ", ".join(sorted(formats)) or f"none of the splits in {path}")
+    for file in (file for found in files.values() for file in found):
+        if not file.stat().st_size:
+            raise InvalidValue("data.path", "files with rows", f"{file}, which is empty")
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -74,11 +78,9 @@ def _local(path: Path, section: DataSection) -> Source:
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         try:
             loaded = load_dataset(_FORMATS[formats.pop()], data_files=names, cache_dir=folder, keep_in_memory=True)
-        except (DatasetsError, OSError, ValueError, TypeError) as error:
-            reason = " ".join(str(error.__cause__ or error).split())
-            empty = [str(f) for found in files.values() for f in found if not f.stat().st_size]
-            got = f"{', '.join(empty)} is empty" if empty else reason
-            raise InvalidValue("data.path", "readable data", f"{path}: {got}") from error
+        except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
+            reason = " ".join(str(error.__cause__ or error).split()) or "no rows"
+            raise InvalidValue("data.path", "readable data", f"{path}: {reason}") from error
     hashes = {file.name: sha256_file(file) for found in files.values() for file in found}
     return Source(dict(loaded), {"path": section.path, "sha256": hashes})
 
@@ -104,7 +106,7 @@ def _hub(section: DataSection) -> Source:
     from datasets.exceptions import DatasetsError
 
     try:
-        loaded = load_dataset(section.path, section.subset)
+        loaded = load_dataset(section.path, section.subset, revision=section.revision)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
         must = "local data, or a hub data set that can be reached"
@@ -112,4 +114,5 @@ def _hub(section: DataSection) -> Source:
     wanted = {role: getattr(section, f"{role}_split") for role in _SETS}
     splits = {role: loaded[name] for role, name in wanted.items() if name in loaded}
     marks = {role: rows._fingerprint for role, rows in splits.items()}
-    return Source(splits, {"path": section.path, "subset": section.subset, "fingerprints": marks})
+    facts = {"path": section.path, "subset": section.subset, "revision": section.revision, "fingerprints": marks}
+    return Source(splits, facts)

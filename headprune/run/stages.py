@@ -1,91 +1,173 @@
-"""The stages of a run, in order; each takes the work as it is, does one thing, and notes what came of it."""
+"""The stages after the model is there: score, select, compare, cut, recover, bench, keep."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from headprune import recovery, scoring, selection
 from headprune.bench.latency import compare_latency, shaped_batch
-from headprune.bench.quality import Quality, evaluate
 from headprune.bench.size import sizes
-from headprune.core.errors import InvalidValue
 from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
 from headprune.gating.context import gated
+from headprune.model.sites import find_sites
 from headprune.recovery._api import recover_
-from headprune.run.data import Data, RawData, encode_rows, load_rows
-from headprune.run.journal import BASE, MODEL, PLAN, SCORES, Journal
-from headprune.run.models import Preparation, build_model, prepare, resolve_device
+from headprune.run.journal import MODEL
 from headprune.run.proofs import generation_proof, reload_proof
-from headprune.run.recipe import Recipe
+from headprune.run.recipe import RecoverStep
+from headprune.run.subject import Subject
 from headprune.run.validate import configured
 from headprune.scoring._api import score
 from headprune.selection._api import select
 from headprune.surgery.checkpoint import save_pretrained
 from headprune.surgery.prune import prune_
 
-_EVALUATION_BATCH = 64
-_EXAMPLE_ROWS = 8
+_RANDOM_SEEDS = 1000  # draws begin here, away from the run's own seed
 
 
-@dataclass
-class Work:
-    """What the stages hand on to each other."""
+@dataclass(frozen=True)
+class Scored:
+    """The chosen scorer's scores, and those of what it is compared with."""
 
-    recipe: Recipe
-    journal: Journal
-    folder: Path
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    raw: RawData | None = None
-    preparation: Preparation = field(default_factory=Preparation)
-    quick: dict[str, list[Any]] = field(default_factory=dict)
-    _held: dict[str, Any] = field(default_factory=dict)
+    chosen: HeadScores
+    magnitude: HeadScores | None
+    random: tuple[HeadScores, ...]
 
-    def hold(self, **values: Any) -> None:
-        """Keeps what a later stage needs: data, model, pruned, scores, baselines, plan."""
-        self._held.update(values)
 
-    @property
-    def data(self) -> Data:
-        data: Data = self._held["data"]
-        return data
+def score_heads(subject: Subject) -> Scored:
+    """Scores on calibration rows, by the chosen scorer and by the baselines."""
+    wanted = subject.recipe.score
+    chosen = configured(scoring.registry, wanted.scorer, wanted.settings)
+    seeds = [subject.recipe.seed + _RANDOM_SEEDS + i for i in range(wanted.random_draws)]
+    weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
+    draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
+    batches = subject.data.batches("calibration", wanted.batch_size)
+    found = score(subject.model, batches, [chosen, *weights, *draws], progress=False)
+    first, rest = found[0], found[1:]
+    subject.journal.note(scores=first, seeds={"random": seeds} if seeds else {})
+    subject.journal.tell(first.title)
+    magnitude = rest[0] if weights and wanted.scorer != "magnitude" else None
+    return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])
 
-    @property
-    def model(self) -> nn.Module:
-        """The original: trained, never cut."""
-        model: nn.Module = self._held["model"]
-        return model
 
-    @property
-    def pruned(self) -> nn.Module:
-        pruned: nn.Module = self._held["pruned"]
-        return pruned
+def choose_heads(subject: Subject, scores: HeadScores) -> PruningPlan:
+    """The plan that the recipe's selector and budget make of scores."""
+    wanted = subject.recipe.select
+    return select(scores, wanted.budget, configured(selection.registry, wanted.selector, wanted.settings))
 
-    @property
-    def scores(self) -> HeadScores:
-        scores: HeadScores = self._held["scores"]
-        return scores
 
-    @property
-    def baselines(self) -> tuple[HeadScores, ...]:
-        baselines: tuple[HeadScores, ...] = self._held["baselines"]
-        return baselines
+def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:
+    """Accuracy of the plan and of the baselines' plans at the same budget, heads gated, nothing recovered."""
+    name = scored.chosen.scorer
+    with gated(subject.model, plan):
+        subject.report(subject.model, name, plan.mask.n_kept)
+    if scored.magnitude is not None:
+        rows = [_gated_row(subject, scored.magnitude)]
+        subject.journal.note(quality=tuple(rows))
+        subject.journal.tell(f"magnitude: test {rows[0].metric} {rows[0].value:.4f}")
+    draws = [_gated_row(subject, scores) for scores in scored.random]
+    if draws:
+        row = _mean(draws)
+        values = tuple(draw.value for draw in draws)
+        subject.journal.note(quality=(row,), metrics={"random_draws": values})
+        spread = "" if row.spread is None else f" ± {row.spread:.4f}"
+        subject.journal.tell(f"random: test {row.metric} {row.value:.4f}{spread} ({row.draws} draws)")
 
-    @property
-    def plan(self) -> PruningPlan:
-        plan: PruningPlan = self._held["plan"]
-        return plan
 
-    @property
-    def example(self) -> Any:
-        """A small batch of test rows, for proofs and sizes."""
-        return self.data.collate(self.data.examples["test"][:_EXAMPLE_ROWS])
+def _gated_row(subject: Subject, scores: HeadScores) -> QualityRow:
+    plan = choose_heads(subject, scores)
+    with gated(subject.model, plan):
+        return subject.measure(subject.model, scores.scorer, plan.mask.n_kept, "test")
+
+
+def _mean(rows: list[QualityRow]) -> QualityRow:
+    """One row for several draws."""
+    values = [row.value for row in rows]
+    return replace(
+        rows[0],
+        kept_heads=round(statistics.fmean(row.kept_heads for row in rows)),
+        value=statistics.fmean(values),
+        loss=statistics.fmean(row.loss for row in rows),
+        draws=len(rows),
+        spread=statistics.stdev(values) if len(values) > 1 else None,
+    )
+
+
+def count_heads(model: nn.Module) -> int:
+    """Heads that are present."""
+    return sum(len(site.heads) for site in find_sites(model))
+
+
+def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
+    """A copy of the model, really cut and proven; the original stays as the teacher."""
+    pruned = copy.deepcopy(subject.model)
+    done = prune_(pruned, plan, example=subject.example)
+    subject.journal.note(proofs=(done.proof,) if done.proof else (), warnings=done.warnings)
+    subject.journal.tell(str(done))
+    if subject.recipe.task == "causal_lm":
+        examples = subject.data.examples["test"]
+        proof = generation_proof(subject.model, plan, pruned, examples, subject.data.collate.pad)
+        subject.journal.note(proofs=(proof,))
+        subject.journal.tell(f"generation with the KV cache: |gated - pruned| <= {proof.max_difference:.1e}")
+    return pruned
+
+
+def recover(subject: Subject, pruned: nn.Module) -> None:
+    """Every recovery of the recipe in turn, and the accuracy after each."""
+    names: list[str] = []
+    reports: dict[str, Any] = {}
+    trained = False
+    kept = count_heads(pruned)
+    for i, step in enumerate(subject.recipe.recover):
+        method = _method(step, subject.recipe.seed)
+        purpose = step.rows or ("train" if method.takes_loss else "calibration")
+        teacher = subject.model if method.needs_teacher else None
+        done = recover_(pruned, subject.data.loader(purpose, step.batch_size), method, teacher)
+        names.append(step.method)
+        trained = trained or method.takes_loss
+        reports[f"{i}"] = {"method": step.method, "rows": purpose, "seconds": round(done.seconds, 3), **done.metrics}
+        subject.journal.note(metrics={"recovery": reports}, warnings=done.notes)
+        subject.report(pruned, f"recovered ({' + '.join(names)})", kept, trained)
+
+
+def _method(step: RecoverStep, seed: int) -> Any:
+    """The configured method; one that draws does so from the run's seed unless the recipe gives it another."""
+    fields = getattr(recovery.registry.get(step.method), "__dataclass_fields__", {})
+    return configured(recovery.registry, step.method, {**({"seed": seed} if "seed" in fields else {}), **step.settings})
+
+
+def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
+    """Sizes, and speed over the recipe's grid."""
+    subject.journal.note(size=sizes(subject.model, pruned, subject.example))
+    wanted = subject.recipe.bench
+    if wanted is None:
+        return
+    lengths = wanted.lengths or [length]
+    rows = compare_latency(
+        subject.model,
+        pruned,
+        lambda batch, tokens: shaped_batch(subject.example, batch, tokens),
+        wanted.batch_sizes,
+        lengths,
+        seconds=wanted.seconds,
+        seed=subject.recipe.seed,
+    )
+    subject.journal.note(speed=rows)
+    for row in rows:
+        interval = f"[{row.low:.2f}, {row.high:.2f}]"
+        subject.journal.tell(f"batch {row.batch} x {row.length}: {row.ratio:.2f}x {interval} as fast as before")
+
+
+def keep(subject: Subject, pruned: nn.Module, folder: Path) -> None:
+    """Saves the cut model, loads it again and proves that it is the same."""
+    save_pretrained(pruned, folder / MODEL)
+    proof = reload_proof(pruned, folder / MODEL, subject.example)
+    subject.journal.note(proofs=(proof,))
+    subject.journal.tell(f"{folder / MODEL}: loads back bit for bit")

@@ -19,12 +19,7 @@ def versions() -> dict[str, str]:
     import headprune
 
     found = {"python": platform.python_version(), "headprune": headprune.__version__}
-    for name in _LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return found | {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -81,10 +81,20 @@ def _from_pydantic(error: ValidationError, data: Any) -> list[InvalidValue]:
             must, got = "given", "nothing"
         elif item["type"] in ("model_type", "dict_type"):
             must = "a section with keys of its own"
+        elif item["type"] == "string_pattern_mismatch":
+            must = "made of letters, digits, '.', '_' and '-', a letter or digit first"
         else:
-            must = item["msg"].removeprefix("Input should be ").removeprefix("String should ")
+            must = item["msg"].removeprefix("Input should be ")
+            hint = _closest(item) if item["type"] == "literal_error" else ""
         found[path] = ([*musts, must] if must not in musts else musts, got, hint)
     return [InvalidValue(path, " or ".join(musts), got, hint) for path, (musts, got, hint) in found.items()]
+
+
+def _closest(item: Any) -> str:
+    """A suggestion for one of several words, only where one is close: the message lists them all."""
+    words = [w.strip("'") for w in item["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+    hint = did_you_mean(str(item["input"]), words)
+    return hint if hint.startswith("Did") else ""
 
 
 def _real_path(location: tuple[int | str, ...], data: Any) -> tuple[str, list[str]]:
@@ -117,7 +127,8 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
     """What the types cannot say; looked at section by section, so that one bad section hides no other."""
     from headprune import recovery, scoring, selection
 
-    problems = [*_model_problems(_section(data, "model")), *_data_problems(data)]
+    model = data.get("model")
+    problems = [*(_model_problems(model) if isinstance(model, Mapping) else ()), *_data_problems(data)]
     score, select = _section(data, "score"), _section(data, "select")
     problems += check_method(scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer")
     selector = select.get("selector", "global_topk")
@@ -140,7 +151,7 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _model_problems(model: Mapping[str, Any]) -> list[InvalidValue]:
     path, class_name = model.get("path"), model.get("class_name")
-    if model and (path is None) == (class_name is None):
+    if (path is None) == (class_name is None):
         got = "neither" if path is None else "both"
         return [InvalidValue("model", "given by one of path and class_name", got)]
     if path is not None and model.get("config"):
@@ -203,28 +214,35 @@ def check_method(registry: Registry, name: Any, settings: Any, path: str, key: s
         for k in settings or {}
         if k not in fields
     ]
-    return problems or _setting_problems(cls, dict(settings or {}), f"{path}.settings")
+    known = {k: v for k, v in (settings or {}).items() if k in fields}
+    while known:  # a method stops at its first complaint: take that setting away and ask again
+        found = _setting_problems(cls, known, f"{path}.settings")
+        problems += found.values()
+        if not found or None in found:
+            break
+        known = {k: v for k, v in known.items() if k not in found}
+    return problems
 
 
-def _setting_problems(cls: type, settings: dict[str, Any], path: str) -> list[InvalidValue]:
+def _setting_problems(cls: type, settings: Mapping[str, Any], path: str) -> dict[str | None, InvalidValue]:
+    """What is wrong with settings, by key; under None what is wrong with all of them together."""
+    problems: dict[str | None, InvalidValue] = {}
     try:
-        TypeAdapter(cls).validate_python(settings)
+        TypeAdapter(cls).validate_python(dict(settings))
     except ValidationError as error:
-        problems: dict[str, InvalidValue] = {}
         for item in error.errors(include_url=False):
             own = item.get("ctx", {}).get("error")
-            where = f"{path}.{item['loc'][0]}" if item["loc"] else path
+            name = str(item["loc"][0]) if item["loc"] else getattr(own, "where", "").rpartition(".")[2]
+            key = name if name in settings else None
+            where = path if key is None else f"{path}.{key}"
             if isinstance(own, HeadPruneError):
-                key = own.where.rpartition(".")[2]
-                where = f"{path}.{key}" if key in settings else path
-                problems[where] = InvalidValue(where, own.must, own.got, own.hint)
+                problems[key] = InvalidValue(where, own.must, own.got, own.hint)
             else:
                 must = item["msg"].removeprefix("Input should be ")
-                problems[where] = InvalidValue(where, must, repr(item["input"]))
-        return list(problems.values())
+                problems[key] = InvalidValue(where, must, repr(item["input"]))
     except HeadPruneError as error:
-        return [InvalidValue(path, error.must, error.got, error.hint)]
-    return []
+        problems[None] = InvalidValue(path, error.must, error.got, error.hint)
+    return problems
 
 
 def configured(registry: Registry, name: str, settings: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -72,7 +73,10 @@ class Problem:
         digest = DataDigest()
         count = -1
         disable = None if self.progress is None else not self.progress
-        for count, batch in enumerate(tqdm(self.batches, desc=what, disable=disable, leave=False)):
+        total = operator.length_hint(self.batches) or None
+        # tqdm.auto asks for an iterator of its own, and a DataLoader starts its workers for each: give it one.
+        bar = tqdm(iter(self.batches), desc=what, total=total, disable=disable, leave=False)
+        for count, batch in enumerate(bar):
             batch_size(batch, f"batch {count}")
             digest.add(batch)
             yield count, to_device(batch, device)
@@ -94,7 +98,7 @@ class Problem:
 
     def keep(self) -> None:
         """Makes the data readable more than once."""
-        if self.batches is not None and iter(self.batches) is self.batches:
+        if isinstance(self.batches, Iterator):
             self.batches = list(self.batches)
 
 

@@ -13,7 +13,7 @@ from headprune.core.heads import AttentionSite
 from headprune.gating.context import gated
 from headprune.model.losses import Loss, checked_losses, default_loss
 from headprune.model.running import batch_size, undisturbed
-from headprune.model.sites import BoundSite, bind, sites_of
+from headprune.model.sites import BoundSite, bind, sites_of, unwrap
 from headprune.scoring._base import Problem
 
 
@@ -29,11 +29,12 @@ def gate_gradients(
     (Michel et al. 2019, section 2.3, for the gradient; a unit of grouped queries is the sum over its heads).
 
     Args:
-        model: The model; left as it was found.
+        model: The model; left as it was found. A compiled model is run uncompiled.
         batches: Batches with labels.
         loss: Per-example loss.
         sites: Default ``find_sites(model)``.
     """
+    model = unwrap(model)
     bound = bind(model, sites)
     with undisturbed(model):
         return unit_gradients(Problem(model, bound, batches, loss, progress=False))
@@ -65,6 +66,8 @@ def token_gradients(problem: Problem) -> Tensor:
     return torch.cat(rows).double()
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # whatever the caller has set: a gate made or reshaped without it is no part of the graph
 def _backward(problem: Problem, number: int, batch: Any, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Gradients of the summed losses with respect to gates of the given shapes, one a site."""
     gates = {}
@@ -72,7 +75,7 @@ def _backward(problem: Problem, number: int, batch: Any, shapes: Sequence[tuple[
         weight = next(b.module.parameters())
         wide = torch.promote_types(weight.dtype, torch.float32)
         gates[b.site.name] = torch.ones(shape, device=weight.device, dtype=wide, requires_grad=True)
-    with gated(problem.model, gates, sites_of(problem.bound)), torch.enable_grad():
+    with gated(problem.model, gates, sites_of(problem.bound)):
         losses = checked_losses(problem.loss, problem.model, batch, number)
         if not losses.requires_grad:
             must = "connected to the model's output (not detached, not under no_grad)"

@@ -8,8 +8,10 @@ that uneven head counts come back bit for bit. Nothing is pickled.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,8 @@ class Manifest(Value):
         mask: The heads that are left.
         aliases: Shared tensors, for example tied embeddings.
         added_biases: Output projections that were given a bias by recovery.
+        tables: Buffers that a model builds for itself and that are stored because a new model's may differ, for
+            example rotary angles that were rounded by ``model.bfloat16()``.
         weights_sha256: Hash of the weights file.
         library: Version of headprune that wrote it.
     """
@@ -59,6 +63,7 @@ class Manifest(Value):
     mask: HeadMask
     aliases: tuple[Alias, ...]
     added_biases: tuple[str, ...]
+    tables: tuple[str, ...]
     weights_sha256: str
     library: str
 
@@ -84,21 +89,24 @@ def save_pretrained(model: nn.Module, folder: str | Path, sites: Iterable[Attent
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(str(folder), "a folder", "a file")
     bound = bind(model, sites)
-    stored, aliases = _distinct(model)
+    fresh = _fresh(model)
+    tables = _tables(model, fresh)
+    stored, aliases = _distinct({**model.state_dict(keep_vars=True), **tables})
     folder.mkdir(parents=True, exist_ok=True)
-    is_transformers = _save_config(model, folder)
-    with atomic_path(folder / WEIGHTS) as temporary:
+    with atomic_path(folder / WEIGHTS) as temporary:  # nothing of an earlier save is replaced before all this went well
         save_file(stored, temporary, metadata={"format": "pt"})
-    manifest = Manifest(
-        model_class=type(model).__name__,
-        transformers=is_transformers,
-        structure=fingerprint(model, [b.site for b in bound]).structure,
-        mask=HeadMask.full(b.site for b in bound),
-        aliases=aliases,
-        added_biases=_added_biases(model, bound) if is_transformers else tuple(_biased_gates(bound)),
-        weights_sha256=sha256_file(folder / WEIGHTS),
-        library=__version__,
-    )
+        manifest = Manifest(
+            model_class=type(model).__name__,
+            transformers=fresh is not None,
+            structure=fingerprint(model, [b.site for b in bound]).structure,
+            mask=HeadMask.full(b.site for b in bound),
+            aliases=aliases,
+            added_biases=_added_biases(bound, fresh),
+            tables=tuple(tables),
+            weights_sha256=sha256_file(temporary),
+            library=__version__,
+        )
+        _save_config(model, folder)
     manifest.save(folder / MANIFEST)
     return folder
 
@@ -132,22 +140,51 @@ def from_pretrained(
         check_plan(model, [b.site for b in bound], manifest.mask)
         if fingerprint(model, [b.site for b in bound]).structure != manifest.structure:
             raise CheckpointError(str(folder), f"a checkpoint of {type(model).__name__}", manifest.model_class)
-        cut_(model, bound, manifest.mask)
+        undo = cut_(model, bound, manifest.mask)
     except CheckpointError:
         raise
     except HeadPruneError as error:
         hint = "Pass from_pretrained(folder, model=...) the full-size model that it was cut from."
         raise CheckpointError(str(folder), "a checkpoint of this model", str(error), hint) from error
-    _fill_(model, manifest, tensors, folder)
+    try:
+        _fill_(model, manifest, tensors, folder)
+    except BaseException:
+        undo.restore()
+        raise
     return model.eval()
 
 
-def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
-    """The tensors of the state dict with every shared one once, and the other names of those."""
+def _fresh(model: nn.Module) -> nn.Module | None:
+    """The model as ``from_pretrained`` will build it, without memory; None for a class that we cannot find by name."""
+    import transformers
+
+    if getattr(transformers, type(model).__name__, None) is not type(model):
+        return None
+    with _no_memory():
+        return type(model)(copy.deepcopy(model.config))
+
+
+def _tables(model: nn.Module, fresh: nn.Module | None) -> dict[str, Tensor]:
+    """Floating-point buffers that the state dict leaves out, unless a new model has the very same."""
+    known = {} if fresh is None else dict(fresh.named_buffers(remove_duplicate=False))
+    stored = model.state_dict(keep_vars=True).keys()
+    tables = {}
+    for name, table in model.named_buffers():
+        if name in stored or not table.is_floating_point() or (fresh is not None and name not in known):
+            continue
+        new = known.get(name)
+        if new is None or new.dtype != table.dtype or not torch.equal(new, table.cpu()):
+            tables[name] = table
+    return tables
+
+
+def _distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
+    """The tensors of a state dict with every shared one once, and the other names of those."""
     first: dict[tuple[Any, ...], str] = {}
     stored: dict[str, Tensor] = {}
+    memory: set[int] = set()
     aliases: list[Alias] = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(name, "a tensor", type(tensor).__name__, "Extra state cannot be stored.")
         if tensor.device.type == "meta":
@@ -158,23 +195,24 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
         else:
             first[key] = name
             stored[name] = tensor.detach().contiguous()
+            if (place := stored[name].untyped_storage().data_ptr()) in memory:  # safetensors refuses overlapping views
+                stored[name] = stored[name].clone()
+            memory.add(place)
     return stored, tuple(aliases)
 
 
-def _save_config(model: nn.Module, folder: Path) -> bool:
-    """Writes the configuration of a Transformers model; says whether it is one that we can build again by name."""
+def _save_config(model: nn.Module, folder: Path) -> None:
+    """Writes the configuration of a Transformers model."""
     import transformers
 
     if not isinstance(model, transformers.PreTrainedModel):
-        return False
-    known = getattr(transformers, type(model).__name__, None) is not None
+        return
     config = json.loads(model.config.to_json_string(use_diff=False))
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
-    write_atomic(folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    return known
+    write_atomic(folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _biased_gates(bound: list[BoundSite]) -> list[str]:
@@ -183,19 +221,20 @@ def _biased_gates(bound: list[BoundSite]) -> list[str]:
     return [f"{name}.bias" for name in names]
 
 
-def _added_biases(model: nn.Module, bound: list[BoundSite]) -> tuple[str, ...]:
-    """Biases of output projections that a freshly built model does not have."""
-    with _no_memory():
-        fresh = type(model)(model.config)
-    have = set(fresh.state_dict())
+def _added_biases(bound: list[BoundSite], fresh: nn.Module | None) -> tuple[str, ...]:
+    """Biases of output projections that a freshly built model does not have; all of them where none can be built."""
+    have = set() if fresh is None else set(fresh.state_dict())
     return tuple(name for name in _biased_gates(bound) if name not in have)
 
 
-def _no_memory() -> Any:
+@contextmanager
+def _no_memory() -> Iterator[None]:
     """Parameters on the meta device; buffers are real, because tables such as rotary angles are not stored."""
     from accelerate import init_empty_weights
 
-    return init_empty_weights(include_buffers=False)
+    # Some classes draw numbers for a parameter before they make it one.
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        yield
 
 
 def _manifest(folder: Path) -> Manifest:
@@ -228,43 +267,52 @@ def _weights(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
 def _build(folder: Path, manifest: Manifest) -> nn.Module:
     import transformers
 
-    kind = getattr(transformers, manifest.model_class, None)
-    if not manifest.transformers or kind is None or not issubclass(kind, transformers.PreTrainedModel):
+    kind: Any = getattr(transformers, manifest.model_class, None)
+    known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not (manifest.transformers and known):
         hint = "Pass from_pretrained(folder, model=...) a freshly built full-size model; it is cut and filled."
         raise CheckpointError(str(folder), "a Transformers model", f"class {manifest.model_class!r}", hint)
+    if not (folder / "config.json").is_file():  # Transformers would take the defaults of the class
+        raise CheckpointError(str(folder / "config.json"), "a valid configuration", "no such file")
     try:
         config = kind.config_class.from_pretrained(folder)
         with _no_memory():
             model: nn.Module = kind(config)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        if kind.can_generate() and (folder / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # a wrong number in a configuration breaks a constructor in any way it likes
         raise CheckpointError(str(folder / "config.json"), "a valid configuration", str(error)) from error
     return model
 
 
 def _fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> None:
     """Puts the stored tensors in place of the model's own, shared ones shared."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in manifest.added_biases:
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if getattr(owner, "bias", None) is None and name in tensors:
+        owner = modules.get(name.rpartition(".")[0])
+        if owner is not None and getattr(owner, "bias", None) is None and name in tensors:
             owner.register_parameter("bias", nn.Parameter(torch.empty_like(tensors[name], device="meta")))
     expected = model.state_dict(keep_vars=True)
+    tables = dict(model.named_buffers(remove_duplicate=False))
+    expected.update({name: tables[name] for name in manifest.tables if name in tables})
     available = {**tensors, **{a.name: tensors[a.stored] for a in manifest.aliases if a.stored in tensors}}
-    missing, foreign = sorted(expected.keys() - available.keys()), sorted(available.keys() - expected.keys())
+    missing = sorted(expected.keys() - available.keys())
+    foreign = sorted(available.keys() - expected.keys() - set(manifest.tables))  # a newer class may lack a table
     if missing or foreign:
         got = f"{len(missing)} missing ({', '.join(missing[:3])}), {len(foreign)} unknown ({', '.join(foreign[:3])})"
         raise CheckpointError(str(folder / WEIGHTS), f"exactly the tensors of {type(model).__name__}", got)
     for name, old in expected.items():
-        if old.shape != available[name].shape:
+        if old.shape != available[name].shape and name not in manifest.tables:
             must = f"of shape {list(old.shape)}"
             raise CheckpointError(f"{folder / WEIGHTS}: {name}", must, list(available[name].shape))
     placed: dict[str, Tensor] = {}
     for name, old in expected.items():
         stored = {a.name: a.stored for a in manifest.aliases}.get(name, name)
         owner_name, _, attribute = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
+        owner = modules[owner_name]
         if isinstance(old, nn.Parameter):
             if stored not in placed:
                 placed[stored] = nn.Parameter(available[name], requires_grad=old.requires_grad)
-            owner._parameters[attribute] = placed[stored]  # type: ignore[assignment]
+            owner._parameters[attribute] = placed[stored]
         else:
             owner._buffers[attribute] = available[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import headprune as hp
-from tests.laws.support import CLOSE, EXACT, Subject, no_dropout, objective, picture, set_implementation, subject_of
+from tests.laws.support import CLOSE, Subject, no_dropout, objective, picture, set_implementation, subject_of
 
 TRANSFORMERS = ["bert", "gpt2", "llama", "vit"]
 
@@ -51,22 +52,22 @@ def test_outputs_with_every_kernel(name: str, implementation: str) -> None:
         assert_close(subject.run(small), gated_output(subject, mask), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # said by Transformers' own call
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # said as PyTorch imports inductor
+@pytest.mark.parametrize("name", ["bert", "llama", "vit"])  # Transformers has no flex attention for GPT-2
 def test_flex_attention_forward(name: str) -> None:
     subject = subject_of(name)
     model = subject.model.float()
-    model.set_attn_implementation("flex_attention")
+    subject.batch = {k: v.float() if v.is_floating_point() else v for k, v in subject.batch.items()}
+    set_implementation(model, "flex_attention")
     mask, small = subject.mask({s.name: s.units[-1] for s in subject.sites}), copy.deepcopy(model)
-    try:
-        with torch.no_grad():
-            subject.run(model)
-    except Exception as error:  # inductor needs a C++ compiler, and head widths that it knows
-        pytest.skip(f"flex attention does not run here: {type(error).__name__}: {str(error).splitlines()[0]}")
-    with torch.no_grad():
+    # Inductor would take half a minute a model; uncompiled, the same operator computes the same thing.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         expected = gated_output(subject, mask, model)
         hp.prune_(small, mask)
         assert_close(subject.run(small), expected, rtol=1e-5, atol=1e-5)
+        assert (expected - subject.run(model)).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("masked", ["ragged", "first layer without heads"])
@@ -150,30 +151,42 @@ def test_gradient_checkpointing_gives_the_same_gate_gradients(subject: Subject) 
     expected = gradient(checkpointed=False)
     assert calls == ["o"]
     if hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Transformers renames this within version 5.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable()
     got = gradient(checkpointed=True)
     assert calls == ["o", "o"], "the forward did not run again"
     assert expected.abs().min() > 1e-6
     assert_close(got, expected, **CLOSE)
 
 
-@pytest.fixture
-def _fresh_dynamo() -> None:
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
+# Dynamo looks at .grad of the gates' views, behind a filter of its own that does not stop warnings from being errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_model_that_was_compiled_and_run_before(subject: Subject) -> None:
     """Gates take effect inside the block, other values the next time, and none afterwards; then comes the knife."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> object:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    # MultiHeadAttention looks at the values of valid_lens, which no whole graph can.
+    batch = {k: v for k, v in subject.batch.items() if k != "valid_lens"}
+    for layers in [m for m in subject.model.modules() if isinstance(m, nn.ModuleList)]:
+        del layers[1:]  # one layer says all, and tracing is slow
+    subject = dataclasses.replace(subject, batch=batch, sites=hp.find_sites(subject.model))
+    assert len(subject.sites) == 1
     model, mask, site = subject.model, subject.ragged(), subject.sites[0]
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     base = subject.run()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert_close(subject.run(compiled), base, **EXACT)
-    before = picture(model)
+    assert_close(subject.run(compiled), base, **CLOSE)
+    before, ungated = picture(model), graphs[-1]
     with hp.gated(model, mask):
         expected = subject.run()
     with hp.gated(compiled, mask):
         assert_close(subject.run(compiled), expected, **CLOSE)
+    assert graphs[-1] > ungated
     for value in (0.25, 0.5):
         gate = torch.full((site.n_query_heads,), value, dtype=torch.float64, requires_grad=True)
         with hp.gated(compiled, {site.name: gate}):
@@ -181,23 +194,9 @@ def test_a_model_that_was_compiled_and_run_before(subject: Subject) -> None:
         with hp.gated(model, {site.name: gate}):
             (wanted,) = torch.autograd.grad(objective(subject.run()), gate)
         assert_close(got, wanted, **CLOSE)
+    assert len(graphs) == 3, "another value of a gate was compiled anew"
     assert picture(model) == before
-    assert_close(subject.run(compiled), base, **EXACT)
+    assert_close(subject.run(compiled), base, **CLOSE)
     assert hp.find_sites(compiled) == subject.sites
-    hp.prune_(compiled, mask, subject.batch)
+    hp.prune_(compiled, mask)
     assert_close(subject.run(compiled), expected, **CLOSE)
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
-def test_a_gated_model_compiles_whole(subject: Subject) -> None:
-    with hp.gated(subject.model, subject.ragged()):
-        expected = subject.run()
-        graphs: list[int] = []
-
-        def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> object:
-            graphs.append(len(graph.graph.nodes))
-            return graph.forward
-
-        got = subject.run(torch.compile(subject.model, backend=backend, fullgraph=True))
-    assert len(graphs) == 1
-    assert_close(got, expected, **CLOSE)

@@ -1,0 +1,80 @@
+"""What all commands share: options, errors without tracebacks, exit codes, output for people or machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from headprune.core.errors import HeadPruneError, VerificationFailed
+
+FAILED, BAD_INPUT = 1, 2
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe; may be repeated.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def say(line: str) -> None:
+    """A line for who watches: standard error, so that standard output is the result alone."""
+    typer.echo(line, err=True)
+
+
+def emit(data: Any) -> None:
+    """JSON on standard output."""
+    typer.echo(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def show(value: Any, text: str | None = None) -> None:
+    """A value on standard output: in colour on a terminal, plain elsewhere."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    markup = getattr(value, "__rich__", None)
+    if text is None and markup is not None and console.is_terminal:
+        console.print(markup())
+    else:
+        typer.echo(text if text is not None else str(value))
+
+
+@contextmanager
+def guarded(debug: bool) -> Iterator[None]:
+    """Turns errors into one message and an exit code: 2 for bad input, 1 for a run that failed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            yield
+    except KeyboardInterrupt:
+        say("interrupted")
+        raise typer.Exit(FAILED) from None
+    except BrokenPipeError:  # `headprune ls | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit(FAILED) from None
+    except HeadPruneError as error:
+        _tell(error, str(error), debug)
+        raise typer.Exit(FAILED if isinstance(error, VerificationFailed) else BAD_INPUT) from None
+    except typer.Exit:
+        raise
+    except Exception as error:
+        more = "" if debug else " (--debug shows where)"
+        _tell(error, f"{type(error).__name__}: {error}{more}", debug)
+        raise typer.Exit(FAILED) from None
+
+
+def _tell(error: Exception, text: str, debug: bool) -> None:
+    if debug:
+        say("".join(traceback.format_exception(error)).rstrip())
+    say(f"error: {text}")
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    if issubclass(category, UserWarning):
+        say(f"warning: {message}")

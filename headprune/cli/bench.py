@@ -1,0 +1,68 @@
+"""``headprune bench``: sizes and speed of two saved models, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headprune.cli._shared import AsJson, Debug, emit, guarded
+from headprune.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from headprune.core.record import SizeRow, SpeedRow
+
+
+def bench(
+    original: Annotated[str, typer.Argument(help="The model before the cut: a folder or hub name.")],
+    pruned: Annotated[str, typer.Argument(help="The model after it.")],
+    batch: Annotated[list[int] | None, typer.Option(help="Examples a call; may be repeated. Default 1 and 32.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens an example; may be repeated. Default 128.")] = None,
+    seconds: Annotated[float, typer.Option(help="About how long each batch and length is timed.")] = 5.0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Time two models in turn, in one process, and compare their sizes."""
+    with guarded(debug):
+        import torch
+
+        from headprune.bench.latency import compare_latency, shaped_batch
+        from headprune.bench.size import sizes
+        from headprune.cli.prune import _example
+        from headprune.run.models import open_model, resolve_device
+        from headprune.run.subject import quiet
+        from headprune.run.surroundings import hardware
+
+        if device not in ("auto", "cpu", "cuda"):
+            raise InvalidValue("--device", "auto, cpu or cuda", repr(device))
+        quiet()
+        place = resolve_device(device)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        models = open_model(original, "ORIGINAL").to(place), open_model(pruned, "PRUNED").to(place)
+        example = _example(models[0])
+        if example is None:
+            raise InvalidValue("ORIGINAL", "a model that takes tokens or images", type(models[0]).__name__)
+        lengths = length or [128]
+        example = shaped_batch(example, 2, max(lengths)) if "input_ids" in example else example
+        weights = sizes(*models, example)
+        speed = compare_latency(
+            *models, lambda n, t: shaped_batch(example, n, t), batch or [1, 32], lengths, seconds=seconds
+        )
+        if as_json:
+            emit({"hardware": hardware(place), "size": list(map(asdict, weights)), "speed": list(map(asdict, speed))})
+        else:
+            _print(weights, speed)
+
+
+def _print(weights: tuple[SizeRow, ...], speed: tuple[SpeedRow, ...]) -> None:
+    for row in weights:
+        share = f" ({100 * (row.pruned / row.original - 1):+.1f} %)" if row.original else ""
+        typer.echo(f"{row.name}: {row.original:,.0f} -> {row.pruned:,.0f}{share}")
+    for cell in speed:
+        times: list[Any] = [f"{1e3 * t:.2f}" for t in (cell.original_p50, cell.pruned_p50)]
+        interval = f"{cell.ratio:.2f}x [{cell.low:.2f}, {cell.high:.2f}]"
+        typer.echo(f"batch {cell.batch} x {cell.length}: {times[0]} -> {times[1]} ms, {interval}, {cell.rounds} rounds")

@@ -1,0 +1,39 @@
+"""``headprune ls``: everything there is, in a line each; imports none of it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import typer
+
+from headprune.cli._shared import AsJson, Debug, emit, guarded
+
+_REGISTRIES = {"layouts": "layouts", "scorers": "scoring", "selectors": "selection", "recoveries": "recovery"}
+
+
+def ls(as_json: AsJson = False, debug: Debug = False) -> None:
+    """List recipes, layouts, scorers, selectors and recoveries."""
+    with guarded(debug):
+        found = {"recipes": _recipes()}
+        for title, room in _REGISTRIES.items():
+            registry = importlib.import_module(f"headprune.{room}").registry
+            found[title] = {name: registry.summary(name) for name in registry.names()}
+        if as_json:
+            emit(found)
+            return
+        width = max(len(name) for entries in found.values() for name in entries)
+        for title, entries in found.items():
+            typer.echo(title)
+            for name, summary in entries.items():
+                typer.echo(f"  {name:<{width}}  {summary}")
+
+
+def _recipes() -> dict[str, str]:
+    from headprune.run.reading import read_raw, shipped_recipes
+
+    return {name: _description(read_raw(path), path) for name, path in shipped_recipes().items()}
+
+
+def _description(raw: dict[str, object], path: Path) -> str:
+    return str(raw.get("description") or path)

@@ -1,0 +1,97 @@
+"""``headprune prune``: cuts a saved model by a plan, or by scores and a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headprune.cli._shared import AsJson, Debug, emit, guarded, say
+from headprune.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headprune.core.plan import PruningPlan
+
+
+def prune(
+    model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
+    out: Annotated[Path, typer.Option(help="Folder for the cut model.")],
+    plan: Annotated[Path | None, typer.Option(help="A plan, as a run writes it.")] = None,
+    scores: Annotated[Path | None, typer.Option(help="Scores, as `headprune score` writes them; with --keep.")] = None,
+    keep: Annotated[str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")] = None,
+    selector: Annotated[str | None, typer.Option(help="With --scores; default global_topk.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Cut a saved model, prove it equal to the gated one, and save it."""
+    with guarded(debug):
+        decided = _decide(plan, scores, keep, selector)
+        from headprune.run.models import open_model
+        from headprune.run.subject import quiet
+        from headprune.surgery.checkpoint import save_pretrained
+        from headprune.surgery.prune import prune_
+
+        if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+            raise InvalidValue("--out", "a new or an empty folder", str(out))
+        quiet()
+        subject = open_model(model, "--model")
+        report = prune_(subject, decided, example=_example(subject))
+        save_pretrained(subject, out)
+        if as_json:
+            emit({"out": str(out), "plan": decided.to_dict(), "report": _facts(report)})
+        else:
+            typer.echo(str(report))
+            typer.echo(f"wrote {out}")
+
+
+def _decide(plan: Path | None, scores: Path | None, keep: str | None, selector: str | None) -> PruningPlan:
+    from headprune.core.plan import Budget, PruningPlan
+    from headprune.core.scores import HeadScores
+    from headprune.selection._api import select
+
+    if (plan is None) == (scores is None):
+        raise InvalidValue("prune", "given one of --plan and --scores", "neither" if plan is None else "both")
+    if plan is not None:
+        for name, value in (("--keep", keep), ("--selector", selector)):
+            if value is not None:
+                raise InvalidValue(name, "left out with --plan, which says what stays", value)
+        return PruningPlan.load(plan)
+    if scores is None or keep is None:
+        raise InvalidValue("--keep", "given with --scores", "nothing", "For example --keep 0.5, or --keep 36.")
+    try:
+        amount = int(keep) if keep.isdigit() else float(keep)
+    except ValueError:
+        raise InvalidValue("--keep", "a count of heads or a fraction", repr(keep)) from None
+    return select(HeadScores.load(scores), Budget(keep_heads=amount), selector or "global_topk")
+
+
+def _example(model: nn.Module) -> Any:
+    """A small batch of made-up inputs for the proof; None where we cannot make one, and the report says so."""
+    import torch
+
+    config = getattr(model, "config", None)
+    generator = torch.Generator().manual_seed(0)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if isinstance(size, int) and isinstance(channels, int):
+        return {"pixel_values": torch.rand(2, channels, size, size, generator=generator)}
+    vocabulary = getattr(config, "vocab_size", None)
+    if isinstance(vocabulary, int) and not getattr(config, "is_encoder_decoder", False):
+        ids = torch.randint(0, vocabulary, (2, 12), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1, 8:] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+    say("warning: no example could be made for this model; the cut is not compared with the gated model")
+    return None
+
+
+def _facts(report: Any) -> dict[str, Any]:
+    return {
+        "removed": {site: list(heads) for site, heads in report.removed},
+        "params_before": report.params_before,
+        "params_after": report.params_after,
+        "max_difference": report.proof.max_difference if report.proof else None,
+        "warnings": list(report.warnings),
+    }

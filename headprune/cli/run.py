@@ -1,0 +1,30 @@
+"""``headprune run``: a whole recipe, from data to report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune.cli._shared import AsJson, Debug, Settings, emit, guarded, say
+from headprune.cli._shared import show as show_value
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished run in that folder.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Run a recipe: data, model, training, scores, plan, cut, proof, recovery, speed, report."""
+    with guarded(debug):
+        from headprune.run.runner import run_recipe
+
+        record = run_recipe(recipe, settings or (), out=out, overwrite=overwrite, say=say)
+        if as_json:
+            emit(record.to_dict())
+        else:
+            show_value(record)

@@ -1,0 +1,31 @@
+"""``headprune score``: the line as far as the scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune.cli._shared import AsJson, Debug, Settings, emit, guarded, say
+from headprune.cli._shared import show as show_value
+
+
+def score(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Score the heads of a recipe's model on its calibration rows; trains it first where the recipe says so."""
+    with guarded(debug):
+        from headprune.run.runner import score_recipe
+
+        scores = score_recipe(recipe, [*(settings or ()), "score.magnitude=false", "score.random_draws=0"], say=say)
+        if out is not None:
+            say(f"wrote {scores.save(out)}")
+        if as_json:
+            emit(scores.to_dict())
+        else:
+            show_value(scores)

@@ -1,0 +1,26 @@
+"""``headprune show``: a recipe with every default filled in."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headprune.cli._shared import AsJson, Debug, Settings, emit, guarded
+
+
+def show(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+    settings: Settings = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show a recipe as it would run, every default filled in; the output is a recipe itself."""
+    with guarded(debug):
+        from headprune.run.validate import load_recipe, recipe_yaml
+
+        resolved = load_recipe(recipe, settings or ())
+        if as_json:
+            emit(resolved.model_dump())
+        else:
+            typer.echo(recipe_yaml(resolved), nl=False)

@@ -1,0 +1,43 @@
+"""``headprune validate``: all errors of all given recipes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from headprune.cli._shared import BAD_INPUT, AsJson, Debug, Settings, emit, guarded, say
+from headprune.core.errors import HeadPruneError
+
+
+def validate(
+    recipes: Annotated[list[str], typer.Argument(help="Recipe files, or names of shipped recipes.")],
+    settings: Settings = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check recipes and list every error, each with its path and a suggestion."""
+    with guarded(debug):
+        results = [_check(recipe, settings or []) for recipe in recipes]
+        if as_json:
+            emit(results)
+        else:
+            for result in results:
+                for line in result["errors"] and [result["text"]]:
+                    say(f"error: {line}")
+                if result["valid"]:
+                    typer.echo(f"{result['recipe']}: valid")
+        if not all(result["valid"] for result in results):
+            raise typer.Exit(BAD_INPUT)
+
+
+def _check(recipe: str, settings: list[str]) -> dict[str, Any]:
+    from headprune.run.validate import RecipeError, load_recipe
+
+    try:
+        load_recipe(recipe, settings)
+    except HeadPruneError as error:
+        problems = error.problems if isinstance(error, RecipeError) else [error]
+        errors = [{"path": p.where, "must": p.must, "got": str(p.got), "hint": p.hint} for p in problems]
+        return {"recipe": recipe, "valid": False, "errors": errors, "text": str(error)}
+    return {"recipe": recipe, "valid": True, "errors": [], "text": ""}

@@ -1,0 +1,128 @@
+"""``run_recipe``: the whole line, from data to report; the only place where all the verbs are composed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headprune.core.errors import HeadPruneError, InvalidValue
+from headprune.core.record import RunRecord
+from headprune.core.scores import HeadScores
+from headprune.run import stages
+from headprune.run.journal import PLAN, SCORES, Journal, take_folder
+from headprune.run.recipe import Recipe
+from headprune.run.subject import prepare_subject, quiet
+from headprune.run.validate import load_recipe
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run_recipe(
+    recipe: str | Path | Recipe,
+    settings: Iterable[str] = (),
+    *,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    say: Callable[[str], None] = _print,
+) -> RunRecord:
+    """Runs a recipe and leaves everything in one folder.
+
+    The folder gets ``record.json`` (written again after every stage), ``scores.json``, ``plan.json``, the cut model in
+    ``model/``, ``report.html`` and ``report.md``, and, where the run trained it, the uncut model in ``base/``.
+
+    Args:
+        recipe: A path, the name of a shipped recipe, or a Recipe.
+        settings: ``dotted.key=value`` overrides.
+        out: The folder; default that of the recipe, ``runs/<name>``.
+        overwrite: Replace a finished run that is there.
+        say: Takes lines of progress.
+
+    Returns:
+        The finished record.
+
+    Raises:
+        HeadPruneError: bad input, or a proof that failed; the record then says so, and how far the run came.
+    """
+    chosen = _resolved(recipe, settings, out)
+    folder = Path(chosen.folder)
+    take_folder(folder, overwrite)
+    quiet()
+    journal = Journal(chosen.name, chosen.model_dump(), folder, say)
+    with _ending(journal):
+        _line(chosen, journal, folder)
+    if chosen.report:
+        _report(journal, folder)
+    return journal.record
+
+
+def score_recipe(
+    recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = _print
+) -> HeadScores:
+    """The line as far as the scores; writes nothing."""
+    chosen = _resolved(recipe, settings, None)
+    quiet()
+    subject = prepare_subject(chosen, Journal(chosen.name, chosen.model_dump(), None, say))
+    with subject.journal.stage("score"):
+        return stages.score_heads(subject).chosen
+
+
+def _resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Path | None) -> Recipe:
+    settings = list(settings)
+    if isinstance(recipe, Recipe):
+        if settings:
+            raise InvalidValue("settings", "left out for a Recipe, which is checked already", settings)
+        chosen = recipe
+    else:
+        chosen = load_recipe(recipe, settings)
+    return chosen if out is None else chosen.model_copy(update={"out": str(out)})
+
+
+def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
+    subject = prepare_subject(recipe, journal)
+    with journal.stage("base quality"):
+        subject.report(subject.model, "base", stages.count_heads(subject.model))
+    with journal.stage("score"):
+        scored = stages.score_heads(subject)
+        scored.chosen.save(folder / SCORES)
+    with journal.stage("select"):
+        plan = stages.choose_heads(subject, scored.chosen)
+        plan.save(folder / PLAN)
+        journal.note(plan=plan)
+        journal.tell(plan.title)
+    with journal.stage("compare"):
+        stages.compare_plans(subject, scored, plan)
+    with journal.stage("prune"):
+        pruned = stages.cut(subject, plan)
+    if recipe.recover:
+        with journal.stage("recover"):
+            stages.recover(subject, pruned)
+    with journal.stage("bench"):
+        stages.bench(subject, pruned, scored.chosen.costs.length if scored.chosen.costs else 1)
+    with journal.stage("save"):
+        stages.keep(subject, pruned, folder)
+
+
+@contextmanager
+def _ending(journal: Journal) -> Iterator[None]:
+    """Closes the journal however the run ends; what went wrong goes on to the caller."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        journal.close("interrupted", "interrupted by the user")
+        raise
+    except BaseException as error:
+        text = str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
+        journal.close("failed", text)
+        raise
+    journal.close("done")
+
+
+def _report(journal: Journal, folder: Path) -> None:
+    from headprune.report import write_report
+
+    for path in write_report(journal.record, folder):
+        journal.say(f"wrote {path}")

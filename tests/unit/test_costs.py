@@ -1,0 +1,208 @@
+"""What models and their units cost, against what physically leaves and against PyTorch's own counter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+import headprune as hp
+from headprune.core.heads import HeadMask
+from headprune.core.scores import Cost, CostTable
+from headprune.layouts import registry
+from headprune.model.costs import measure_costs
+from headprune.model.running import call
+from headprune.model.sites import bind
+from tests.laws.support import Subject, picture, set_implementation, subject_of
+
+TRANSFORMERS = [name for name in registry.names() if name != "multi_head_attention"]
+
+
+def measure(model: nn.Module, batch: Any) -> CostTable:
+    return measure_costs(model, bind(model), batch)
+
+
+def of_length(subject: Subject, length: int, size: int = 1) -> dict[str, Any]:
+    """A batch of examples of one length, without padding; an image model has but one length."""
+    if "pixel_values" in subject.batch:
+        return {"pixel_values": subject.batch["pixel_values"][:size]}
+    if "x" in subject.batch:
+        return {"x": torch.randn(size, length, 16, dtype=torch.float64)}
+    return {"input_ids": torch.randint(3, 50, (size, length))}
+
+
+def macs(model: nn.Module, batch: Any) -> int:
+    """By PyTorch: two operations a multiply-add."""
+    model.eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call(model, batch)
+    return counter.get_total_flops() // 2
+
+
+def n_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def added(costs: list[Cost]) -> Cost:
+    return Cost(*(sum(c) for c in zip(*map(dataclasses.astuple, costs), strict=True))) if costs else Cost(0, 0, 0, 0, 0)
+
+
+def less(total: Cost, gone: Cost) -> Cost:
+    pairs = zip(dataclasses.astuple(total), dataclasses.astuple(gone), strict=True)
+    return Cost(*(a - b for a, b in pairs))
+
+
+def test_parameters_of_a_unit_are_those_that_leave(subject: Subject) -> None:
+    table = measure(subject.model, subject.batch)
+    before = n_parameters(subject.model)
+    assert table.total.params == before
+    for site, costs in zip(subject.sites, table.units, strict=True):
+        assert len(costs) == len(site.units)
+        for unit, cost in zip(site.units, costs, strict=True):
+            pruned = subject.copy()
+            hp.prune_(pruned, subject.without({site.name: unit}))
+            assert cost.params == before - n_parameters(pruned) > 0
+
+
+@pytest.mark.parametrize("length", [5, 12])
+def test_multiply_adds_are_those_that_pytorch_counts(subject: Subject, length: int) -> None:
+    """Eager attention: both products of the attention are matrix products then, causal ones whole, as we count them.
+
+    Nothing differs: norms, softmax, activations, rotary angles and embeddings count nothing in either.
+    """
+    if hasattr(subject.model, "set_attn_implementation"):
+        set_implementation(subject.model, "eager")
+    batch = of_length(subject, length)
+    table = measure(subject.model, batch)
+    assert table.total.macs(table.length) == macs(subject.model, batch)
+    assert table.total.macs_per_pair > 0
+    assert table.total.macs_per_pair == sum(len(s.heads) * (s.head_dim + s.value_dim) for s in subject.sites)
+
+
+@pytest.mark.parametrize("name", [n for n in TRANSFORMERS if n != "vit"])
+def test_one_measurement_tells_every_length(name: str) -> None:
+    subject = subject_of(name)
+    set_implementation(subject.model, "eager")
+    short = measure(subject.model, of_length(subject, 5))
+    long = measure(subject.model, of_length(subject, 12))
+    assert (short.length, long.length) == (5, 12)
+    assert short.total == long.total
+    assert short.units == long.units
+    assert short.total.macs(12) == long.total.macs(long.length)
+
+
+def test_costs_do_not_depend_on_the_batch_size(subject: Subject) -> None:
+    assert measure(subject.model, of_length(subject, 7)) == measure(subject.model, of_length(subject, 7, size=3))
+
+
+def test_what_is_left_is_the_total_less_the_units(subject: Subject) -> None:
+    """The prediction that selection rests on, against a measurement of the cut model; also after a second cut."""
+    for mask in (subject.ragged(0), subject.ragged(1), subject.mask({subject.sites[1].name: []})):
+        table, gone = measure(subject.model, subject.batch), []
+        for site, costs in zip(subject.sites, table.units, strict=True):
+            gone += [c for u, c in zip(site.units, costs, strict=True) if not set(u) <= set(mask.kept(site.name))]
+        pruned = subject.copy()
+        hp.prune_(pruned, mask)
+        after = measure(pruned, subject.batch)
+        assert after.total == less(table.total, added(gone))
+        kept = [c for row in after.units for c in row]
+        staying = [
+            c
+            for site, costs in zip(subject.sites, table.units, strict=True)
+            for u, c in zip(site.units, costs, strict=True)
+            if set(u) <= set(mask.kept(site.name))
+        ]
+        assert kept == staying
+        assert after.total.params == n_parameters(pruned)
+
+
+def test_nothing_is_left_of_the_attention_without_heads(subject: Subject) -> None:
+    hp.prune_(subject.model, subject.mask({s.name: [] for s in subject.sites}))
+    found = measure(subject.model, subject.batch)
+    assert (found.total.macs_per_pair, found.total.kv_bytes) == (0, 0)
+    assert found.total.params == n_parameters(subject.model)
+
+
+def cache_bytes(model: nn.Module, length: int) -> list[int]:
+    """Bytes of the key and value tensors of each layer after a forward pass of one example."""
+    with torch.no_grad():
+        cache = model(input_ids=torch.randint(3, 50, (1, length)), use_cache=True).past_key_values
+    return [sum(t.numel() * t.element_size() for t in (layer.keys, layer.values)) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_cache_bytes_are_those_of_the_real_cache(decoder: Subject, dtype: torch.dtype) -> None:
+    model = decoder.model.to(dtype)
+    batch = of_length(decoder, 9)
+    assert measure(model, batch).total.kv_bytes * 9 == sum(cache_bytes(model, 9)) > 0
+    hp.prune_(model, decoder.ragged())
+    after = measure(model, batch)
+    assert [sum(c.kv_bytes for c in row) * 9 for row in after.units] == cache_bytes(model, 9)
+
+
+def test_the_marker_of_a_layer_without_heads_is_not_counted(decoder: Subject) -> None:
+    """Two numbers a token stay in the cache there, so that positions are counted; they are no keys or values."""
+    hp.prune_(decoder.model, decoder.mask({decoder.sites[0].name: []}))
+    table = measure(decoder.model, of_length(decoder, 9))
+    real = cache_bytes(decoder.model, 9)
+    assert table.units[0] == ()
+    assert real[0] == 2 * 8 * 9
+    assert table.total.kv_bytes * 9 == sum(real[1:])
+
+
+def test_an_encoder_has_no_cache() -> None:
+    for name in ("bert", "vit"):
+        subject = subject_of(name)
+        assert measure(subject.model, subject.batch).total.kv_bytes == 0
+
+
+def test_a_module_that_runs_twice_costs_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = hp.MultiHeadAttention(8, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.attention(self.attention(x))
+
+    class Once(Twice):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.attention(x)
+
+    once, twice = Once(), Twice()
+    x = torch.randn(2, 5, 8)
+    a, b = measure(once, x), measure(twice, x)
+    assert (b.total.macs_per_token, b.total.macs_per_pair) == (2 * a.total.macs_per_token, 2 * a.total.macs_per_pair)
+    assert b.total.params == a.total.params
+    assert [c.macs_per_token for c in b.units[0]] == [2 * c.macs_per_token for c in a.units[0]]
+    mask = HeadMask.from_keep({"attention": [1]}, {"attention": 2})
+    hp.prune_(twice, mask)
+    assert measure(twice, x).total == less(b.total, b.units[0][0])
+
+
+def test_measuring_leaves_the_model_as_it_was(subject: Subject) -> None:
+    subject.model.train()
+    before, state = picture(subject.model), torch.get_rng_state()
+    measure(subject.model, subject.batch)
+    assert picture(subject.model) == before
+
+    def breaks(model: nn.Module, batch: Any) -> Any:
+        call(model, batch)
+        raise RuntimeError("after everything ran")
+
+    with pytest.raises(RuntimeError, match="after everything ran"):
+        measure_costs(subject.model, bind(subject.model), subject.batch, breaks)
+    assert picture(subject.model) == before
+    assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
+
+
+def test_a_loss_says_how_the_model_is_called() -> None:
+    model = subject_of("bert").model
+    batch = (torch.randint(3, 50, (2, 5)), torch.tensor([0, 1]))
+    found = measure_costs(model, bind(model), batch, lambda m, b: m(b[0]).logits.sum(1))
+    assert found == measure(model, {"input_ids": batch[0]})

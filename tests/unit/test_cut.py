@@ -1,0 +1,253 @@
+"""cut_: all of it or nothing; and what is shared with something that stays is refused before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import UnknownName, UnsupportedModel
+from headprune.model import cut
+from headprune.model.sites import bind
+from tests.laws.support import EXACT, Subject, picture
+from tests.unit.test_sites import ODD, odd_model
+
+
+class Boom(Exception):
+    pass
+
+
+def failing(real: Callable[..., Any], at: int, after: bool) -> Callable[..., Any]:
+    """``real``, except that its call number ``at`` raises, before or after the work is done."""
+    calls = iter(range(10_000))
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        fails = next(calls) == at
+        if fails and not after:
+            raise Boom
+        result = real(*args, **kwargs)
+        if fails:
+            raise Boom
+        return result
+
+    return fake
+
+
+def steps(monkeypatch: pytest.MonkeyPatch, subject: Subject, mask: hp.HeadMask, name: str) -> int:
+    """How often a cut calls the function ``name``."""
+    calls: list[None] = []
+    with monkeypatch.context() as patch:
+        real = getattr(cut, name)
+        patch.setattr(cut, name, lambda *a, **k: (calls.append(None), real(*a, **k))[1])
+        model = subject.copy()
+        cut.cut_(model, bind(model, subject.sites), mask)
+    return len(calls)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", ["_install", "_mark"])
+def test_an_error_at_any_step_leaves_the_model_as_it_was(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, name: str, after: bool
+) -> None:
+    mask = subject.ragged() & subject.mask({subject.sites[0].name: []})  # one layer changes its class as well
+    n_steps = steps(monkeypatch, subject, mask, name)
+    assert n_steps >= len(subject.sites)
+    before, expected = picture(subject.model), subject.run()
+    for at in range(n_steps):
+        with monkeypatch.context() as patch:
+            patch.setattr(cut, name, failing(getattr(cut, name), at, after))
+            with pytest.raises(Boom):
+                hp.prune_(subject.model, mask)
+        assert picture(subject.model) == before, at
+    assert_close(subject.run(), expected, **EXACT)
+    hp.prune_(subject.model, mask, subject.batch)
+
+
+def test_an_error_between_weight_and_bias_leaves_the_model_as_it_was(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = picture(subject.model)
+
+    def half(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        module.weight = tensors["weight"]
+        raise Boom
+
+    monkeypatch.setattr(cut, "replace_features_", half)
+    with pytest.raises(Boom):
+        hp.prune_(subject.model, subject.ragged())
+    assert picture(subject.model) == before
+
+
+def test_undo_puts_everything_back(subject: Subject) -> None:
+    before, expected, state = picture(subject.model), subject.run(), dict(subject.model.state_dict())
+    undo = cut.cut_(subject.model, bind(subject.model), subject.mask({subject.sites[0].name: []}))
+    assert picture(subject.model) != before
+    undo.restore()
+    assert picture(subject.model) == before
+    assert list(subject.model.state_dict()) == list(state)
+    assert_close(subject.run(), expected, **EXACT)
+
+
+def test_undo_of_a_second_cut_goes_back_to_the_first(subject: Subject) -> None:
+    hp.prune_(subject.model, subject.ragged())
+    before = picture(subject.model)
+    undo = cut.cut_(subject.model, bind(subject.model), subject.mask({s.name: [] for s in subject.sites}))
+    undo.restore()
+    assert picture(subject.model) == before
+
+
+def test_undo_of_bare_tensors_in_the_attention_itself() -> None:
+    """Parameter, buffer and plain attribute live beside the counts in one module, which changes twice."""
+    model, x = odd_model()
+    sites = hp.find_sites(model, layouts=[ODD])
+    before, expected = picture(model), model(x)
+    keep = hp.HeadMask.from_keep({"0": [2, 3]}, {"0": 6, "2": 6})
+    undo = cut.cut_(model, bind(model, sites), keep)
+    assert model[0].temperature.shape == (2,)
+    undo.restore()
+    assert picture(model) == before
+    assert_close(model(x), expected, **EXACT)
+
+
+def test_an_empty_that_fails_is_undone() -> None:
+    model, _ = odd_model()
+
+    def empty(module: nn.Module) -> None:
+        module.out.__class__ = type("Other", (nn.Linear,), {})
+        module.extra = 1
+        raise Boom
+
+    sites = hp.find_sites(model, layouts=[replace(ODD, empty=empty)])
+    before = picture(model)
+    with pytest.raises(Boom):
+        hp.prune_(model, hp.HeadMask.from_keep({"2": []}, {"0": 6, "2": 6}), sites=sites)
+    assert picture(model) == before
+
+
+def test_a_layout_may_refuse_to_lose_every_head() -> None:
+    model, x = odd_model()
+    sites = hp.find_sites(model, layouts=[replace(ODD, empty="refuse")])
+    before = picture(model)
+    with pytest.raises(UnsupportedModel, match=r"left with a head \(layout 'odd'\)"):
+        hp.prune_(model, hp.HeadMask.from_keep({"0": [0, 1], "2": []}, {"0": 6, "2": 6}), x, sites)
+    assert picture(model) == before
+
+
+def test_old_parameters_are_not_resized(subject: Subject) -> None:
+    old = {n: (p, p.shape) for n, p in subject.model.named_parameters()}
+    hp.prune_(subject.model, subject.ragged())
+    now = dict(subject.model.named_parameters())
+    assert any(now[n] is not p for n, (p, _) in old.items())
+    assert all(p.shape == shape for p, shape in old.values())
+
+
+# --- shared tensors ---------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = hp.MultiHeadAttention(8, 2, dtype=torch.float64)
+        self.other = nn.Linear(8, 8, dtype=torch.float64)
+        self.twin = hp.MultiHeadAttention(8, 2, dtype=torch.float64)
+
+
+def prune_pair(model: Pair, keep: dict[str, list[int]]) -> hp.HeadMask:
+    mask = hp.HeadMask.from_keep(keep, {"attention": 2, "twin": 2})
+    hp.prune_(model, mask)
+    return mask
+
+
+def share_with_a_projection(model: Pair) -> None:
+    model.other.weight = model.attention.W_v.weight
+
+
+def share_a_bias(model: Pair) -> None:
+    model.other.bias = model.attention.W_k.bias
+
+
+def share_between_two_ways_of_cutting(model: Pair) -> None:
+    model.attention.W_o.weight = model.attention.W_q.weight
+
+
+def share_with_a_site_that_is_not_cut(model: Pair) -> None:
+    model.twin.W_q.weight = model.attention.W_q.weight
+
+
+def share_a_module(model: Pair) -> None:
+    model.attention.W_k = model.attention.W_q
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (share_with_a_projection, r"one shared with \['other'\]"),
+        (share_a_bias, r"one shared with \['other'\]"),
+        (share_between_two_ways_of_cutting, "shared and cut in two ways"),
+        (share_with_a_site_that_is_not_cut, r"one shared with \['twin.W_q'\]"),
+        (share_a_module, "one shared with another slab"),
+    ],
+)
+def test_what_is_shared_beyond_the_cut_is_refused_before_any_change(share: Callable[[Pair], None], words: str) -> None:
+    model = Pair()
+    share(model)
+    before = picture(model)
+    with pytest.raises(UnsupportedModel, match=words):
+        prune_pair(model, {"attention": [1]})
+    assert picture(model) == before
+
+
+def test_two_sites_that_share_a_parameter_are_cut_alike_or_not_at_all() -> None:
+    model = Pair()
+    model.twin.W_q.weight = model.attention.W_q.weight
+    before = picture(model)
+    with pytest.raises(UnsupportedModel, match="shared and cut in two ways"):
+        prune_pair(model, {"attention": [1], "twin": [0]})
+    assert picture(model) == before
+    prune_pair(model, {"attention": [1], "twin": [1]})
+    assert model.twin.W_q.weight is model.attention.W_q.weight
+    assert model.twin.W_q.weight.shape == (4, 8)
+
+
+def test_what_is_shared_but_stays_is_no_hindrance() -> None:
+    model = Pair()
+    model.other.bias = model.attention.W_o.bias
+    prune_pair(model, {"attention": [1]})
+    assert model.other.bias is model.attention.W_o.bias
+
+
+# --- projections that cannot be cut -----------------------------------------------------------------------------------
+
+
+def test_a_projection_with_more_than_weight_and_bias_is_refused_before_any_change() -> None:
+    model = Pair()
+    model.twin.W_o.register_buffer("scale", torch.ones(1))
+    before = picture(model)
+    with pytest.raises(UnsupportedModel, match=r"twin\.W_o"):
+        prune_pair(model, {"attention": [1], "twin": [1]})
+    assert picture(model) == before
+
+
+def test_a_model_inside_its_own_gates_is_cut_and_the_gates_go_as_they_came() -> None:
+    """Not a use, but it must not leave the gates in the model for ever."""
+    model = Pair()
+    kinds = [type(m) for m in model.modules()]
+    with hp.gated(model, {"attention": torch.ones(2)}):
+        prune_pair(model, {"twin": [0]})
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_a_head_that_is_gone_cannot_come_back() -> None:
+    model = Pair()
+    prune_pair(model, {"attention": [1]})
+    prune_pair(model, {"attention": [0, 1]})
+    (first, _) = hp.find_sites(model)
+    assert first.heads == (1,)
+    with pytest.raises(UnknownName, match="one of the present heads"):
+        first.check([0])

@@ -1,0 +1,91 @@
+"""Fingerprints: the structure outlives a cut, the weights show any training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import headprune as hp
+from headprune.model.fingerprint import check_plan, fingerprint
+from tests.laws.support import Subject, objective, subject_of
+
+
+def test_the_same_model_has_the_same_fingerprint(subject: Subject) -> None:
+    first = fingerprint(subject.model, subject.sites)
+    assert fingerprint(subject.copy(), subject.sites) == first
+    assert fingerprint(subject_of(subject.layout.name).model, subject.sites) == first
+    assert fingerprint(torch.compile(subject.model, backend="eager"), subject.sites) == first
+    with hp.gated(subject.model, subject.ragged()):
+        assert fingerprint(subject.model, subject.sites) == first
+
+
+def test_a_cut_changes_the_weights_only(subject: Subject) -> None:
+    before = fingerprint(subject.model, hp.find_sites(subject.model))
+    hp.prune_(subject.model, subject.mask({subject.sites[0].name: []}) & subject.ragged())
+    after = fingerprint(subject.model, hp.find_sites(subject.model))
+    assert after.structure == before.structure
+    assert after.weights != before.weights
+
+
+def test_a_step_of_training_changes_the_weights_only(subject: Subject) -> None:
+    before = fingerprint(subject.model, subject.sites)
+    objective(subject.run()).backward()
+    torch.optim.SGD(subject.model.parameters(), lr=1e-6).step()
+    after = fingerprint(subject.model, subject.sites)
+    assert after.structure == before.structure
+    assert after.weights != before.weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_has_one(subject: Subject, dtype: torch.dtype) -> None:
+    model = subject.copy().to(dtype)
+    first = fingerprint(model, subject.sites)
+    assert first == fingerprint(copy.deepcopy(model), subject.sites)
+    assert first.weights != fingerprint(subject.model, subject.sites).weights
+
+
+def test_names_types_and_shapes_count() -> None:
+    def weights(**tensors: torch.Tensor) -> str:
+        model = nn.Module()
+        for name, tensor in tensors.items():
+            model.register_buffer(name, tensor)
+        return fingerprint(model, ()).weights
+
+    zeros = torch.zeros(4)
+    seen = [
+        weights(a=zeros),
+        weights(b=zeros),
+        weights(a=zeros.view(2, 2)),
+        weights(a=zeros.int()),
+        weights(a=torch.tensor(0.0)),
+        weights(a=torch.zeros(0)),
+        weights(a=torch.zeros(4, dtype=torch.bool)),
+        weights(a=zeros.to("meta")),
+    ]
+    assert len(set(seen[:-1])) == len(seen) - 1
+
+
+def test_the_last_value_of_a_large_tensor_counts() -> None:
+    model = nn.Linear(100, 100, bias=False)
+    before = fingerprint(model, ())
+    with torch.no_grad():
+        model.weight[-1, -1] += 1
+    assert fingerprint(model, ()) != before
+
+
+def test_class_sites_and_widths_are_structure() -> None:
+    wide, narrow = hp.MultiHeadAttention(8, 2, head_dim=4), hp.MultiHeadAttention(8, 2, head_dim=2)
+    marks = {fingerprint(m, hp.find_sites(m)).structure for m in (wide, narrow, nn.Sequential(wide))}
+    assert len(marks) == 3
+
+
+def test_check_plan_goes_by_original_heads(subject: Subject) -> None:
+    plan = hp.PruningPlan(subject.ragged(), model=fingerprint(subject.model, subject.sites))
+    assert check_plan(subject.model, subject.sites, plan) == []
+    assert check_plan(subject.model, subject.sites, plan.mask) == []
+    hp.prune_(subject.model, subject.ragged(1))
+    (note,) = check_plan(subject.model, hp.find_sites(subject.model), plan)
+    assert "other weights" in note

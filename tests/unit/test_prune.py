@@ -1,0 +1,299 @@
+"""prune_ and prune_heads_: plans that do not fit, proofs that fail, reports, and the Transformers 4 call."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, UnsupportedModel, VerificationFailed
+from headprune.core.plan import PruningPlan
+from headprune.core.scores import ModelFingerprint
+from headprune.model.fingerprint import fingerprint
+from headprune.surgery import prune
+from headprune.surgery.verify import TOLERANCE, compare, sample_outputs
+from tests.laws.support import CLOSE, EXACT, Subject, picture, subject_of
+from tests.unit.test_sites import ODD, odd_model
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [None, {"0": [1]}, [1, 2], "plan.json"])
+def test_something_that_is_no_plan(plan: Any) -> None:
+    with pytest.raises(InvalidValue, match="plan: must be a PruningPlan or a HeadMask"):
+        hp.prune_(hp.MultiHeadAttention(8, 2), plan)
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ({"0": 3}, r"with 3 heads at '0', like the plan's, got 2 heads there \(1 of 1 sites differ\)"),
+        ({"0": 2, "1": 2}, r"with 2 heads at '1', like the plan's, got no heads there \(1 of 2"),
+        ({"zero": 2}, "2 of 2 sites differ"),
+    ],
+)
+def test_a_plan_for_a_model_of_other_sites(counts: dict[str, int], words: str) -> None:
+    model = nn.Sequential(hp.MultiHeadAttention(8, 2))
+    before = picture(model)
+    with pytest.raises(PlanMismatch, match=words):
+        hp.prune_(model, hp.HeadMask.from_keep({}, counts))
+    assert picture(model) == before
+
+
+def test_a_plan_for_another_class_with_the_same_sites(subject: Subject) -> None:
+    plan = PruningPlan(subject.ragged(), model=ModelFingerprint("0" * 64, "0" * 64))
+    before = picture(subject.model)
+    with pytest.raises(PlanMismatch, match="one for another class or head width"):
+        hp.prune_(subject.model, plan)
+    assert picture(subject.model) == before
+
+
+def test_other_weights_are_a_warning_that_the_report_keeps(subject: Subject) -> None:
+    plan = PruningPlan(subject.ragged(), model=fingerprint(subject.model, subject.sites))
+    assert hp.prune_(subject.copy(), plan).warnings == ()
+    with torch.no_grad():
+        next(subject.model.parameters()).mul_(1.5)
+    with pytest.warns(UserWarning, match="same structure with other weights"):
+        report = hp.prune_(subject.model, plan, subject.batch)
+    assert len(report.warnings) == 1
+    assert "other weights" in report.warnings[0]
+    assert report.n_removed > 0
+
+
+def test_a_part_of_a_group_is_refused_before_any_change() -> None:
+    subject = subject_of("llama")
+    before = picture(subject.model)
+    with pytest.raises(InvalidValue, match="whole groups of 2 query heads"):
+        hp.prune_(subject.model, subject.mask({subject.sites[0].name: [2, 3], subject.sites[2].name: [0, 2, 3]}))
+    assert picture(subject.model) == before
+
+
+def test_sites_may_be_a_subset() -> None:
+    subject = subject_of("gpt2")
+    some = subject.sites[1:2]
+    report = hp.prune_(subject.model, hp.HeadMask.from_keep({some[0].name: [2]}, {some[0].name: 4}), sites=some)
+    assert report.removed == ((some[0].name, (0, 1, 3)),)
+    assert [len(s.heads) for s in hp.find_sites(subject.model)] == [4, 1, 4]
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def drop(path: str) -> hp.AttentionLayout:
+    """The odd module's layout without one slab: the tensor keeps every head."""
+    return replace(ODD, slabs=tuple(s for s in ODD.slabs if s.path != path), untouched=(*ODD.untouched, path))
+
+
+#: Layouts that fit the odd module by structure and are wrong.
+WRONG = {
+    "packing": replace(ODD, slabs=(hp.HeadSlab("qkv", "out", ("query", "key", "value")), *ODD.slabs[1:])),
+    "count": replace(ODD, counts=ODD.counts[:1]),
+    "no temperature": drop("temperature"),
+    "no buffer": drop("slopes"),
+    "no attribute": drop("scale"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("keep", [[0, 1], [0, 1, 4, 5], []])
+def test_a_layout_that_is_wrong_is_found_out_and_the_model_restored(name: str, keep: list[int]) -> None:
+    model, x = odd_model()
+    sites = hp.find_sites(model, layouts=[WRONG[name]])
+    mask = hp.HeadMask.from_keep({"0": [2, 3, 4, 5], "2": keep}, {"0": 6, "2": 6})
+    before, expected = picture(model), model(x)
+    # Wrong sizes already fail in the module's own forward; only wrong numbers need the proof.
+    with pytest.raises((VerificationFailed, RuntimeError, ZeroDivisionError)):
+        hp.prune_(model, mask, x, sites)
+    assert picture(model) == before
+    assert_close(model(x), expected, **EXACT)
+
+
+def test_a_wrong_result_of_the_right_shape_fails_the_proof_in_words() -> None:
+    model, x = odd_model()
+    sites = hp.find_sites(model, layouts=[WRONG["packing"]])
+    with pytest.raises(VerificationFailed, match="equal to the gated one up to") as caught:
+        hp.prune_(model, hp.HeadMask.from_keep({"0": [2, 3]}, {"0": 6, "2": 6}), x, sites)
+    assert "The model is unchanged" in str(caught.value)
+    assert "a difference of" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_any_interruption_of_the_proof_restores_the_model(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    before = picture(subject.model)
+
+    def interrupted(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(prune, "compare", interrupted)
+    with pytest.raises(error):
+        hp.prune_(subject.model, subject.mask({subject.sites[0].name: []}), subject.batch)
+    assert picture(subject.model) == before
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ({"input_ids": torch.zeros(0, 7, dtype=torch.long)}, "one with examples, got an empty batch"),
+        ({"use_cache": True}, "made of tensors"),
+    ],
+)
+def test_an_example_that_proves_nothing_is_refused_before_any_change(example: Any, words: str) -> None:
+    subject = subject_of("llama")
+    before = picture(subject.model)
+    with pytest.raises(InvalidValue, match=words):
+        hp.prune_(subject.model, subject.ragged(), example)
+    assert picture(subject.model) == before
+
+
+def test_an_example_without_a_floating_point_output_is_refused_before_any_change() -> None:
+    class Labels(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).argmax(-1)
+
+    model = Labels(hp.MultiHeadAttention(8, 2))
+    before = picture(model)
+    with pytest.raises(InvalidValue, match="returns floating-point tensors"):
+        hp.prune_(model, hp.HeadMask.from_keep({"0": [1]}, {"0": 2}), torch.randn(2, 3, 8))
+    assert picture(model) == before
+
+
+def test_random_models_are_compared_on_the_same_draw() -> None:
+    """A model that draws numbers in evaluation mode (as ViT-MAE masks patches) is no wrong cut."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = hp.MultiHeadAttention(8, 2, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.attention(x + torch.randn_like(x))
+            return out
+
+    mask = hp.HeadMask.from_keep({"attention": [1]}, {"attention": 2})
+    report = hp.prune_(Noisy(), mask, torch.randn(2, 3, 8, dtype=torch.float64))
+    assert report.proof.max_difference < 1e-10
+
+
+def test_the_proof_names_what_was_compared() -> None:
+    subject = subject_of("bert")
+    proof = hp.prune_(subject.model, subject.ragged(), subject.batch).proof
+    assert (proof.dtype, proof.n_examples) == ("float64", 3)
+    assert proof.max_difference <= proof.tolerance
+
+
+def test_compare_takes_nan_other_shapes_and_other_counts_for_different() -> None:
+    a = torch.ones(2, 3, dtype=torch.float64)
+    assert compare([a], [a.clone()]).holds
+    assert compare([a], [a + 5e-11]).holds
+    assert not compare([a], [a + 2e-10]).holds
+    assert compare([1e6 * a], [1e6 * a + 5e-5]).holds  # relative to the largest output
+    assert not compare([a], [a * torch.nan]).holds
+    assert not compare([a * torch.nan], [a * torch.nan]).holds
+    assert not compare([a], [a[:1]]).holds
+    assert not compare([a], [a, a]).holds
+    assert not compare([a, a.float()], [a, a.float() + 1e-4]).holds
+    assert TOLERANCE[torch.float32] < TOLERANCE[torch.float16] < TOLERANCE[torch.bfloat16]
+
+
+def test_sample_outputs_are_those_of_evaluation_mode() -> None:
+    model = nn.Sequential(nn.Dropout(0.9)).train()
+    x = torch.ones(50)
+    assert_close(sample_outputs(model, x)[0], x, **EXACT)
+    assert model.training
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_what_was_done() -> None:
+    model = nn.Sequential(hp.MultiHeadAttention(8, 2, dtype=torch.float64))
+    full = sum(p.numel() for p in model.parameters())
+    mask = hp.HeadMask.from_keep({"0": [1]}, {"0": 2})
+    report = hp.prune_(model, mask)
+    assert report.params_before == full == 4 * (64 + 8)
+    assert report.params_after == full - 4 * 32 - 3 * 4
+    assert (
+        str(report)
+        == "removed 1 heads, 288 -> 148 parameters (-48.6 %), not compared with the gated model (no example given)"
+    )
+    assert report.sites[0].heads == (1,)
+
+
+# --- the Transformers 4 call ------------------------------------------------------------------------------------------
+
+
+def test_prune_heads_as_in_transformers_4(subject: Subject) -> None:
+    group = subject.sites[0].group_size
+    last = len(subject.sites) - 1
+    heads = {0: range(group), last: list(range(group, 2 * group))}
+    expected = subject.without({subject.sites[0].name: heads[0], subject.sites[last].name: heads[last]})
+    small = subject.copy()
+    report = hp.prune_heads_(small, heads, subject.batch)
+    assert dict(report.removed) == {
+        subject.sites[0].name: tuple(heads[0]),
+        subject.sites[last].name: tuple(heads[last]),
+    }
+    with hp.gated(subject.model, expected):
+        assert_close(subject.run(small), subject.run(), **CLOSE)
+
+
+def test_prune_heads_twice_names_original_indices(subject: Subject) -> None:
+    """As in Transformers 4: a head that is gone may be named again, and the rest keep their numbers."""
+    group, site = subject.sites[0].group_size, subject.sites[0]
+    first, both = list(range(group)), list(range(2 * group))
+    small = subject.copy()
+    hp.prune_heads_(small, {0: first})
+    again = hp.prune_heads_(small, {0: first})
+    assert again.n_removed == 0
+    report = hp.prune_heads_(small, {0: both}, subject.batch)
+    assert report.removed == ((site.name, tuple(range(group, 2 * group))),)
+    at_once = subject.copy()
+    hp.prune_heads_(at_once, {0: both})
+    assert_close(subject.run(small), subject.run(at_once), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        ({3: [0]}, "layer: must be an index below 3, got 3"),
+        ({-1: [0]}, "layer: must be an index below 3, got -1"),
+        ({"0": [0]}, "layer: must be an index below 3, got '0'"),
+        ({0: [4]}, "head of layer 0: must be an index below 4, got 4"),
+        ({1: [-1]}, "head of layer 1: must be an index below 4, got -1"),
+    ],
+)
+def test_prune_heads_of_a_layer_or_head_that_is_not_there(heads: Any, words: str) -> None:
+    subject = subject_of("gpt2")
+    before = picture(subject.model)
+    with pytest.raises(UnknownName, match=words):
+        hp.prune_heads_(subject.model, heads)
+    assert picture(subject.model) == before
+
+
+def test_prune_heads_of_nothing(subject: Subject) -> None:
+    before = picture(subject.model)
+    assert hp.prune_heads_(subject.model, {}).n_removed == 0
+    assert hp.prune_heads_(subject.model, {0: []}).n_removed == 0
+    assert picture(subject.model) == before
+
+
+def test_prune_heads_with_a_layout_of_ones_own() -> None:
+    model, x = odd_model()
+    with pytest.raises(UnsupportedModel):
+        hp.prune_heads_(model, {1: [0, 1]}, x)
+    report = hp.prune_heads_(model, {1: [0, 1]}, x, hp.find_sites(model, layouts=[ODD]))
+    assert report.removed == (("2", (0, 1)),)
+
+
+def test_a_cut_warns_of_nothing(subject: Subject) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hp.prune_(subject.model, PruningPlan(subject.ragged()), subject.batch)

@@ -1,0 +1,277 @@
+"""Rows: what is read, what is refused, and that nothing stands in two parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from headprune.core.errors import InvalidValue
+from headprune.run.data import encode_rows, load_rows
+from headprune.run.features import Collate
+from headprune.run.models import Preparation
+from headprune.run.recipe import Recipe
+from headprune.run.splits import normalised, partition
+from headprune.run.validate import check_recipe
+
+
+def recipe(path: object, task: str = "text_classification", **data: Any) -> Recipe:
+    inputs = {} if task == "image_classification" else {"tokens": "ids"} if task == "causal_lm" else {"text": "text"}
+    raw = {
+        "name": "test",
+        "description": "for tests",
+        "task": task,
+        "model": {"path": "somewhere"},
+        "data": {"path": str(path), **inputs, **data},
+        "select": {"keep_heads": 0.5},
+    }
+    return check_recipe(raw)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def questions(n: int, start: int = 0) -> list[dict[str, Any]]:
+    return [{"text": f"question {i}", "label": i % 3} for i in range(start, start + n)]
+
+
+def texts(raw: Any, part: str) -> set[str]:
+    return {normalised(t) for t in raw.splits[part]["text"]}
+
+
+# --- partition ---------------------------------------------------------------------------------------------------
+
+
+def parts_of(keys: dict[str, list[str]], **settings: Any) -> dict[str, Any]:
+    amounts = {"holdout": 0.2, "test_holdout": 0.2, "calibration": 10, "seed": 0, "strata": None, **settings}
+    return partition(keys, **amounts)
+
+
+def test_parts_never_overlap_although_rows_repeat() -> None:
+    keys = [f"k{i % 40}" for i in range(200)]  # every row stands there five times
+    parts = parts_of({"train": keys})
+    said = {name: {keys[i] for i in parts[name].rows} for name in ("train", "validation", "test")}
+    assert all(said.values())
+    assert not said["train"] & said["validation"]
+    assert not said["train"] & said["test"]
+    assert not said["validation"] & said["test"]
+    assert parts["train"].dropped > 0
+
+
+def test_leaks_are_dropped_from_the_earlier_part_and_test_stays_whole() -> None:
+    keys = {
+        "train": ["a", "b", "c", "d", "e"],
+        "validation": ["b", "x", "t"],
+        "test": ["c", "t", "t"],
+    }
+    parts = parts_of(keys)
+    assert parts["test"].rows == (0, 1, 2)
+    assert parts["test"].duplicates == 1
+    assert (parts["validation"].rows, parts["validation"].dropped) == ((0, 1), 1)
+    assert (parts["train"].rows, parts["train"].dropped) == ((0, 3, 4), 2)
+
+
+def test_calibration_is_a_seeded_part_of_train() -> None:
+    keys = {"train": [str(i) for i in range(100)], "test": ["t"]}
+    first, again, other = (parts_of(keys, seed=s)["calibration"] for s in (0, 0, 1))
+    assert set(first.rows) <= set(parts_of(keys, seed=0)["train"].rows)
+    assert len(set(first.rows)) == 10
+    assert first == again
+    assert first.digest == again.digest
+    assert first.digest != other.digest
+    assert len(parts_of(keys, calibration=1000)["calibration"].rows) == 80
+
+
+def test_holdout_counts_and_keeps_proportions() -> None:
+    labels = [0] * 80 + [1] * 20
+    keys = {"train": [str(i) for i in range(100)], "test": ["t"]}
+    parts = parts_of(keys, holdout=10, strata=labels)
+    assert parts["validation"].source == "train"
+    assert sum(labels[i] for i in parts["validation"].rows) == 2
+    assert len(parts["train"].rows) == 90
+    assert len(parts_of(keys, holdout=10, strata=[0] * 99 + [1])["validation"].rows) == 10  # one row is no stratum
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings", "words"),
+    [
+        ({"train": ["a", "b"], "test": ["a", "b"]}, {}, "data.holdout: must be fewer than the 0 rows"),
+        ({"train": ["a", "b"], "validation": ["a", "b"], "test": ["c"]}, {}, "data: train: must be at least one row"),
+        ({"train": ["a", "b"], "validation": ["c"], "test": ["c"]}, {}, "data: validation: must be at least one row"),
+        ({"train": ["a"] * 5}, {"test_holdout": 5}, "data.test_holdout"),
+        ({"train": ["a"] * 5, "test": ["b"]}, {"holdout": 9}, "data.holdout: must be fewer than the 5 rows"),
+    ],
+)
+def test_parts_without_rows_are_refused(keys: dict[str, list[str]], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidValue, match=words):
+        parts_of(keys, **settings)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def test_folder_with_train_and_test_gets_a_holdout(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [*questions(50), {"text": "  QUESTION  60 ", "label": 0}])
+    write(tmp_path / "test.jsonl", questions(10, start=60))
+    raw = load_rows(recipe(tmp_path, holdout=12, calibration=8))
+    assert [len(raw.splits[p]) for p in ("train", "validation", "test", "calibration")] == [38, 12, 10, 8]
+    assert raw.facts["train"]["dropped"] == 1  # "  QUESTION  60 " is test row "question 60"
+    assert not texts(raw, "train") & (texts(raw, "validation") | texts(raw, "test"))
+    assert texts(raw, "calibration") <= texts(raw, "train")
+    assert set(raw.facts["source"]["sha256"]) == {"train.jsonl", "test.jsonl"}
+    assert raw.labels == (0, 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet"])
+def test_formats(tmp_path: Path, kind: str) -> None:
+    data = Dataset.from_list(questions(30))
+    path = tmp_path / f"rows.{kind}"
+    {"csv": data.to_csv, "parquet": data.to_parquet}.get(kind, data.to_json)(str(path))
+    raw = load_rows(recipe(path))
+    assert [len(raw.splits[p]) for p in ("train", "validation", "test")] == [22, 2, 6]
+    assert raw.labels == (0, 1, 2)
+
+
+def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", questions(30))
+    before = load_rows(recipe(path)).facts["source"]
+    import os
+
+    stat = path.stat()
+    write(path, [{"text": f"questiom {i}", "label": i % 3} for i in range(30)])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    raw = load_rows(recipe(path))
+    assert all(text.startswith("questiom") for text in raw.splits["train"]["text"])
+    assert raw.facts["source"] != before
+
+
+def test_label_names_are_numbered_in_order(tmp_path: Path) -> None:
+    rows = [{"text": f"t{i}", "kind": ["pear", "apple"][i % 2]} for i in range(20)]
+    assert load_rows(recipe(write(tmp_path / "a.jsonl", rows), label="kind")).labels == ("apple", "pear")
+
+
+def test_label_column_is_the_first_that_is_there(tmp_path: Path) -> None:
+    raw = load_rows(recipe(write(tmp_path / "a.jsonl", questions(20)), label=["coarse", "label"]))
+    assert raw.label == "label"
+    assert raw.facts["source"]["label"] == "label"
+
+
+@pytest.mark.parametrize(
+    ("rows", "task", "settings", "words"),
+    [
+        (questions(20), "text_classification", {"text": "txt"}, "data.text: .*'txt'. Did you mean 'text'"),
+        (questions(20), "text_classification", {"label": "lable"}, "data.label: .*Did you mean 'label'"),
+        ([*questions(9), {"text": None, "label": 0}], "text_classification", {}, "train, row 9: must be text"),
+        ([*questions(9), {"text": "", "label": 0}], "text_classification", {}, "train, row 9: must be text"),
+        ([*questions(9), {"text": "x", "label": None}], "text_classification", {}, "train, row 9: must be labelled"),
+        ([*questions(9), {"text": "x", "label": -1}], "text_classification", {}, "class numbers >= 0"),
+        ([{"text": str(i), "label": 0.5 if i else None} for i in range(9)], "regression", {}, "row 0: .*finite number"),
+        ([{"ids": [1, 2]}] * 5 + [{"ids": []}], "causal_lm", {}, "train, row 5: must be a list that is not empty"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, rows: list[dict[str, Any]], task: str, settings: dict[str, Any], words: str) -> None:
+    path = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(InvalidValue, match=words):
+        load_rows(recipe(path, task, **settings))
+
+
+def test_not_a_number_as_regression_label(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "\n".join(f"t{i},{'nan' if i == 3 else i / 2}" for i in range(20)) + "\n")
+    with pytest.raises(InvalidValue, match="row 3: must be labelled with a finite number"):
+        load_rows(recipe(path, "regression"))
+
+
+def test_missing_and_empty_data(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"data.path: must be an existing file or folder"):
+        load_rows(recipe(tmp_path / "nothing"))
+    with pytest.raises(InvalidValue, match="an empty folder"):
+        load_rows(recipe(tmp_path))
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(InvalidValue, match=r"train.jsonl, which is empty"):
+        load_rows(recipe(tmp_path))
+    (tmp_path / "train.jsonl").write_text("\n")
+    with pytest.raises(InvalidValue, match=r"data.path: must be readable data, got .*no (rows|data)"):
+        load_rows(recipe(tmp_path))
+    (tmp_path / "train.jsonl").write_text("{not json")
+    with pytest.raises(InvalidValue, match=r"data.path: must be readable data"):
+        load_rows(recipe(tmp_path))
+    (tmp_path / "train.jsonl").unlink()
+    write(tmp_path / "other.jsonl", questions(3))
+    with pytest.raises(InvalidValue, match=r"other.jsonl. Set data.train_split"):
+        load_rows(recipe(tmp_path))
+    (tmp_path / "rows.txt").write_text("x")
+    with pytest.raises(InvalidValue, match=r"files of one format"):
+        load_rows(recipe(tmp_path / "rows.txt"))
+
+
+def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(InvalidValue, match=r"Couldn't reach the Hub.*--set data.path=FOLDER"):
+        load_rows(recipe("someone/something"))
+
+
+# --- encoding ----------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_split_in_proportion_and_normalised_by_train() -> None:
+    chosen = recipe("sklearn:digits", "image_classification", holdout=300, test_holdout=420)
+    chosen = chosen.model_copy(update={"model": chosen.model.model_copy(update={"path": None})})
+    raw = load_rows(chosen)
+    assert [len(raw.splits[p]) for p in ("train", "validation", "test")] == [1077, 300, 420]
+    counts = np.bincount(raw.splits["test"]["label"])
+    assert counts.min() >= 40
+    data = encode_rows(chosen, raw, Preparation())
+    pixels = torch.stack([e["pixel_values"] for e in data.examples["train"]])
+    assert pixels.shape == (1077, 1, 8, 8)
+    torch.testing.assert_close(pixels.mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(pixels.std(), torch.tensor(1.0), atol=1e-4, rtol=0)
+    plain = chosen.model_copy(update={"data": chosen.data.model_copy(update={"normalise": False})})
+    pixels = torch.stack([e["pixel_values"] for e in encode_rows(plain, raw, Preparation()).examples["train"]])
+    assert (pixels.min().item(), pixels.max().item()) == (0.0, 1.0)
+
+
+def test_tokens_are_cut_padded_and_batched(tmp_path: Path) -> None:
+    rows = [{"ids": list(range(1, 3 + i % 7))} for i in range(40)]
+    for i, row in enumerate(rows):
+        row["ids"][0] = 100 + i
+    chosen = recipe(write(tmp_path / "rows.jsonl", rows), "causal_lm", max_length=5)
+    data = encode_rows(chosen, load_rows(chosen), Preparation(pad=9))
+    batches = data.evaluation("test", 4)
+    assert sum(len(b["input_ids"]) for b in batches) == len(data.examples["test"]) == 8
+    assert max(b["input_ids"].shape[1] for b in batches) == 5
+    for batch in batches:
+        assert bool((batch["input_ids"][batch["attention_mask"] == 0] == 9).all())
+        assert "labels" not in batch
+    loaders = data.loader("train", 4), data.loader("train", 4)
+    one, other, next_pass = (
+        [first for batch in loader for first in batch["input_ids"][:, 0].tolist()] for loader in (*loaders, loaders[0])
+    )
+    assert sorted(one) == sorted(e["input_ids"][0] for e in data.examples["train"])
+    assert one == other  # the same order for a new loader
+    assert one != next_pass  # a new one for each pass
+
+
+def test_one_token_is_too_short_for_a_language_model(tmp_path: Path) -> None:
+    chosen = recipe(write(tmp_path / "rows.jsonl", [{"ids": [i]} for i in range(30)]), "causal_lm")
+    with pytest.raises(InvalidValue, match="at least two tokens"):
+        encode_rows(chosen, load_rows(chosen), Preparation())
+
+
+def test_collate_pads_on_either_side() -> None:
+    examples = [{"input_ids": [1, 2, 3], "labels": [1, 1, 1]}, {"input_ids": [4], "labels": [0]}]
+    assert Collate(pad=7)(examples)["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
+    assert Collate(pad=7)(examples)["labels"].tolist() == [[1, 1, 1], [0, -100, -100]]
+    assert Collate(pad=7, side="left")(examples)["input_ids"].tolist() == [[1, 2, 3], [7, 7, 4]]

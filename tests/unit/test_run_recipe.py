@@ -1,0 +1,220 @@
+"""Recipes as data: reading, overriding, references, and every error at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headprune.core.errors import InvalidValue, UnknownName
+from headprune.core.plan import Budget
+from headprune.run.reading import interpolate, locate, override, parse_yaml, read_raw
+from headprune.run.recipe import Recipe
+from headprune.run.validate import RecipeError, check_recipe, load_recipe, recipe_yaml
+
+GOOD: dict[str, Any] = {
+    "name": "test",
+    "description": "for tests",
+    "task": "text_classification",
+    "model": {"path": "somewhere"},
+    "data": {"path": "rows.jsonl", "text": "text"},
+    "select": {"keep_heads": 0.5},
+}
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    return override(GOOD, [f"{k.replace('__', '.')}={yaml.safe_dump(v)}" for k, v in changes.items()])
+
+
+def problems(raw: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(raw)
+    return {p.where: str(p) for p in caught.value.problems}
+
+
+def test_numbers_of_yaml_1_2() -> None:
+    data = parse_yaml("{a: 1e-3, b: 1.5e3, c: -2E4, d: e3, e: '1e-3', f: 12, g: 1.0e-3}", "here")
+    assert data == {"a": 1e-3, "b": 1500.0, "c": -2e4, "d": "e3", "e": "1e-3", "f": 12, "g": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1", "a: 1\na: 2", "!!python/object/apply:os.system ['true']", "? [1, 2]\n: 3\n? {a: b}\n: 4", "\t- a"]
+)
+def test_bad_yaml(text: str) -> None:
+    with pytest.raises(InvalidValue, match="here: must be valid YAML"):
+        parse_yaml(text, "here")
+
+
+@pytest.mark.parametrize("text", ["", "- a", "just text", "1: 2"])
+def test_a_recipe_is_a_mapping(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidValue, match="must be a YAML mapping"):
+        read_raw(path)
+
+
+def test_a_recipe_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidValue, match="must be a readable recipe"):
+        read_raw(path)
+
+
+def test_recipes_are_found_by_name_and_path(tmp_path: Path) -> None:
+    assert locate("digits-vit").name == "digits-vit.yaml"
+    own = tmp_path / "own.yaml"
+    own.write_text("a: 1")
+    assert locate(own) == own
+    with pytest.raises(UnknownName, match="Did you mean 'digits-vit'"):
+        locate("digit-vit")
+    with pytest.raises(InvalidValue, match="existing recipe file"):
+        locate(tmp_path / "none.yaml")
+    with pytest.raises(InvalidValue, match="a folder"):
+        locate(tmp_path)
+
+
+def test_override_makes_sections_and_reaches_into_lists_and_leaves_the_original() -> None:
+    raw = {"recover": [{"method": "finetune"}], "train": None}
+    done = override(raw, ["recover.0.settings.epochs=3", "train.epochs=2", "out=a=b", "x=null", "y=[1, 2]"])
+    assert done["recover"] == [{"method": "finetune", "settings": {"epochs": 3}}]
+    assert (done["train"], done["out"], done["x"], done["y"]) == ({"epochs": 2}, "a=b", None, [1, 2])
+    assert raw == {"recover": [{"method": "finetune"}], "train": None}
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("name", "written key=value"),
+        ("=1", "written key=value"),
+        ("a..b=1", "written key=value"),
+        ("name.x=1", "a key inside name"),
+        ("items.2=1", "an item of items, 0 to 1"),
+        ("items.x=1", "an item of items"),
+        ("name=[1", "valid YAML"),
+    ],
+)
+def test_bad_overrides(setting: str, words: str) -> None:
+    with pytest.raises(InvalidValue, match=words):
+        override({"name": "a", "items": [1, 2]}, [setting])
+
+
+def test_references_are_followed_and_keep_types() -> None:
+    raw = {"a": {"b": 3, "c": "x"}, "d": "${a.b}", "e": "${a.c}/${a.b}/y", "f": ["${d}"], "g": "$a {a}"}
+    data, wrong = interpolate(raw)
+    assert not wrong
+    assert (data["d"], data["e"], data["f"], data["g"]) == (3, "x/3/y", [3], "$a {a}")
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"model": {"path": "x"}, "p": "${model.pth}"}, "p: must be a reference.*Did you mean 'model.path'"),
+        ({"a": "${b}", "b": "${a}"}, "free of circles"),
+        ({"a": "x${a}"}, "free of circles"),
+        ({"a": None, "b": "${a}/x"}, "b: must be preceded by a value for a.*--set a="),
+    ],
+)
+def test_bad_references(raw: dict[str, Any], words: str) -> None:
+    _, wrong = interpolate(raw)
+    with pytest.raises(InvalidValue, match=words):
+        raise wrong[0]
+
+
+def test_defaults_are_filled_in_and_the_result_is_a_recipe_again() -> None:
+    recipe = check_recipe(good())
+    assert isinstance(recipe, Recipe)
+    assert recipe.folder == "runs/test"
+    assert recipe.score.scorer == "taylor"
+    assert recipe.select.budget == Budget(keep_heads=0.5)
+    assert check_recipe(yaml.safe_load(recipe_yaml(recipe))) == recipe
+
+
+@pytest.mark.parametrize("name", ["digits-vit", "trec-minilm", "llama-stories"])
+def test_shown_recipes_are_recipes(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    (tmp_path / "shown.yaml").write_text(recipe_yaml(recipe))
+    assert load_recipe(tmp_path / "shown.yaml") == recipe
+
+
+def test_all_errors_at_once_each_with_path_and_suggestion() -> None:
+    raw = {
+        "name": "bad run",
+        "descripton": "x",
+        "task": "text_clasification",
+        "seed": -1,
+        "model": {"path": "a", "config": {"x": 1}},
+        "data": {"path": "${model.pth}/x", "label": 3, "holdout": 1.5, "textt": "a"},
+        "score": {"scorer": "tailor"},
+        "select": {"keep_heads": 0, "settings": {"min_head": 2}},
+        "recover": [
+            {"method": "finetun"},
+            {"method": "finetune", "settings": {"epochs": "x", "schedule": "lin", "learning_rat": 1}},
+            5,
+        ],
+        "bench": {"batch_sizes": [0, 1]},
+        "train": {"epochs": 0, "schedule": "abc"},
+    }
+    found = problems(raw)
+    assert set(found) == {
+        *("name", "description", "descripton", "task", "seed", "model.config"),
+        *("data.path", "data.label", "data.holdout", "data.textt", "score.scorer"),
+        *("select.keep_heads", "select.settings.min_head", "bench.batch_sizes.0", "train.epochs", "train.schedule"),
+        *("recover.0.method", "recover.2", "recover.1.settings.epochs", "recover.1.settings.schedule"),
+        "recover.1.settings.learning_rat",
+    }
+    for path, closest in [
+        ("descripton", "description"),
+        ("task", "text_classification"),
+        ("data.textt", "text"),
+        ("data.path", "model.path"),
+        ("score.scorer", "taylor"),
+        ("select.settings.min_head", "min_heads"),
+        ("recover.0.method", "finetune"),
+        ("recover.1.settings.learning_rat", "learning_rate"),
+    ]:
+        assert f"Did you mean '{closest}'" in found[path]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        ({"model": {}}, "model", "got neither"),
+        ({"model__class_name": "BertModel"}, "model", "got both"),
+        ({"model": {"class_name": None}}, "model", "got neither"),
+        ({"model": "folder"}, "model", "a section with keys of its own"),
+        ({"data__text": None}, "data.text", "the column with text"),
+        ({"data__tokens": "ids"}, "data.tokens", "left out"),
+        ({"task": "causal_lm", "data__tokens": "ids"}, "data", "got both"),
+        ({"task": "causal_lm", "data__text": None}, "data", "got neither"),
+        ({"task": "image_classification"}, "data.text", "left out"),
+        ({"data__normalise": True}, "data.normalise", "has its own"),
+        ({"select": {}}, "select", "exactly one of"),
+        ({"select__keep_kv": 0.5}, "select", "got keep_heads, keep_kv"),
+        ({"select__keep_heads": 0}, "select.keep_heads", "a count >= 1 or a fraction"),
+        ({"select__keep_heads": 1.5}, "select.keep_heads", "a count >= 1 or a fraction"),
+        ({"select__length": 4}, "select.length", "with keep_macs only"),
+        ({"select__selector": "globl"}, "select.selector", "Did you mean 'global_topk'"),
+        ({"score__settings": {"reduce": "exampel"}}, "score.settings.reduce", "one of example"),
+        ({"score__settings": {"block": 8}}, "score.settings.block", "with reduce='batch' only"),
+        ({"score__batch_size": 0}, "score.batch_size", "greater than or equal to 1"),
+        ({"score__batch_size": "8"}, "score.batch_size", "valid integer"),
+        ({"seed": True}, "seed", "valid integer"),
+        ({"device": "gpu"}, "device", "'auto', 'cpu' or 'cuda'"),
+        ({"train": {"lr": 1}}, "train.lr", "a known key"),
+        ({"recover": [{"settings": {}}]}, "recover.0.method", "given"),
+        ({"recover": {"method": "mean_fold"}}, "recover", "list"),
+        ({"threads": 0}, "threads", "greater than or equal to 1"),
+        ({"data__holdout": 0}, "data.holdout", "greater than"),
+    ],
+)
+def test_single_errors(changes: dict[str, Any], path: str, words: str) -> None:
+    found = problems(good(**changes))
+    assert list(found) == [path], found
+    assert words in found[path]
+
+
+def test_settings_that_depend_on_each_other_are_judged_together() -> None:
+    recipe = check_recipe(good(score__settings={"block": 8, "reduce": "batch"}))
+    assert recipe.score.settings == {"block": 8, "reduce": "batch"}

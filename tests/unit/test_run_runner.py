@@ -1,0 +1,268 @@
+"""The runner: what a run leaves behind, also when it fails, is stopped, or finds a folder in use."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headprune as hp
+from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
+from headprune.run import runner, stages
+from headprune.run.models import build_model, open_model, resolve_device, resolve_path
+from headprune.run.recipe import Recipe
+from headprune.run.validate import check_recipe
+
+WORDS = [f"w{i}" for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny BERT body and a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("bert")
+    vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    one, two = "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]"
+    tokenizer.post_processor = processors.TemplateProcessing(one, two, [("[CLS]", 2), ("[SEP]", 3)])
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=24, max_position_embeddings=32, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def recipe(bert: Path, folder: Path, task: str = "text_classification", **sections: Any) -> Recipe:
+    draw = random.Random(0)
+    rows = []
+    for i in range(60):
+        words = draw.choices(WORDS, k=draw.randint(2, 8))
+        label = {"regression": i / 60, "token_classification": [w[-1] for w in words]}.get(task, i % 3)
+        text = words if task == "token_classification" else " ".join(words)
+        rows.append({"text": text, "other": words[0], "label": label})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return check_recipe(
+        {
+            "name": "test",
+            "description": "for tests",
+            "task": task,
+            "device": "cpu",
+            "out": str(folder / "out"),
+            "model": {"path": str(bert)},
+            "data": {"path": str(folder / "rows.jsonl"), "text": "text"},
+            "train": {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3},
+            "score": {"random_draws": 2},
+            "select": {"keep_heads": 0.5},
+            "report": False,
+            **sections,
+        }
+    )
+
+
+def quiet_run(chosen: Recipe, **settings: Any) -> hp.RunRecord:
+    return runner.run_recipe(chosen, say=lambda line: None, **settings)
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "metric"),
+    [
+        ("text_classification", ["text", "other"], "accuracy"),
+        ("regression", "text", "mse"),
+        ("token_classification", "text", "accuracy"),
+    ],
+)
+def test_tasks(bert: Path, tmp_path: Path, task: str, text: Any, metric: str) -> None:
+    data = {"path": str(tmp_path / "rows.jsonl"), "text": text}
+    settings = {"steps": 1, "distill": 0.0 if task == "regression" else 0.5}
+    steps = [{"method": "mean_fold"}, {"method": "finetune", "settings": settings}]
+    record = quiet_run(recipe(bert, tmp_path, task, data=data, recover=steps))
+    assert record.status == "done"
+    assert {row.metric for row in record.quality} == {metric}
+    rows = {row.name: row for row in record.quality if row.split == "test"}
+    assert list(rows) == [
+        *("base", "taylor", "magnitude", "random"),
+        *("recovered (mean_fold)", "recovered (mean_fold + finetune)"),
+    ]
+    assert [row.trained for row in rows.values()] == [False] * 5 + [True]
+    assert (rows["random"].draws, rows["base"].kept_heads, rows["taylor"].kept_heads) == (2, 8, 4)
+    assert rows["random"].value == pytest.approx(sum(record.metrics["random_draws"]) / 2)
+    assert {"base", "taylor", *list(rows)[4:]} == {row.name for row in record.quality if row.split == "validation"}
+    assert record.metrics["recovery"]["0"]["rows"] == "calibration"
+    assert record.metrics["recovery"]["1"]["rows"] == "train"
+    assert [proof.what for proof in record.proofs] == ["outputs", "reload"]
+    assert record.versions["torch"] == torch.__version__
+    assert record.hardware["device"] == "cpu"
+
+
+def test_a_run_is_reproducible(bert: Path, tmp_path: Path) -> None:
+    first = quiet_run(recipe(bert, tmp_path))
+    torch.rand(3)  # the run depends on its seed alone
+    second = quiet_run(recipe(bert, tmp_path), overwrite=True)
+    assert first.quality == second.quality
+    assert first.scores == second.scores
+    assert first.plan == second.plan
+    assert first.rows == second.rows
+    other = quiet_run(recipe(bert, tmp_path, seed=1), overwrite=True)
+    assert other.rows["train"]["digest"] != first.rows["train"]["digest"]
+
+
+def test_a_finished_run_is_not_overwritten_unless_asked(bert: Path, tmp_path: Path) -> None:
+    chosen = recipe(bert, tmp_path)
+    quiet_run(chosen)
+    before = (tmp_path / "out" / "record.json").read_bytes()
+    with pytest.raises(InvalidValue, match=r"a finished run.*--overwrite"):
+        quiet_run(chosen)
+    assert (tmp_path / "out" / "record.json").read_bytes() == before
+    quiet_run(chosen, out=tmp_path / "elsewhere")
+    assert (tmp_path / "elsewhere" / "record.json").is_file()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    quiet_run(chosen, overwrite=True)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_files_that_are_no_runs_are_left_alone(bert: Path, tmp_path: Path) -> None:
+    chosen = recipe(bert, tmp_path)
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    with pytest.raises(InvalidValue, match=r"model and no readable record.json"):
+        quiet_run(chosen)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidValue, match="must be a folder, got a file"):
+        quiet_run(chosen, out=tmp_path / "file")
+
+
+def failing(error: BaseException) -> Any:
+    def stage(*args: Any) -> Any:
+        raise error
+
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (KeyboardInterrupt(), "interrupted", "interrupted by the user"),
+        (RuntimeError("out of memory"), "failed", "RuntimeError: out of memory"),
+        (VerificationFailed("x", "y", "z"), "failed", "x: must be y, got z"),
+    ],
+)
+def test_a_broken_run_says_how_far_it_came(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str, text: str
+) -> None:
+    chosen = recipe(bert, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "compare_plans", failing(error))
+        with pytest.raises(type(error)):
+            quiet_run(chosen)
+    record = hp.RunRecord.load(tmp_path / "out" / "record.json")
+    assert (record.status, record.stage, record.error) == (status, "compare", text)
+    assert record.plan is not None
+    assert "compare" not in record.timings
+    assert quiet_run(chosen).status == "done"  # and does not stand in the way
+
+
+def test_nothing_is_written_for_a_recipe_that_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"score.scorer"):
+        runner.run_recipe("digits-vit", ["score.scorer=tailor"], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_budget_ends_in_the_record(bert: Path, tmp_path: Path) -> None:
+    with pytest.raises(hp.HeadPruneError, match="at least 2"):
+        quiet_run(recipe(bert, tmp_path, select={"keep_heads": 1}))
+    assert hp.RunRecord.load(tmp_path / "out" / "record.json").status == "failed"
+
+
+def test_scoring_alone_writes_nothing(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scores = runner.score_recipe(recipe(bert, tmp_path, out=None), say=lambda line: None)
+    assert (scores.scorer, scores.n_heads) == ("taylor", 8)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
+
+
+def test_a_chosen_baseline_is_not_compared_with_itself(bert: Path, tmp_path: Path) -> None:
+    record = quiet_run(recipe(bert, tmp_path, score={"scorer": "magnitude", "random_draws": 0}))
+    assert [row.name for row in record.quality if row.split == "test"] == ["base", "magnitude"]
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+def test_an_untrained_head_needs_training(bert: Path, tmp_path: Path) -> None:
+    chosen = recipe(bert, tmp_path, train=None)
+    with pytest.raises(InvalidValue, match=r"lacks classifier.bias.*Add a train section"):
+        build_model(chosen, (0, 1, 2))
+
+
+def test_text_that_is_too_long_is_refused_before_training(bert: Path, tmp_path: Path) -> None:
+    chosen = recipe(bert, tmp_path)
+    rows = [{"text": " ".join(WORDS * 3), "label": i % 2} for i in range(30)]
+    rows = [{**row, "text": f"w{i} {row['text']}"} for i, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(InvalidValue, match=r"data.max_length: must be at most 32"):
+        quiet_run(chosen)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"class_name": "ViTForImageClasification"}, "Did you mean 'ViTForImageClassification'"),
+        ({"class_name": "pipeline"}, "must be a Transformers model class"),
+        ({"class_name": "BertForSequenceClassification", "config": {"hiden_size": 4}}, "Did you mean 'hidden_size'"),
+        ({"class_name": "BertForSequenceClassification", "config": {"hidden_size": 7}}, "a valid BertConfig"),
+    ],
+)
+def test_bad_fresh_models(bert: Path, tmp_path: Path, model: dict[str, Any], words: str) -> None:
+    chosen = recipe(bert, tmp_path, model=model)
+    with pytest.raises(hp.HeadPruneError, match=words):
+        build_model(chosen, (0, 1))
+
+
+def test_fresh_models_come_from_the_seed_and_leave_the_random_state(bert: Path, tmp_path: Path) -> None:
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    chosen = recipe(bert, tmp_path, model={"class_name": "BertForSequenceClassification", "config": small})
+    before = torch.random.get_rng_state()
+    one = build_model(chosen, ("a", "b", "c"))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(5)
+    two = build_model(chosen, ("a", "b", "c"))
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=0)
+    assert one.config.id2label == {0: "a", 1: "b", 2: "c"}
+
+
+def test_paths(tmp_path: Path) -> None:
+    assert resolve_path("someone/model") == "someone/model"
+    assert resolve_path(str(tmp_path)) == str(tmp_path)
+    assert Path(resolve_path("package:headprune/layouts")).name == "layouts"
+    for bad in ("package:no_such_package/model", "package:headprune/none", "package:a b/c", "./none", "/none", "a/b/c"):
+        with pytest.raises(InvalidValue, match=r"model.path"):
+            resolve_path(bad)
+
+
+def test_open_model_tells_what_is_wrong(tmp_path: Path, bert: Path) -> None:
+    assert type(open_model(str(bert))).__name__ == "BertModel"
+    with pytest.raises(InvalidValue, match=r"without config.json"):
+        open_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidValue, match="MODEL: must be a folder from which"):
+        open_model(str(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu() -> None:
+    with pytest.raises(InvalidValue, match="torch sees no GPU"):
+        resolve_device("cuda")
+    assert resolve_device("auto").type == "cpu"
+
+
+def test_unknown_recipe() -> None:
+    with pytest.raises(UnknownName, match="Did you mean 'trec-minilm'"):
+        runner.run_recipe("trec-minilmm")

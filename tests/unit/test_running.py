@@ -1,0 +1,126 @@
+"""Running a model without a trace: calls, devices, sizes, modes, gradients, random states."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from headprune.core.errors import InvalidValue
+from headprune.model.running import (
+    DataDigest,
+    batch_size,
+    call,
+    device_of,
+    outputs,
+    tensors,
+    to_device,
+    token_mask,
+    undisturbed,
+)
+from tests.laws.support import EXACT, picture, subject_of
+
+
+class Takes(nn.Module):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return x if y is None else x - y
+
+
+@pytest.mark.parametrize(
+    "batch", [{"x": torch.ones(2), "y": torch.zeros(2)}, (torch.ones(2), torch.zeros(2)), torch.ones(2)]
+)
+def test_call_takes_mappings_sequences_and_tensors(batch: Any) -> None:
+    assert_close(call(Takes(), batch), torch.ones(2), **EXACT)
+    assert_close(call(Takes(), list(batch) if isinstance(batch, tuple) else batch), torch.ones(2), **EXACT)
+
+
+def test_outputs_leave_caches_attention_maps_and_integers_out() -> None:
+    subject = subject_of("llama")
+    subject.model.set_attn_implementation("eager")
+    out = subject.model(**subject.batch, use_cache=True, output_attentions=True, output_hidden_states=True)
+    assert out.past_key_values is not None
+    assert len(out.attentions) == 3
+    found = outputs(out)
+    assert [t.shape for t in found] == [(3, 7, 50)] + [(3, 7, 24)] * 4
+    mixed = (torch.ones(1), [torch.ones(2), {"a": torch.ones(3).int()}], None, "x")
+    assert [t.shape[0] for t in outputs(mixed)] == [1, 2]
+
+
+def test_tensors_come_in_order_from_any_nesting() -> None:
+    a, b, c = (torch.ones(n) for n in (1, 2, 3))
+    nested = OrderedDict(z=[a, (b, {"k": c})], y=None, x=3)
+    assert [t.shape[0] for t in tensors(nested)] == [1, 2, 3]
+
+
+def test_to_device_copies_containers_and_leaves_the_rest() -> None:
+    batch = {"a": torch.ones(2), "b": [torch.ones(1), "text", None], "c": 3}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"].device.type == moved["b"][0].device.type == "meta"
+    assert (moved["b"][1], moved["b"][2], moved["c"]) == ("text", None, 3)
+    assert batch["a"].device.type == "cpu"
+    assert device_of(nn.Linear(1, 1, device="meta")).type == "meta"
+    assert device_of(nn.Identity()).type == "cpu"
+
+
+def test_batch_size_is_that_of_the_first_tensor_with_a_dimension() -> None:
+    assert batch_size({"scalar": torch.tensor(1.0), "x": torch.ones(5, 2)}) == 5
+    assert batch_size((torch.ones(4), torch.ones(9))) == 4
+    with pytest.raises(InvalidValue, match="example: must be made of tensors with the examples first, got dict"):
+        batch_size({"x": "text"}, "example")
+    with pytest.raises(InvalidValue, match="an empty batch"):
+        batch_size(torch.ones(0, 3))
+
+
+def test_token_mask_only_where_it_fits() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    assert token_mask({"attention_mask": mask}, (1, 3)).tolist() == [[True, True, False]]
+    assert token_mask({"attention_mask": mask}, (1, 4)) is None
+    assert token_mask({"input_ids": mask}, (1, 3)) is None
+    assert token_mask((mask,), (1, 3)) is None
+
+
+def test_digest_sees_values_types_shapes_and_order() -> None:
+    def digest(*batches: Any) -> str:
+        of = DataDigest()
+        for batch in batches:
+            of.add(batch)
+        return of.hexdigest()
+
+    a = torch.arange(6.0).view(2, 3)
+    assert digest({"x": a}) == digest((a,)) == digest(a.t().contiguous().t())
+    assert len({digest(a), digest(a.t()), digest(a.double()), digest(a + 1), digest(a[:1], a[1:]), digest()}) == 6
+    assert digest(torch.tensor(True)) != digest(torch.tensor(False))
+    assert digest(a.bfloat16()) != digest(a.half())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_undisturbed_puts_everything_back(frozen: bool, fails: bool) -> None:
+    subject = subject_of("bert")
+    model = subject.model
+    for index, module in enumerate(model.modules()):
+        module.training = index % 2 == 0
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 3 > 0)
+        parameter.grad = torch.ones_like(parameter) if index % 3 == 1 else None
+    grads = [p.grad for p in model.parameters()]
+    before, state = picture(model), torch.get_rng_state()
+    try:
+        with undisturbed(model, frozen) as same:
+            assert same is model
+            assert not any(m.training for m in model.modules())
+            assert any(p.requires_grad for p in model.parameters()) is not frozen
+            torch.randn(3)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            if fails:
+                raise RuntimeError
+    except RuntimeError:
+        assert fails
+    assert picture(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(a is b for a, b in zip(grads, (p.grad for p in model.parameters()), strict=True))
