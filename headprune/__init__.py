@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.core.version import __version__
 
-
 _HOME = {
     "AttentionLayout": "headprune.core.layout",
     "AttentionSite": "headprune.core.heads",

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "compare_latency": "headprune.bench.latency",
+    "evaluate": "headprune.bench.quality",
     "shaped_batch": "headprune.bench.latency",
+    "sizes": "headprune.bench.size",
 }
 
 __all__ = [*_HOME]
@@ -26,3 +28,5 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from headprune.bench.latency import compare_latency as compare_latency
     from headprune.bench.latency import shaped_batch as shaped_batch
+    from headprune.bench.quality import evaluate as evaluate
+    from headprune.bench.size import sizes as sizes

@@ -41,7 +41,8 @@ def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None 
         sites: Where; default ``find_sites(model)``.
 
     Gates are differentiable: the gradient at gates of 1 is the head's first-order importance. With gradient
-    checkpointing, run the backward pass inside the block too, because it runs the forward again.
+    checkpointing, run the backward pass inside the block too, because it runs the forward again. A copy of the model
+    that is made inside has no gates.
 
     Raises:
         InvalidValue: a tensor of a wrong shape.
@@ -135,6 +136,15 @@ class _Gated(nn.Module):
                 raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
             x = (heads * gate.to(heads.dtype)).flatten(-2)
         return super().__call__(x, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Gates belong to the block: a copy or a pickle made inside would carry them out of it for ever.
+        state = {k: v for k, v in self.__dict__.items() if k != _ATTRIBUTE}
+        return _ungated, (type(self).__mro__[2],), state
+
+
+def _ungated(original: type[nn.Module]) -> nn.Module:
+    return original.__new__(original)
 
 
 @cache

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from headprune.core.errors import UnsupportedModel
 
 
 class _WithoutHeads(nn.Module):
@@ -35,6 +38,21 @@ class _WithoutHeads(nn.Module):
         bias = projection.bias
         return (output + bias if isinstance(bias, Tensor) else output), weights
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made here and now: a pickle must say how to make it again.
+        return _rebuilt, (type(self).__mro__[2], self.headprune_gate, self.headprune_cross), dict(self.__dict__)
+
+
+def _rebuilt(original: type[nn.Module], gate: str | None, cross: bool) -> nn.Module:
+    kind = _headless_class(original, gate, cross)
+    return kind.__new__(kind)
+
+
+def _headless_class(original: type[nn.Module], gate: str | None, cross: bool) -> type[nn.Module]:
+    ours = {"headprune_gate": gate, "headprune_cross": cross}
+    body = {**ours, "__doc__": original.__doc__, "__module__": original.__module__}
+    return type(original.__name__, (_WithoutHeads, original), body)
+
 
 def without_heads(module: nn.Module, gate: str | None, cross: bool = False) -> None:
     """Turns ``module`` in place into its own subclass that has no heads; it keeps its class name and its place.
@@ -43,10 +61,15 @@ def without_heads(module: nn.Module, gate: str | None, cross: bool = False) -> N
         module: The attention module whose ``forward`` computes the heads.
         gate: The output projection inside it, None where that is a sibling.
         cross: Whether it attends to another sequence, whose keys a cache keeps apart.
+
+    Raises:
+        UnsupportedModel: the module has a ``forward`` of its own that would hide the class's.
     """
     original = type(module)
     if issubclass(original, _WithoutHeads):
         return
-    ours = {"headprune_gate": gate, "headprune_cross": cross}
-    body = {**ours, "__doc__": original.__doc__, "__module__": original.__module__}
-    module.__class__ = type(original.__name__, (_WithoutHeads, original), body)
+    if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
+        raise UnsupportedModel(original.__name__, "left with a head, for its forward is replaced", "none kept")
+    module.__class__ = _headless_class(original, gate, cross)
+    if "_old_forward" in module.__dict__:  # accelerate's hooks (device_map) call the forward that they wrapped
+        module.__dict__["_old_forward"] = MethodType(_WithoutHeads.forward, module)

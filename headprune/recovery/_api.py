@@ -33,14 +33,14 @@ def recover_(
         batches: Any iterable of what the model takes; a method that trains goes through it more than once.
         method: A registered name, see ``hp.recovery.registry.names()``, or a configured method.
         teacher: The unpruned original, for methods that need one (``Recovery.needs_teacher``); left as it is.
-        loss: ``(model, batch) -> Tensor[batch]``, for methods that train (``Recovery.takes_loss``); the default
-            covers the usual Transformers heads.
+        loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads. A method that does
+            not train runs models through it, where a batch is not simply their arguments.
         sites: Default ``find_sites(model)``; a method that looks at no heads only checks it against the model.
         progress: Show a progress bar.
 
     Raises:
         UnknownName: no method of this name.
-        InvalidValue: no data; an argument that the method needs and lacks, or that it has no use for.
+        InvalidValue: no data; a teacher that the method needs and lacks, or has no use for.
         PlanMismatch: the teacher is no model that ``model`` can have been cut from.
 
     >>> import copy, torch
@@ -58,8 +58,6 @@ def recover_(
     model = unwrap(model)
     if teacher is not None or chosen.needs_teacher:
         teacher = _checked_teacher(model, teacher, name, chosen)
-    if loss is not None and not chosen.takes_loss:
-        raise InvalidValue("loss", f"left out: {name} does not read it", repr(loss))
     if sites is not None:
         sites = sites if isinstance(sites, Sites) else tuple(sites)
         bind(model, sites)

@@ -86,8 +86,8 @@ class RecoveryReport(Value):
 class Recovery(abc.ABC):
     """Wins back what a cut cost. A concrete one is a frozen dataclass of its settings, which are JSON data."""
 
-    #: Whether it reads a loss; one that does not refuses ``loss=``.
-    takes_loss: ClassVar[bool] = False
+    #: Whether it trains; one that does not runs the teacher only, through ``loss`` where a batch is not its arguments.
+    trains: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from headprune.core.errors import HeadPruneError, InvalidValue, PlanMismatch, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.model.fingerprint import fingerprint
-from headprune.model.running import batch_size, call, device_of, to_device, token_mask, undisturbed
+from headprune.model.running import batch_size, device_of, to_device, token_mask, undisturbed
 from headprune.model.sites import BoundSite, bind
 
 _MUST = "the model that the pruned one was cut from"
@@ -86,7 +86,11 @@ class _Mean:
 
 
 def mean_contexts(
-    teacher: nn.Module, wanted: Sequence[tuple[BoundSite, Sequence[int]]], batches: Iterable[Any], progress: bool
+    teacher: nn.Module,
+    wanted: Sequence[tuple[BoundSite, Sequence[int]]],
+    batches: Iterable[Any],
+    run: Callable[[nn.Module, Any], Any],
+    progress: bool,
 ) -> tuple[list[Tensor], int]:
     """Means of columns of the output projections' inputs, over every token that is no padding.
 
@@ -96,6 +100,7 @@ def mean_contexts(
         teacher: The model; run in evaluation mode and left as it was.
         wanted: Sites of it, each with columns of its output projection's input.
         batches: The data.
+        run: Runs a model on a batch.
         progress: Show a progress bar.
 
     Returns:
@@ -117,7 +122,7 @@ def mean_contexts(
             batch = to_device(batch, device)
             for mean in means:
                 mean.batch = batch
-            call(teacher, batch)
+            run(teacher, batch)
     if not examples:
         raise InvalidValue("batches", "at least one batch", "an empty iterable")
     return [m.mean() for m in means], examples

@@ -42,7 +42,7 @@ class Finetune(Recovery):
     (True, False)
     """
 
-    takes_loss: ClassVar[bool] = True
+    trains: ClassVar[bool] = True
 
     epochs: float = 1
     learning_rate: float = 5e-5

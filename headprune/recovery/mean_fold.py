@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from headprune.attention.linear import cut_features, feature_count
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.slabs import rows_of
+from headprune.model.running import call
 from headprune.model.sites import BoundSite
 from headprune.recovery._base import Job, Outcome, Recovery
 from headprune.recovery._teacher import mean_contexts, paired
@@ -63,7 +64,7 @@ class MeanFold(Recovery):
         if not folds:
             return Outcome((), 0, {"heads": 0}, (*notes, "Nothing to fold: the model lacks no other head."))
         wanted = [(f.teacher, f.columns) for f in folds]
-        means, examples = mean_contexts(job.teacher, wanted, job.batches, job.progress)
+        means, examples = mean_contexts(job.teacher, wanted, job.batches, job.loss or call, job.progress)
         biases = [_bias(fold, mean) for fold, mean in zip(folds, means, strict=True)]
         added = [_install_(fold, bias) for fold, bias in zip(folds, biases, strict=True)]
         metrics = {"heads": sum(len(f.heads) for f in folds), "biases_added": sum(added)}

@@ -9,12 +9,13 @@ _HOME = {
     "Recipe": "headprune.run.recipe",
     "RecipeError": "headprune.run.validate",
     "load_recipe": "headprune.run.validate",
+    "prepared": "headprune.run.runner",
     "run_recipe": "headprune.run.runner",
     "score_recipe": "headprune.run.runner",
     "shipped_recipes": "headprune.run.reading",
 }
 
-__all__ = ["Recipe", "RecipeError", "load_recipe", "run_recipe", "score_recipe", "shipped_recipes"]
+__all__ = ["Recipe", "RecipeError", "load_recipe", "prepared", "run_recipe", "score_recipe", "shipped_recipes"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,5 +33,5 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from headprune.run.reading import shipped_recipes
     from headprune.run.recipe import Recipe
-    from headprune.run.runner import run_recipe, score_recipe
+    from headprune.run.runner import prepared, run_recipe, score_recipe
     from headprune.run.validate import RecipeError, load_recipe

@@ -13,7 +13,7 @@ from headprune.core.scores import HeadScores
 from headprune.run import stages
 from headprune.run.journal import PLAN, SCORES, Journal, take_folder
 from headprune.run.recipe import Recipe
-from headprune.run.subject import prepare_subject, quiet
+from headprune.run.subject import Subject, prepare_subject, quiet
 from headprune.run.validate import load_recipe
 
 
@@ -59,13 +59,20 @@ def run_recipe(
     return journal.record
 
 
+def prepared(
+    recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = _print
+) -> Subject:
+    """The line as far as a trained model and its data (``.model``, ``.data``); writes nothing."""
+    chosen = _resolved(recipe, settings, None)
+    quiet()
+    return prepare_subject(chosen, Journal(chosen.name, chosen.model_dump(), None, say))
+
+
 def score_recipe(
     recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = _print
 ) -> HeadScores:
     """The line as far as the scores; writes nothing."""
-    chosen = _resolved(recipe, settings, None)
-    quiet()
-    subject = prepare_subject(chosen, Journal(chosen.name, chosen.model_dump(), None, say))
+    subject = prepared(recipe, settings, say=say)
     with subject.journal.stage("score"):
         return stages.score_heads(subject).chosen
 

@@ -127,11 +127,11 @@ def recover(subject: Subject, pruned: nn.Module) -> None:
     kept = count_heads(pruned)
     for i, step in enumerate(subject.recipe.recover):
         method = _method(step, subject.recipe.seed)
-        purpose = step.rows or ("train" if method.takes_loss else "calibration")
+        purpose = step.rows or ("train" if method.trains else "calibration")
         teacher = subject.model if method.needs_teacher else None
         done = recover_(pruned, subject.data.loader(purpose, step.batch_size), method, teacher)
         names.append(step.method)
-        trained = trained or method.takes_loss
+        trained = trained or method.trains
         reports[f"{i}"] = {"method": step.method, "rows": purpose, "seconds": round(done.seconds, 3), **done.metrics}
         subject.journal.note(metrics={"recovery": reports}, warnings=done.notes)
         subject.report(pruned, f"recovered ({' + '.join(names)})", kept, trained)

@@ -1,4 +1,4 @@
-"""Law 4: save -> load gives the same model back, bit for bit, for every layout, ragged plans and layers without heads."""
+"""Law 4: save -> load gives the same model back, bit for bit: every layout, ragged plans, layers without heads."""
 
 from __future__ import annotations
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.testing import assert_close
 from transformers import StaticCache
 
 import headprune as hp
-from tests.laws.support import CLOSE, Subject, subject_of
+from headprune.core.errors import UnsupportedModel
+from tests.laws.support import CLOSE, Subject, picture, subject_of
 
 LEFT = torch.tensor([[1] * 7, [0, 0] + [1] * 5, [0, 0, 0, 0, 1, 1, 1]])
 MASKS = ["ragged", "first layer without heads", "middle layer without heads", "no heads at all"]
@@ -121,3 +123,26 @@ def test_generation_in_a_model_cut_twice() -> None:
     with hp.gated(decoder.model, decoder.mask({first: [], second: [4, 5]})):
         expected = generate(decoder, decoder.model)
     assert_same(generate(decoder, small), expected)
+
+
+def test_a_layer_without_heads_under_the_hooks_of_accelerate(decoder: Subject) -> None:
+    """With a device_map every module has a forward of its own, which would hide that of its new class."""
+    mask, small = mask_of(decoder, "first layer without heads"), decoder.copy()
+    with hp.gated(decoder.model, mask):
+        expected = generate(decoder, decoder.model)
+    attention = small.get_submodule(decoder.sites[0].name)
+    add_hook_to_module(attention, AlignDevicesHook(execution_device="cpu"))
+    hooked = attention.forward
+    hp.prune_(small, mask)
+    assert attention.forward is hooked
+    assert_same(generate(decoder, small), expected)
+
+
+def test_a_layer_whose_forward_someone_replaced_keeps_a_head(decoder: Subject) -> None:
+    attention = decoder.model.get_submodule(decoder.sites[0].name)
+    attention.forward = attention.forward
+    before = picture(decoder.model)
+    with pytest.raises(UnsupportedModel, match="its forward is replaced"):
+        hp.prune_(decoder.model, mask_of(decoder, "first layer without heads"))
+    assert [row for row in picture(decoder.model) if row[1] != "forward"] == [r for r in before if r[1] != "forward"]
+    hp.prune_(decoder.model, decoder.ragged(), decoder.batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -147,3 +148,16 @@ def test_removing_the_last_unit_of_a_layer_unit_by_unit(subject: Subject) -> Non
         with hp.gated(subject.model, mask):
             assert_close(subject.run(small), subject.run(), **CLOSE)
     assert hp.find_sites(small)[0].heads == ()
+
+
+@pytest.mark.parametrize("which", ["first", "all"])
+def test_a_layer_without_heads_survives_a_pickle(subject: Subject, which: str) -> None:
+    if subject.layout.name == "multi_head_attention":
+        pytest.skip("its tiny model is a class inside a function, which no pickle can name")
+    hp.prune_(subject.model, emptied(subject, which))
+    twin = pickle.loads(pickle.dumps(subject.model))
+    assert_same_bits(twin, subject.model)
+    assert_close(subject.run(twin), subject.run(), **EXACT)
+    assert [type(m).__mro__[1].__name__ for m in twin.modules()] == [
+        type(m).__mro__[1].__name__ for m in subject.model.modules()
+    ]

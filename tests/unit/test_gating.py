@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -241,3 +243,15 @@ def test_sites_of_a_layout_that_is_not_registered_work_only_with_that_layout() -
         pass
     with pytest.raises(UnknownName, match="'mine'"):
         hp.gated(model, {"0": torch.ones(4)}, tuple(sites)).__enter__()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_made_inside_the_block_has_no_gates(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = two_layers(), x_of(2, 5, 8)
+    expected, gate = model(x), torch.zeros(4, dtype=F64, requires_grad=True)
+    with hp.gated(model, {"0": gate * 1}):  # no leaf: such a tensor itself cannot be copied
+        twin = copied(model)
+        assert (model(x) - expected).abs().max() > 1e-3
+        assert_close(twin(x), expected, **EXACT)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in two_layers().modules()]
+    assert not any(k.startswith("headprune") for m in twin.modules() for k in m.__dict__)

@@ -375,6 +375,18 @@ def test_a_teacher_without_heads_that_the_model_has_is_refused():
         hp.recover_(teacher, batches, teacher=model)
 
 
+def test_a_loss_says_how_the_teacher_is_run():
+    model, teacher, batches = pruned_pair()
+    # Padding is told from the batch's own attention_mask, which a nested batch hides: here nothing is padded.
+    batches = [{**batch, "attention_mask": torch.ones_like(batch["attention_mask"])} for batch in batches]
+    plain, wrapped = copy.deepcopy(model), copy.deepcopy(model)
+    hp.recover_(plain, batches, "mean_fold", teacher)
+    nested = [{"inputs": batch} for batch in batches]
+    hp.recover_(wrapped, nested, "mean_fold", teacher, loss=lambda m, b: m(**b["inputs"]).logits.sum(1))
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(wrapped.state_dict()[name], value, rtol=0, atol=0)
+
+
 def test_bad_arguments_are_refused_and_leave_the_model_alone():
     model, teacher, batches = pruned_pair()
     before = copy.deepcopy(model.state_dict())
@@ -382,8 +394,6 @@ def test_bad_arguments_are_refused_and_leave_the_model_alone():
         hp.recover_(model, batches, "mean_folds", teacher)
     with pytest.raises(InvalidValue, match="Call it, to configure it"):
         hp.recover_(model, batches, MeanFold, teacher)
-    with pytest.raises(InvalidValue, match="loss: must be left out"):
-        hp.recover_(model, batches, "mean_fold", teacher, loss=lambda m, b: None)
     with pytest.raises(InvalidValue, match=r"must be a torch\.nn\.Module"):
         hp.recover_("bert", batches, "mean_fold", teacher)
     with pytest.raises(InvalidValue, match="batches: must be at least one batch"):
