@@ -31,8 +31,7 @@ def bench(
 
         from headprune.bench.latency import compare_latency, shaped_batch
         from headprune.bench.size import sizes
-        from headprune.cli.prune import _example
-        from headprune.run.models import open_model, resolve_device
+        from headprune.run.models import example_batch, open_model, resolve_device
         from headprune.run.subject import quiet
         from headprune.run.surroundings import hardware
 
@@ -43,7 +42,7 @@ def bench(
         if threads is not None:
             torch.set_num_threads(threads)
         models = open_model(original, "ORIGINAL").to(place), open_model(pruned, "PRUNED").to(place)
-        example = _example(models[0])
+        example = example_batch(models[0])
         if example is None:
             raise InvalidValue("ORIGINAL", "a model that takes tokens or images", type(models[0]).__name__)
         lengths = length or [128]

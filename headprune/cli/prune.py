@@ -11,8 +11,6 @@ from headprune.cli._shared import AsJson, Debug, emit, guarded, say
 from headprune.core.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from headprune.core.plan import PruningPlan
 
 
@@ -29,7 +27,7 @@ def prune(
     """Cut a saved model, prove it equal to the gated one, and save it."""
     with guarded(debug):
         decided = _decide(plan, scores, keep, selector)
-        from headprune.run.models import open_model
+        from headprune.run.models import example_batch, open_model
         from headprune.run.subject import quiet
         from headprune.surgery.checkpoint import save_pretrained
         from headprune.surgery.prune import prune_
@@ -38,7 +36,10 @@ def prune(
             raise InvalidValue("--out", "a new or an empty folder", str(out))
         quiet()
         subject = open_model(model, "--model")
-        report = prune_(subject, decided, example=_example(subject))
+        example = example_batch(subject)
+        if example is None:
+            say("warning: no inputs could be made up for this model; the cut is not compared with the gated model")
+        report = prune_(subject, decided, example=example)
         save_pretrained(subject, out)
         if as_json:
             emit({"out": str(out), "plan": decided.to_dict(), "report": _facts(report)})
@@ -66,25 +67,6 @@ def _decide(plan: Path | None, scores: Path | None, keep: str | None, selector: 
     except ValueError:
         raise InvalidValue("--keep", "a count of heads or a fraction", repr(keep)) from None
     return select(HeadScores.load(scores), Budget(keep_heads=amount), selector or "global_topk")
-
-
-def _example(model: nn.Module) -> Any:
-    """A small batch of made-up inputs for the proof; None where we cannot make one, and the report says so."""
-    import torch
-
-    config = getattr(model, "config", None)
-    generator = torch.Generator().manual_seed(0)
-    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    if isinstance(size, int) and isinstance(channels, int):
-        return {"pixel_values": torch.rand(2, channels, size, size, generator=generator)}
-    vocabulary = getattr(config, "vocab_size", None)
-    if isinstance(vocabulary, int) and not getattr(config, "is_encoder_decoder", False):
-        ids = torch.randint(0, vocabulary, (2, 12), generator=generator)
-        mask = torch.ones_like(ids)
-        mask[1, 8:] = 0
-        return {"input_ids": ids, "attention_mask": mask}
-    say("warning: no example could be made for this model; the cut is not compared with the gated model")
-    return None
 
 
 def _facts(report: Any) -> dict[str, Any]:

@@ -64,7 +64,6 @@ class Journal:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.record = RunRecord(name, "running", "start", now, FrozenDict(recipe))
         self.folder, self.say = folder, say
-        self.write()
 
     def write(self) -> None:
         """Writes the record as it is now, whole or not at all."""

@@ -21,7 +21,6 @@ _AUTO = {
     "causal_lm": "AutoModelForCausalLM",
     "image_classification": "AutoModelForImageClassification",
 }
-_HINT = "Give a local folder: --set model.path=FOLDER."
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,9 @@ def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
         reason = " ".join(str(error).split())[:300]
         local = Path(folder).is_dir()
         must = "a local folder, or a hub model that can be reached"
+        hint = "Give a local folder" + (": --set model.path=FOLDER." if where == "model.path" else ".")
         must = f"a folder from which {kind.__name__} loads" if local else must
-        raise InvalidValue(where, must, f"{path!r} ({reason})", "" if local else _HINT) from error
+        raise InvalidValue(where, must, f"{path!r} ({reason})", "" if local else hint) from error
 
 
 def _fresh(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
@@ -194,3 +194,19 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
     kind = getattr(transformers, str(name), transformers.AutoModel)
     model: nn.Module = _loaded(kind, path, where, dtype=torch.float32)
     return model.eval()
+
+
+def example_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """A small made-up batch of tokens (one row padded) or images; None for a model that takes something else."""
+    config = getattr(model, "config", None)
+    generator = torch.Generator().manual_seed(0)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if isinstance(size, int) and isinstance(channels, int):
+        return {"pixel_values": torch.rand(2, channels, size, size, generator=generator)}
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int) or getattr(config, "is_encoder_decoder", False):
+        return None
+    ids = torch.randint(0, vocabulary, (2, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    return {"input_ids": ids, "attention_mask": mask}

@@ -162,20 +162,25 @@ def test_inspect(bert: Path, tmp_path: Path) -> None:
     assert "8 heads in 8 prune units" in text
 
 
-def test_inspect_says_why_a_module_is_not_taken(tmp_path: Path) -> None:
-    from transformers import BlipConfig, BlipForQuestionAnswering
+class OddAttention(torch.nn.Module):
+    """Attention that no layout describes."""
 
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    text = {**small, "vocab_size": 30, "max_position_embeddings": 16, "encoder_hidden_size": 16}
-    config = BlipConfig(text_config=text, vision_config={**small, "image_size": 8, "patch_size": 4}, projection_dim=8)
-    BlipForQuestionAnswering(config).save_pretrained(tmp_path)
-    result = call("inspect", tmp_path, "--json")
-    if result.exit_code == 0:
-        found = json.loads(result.stdout)
-        assert found["not_taken"]
-        assert all("nearest layout" in other["reason"] for other in found["not_taken"])
-    else:
-        assert "nearest layout" in result.stderr
+    def __init__(self) -> None:
+        super().__init__()
+        self.W_q = torch.nn.Linear(8, 8)
+
+
+def test_inspect_says_why_a_module_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headprune.run import models
+
+    model = torch.nn.Sequential(hp.MultiHeadAttention(8, 2), OddAttention())
+    monkeypatch.setattr(models, "open_model", lambda path: model)
+    result = call("inspect", "odd")
+    assert result.exit_code == 0
+    assert "2 heads in 2 prune units" in result.stdout
+    assert "not taken: 1 (OddAttention; nearest layout 'multi_head_attention': it has no 'W_k'" in result.stderr
+    (other,) = json.loads(call("inspect", "odd", "--json").stdout)["not_taken"]
+    assert (other["module"], other["class"]) == ("1", "OddAttention")
 
 
 # --- running -----------------------------------------------------------------------------------------------------

@@ -109,9 +109,7 @@ def test_weights_in_a_pickle_are_not_read(folder: Path) -> None:
 
 def test_a_missing_tensor(folder: Path) -> None:
     rewrite(folder, lambda t: t.pop("classifier.bias"))
-    refuses(
-        folder, r"exactly the tensors of BertFor.*, got 1 missing \(classifier\.bias\), 0 unknown"
-    )
+    refuses(folder, r"exactly the tensors of BertFor.*, got 1 missing \(classifier\.bias\), 0 unknown")
 
 
 def test_a_foreign_tensor(folder: Path) -> None:
