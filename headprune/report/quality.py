@@ -60,8 +60,8 @@ class QualityGroup:
         return self.metric[:1].upper() + self.metric[1:]
 
     def find(self, role: Role) -> QualityLine | None:
-        """The first row of a role."""
-        return next((r for r in self.rows if r.role == role), None)
+        """The last row of a role: of several recoveries, what came out of all of them."""
+        return next((r for r in reversed(self.rows) if r.role == role), None)
 
 
 def _is(metric: str, names: Sequence[str]) -> bool:
