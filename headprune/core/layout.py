@@ -19,6 +19,12 @@ from headprune.core.slabs import Packing, check_slab
 #: Attribute under which a module that has been cut remembers its original heads (a HeadState).
 STATE_ATTRIBUTE = "headprune_state"
 
+#: Attribute under which a projection holds its gates while a ``gated`` block lasts.
+GATES_ATTRIBUTE = "headprune_gates"
+
+#: Attribute under which an output projection remembers the heads whose mean its bias holds.
+FOLDED_ATTRIBUTE = "headprune_folded"
+
 #: What a count attribute of a module holds, in words of HeadGeometry.
 Count = Literal["n_query_heads", "n_kv_heads", "group_size", "query_width", "value_width"]
 
@@ -70,7 +76,7 @@ class AttentionLayout:
         value_dim: The same for value heads; None where it equals ``head_dim``.
         kind: ``self``, ``causal``, ``cross``, or a function of the module that says which.
         requires: Attribute paths that must exist for a module to match.
-        absent: Attribute paths that must not exist.
+        absent: Attribute paths that must not exist, or must be False or None.
         untouched: Paths whose parameters do not depend on the heads (a layer norm of the model's width).
         per_head: Paths of norms that span one head's width, if the module has them; one that spans several heads is
             refused, because cutting it would change the heads that stay.

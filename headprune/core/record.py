@@ -150,7 +150,9 @@ class RunRecord(Value):
         lines = [f"RunRecord {self.name}: {self.status} at {self.stage}, {self.created}"]
         for row in self.quality:
             spread = "" if row.spread is None else f" ± {row.spread:.4f} ({row.draws} draws)"
-            lines.append(f"  {row.name:<28} {row.kept_heads:>4} heads  {row.split} {row.metric} {row.value:.4f}{spread}")
+            lines.append(
+                f"  {row.name:<28} {row.kept_heads:>4} heads  {row.split} {row.metric} {row.value:.4f}{spread}"
+            )
         for speed in self.speed:
             interval = f"{speed.ratio:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
             lines.append(f"  batch {speed.batch:>4} x {speed.length:>4} tokens: {interval}")

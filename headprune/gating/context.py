@@ -9,6 +9,7 @@ model was compiled and run; it does check classes, so the gates take effect ther
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -19,13 +20,12 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.layout import GATES_ATTRIBUTE
 from headprune.core.plan import PruningPlan
 from headprune.model.fingerprint import check_plan
 from headprune.model.sites import BoundSite, bind
 
 Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Tensor] | Tensor"
-
-_ATTRIBUTE = "headprune_gates"
 
 
 @contextmanager
@@ -69,7 +69,8 @@ def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None 
 def gate_tensors(model: nn.Module, gates: Gates, bound: list[BoundSite]) -> list[tuple[BoundSite, Tensor]]:
     """Any accepted form of gates as one tensor ``[..., present heads]`` a site, checked."""
     if isinstance(gates, (PruningPlan, HeadMask)):
-        check_plan(model, [b.site for b in bound], gates)
+        for note in check_plan(model, [b.site for b in bound], gates):
+            warnings.warn(note, UserWarning, stacklevel=4)
         mask = gates.mask if isinstance(gates, PruningPlan) else gates
         return [(b, _from_mask(b, mask)) for b in bound]
     if isinstance(gates, Tensor):
@@ -127,7 +128,7 @@ class _Gated(nn.Module):
     """Mixed into a projection's class: multiplies the heads in its input, then calls it as it was."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for gate in getattr(self, _ATTRIBUTE):
+        for gate in getattr(self, GATES_ATTRIBUTE):
             heads = x.unflatten(-1, (gate.shape[-2], -1))
             rows, given = heads.shape[:-2], gate.shape[:-2]
             # Checked by hand: broadcasting would let a gate an example fit another axis by chance.
@@ -139,7 +140,7 @@ class _Gated(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Gates belong to the block: a copy or a pickle made inside would carry them out of it for ever.
-        state = {k: v for k, v in self.__dict__.items() if k != _ATTRIBUTE}
+        state = {k: v for k, v in self.__dict__.items() if k != GATES_ATTRIBUTE}
         return _ungated, (type(self).__mro__[2],), state
 
 
@@ -156,17 +157,17 @@ def _gated_class(original: type) -> type:
 @contextmanager
 def _gated_input(projection: nn.Module, gate: Tensor) -> Iterator[None]:
     before = type(projection)
-    outer: tuple[Tensor, ...] = getattr(projection, _ATTRIBUTE, ())
+    outer: tuple[Tensor, ...] = getattr(projection, GATES_ATTRIBUTE, ())
     if not outer:
         projection.__class__ = _gated_class(before)  # type: ignore[arg-type]
-    projection.__dict__[_ATTRIBUTE] = (*outer, gate)
+    projection.__dict__[GATES_ATTRIBUTE] = (*outer, gate)
     try:
         yield
     finally:
         # By identity, not by position: blocks that overlap may be left in any order.
-        left = tuple(g for g in projection.__dict__[_ATTRIBUTE] if g is not gate)
+        left = tuple(g for g in projection.__dict__[GATES_ATTRIBUTE] if g is not gate)
         if left:
-            projection.__dict__[_ATTRIBUTE] = left
+            projection.__dict__[GATES_ATTRIBUTE] = left
         else:
-            del projection.__dict__[_ATTRIBUTE]
+            del projection.__dict__[GATES_ATTRIBUTE]
             projection.__class__ = type(projection).__mro__[2]

@@ -1,4 +1,8 @@
-"""Our own MultiHeadAttention, in any model: W_q, W_k, W_v and W_o, grouped queries, separate value width."""
+"""Our own MultiHeadAttention, in any model: W_q, W_k, W_v and W_o, grouped queries, separate value width.
+
+Its kind is ``self`` throughout, because causality and the cache are arguments of a call, not properties of the module;
+so ``keep_kv`` has nothing to count here, and ``keep_heads`` and the others are the budgets to use.
+"""
 
 from __future__ import annotations
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from headprune.core.errors import UnsupportedModel
 from headprune.core.scores import Cost, CostTable
 from headprune.core.slabs import kept_groups, kept_rows
 from headprune.model.losses import Loss
 from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
-from headprune.model.sites import BoundSite, lookup, slab_length, unwrap
+from headprune.model.sites import BoundSite, bind, find_sites, lookup, slab_length, unwrap
 
 
 def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Loss | None = None) -> CostTable:
@@ -27,12 +28,12 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
 
     Args:
         model: The model.
-        bound: Its sites.
+        bound: The sites whose units are costed; the totals are the whole model's.
         batch: Any batch that the model takes; its longest site gives the length.
         loss: How the model is called, where a batch is not simply its arguments.
     """
-    device = device_of(model)
-    batch = to_device(batch, device)
+    everywhere = [*bound, *_others(model, bound)]
+    batch = to_device(batch, device_of(model))
     size = batch_size(batch)
     rows: list[tuple[int, int]] = []  # (rows an example, multiply-adds a row) of every call of a linear layer
     fixed = [0]
@@ -55,7 +56,7 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
 
         return count
 
-    handles = [site.gate.register_forward_pre_hook(gate(site)) for site in bound]
+    handles = [site.gate.register_forward_pre_hook(gate(site)) for site in everywhere]
     for module in unwrap(model).modules():
         if isinstance(module, nn.Linear) or hasattr(module, "nf"):
             handles.append(module.register_forward_hook(linear))
@@ -70,7 +71,7 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
     length = max(lengths, default=max((r for r, _ in rows), default=1))
     per_token = sum(n // length * macs for n, macs in rows if n % length == 0)
     fixed[0] += sum(n * macs for n, macs in rows if n % length)
-    units = tuple(unit_costs(site, max(calls[site.site.name], 1)) for site in bound)
+    units = tuple(unit_costs(site, max(calls[site.site.name], 1)) for site in everywhere)
     total = Cost(
         params=sum(p.numel() for p in unwrap(model).parameters()),
         macs_fixed=fixed[0],
@@ -78,7 +79,17 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
         macs_per_pair=sum(c.macs_per_pair for row in units for c in row),
         kv_bytes=sum(c.kv_bytes for row in units for c in row),
     )
-    return CostTable(total, units, length)
+    return CostTable(total, units[: len(bound)], length)
+
+
+def _others(model: nn.Module, bound: list[BoundSite]) -> list[BoundSite]:
+    """The model's sites that were not asked for: their attention is a part of the whole model's cost."""
+    try:
+        found = bind(model, find_sites(model))
+    except UnsupportedModel:
+        return []
+    names = {b.site.name for b in bound}
+    return [b for b in found if b.site.name not in names]
 
 
 def unit_costs(bound: BoundSite, calls: int = 1) -> tuple[Cost, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headprune.attention.linear import cut_features, replace_features_
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadMask
-from headprune.core.layout import STATE_ATTRIBUTE, HeadSlab, HeadState
+from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
 from headprune.core.slabs import HeadGeometry, kept_groups, kept_rows
 from headprune.model.sites import BoundSite, lookup, unwrap
 
@@ -106,6 +106,9 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
         keep = b.site.check(h for h in b.site.heads if h in mask.kept(b.site.name))
         if keep == b.site.heads:
             continue
+        if GATES_ATTRIBUTE in b.gate.__dict__:
+            hint = "Leave the hp.gated block first: its gates are for the heads that are there now."
+            raise UnsupportedModel(b.site.name, "cut outside of gated blocks", "gates on it", hint)
         if not keep and b.layout.empty == "refuse":
             raise UnsupportedModel(b.site.name, f"left with a head (layout {b.layout.name!r})", "none kept")
         positions = [b.site.heads.index(h) for h in keep]

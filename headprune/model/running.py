@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -99,13 +100,19 @@ class DataDigest:
 def undisturbed(model: nn.Module, frozen: bool = True) -> Iterator[nn.Module]:
     """Evaluation mode and, if ``frozen``, weights that need no gradient; everything is put back afterwards.
 
-    Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, and torch's random state.
+    Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's random state, and
+    the problem type that Transformers' classifiers write into their configuration when they see labels. A model that
+    was compiled in place runs uncompiled: compiled code ignores the hooks that measurements hang on it.
     """
     modes = [(m, m.training) for m in model.modules()]
     grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     device = device_of(model)
     devices = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    config = getattr(model, "config", None)
+    problem_type = getattr(config, "problem_type", None)
+    # Setting the stance imports dynamo, which takes a second; nothing is compiled where nobody has imported it.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with torch.random.fork_rng(devices=devices), eager:
         try:
             model.eval()
             if frozen:
@@ -118,3 +125,5 @@ def undisturbed(model: nn.Module, frozen: bool = True) -> Iterator[nn.Module]:
             for parameter, needed, grad in grads:
                 parameter.requires_grad_(needed)
                 parameter.grad = grad
+            if config is not None and hasattr(config, "problem_type"):
+                config.problem_type = problem_type

@@ -28,6 +28,13 @@ class Sites(tuple[AttentionSite, ...]):
         self.layouts = {layout.name: layout for layout in layouts}
         return self
 
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Sites(found, self.layouts.values()) if isinstance(index, slice) else found
+
+    def __reduce__(self) -> Any:
+        return Sites, (tuple(self), tuple(self.layouts.values()))
+
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "no sites"
 
@@ -246,4 +253,6 @@ def _nothing_found(model: nn.Module, layouts: list[AttentionLayout]) -> Unsuppor
         else "no attention-like module"
     )
     hint = "Describe your module with headprune.AttentionLayout and pass find_sites(model, layouts=[...])."
+    if any(isinstance(m, nn.MultiheadAttention) for _, m in seen):
+        hint += " Or replace torch.nn.MultiheadAttention by headprune.MultiHeadAttention.from_torch(module)."
     return UnsupportedModel(type(model).__name__, "a model with attention that headprune knows", got, hint)

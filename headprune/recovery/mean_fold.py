@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 from headprune.attention.linear import cut_features, feature_count
 from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.slabs import rows_of
 from headprune.model.running import call
 from headprune.model.sites import BoundSite
 from headprune.recovery._base import Job, Outcome, Recovery
 from headprune.recovery._teacher import mean_contexts, paired
-
-#: Attribute of an output projection: original indices of the heads whose mean its bias holds already.
-FOLDED = "headprune_folded"
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class MeanFold(Recovery):
     heads always give their mean: a mean ablation. The bias compensation of FLAP (An et al. 2024).
 
     A projection without a bias gets one, an ordinary parameter named ``bias``. A head is folded once: a projection
-    remembers (for as long as the object lives) what it holds, so that cut, fold, cut, fold works with one teacher.
+    remembers what it holds, also in our checkpoints, so that cut, fold, cut, fold works with one teacher.
 
     >>> MeanFold().needs_teacher
     True
@@ -79,7 +77,7 @@ def _folds(model: nn.Module, pairs: list[tuple[BoundSite, BoundSite]]) -> tuple[
     for ours, theirs in pairs:
         gate = ours.gate
         gone = [h for h in theirs.site.heads if h not in ours.site.heads]
-        heads = tuple(h for h in gone if h not in getattr(gate, FOLDED, ()))
+        heads = tuple(h for h in gone if h not in getattr(gate, FOLDED_ATTRIBUTE, ()))
         if id(gate) in seen:
             continue
         seen.add(id(gate))
@@ -124,5 +122,5 @@ def _install_(fold: _Fold, new: Tensor) -> bool:
     else:
         with torch.no_grad():
             old.copy_(new)
-    gate.__dict__[FOLDED] = tuple(sorted({*getattr(gate, FOLDED, ()), *fold.heads}))
+    gate.__dict__[FOLDED_ATTRIBUTE] = tuple(sorted({*getattr(gate, FOLDED_ATTRIBUTE, ()), *fold.heads}))
     return old is None

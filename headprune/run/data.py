@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from headprune.run.features import Collate, Encoder, Example, pixel_array, pixel
 from headprune.run.models import Preparation
 from headprune.run.recipe import DataSection, Recipe, Task
 from headprune.run.sources import Source, load_source
-from headprune.run.splits import normalised, partition
+from headprune.run.splits import Part, normalised, partition
 
 _CLASSES = ("text_classification", "image_classification")
 
@@ -32,12 +32,20 @@ class RawData:
         label: The label column.
         labels: Label values in the order of their numbers; empty where there are no classes.
         facts: Which rows these are, for the record.
+        parts: The rows' numbers in the data, by purpose.
+        warnings: What a reader of the record should know.
     """
 
     splits: dict[str, Any]
     label: str
     labels: tuple[Any, ...]
     facts: dict[str, Any]
+    parts: dict[str, Part] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def numbers(self) -> dict[str, Any]:
+        """Every purpose's split and row numbers there, under the digest that the record has too."""
+        return {n: {"digest": p.digest, "from": p.source, "rows": list(p.rows)} for n, p in self.parts.items()}
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ def load_rows(recipe: Recipe) -> RawData:
     splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
     columns = {"label": label} if task != "causal_lm" else {}
     facts = {"source": {**source.facts, **columns}, **{name: part.facts for name, part in parts.items()}}
-    return RawData(splits, label, labels, facts)
+    return RawData(splits, label, labels, facts, parts, source.warnings)
 
 
 def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation) -> Data:

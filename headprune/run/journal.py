@@ -20,15 +20,16 @@ PLAN = "plan.json"
 SCORES = "scores.json"
 MODEL = "model"
 BASE = "base"
-_FILES = (RECORD, PLAN, SCORES, "report.html", "report.md")
+ROWS = "rows.json"
+_FILES = (RECORD, PLAN, SCORES, ROWS, "report.html", "report.md")
 _FOLDERS = {MODEL: "headprune.json", BASE: "config.json"}
 
 
-def take_folder(folder: Path, overwrite: bool) -> None:
-    """Makes the folder of a run ready; what an unfinished run left there goes, a finished one only if asked.
+def take_folder(folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
+    """Makes the folder of a run ready: what a failed or interrupted run left there goes, any other only if asked.
 
     Raises:
-        InvalidValue: a finished run, or files that are not a run's, are there and ``overwrite`` was not given.
+        InvalidValue: a finished run, one that may still be running, or files that are not a run's, are there and ``overwrite`` was not given.
     """
     hint = "Give another folder with --out, or --overwrite."
     if folder.exists() and not folder.is_dir():
@@ -41,7 +42,11 @@ def take_folder(folder: Path, overwrite: bool) -> None:
             must = "free for the files of a run"
             raise InvalidValue(str(folder), must, f"{', '.join(present)} and no readable {RECORD}", hint) from None
         if status == "done":
-            raise InvalidValue(str(folder), "free, or an unfinished run", "a finished run", hint)
+            raise InvalidValue(str(folder), "free, or a failed run's", "a finished run", hint)
+        if status == "running":
+            got = "a run that is still running, or was killed"
+            raise InvalidValue(str(folder), "free, or a failed run's", got, hint)
+        say(f"replacing the {status} run in {folder}")
     for name in _FILES:
         (folder / name).unlink(missing_ok=True)
     for name, mark in _FOLDERS.items():

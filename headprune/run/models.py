@@ -31,6 +31,20 @@ class Preparation:
     processor: Any = None
     pad: int = 0
 
+    def save(self, folder: Path) -> None:
+        """Writes the tokenizer or image processor into a model's folder."""
+        for tool in (self.tokenizer, self.processor):
+            if tool is not None:
+                tool.save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model of the recipe's task, and what a reader of its results should know."""
+
+    model: nn.Module
+    warnings: tuple[str, ...] = ()
+
 
 def resolve_device(device: str) -> torch.device:
     """The device of a recipe.
@@ -93,19 +107,32 @@ def prepare(recipe: Recipe) -> Preparation:
 
 
 def build_model(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
+    """The recipe's model, in evaluation mode on the CPU; see ``load_model``."""
+    return load_model(recipe, labels).model
+
+
+def load_model(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     """The recipe's model, in evaluation mode on the CPU; what it draws is drawn from the recipe's seed.
 
     Raises:
-        InvalidValue: the model cannot be had, or its configuration is wrong.
+        InvalidValue: the model cannot be had, its configuration is wrong, or it lacks more than a head for the task.
         UnknownName: no such class.
+        CheckpointError: a damaged folder of ours.
     """
     outside = torch.random.get_rng_state()
     torch.manual_seed(recipe.seed)
     try:
-        model = _fresh(recipe, labels) if recipe.model.path is None else _from_path(recipe, labels)
+        loaded = Loaded(_fresh(recipe, labels)) if recipe.model.path is None else _from_path(recipe, labels)
     finally:
         torch.random.set_rng_state(outside)
-    return model.to(getattr(torch, recipe.model.dtype)).eval()
+    return Loaded(loaded.model.to(getattr(torch, recipe.model.dtype)).eval(), loaded.warnings)
+
+
+def model_config(recipe: Recipe) -> Any:
+    """The configuration of the recipe's model from a path, as it lies there."""
+    import transformers
+
+    return _loaded(transformers.AutoConfig, str(recipe.model.path), "model.path")
 
 
 def _head(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
@@ -119,22 +146,56 @@ def _head(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
     return {**numbers, "problem_type": "single_label_classification"} if "token" not in task else numbers
 
 
-def _from_path(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
+def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     import transformers
 
+    from headprune.surgery.checkpoint import MANIFEST
+
     kind = getattr(transformers, _AUTO[recipe.task])
+    path = str(recipe.model.path)
+    if (Path(resolve_path(path)) / MANIFEST).is_file():
+        return Loaded(_cut_before(recipe, labels, kind))
     more = {} if recipe.task == "causal_lm" else {"ignore_mismatched_sizes": True}
     settings = {**_head(recipe.task, labels), **more, "dtype": getattr(torch, recipe.model.dtype)}
-    path = str(recipe.model.path)
     loaded: tuple[nn.Module, Any] = _loaded(kind, path, "model.path", output_loading_info=True, **settings)
     model, info = loaded
-    untrained = sorted([*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])])
+    missing, mismatched = set(info["missing_keys"]), {key[0] for key in info["mismatched_keys"]}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    # A pooler belongs to the body by name only: models that were trained on masked tokens come without one.
+    body = {key for key in missing if key.startswith(prefix) and not key.startswith(f"{prefix}pooler.")}
+    body |= {key for key in mismatched if key.startswith(prefix)}
+    if body:
+        got = f"{path!r}, where {len(body)} are missing or of another shape: {', '.join(sorted(body)[:3])}"
+        hint = "A model that was cut is loaded where headprune saved it, with its headprune.json."
+        raise InvalidValue("model.path", f"a folder with all weights of {type(model).__name__}", got, hint)
+    untrained = sorted(missing | mismatched)
     if untrained and recipe.train is None:
         must = (
             f"a model trained for {recipe.task} with {len(labels)} labels" if labels else f"trained for {recipe.task}"
         )
         got = f"{path!r}, which lacks {', '.join(untrained[:3])}"
         raise InvalidValue("model.path", must, got, "Add a train section, or give another model.")
+    note = f"{path} has no weights for this task's {', '.join(untrained)}; they were newly initialised, then trained"
+    return Loaded(model, (note,) if untrained else ())
+
+
+def _cut_before(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:
+    """A model that headprune cut; it is taken as it is, so its head must fit the task and the labels."""
+    from headprune.surgery.checkpoint import from_pretrained
+
+    path = str(recipe.model.path)
+    model = from_pretrained(resolve_path(path))
+    config: Any = getattr(model, "config", None)
+    fitting: Any = kind._model_mapping.get(type(config), ())
+    if not isinstance(model, fitting):
+        raise InvalidValue("model.path", f"a model for {recipe.task}", f"{path!r}, a cut {type(model).__name__}")
+    wanted = 1 if recipe.task == "regression" else len(labels)
+    if recipe.task != "causal_lm" and config.num_labels != wanted:
+        must = f"a cut model with as many outputs as the data has labels, {wanted}"
+        raise InvalidValue("model.path", must, f"{path!r} with {config.num_labels}")
+    for name, value in _head(recipe.task, labels).items():
+        if name == "problem_type":
+            config.problem_type = value
     return model
 
 
@@ -210,3 +271,14 @@ def example_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def longest_input(model: nn.Module) -> int | None:
+    """How many tokens the model can read, where its configuration says so."""
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    for name, module in model.named_modules():  # RoBERTa's first positions stand for padding
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return limit - int(module.padding_idx) - 1  # type: ignore[arg-type]
+    return limit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from headprune.core.errors import HeadPruneError, InvalidValue
@@ -31,14 +32,16 @@ def run_recipe(
 ) -> RunRecord:
     """Runs a recipe and leaves everything in one folder.
 
-    The folder gets ``record.json`` (written again after every stage), ``scores.json``, ``plan.json``, the cut model in
-    ``model/``, ``report.html`` and ``report.md``, and, where the run trained it, the uncut model in ``base/``.
+    The folder gets ``record.json`` (written again after every stage), ``rows.json``, ``scores.json``, ``plan.json``,
+    the cut model in ``model/`` with its tokenizer or image processor, ``report.html`` and ``report.md``, and, where the
+    run trained it, the uncut model in ``base/``. ``rows.json`` says which rows were used: for every purpose the split
+    they come from and their numbers there, under the same ``digest`` as in the record's ``rows``.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
         settings: ``dotted.key=value`` overrides.
         out: The folder; default that of the recipe, ``runs/<name>``.
-        overwrite: Replace a finished run that is there.
+        overwrite: Replace a run that is there and finished, or is marked as running.
         say: Takes lines of progress.
 
     Returns:
@@ -49,13 +52,14 @@ def run_recipe(
     """
     chosen = _resolved(recipe, settings, out)
     folder = Path(chosen.folder)
-    take_folder(folder, overwrite)
+    take_folder(folder, overwrite, say)
     quiet()
     journal = Journal(chosen.name, chosen.model_dump(), folder, say)
     with _ending(journal):
         _line(chosen, journal, folder)
-    if chosen.report:
-        _report(journal, folder)
+        if chosen.report:
+            with journal.stage("report"):
+                _report(journal, folder)
     return journal.record
 
 
@@ -131,5 +135,6 @@ def _ending(journal: Journal) -> Iterator[None]:
 def _report(journal: Journal, folder: Path) -> None:
     from headprune.report import write_report
 
-    for path in write_report(journal.record, folder):
-        journal.say(f"wrote {path}")
+    # Nothing but the report itself is left to do, and it shows the run as it will then be.
+    for path in write_report(replace(journal.record, status="done"), folder):
+        journal.tell(f"wrote {path}")

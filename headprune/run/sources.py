@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.core.files import sha256_file
 from headprune.run.recipe import DataSection
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _SETS = ("train", "validation", "test")
+_ALSO = {"validation": ("val", "valid", "dev")}  # common names of the default split
 _HINT = "Give a local copy with --set data.path=FOLDER."
 
 
 @dataclass(frozen=True)
 class Source:
-    """The raw splits, by role (train, validation, test), and what tells this data from other data."""
+    """The raw splits, by role (train, validation, test), what tells this data from other data, and what was left unused."""
 
     splits: dict[str, Any]
     facts: dict[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 def load_source(section: DataSection) -> Source:
@@ -32,6 +35,7 @@ def load_source(section: DataSection) -> Source:
     """
     path = Path(section.path).expanduser()
     if section.path.startswith("sklearn:"):
+        _split_names(section, ())
         source = _sklearn(section.path)
     elif path.exists():
         source = _local(path, section)
@@ -62,7 +66,11 @@ def _sklearn(path: str) -> Source:
 
 
 def _local(path: Path, section: DataSection) -> Source:
-    files = {"train": [path]} if path.is_file() else _files(path, section)
+    unused: tuple[str, ...] = ()
+    if path.is_file():
+        files, names = {"train": [path]}, _split_names(section, (path.stem,), train=path.stem)
+    else:
+        files, names, unused = _files(path, section)
     formats = {file.suffix for found in files.values() for file in found}
     if len(formats) != 1 or not formats <= _FORMATS.keys():
         must = f"files of one format out of {', '.join(_FORMATS)}"
@@ -73,32 +81,57 @@ def _local(path: Path, section: DataSection) -> Source:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    names = {role: [str(file) for file in found] for role, found in files.items()}
+    paths = {role: [str(file) for file in found] for role, found in files.items()}
     # A cache of its own: the shared one is keyed by path and time, and would survive a file that was replaced.
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         try:
-            loaded = load_dataset(_FORMATS[formats.pop()], data_files=names, cache_dir=folder, keep_in_memory=True)
+            loaded = load_dataset(_FORMATS[formats.pop()], data_files=paths, cache_dir=folder, keep_in_memory=True)
         except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
             reason = " ".join(str(error.__cause__ or error).split()) or "no rows"
             raise InvalidValue("data.path", "readable data", f"{path}: {reason}") from error
     hashes = {file.name: sha256_file(file) for found in files.values() for file in found}
-    return Source(dict(loaded), {"path": section.path, "sha256": hashes})
+    facts: dict[str, Any] = {"path": section.path, "sha256": hashes, "splits": names}
+    hub_only = {"subset": section.subset, "revision": section.revision}
+    if given := {key: value for key, value in hub_only.items() if value is not None}:
+        facts["not used, the data is local"] = given
+    return Source(dict(loaded), facts, tuple(f"{path / name} was not used" for name in unused))
 
 
-def _files(folder: Path, section: DataSection) -> dict[str, list[Path]]:
-    """The files of every split: ``train.jsonl``, or several ``train-*.parquet``."""
-    found: dict[str, list[Path]] = {}
+def _split_names(section: DataSection, present: Iterable[str], **given: str) -> dict[str, str]:
+    """The name of every role's split, where the data has one; ``given`` names are not looked for.
+
+    Raises:
+        InvalidValue: a split that the recipe names itself is not there.
+    """
+    present = sorted(set(present))
+    names = dict(given)
     for role in _SETS:
-        split = getattr(section, f"{role}_split")
-        files = sorted(f for f in folder.iterdir() if f.suffix in _FORMATS and f.is_file())
-        mine = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
-        if mine:
-            found[role] = mine
-    if "train" not in found:
+        wanted = getattr(section, f"{role}_split")
+        own = wanted != DataSection.model_fields[f"{role}_split"].default
+        found = next((n for n in (wanted, *(() if own else _ALSO.get(role, ()))) if n in present), None)
+        if found is None and own:
+            must = f"a split of {section.path}"
+            raise InvalidValue(f"data.{role}_split", must, repr(wanted), did_you_mean(wanted, present))
+        if found is not None:
+            names.setdefault(role, found)
+    return names
+
+
+def _files(folder: Path, section: DataSection) -> tuple[dict[str, list[Path]], dict[str, str], tuple[str, ...]]:
+    """The files of every split (``train.jsonl``, or several ``train-*.parquet``), its name, and unused split files."""
+    by_name: dict[str, list[Path]] = {}
+    wanted = [getattr(section, f"{role}_split") for role in _SETS]
+    for file in sorted(f for f in folder.iterdir() if f.suffix in _FORMATS and f.is_file()):
+        split = next((w for w in wanted if file.stem == w or file.stem.startswith(f"{w}-")), None)
+        by_name.setdefault(split or file.stem.partition("-")[0], []).append(file)
+    if section.train_split not in by_name:
         seen = ", ".join(sorted(f.name for f in folder.iterdir())[:8]) or "an empty folder"
         must = f"a folder with {section.train_split}{{{','.join(_FORMATS)}}}"
         raise InvalidValue("data.path", must, f"{folder} with {seen}", "Set data.train_split, or give the file.")
-    return found
+    names = _split_names(section, by_name)
+    spare = {*_SETS, *_ALSO["validation"]} - set(names.values())
+    unused = tuple(file.name for name in sorted(spare & by_name.keys()) for file in by_name[name])
+    return {role: by_name[name] for role, name in names.items()}, names, unused
 
 
 def _hub(section: DataSection) -> Source:
@@ -111,8 +144,8 @@ def _hub(section: DataSection) -> Source:
         reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
         must = "local data, or a hub data set that can be reached"
         raise InvalidValue("data.path", must, f"{section.path!r} ({reason})", _HINT) from error
-    wanted = {role: getattr(section, f"{role}_split") for role in _SETS}
-    splits = {role: loaded[name] for role, name in wanted.items() if name in loaded}
+    wanted = _split_names(section, loaded)
+    splits = {role: loaded[name] for role, name in wanted.items()}
     marks = {role: rows._fingerprint for role, rows in splits.items()}
     facts = {"path": section.path, "subset": section.subset, "revision": section.revision, "fingerprints": marks}
-    return Source(splits, facts)
+    return Source(splits, {**facts, "splits": wanted})

@@ -166,8 +166,9 @@ def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
 
 
 def keep(subject: Subject, pruned: nn.Module, folder: Path) -> None:
-    """Saves the cut model, loads it again and proves that it is the same."""
+    """Saves the cut model and what prepares its inputs, loads it again and proves that it is the same."""
     save_pretrained(pruned, folder / MODEL)
+    subject.preparation.save(folder / MODEL)
     proof = reload_proof(pruned, folder / MODEL, subject.example)
     subject.journal.note(proofs=(proof,))
     subject.journal.tell(f"{folder / MODEL}: loads back bit for bit")

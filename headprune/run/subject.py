@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,14 +14,18 @@ from torch import nn
 from headprune import recovery
 from headprune.bench.quality import evaluate
 from headprune.core.errors import InvalidValue
+from headprune.core.files import write_atomic
 from headprune.core.record import QualityRow
+from headprune.model.sites import find_sites
 from headprune.recovery._api import recover_
 from headprune.run.data import Data, encode_rows, load_rows
-from headprune.run.journal import BASE, Journal
-from headprune.run.models import build_model, prepare, resolve_device
+from headprune.run.journal import BASE, ROWS, Journal
+from headprune.run.labels import number_labels
+from headprune.run.models import Preparation, load_model, longest_input, prepare, resolve_device
 from headprune.run.recipe import Recipe
 from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.run.validate import configured
+from headprune.surgery.checkpoint import save_pretrained
 
 _EVALUATION_BATCH = 64
 _EXAMPLE_ROWS = 8
@@ -35,12 +40,14 @@ class Subject:
         journal: Where everything is noted.
         data: Encoded rows.
         model: The original; never cut.
+        preparation: Its tokenizer or image processor.
     """
 
     recipe: Recipe
     journal: Journal
     data: Data
     model: nn.Module
+    preparation: Preparation = Preparation()
 
     @cached_property
     def example(self) -> Any:
@@ -84,10 +91,15 @@ def prepare_subject(recipe: Recipe, journal: Journal) -> Subject:
     with journal.stage("data"):
         raw = load_rows(recipe)
         journal.note(rows=raw.facts)
+        if journal.folder is not None:
+            write_atomic(journal.folder / ROWS, (json.dumps(raw.numbers()) + "\n").encode())
         journal.tell(", ".join(f"{name} {len(rows)}" for name, rows in raw.splits.items()))
     with journal.stage("model"):
+        raw = number_labels(recipe, raw)
         preparation = prepare(recipe)
-        model = build_model(recipe, raw.labels).to(device)
+        loaded = load_model(recipe, raw.labels)
+        model = loaded.model.to(device)
+        journal.note(warnings=(*raw.warnings, *loaded.warnings))
         data = encode_rows(recipe, raw, preparation)
         _check_length(model, data)
         journal.tell(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
@@ -99,20 +111,22 @@ def prepare_subject(recipe: Recipe, journal: Journal) -> Subject:
             journal.note(metrics={"training": {"seconds": round(done.seconds, 3), **done.metrics}})
             journal.tell(str(done).partition("\n")[0])
             if journal.folder is not None:
-                _save_base(model, preparation.tokenizer, journal.folder / BASE)
-    return Subject(recipe, journal, data, model)
+                _save_base(model, preparation, journal.folder / BASE)
+    return Subject(recipe, journal, data, model, preparation)
 
 
 def _check_length(model: nn.Module, data: Data) -> None:
     """Refuses examples that are longer than the model can read, before any long work."""
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    limit = longest_input(model)
     longest = max(len(e.get("input_ids", ())) for rows in data.examples.values() for e in rows)
-    if isinstance(limit, int) and longest > limit:
+    if limit is not None and longest > limit:
         raise InvalidValue("data.max_length", f"at most {limit}, what the model can read", f"{longest} tokens")
 
 
-def _save_base(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """The trained, uncut model in Transformers' own format: it exists nowhere else."""
-    model.save_pretrained(folder)  # type: ignore[operator]
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+def _save_base(model: nn.Module, preparation: Preparation, folder: Path) -> None:
+    """The trained model before this run's cut: it exists nowhere else. In Transformers' own format if it is whole."""
+    if any(len(site.heads) < site.n_query_heads for site in find_sites(model)):
+        save_pretrained(model, folder)
+    else:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    preparation.save(folder)

@@ -20,3 +20,7 @@ def __getattr__(name: str) -> Any:
         if camel_case(entry) == name:
             return registry.get(entry)
     raise AttributeError(f"module 'headprune.scoring' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(["gate_gradients", "registry", *map(camel_case, registry.names())])

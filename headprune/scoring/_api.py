@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 from torch import Tensor, nn
@@ -83,6 +83,9 @@ def score(
     scorers = [_resolve(s) for s in wanted]
     if not scorers:
         raise InvalidValue("scorer", "a scorer or several", "an empty list")
+    if isinstance(batches, (Mapping, Tensor, str)):
+        hint = "Wrap a single batch in a list: [batch]."
+        raise InvalidValue("batches", "an iterable of batches", f"a single {type(batches).__name__}", hint)
     model = unwrap(model)
     bound = bind(model, sites)
     if not any(b.site.heads for b in bound):

@@ -9,6 +9,7 @@ that uneven head counts come back bit for bit. Nothing is pickled.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from headprune.core.codec import Value
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
 from headprune.core.files import atomic_path, sha256_file, write_atomic
 from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.version import __version__
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
@@ -41,6 +43,14 @@ class Alias:
 
 
 @dataclass(frozen=True)
+class Folded:
+    """Heads (original indices) whose mean output the bias of a site's output projection holds."""
+
+    site: str
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Manifest(Value):
     """What a checkpoint folder needs besides weights and configuration.
 
@@ -53,6 +63,8 @@ class Manifest(Value):
         added_biases: Output projections that were given a bias by recovery.
         tables: Buffers that a model builds for itself and that are stored because a new model's may differ, for
             example rotary angles that were rounded by ``model.bfloat16()``.
+        folded: Which heads the biases hold, see ``recovery/mean_fold.py``.
+        config_sha256: Hash of ``config.json``, where there is one.
         weights_sha256: Hash of the weights file.
         library: Version of headprune that wrote it.
     """
@@ -64,6 +76,8 @@ class Manifest(Value):
     aliases: tuple[Alias, ...]
     added_biases: tuple[str, ...]
     tables: tuple[str, ...]
+    folded: tuple[Folded, ...]
+    config_sha256: str | None
     weights_sha256: str
     library: str
 
@@ -92,6 +106,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, sites: Iterable[Attent
     fresh = _fresh(model)
     tables = _tables(model, fresh)
     stored, aliases = _distinct({**model.state_dict(keep_vars=True), **tables})
+    config = _config_text(model)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / WEIGHTS) as temporary:  # nothing of an earlier save is replaced before all this went well
         save_file(stored, temporary, metadata={"format": "pt"})
@@ -103,10 +118,13 @@ def save_pretrained(model: nn.Module, folder: str | Path, sites: Iterable[Attent
             aliases=aliases,
             added_biases=_added_biases(bound, fresh),
             tables=tuple(tables),
+            folded=tuple(Folded(b.site.name, getattr(b.gate, FOLDED_ATTRIBUTE, ())) for b in bound),
+            config_sha256=None if config is None else hashlib.sha256(config).hexdigest(),
             weights_sha256=sha256_file(temporary),
             library=__version__,
         )
-        _save_config(model, folder)
+        if config is not None:
+            _save_config(model, config, folder)
     manifest.save(folder / MANIFEST)
     return folder
 
@@ -151,6 +169,10 @@ def from_pretrained(
     except BaseException:
         undo.restore()
         raise
+    for b in bound:
+        heads = {f.site: f.heads for f in manifest.folded}.get(b.site.name, ())
+        if heads:
+            b.gate.__dict__[FOLDED_ATTRIBUTE] = heads
     return model.eval()
 
 
@@ -201,18 +223,22 @@ def _distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[Alias,
     return stored, tuple(aliases)
 
 
-def _save_config(model: nn.Module, folder: Path) -> None:
-    """Writes the configuration of a Transformers model."""
+def _config_text(model: nn.Module) -> bytes | None:
+    """The configuration of a Transformers model as it is stored."""
     import transformers
 
     if not isinstance(model, transformers.PreTrainedModel):
-        return
+        return None
     config = json.loads(model.config.to_json_string(use_diff=False))
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _save_config(model: Any, config: bytes, folder: Path) -> None:
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    write_atomic(folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    write_atomic(folder / "config.json", config)
 
 
 def _biased_gates(bound: list[BoundSite]) -> list[str]:
@@ -282,6 +308,10 @@ def _build(folder: Path, manifest: Manifest) -> nn.Module:
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     except Exception as error:  # a wrong number in a configuration breaks a constructor in any way it likes
         raise CheckpointError(str(folder / "config.json"), "a valid configuration", str(error)) from error
+    if sha256_file(folder / "config.json") != manifest.config_sha256:
+        must = f"the file that {MANIFEST} describes (SHA-256 {str(manifest.config_sha256)[:12]}...)"
+        hint = "To change a setting, load the model, change model.config, and save it again."
+        raise CheckpointError(str(folder / "config.json"), must, "a file with other contents", hint)
     return model
 
 

@@ -884,3 +884,12 @@ def test_every_kernel_agrees(backend: SDPBackend) -> None:
     expected, _ = reference.multi_head(module, x, x, x, reference.may_see(2, 4, 5, 5, **masks))
     with sdpa_kernel(backend):
         assert_close(module(x, **masks), expected, **EXACT)
+
+
+def test_parameters_that_projections_share_stay_shared() -> None:
+    attention = MultiHeadAttention(8, 4)
+    attention.W_k.weight = attention.W_q.weight
+    attention.prune_heads_([1, 3])
+    assert attention.W_k.weight is attention.W_q.weight
+    assert attention.W_k.bias is not attention.W_q.bias
+    assert attention.W_q.weight.shape == (4, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -237,6 +238,8 @@ def test_a_configuration_that_builds_nothing(folder: Path, change: dict[str, Any
 )
 def test_a_configuration_of_another_model(folder: Path, change: dict[str, Any], words: str) -> None:
     edit(folder / "config.json", lambda c: c.update(change))
+    digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    edit(folder / "headprune.json", lambda m: m.update(config_sha256=digest))  # as if it had been saved so
     refuses(folder, words)
 
 
@@ -469,3 +472,12 @@ def test_parameters_that_are_views_of_one_memory(tmp_path: Path) -> None:
     hp.save_pretrained(model, tmp_path / "overlap")
     loaded = hp.from_pretrained(tmp_path / "overlap", model=untied())
     assert_close(loaded.down.bias, model.down.bias, rtol=0, atol=0)
+
+
+def test_an_altered_configuration_is_refused(tmp_path: Path) -> None:
+    model, _ = registry.get("bert").tiny(0)
+    hp.save_pretrained(model, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"gelu"', '"relu"'))
+    with pytest.raises(CheckpointError, match=r"config.json: must be the file that headprune.json describes"):
+        hp.from_pretrained(tmp_path)

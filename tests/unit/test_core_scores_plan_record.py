@@ -206,8 +206,8 @@ def test_a_record_tells_its_story():
     )
     assert str(record).splitlines() == [
         "RunRecord demo: failed at bench, 2024-01-01",
-        "  base                          144 heads  accuracy 0.9250",
-        "  random                         72 heads  accuracy 0.5000 ± 0.0125 (5 draws)",
+        "  base                          144 heads  test accuracy 0.9250",
+        "  random                         72 heads  test accuracy 0.5000 ± 0.0125 (5 draws)",
         "  batch    8 x  128 tokens: 2.00x [1.85, 2.20]",
         "  logits: |gated - pruned| <= 1.50e-07 (allowed 1.00e-05)",
         "  error: OSError: disk full",

@@ -206,3 +206,24 @@ def test_a_loss_says_how_the_model_is_called() -> None:
     batch = (torch.randint(3, 50, (2, 5)), torch.tensor([0, 1]))
     found = measure_costs(model, bind(model), batch, lambda m, b: m(b[0]).logits.sum(1))
     assert found == measure(model, {"input_ids": batch[0]})
+
+
+def test_totals_are_the_whole_models_whatever_sites_are_asked_for():
+    model, batch = registry.get("llama").tiny(0)
+    sites = hp.find_sites(model)
+    whole = measure_costs(model, bind(model, sites), batch)
+    part = measure_costs(model, bind(model, sites[:1]), batch)
+    assert part.total == whole.total
+    assert part.units == whole.units[:1]
+
+
+def test_a_model_compiled_in_place_is_costed_as_it_is():
+    model, batch = registry.get("bert").tiny(0)
+    sites = bind(model, hp.find_sites(model))
+    plain = measure_costs(model, sites, batch)
+    model.eval().requires_grad_(False)
+    model.compile(backend="eager")
+    with torch.no_grad():
+        model(**batch)
+    assert measure_costs(model, sites, batch) == plain
+    torch._dynamo.reset()

@@ -255,3 +255,14 @@ def test_a_copy_made_inside_the_block_has_no_gates(copied: Callable[[nn.Module],
         assert_close(twin(x), expected, **EXACT)
     assert [type(m) for m in twin.modules()] == [type(m) for m in two_layers().modules()]
     assert not any(k.startswith("headprune") for m in twin.modules() for k in m.__dict__)
+
+
+def test_a_plan_for_other_weights_warns_here_too() -> None:
+    subject = subject_of("bert")
+    plan = hp.select(hp.score(subject.model, None, "magnitude"), hp.Budget(keep_heads=0.5))
+    with hp.gated(subject.model, plan):
+        pass
+    with torch.no_grad():
+        subject.model.classifier.weight.add_(1)
+    with pytest.warns(UserWarning, match="other weights"), hp.gated(subject.model, plan):
+        pass

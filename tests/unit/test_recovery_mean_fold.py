@@ -432,3 +432,18 @@ def test_hooks_are_gone_after_an_error():
         hp.recover_(model, [batches[0], {"input_ids": torch.full((1, 3), 10_000)}], teacher=teacher)
     assert not any(m._forward_pre_hooks for m in teacher.modules())
     assert all(p.requires_grad for p in teacher.parameters())
+
+
+def test_what_was_folded_is_remembered_by_a_checkpoint(tmp_path):
+    teacher, batch = layouts.get("llama").tiny(0)
+    model = copy.deepcopy(teacher.eval())
+    names = [s.name for s in hp.find_sites(model)]
+    counts = dict.fromkeys(names, 6)
+    hp.prune_(model, hp.HeadMask.from_keep({names[0]: [2, 3, 4, 5]}, counts))
+    hp.recover_(model, [batch], "mean_fold", teacher)
+    loaded = hp.from_pretrained(hp.save_pretrained(model, tmp_path))
+    second = hp.HeadMask.from_keep({names[0]: [4, 5]}, counts)
+    for cut in (model, loaded):
+        hp.prune_(cut, second)
+        assert hp.recover_(cut, [batch], "mean_fold", teacher).metrics["heads"] == 2
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)

@@ -166,6 +166,22 @@ def test_leave_one_out_is_the_loss_after_physical_removal(subject: Subject) -> N
         assert_close(torch.tensor(unit.value, dtype=torch.float64), rise.detach(), **EXACT)
 
 
+def test_scores_of_a_cut_model_go_by_original_indices(subject: Subject) -> None:
+    """Heads have moved: the head at position 0 need not be head 0."""
+    gone = {s.name: s.units[0] for s in subject.sites}
+    hp.prune_(subject.model, subject.without(gone))
+    sites, loss = hp.find_sites(subject.model), loss_of(subject)
+    assert all(s.heads[0] != 0 for s in sites)
+    ablated, magnitude = score(subject, ["leave_one_out", "magnitude"])
+    slow, _ = reference.mean_and_error(reference.leave_one_out(subject.model, subject.batch, loss, sites))
+    assert_close(flat(ablated), torch.tensor(slow, dtype=torch.float64), **EXACT)
+    full = hp.score(subject_of(subject.layout.name).model, scorer="magnitude")
+    for unit in magnitude.units():
+        head = hp.HeadId(unit.name, unit.heads[0])
+        assert unit.value == pytest.approx(full[head], rel=1e-12)
+        assert ablated[head] == ablated[hp.HeadId(unit.name, unit.heads[-1])]
+
+
 # ---------------------------------------------------------------- scorers without data
 
 
@@ -505,3 +521,14 @@ def test_the_scores_know_the_model_and_the_data() -> None:
     assert found.data != score(subject, "taylor", [reference.example(subject.batch, 0)]).data
     assert found.costs is not None
     assert found.costs.length == 7
+
+
+def test_a_single_batch_in_place_of_a_list_is_refused() -> None:
+    subject = subject_of("bert")
+    for batch in (subject.batch, subject.batch["input_ids"]):
+        with pytest.raises(InvalidValue, match=r"batches: must be an iterable of batches.*Wrap a single batch"):
+            hp.score(subject.model, batch)
+
+
+def test_the_room_lists_its_scorers() -> None:
+    assert {"Taylor", "LeaveOneOut", "Magnitude", "Random", "gate_gradients"} <= set(dir(hp.scoring))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
+from headprune.layouts import registry
 from headprune.model.sites import bind, reason_against
 from tests.laws.support import CLOSE, EXACT, picture, ragged, subject_of
 
@@ -292,3 +294,13 @@ def test_an_odd_model_is_left_as_it_was_by_gates() -> None:
         model(x)
     assert picture(model) == before
     assert_close(model(x), expected, **EXACT)
+
+
+def test_sites_can_be_copied_sliced_and_pickled_with_their_layouts():
+    model, _ = registry.get("bert").tiny(0)
+    sites = hp.find_sites(model)
+    for twin in (copy.deepcopy(sites), pickle.loads(pickle.dumps(sites)), sites[:]):
+        assert twin == sites
+        assert twin.layouts == sites.layouts
+    assert type(sites[1:]) is type(sites)
+    assert len(bind(model, sites[1:])) == len(sites) - 1
