@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from headprune.core.errors import NameClash, UnknownName, did_you_mean
+from headprune.core.errors import InvalidValue, NameClash, UnknownName, did_you_mean
 
 
 def camel_case(name: str) -> str:
@@ -87,6 +87,44 @@ class Registry:
                 hint = did_you_mean(str(name), self.names())
                 raise UnknownName(self.kind, f"a registered {self.kind}", repr(name), hint)
         return self._loaded[name]
+
+    def class_named(self, name: str) -> Any:
+        """The entry whose class has this name: what a room's ``__getattr__`` gives.
+
+        Raises:
+            AttributeError: no such class; the message names the closest.
+        """
+        if not name[:1].isupper():  # modules and dunders are none of the registry's business
+            raise AttributeError(f"module {self.package!r} has no attribute {name!r}")
+        classes = {self.attribute(entry): entry for entry in self}
+        if name not in classes:
+            raise AttributeError(f"module {self.package!r} has no {self.kind} {name!r}. {did_you_mean(name, classes)}")
+        return self.get(classes[name])
+
+    def resolve(self, value: Any, base: type, where: str) -> tuple[str, Any]:
+        """A registered name, or a configured entry, as ``(registered name, configured entry)``.
+
+        Raises:
+            UnknownName: no entry of this name.
+            InvalidValue: neither a name nor an entry that derives from ``base``.
+        """
+        if isinstance(value, str):
+            chosen = self.get(value)()
+            if not isinstance(chosen, base):
+                must = f"a class derived from {self.package}.{base.__name__}"
+                raise InvalidValue(f"{self.kind} {value!r}", must, chosen)
+            return value, chosen
+        if not isinstance(value, base):
+            hint = "Call it, to configure it." if isinstance(value, type) else ""
+            must = f"a configured {self.kind} or one of the names {', '.join(self)}"
+            got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+            raise InvalidValue(where, must, got, hint)
+        cls = type(value)
+        package, _, module = cls.__module__.rpartition(".")
+        if package == self.package:
+            return module, value
+        outside = next((entry for entry in self if self.get(entry) is cls), None)
+        return outside or f"{cls.__module__}.{cls.__qualname__}", value
 
     def summary(self, name: str) -> str:
         """First line of an entry's documentation; read from the source, so that listing imports nothing heavy."""

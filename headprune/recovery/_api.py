@@ -52,7 +52,7 @@ def recover_(
     >>> report.changed, report.metrics["heads"]
     (('0.W_o.bias',), 1)
     """
-    name, chosen = _resolve(method)
+    name, chosen = registry.resolve(method, Recovery, "recover_(method=)")
     if not isinstance(model, nn.Module):
         raise InvalidValue("recover_(model=)", "a torch.nn.Module", type(model).__name__)
     model = unwrap(model)
@@ -87,23 +87,3 @@ def _checked_teacher(model: nn.Module, teacher: nn.Module | None, name: str, met
         got = "the model itself" if teacher is model else "one that shares trainable parameters with it"
         raise InvalidValue("teacher", "another model than the one that is recovered", got, hint)
     return teacher
-
-
-def _resolve(method: str | Recovery) -> tuple[str, Recovery]:
-    """The method and the name that the report gives it."""
-    if isinstance(method, str):
-        chosen = registry.get(method)()
-        if not isinstance(chosen, Recovery):
-            raise InvalidValue(f"recovery {method!r}", "a class derived from headprune.recovery.Recovery", chosen)
-        return method, chosen
-    if not isinstance(method, Recovery):
-        hint = "Call it, to configure it." if isinstance(method, type) else ""
-        must = f"a configured recovery or one of the names {', '.join(registry)}"
-        got = method.__name__ if isinstance(method, type) else type(method).__name__
-        raise InvalidValue("recover_(method=)", must, got, hint)
-    cls = type(method)
-    package, _, module = cls.__module__.rpartition(".")
-    if package == registry.package:
-        return module, method
-    outside = next((entry for entry in registry if registry.get(entry) is cls), None)
-    return outside or f"{cls.__module__}.{cls.__qualname__}", method

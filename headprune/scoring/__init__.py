@@ -6,7 +6,7 @@ settings of your own.
 
 from typing import Any
 
-from headprune.core.registry import Registry, camel_case
+from headprune.core.registry import Registry
 
 registry = Registry("scorer", "headprune.scoring", "headprune.scorers")
 
@@ -16,11 +16,8 @@ def __getattr__(name: str) -> Any:
         from headprune.scoring._gradients import gate_gradients
 
         return gate_gradients
-    for entry in registry.names() if name[:1].isupper() else ():
-        if camel_case(entry) == name:
-            return registry.get(entry)
-    raise AttributeError(f"module 'headprune.scoring' has no attribute {name!r}")
+    return registry.class_named(name)
 
 
 def __dir__() -> list[str]:
-    return sorted(["gate_gradients", "registry", *map(camel_case, registry.names())])
+    return sorted(["gate_gradients", "registry", *map(registry.attribute, registry)])

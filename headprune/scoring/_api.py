@@ -80,7 +80,8 @@ def score(
     (8, 2)
     """
     wanted = [scorer] if isinstance(scorer, (str, Scorer)) else list(scorer)
-    scorers = [_resolve(s) for s in wanted]
+    named = [registry.resolve(s, Scorer, "score(scorer=)") for s in wanted]
+    scorers = [s for _, s in named]
     if not scorers:
         raise InvalidValue("scorer", "a scorer or several", "an empty list")
     if isinstance(batches, (Mapping, Tensor, str)):
@@ -102,7 +103,7 @@ def score(
             sites=tuple(b.site for b in bound),
             values=_by_site(bound, e.values),
             standard_errors=None if e.standard_errors is None else _by_site(bound, e.standard_errors),
-            scorer=s.name,
+            scorer=name,
             settings=s.settings,
             n_examples=e.n_examples,
             model=mark,
@@ -110,18 +111,9 @@ def score(
             seed=e.seed,
             costs=problem.costs,
         )
-        for s, e in zip(scorers, estimates, strict=True)
+        for (name, s), e in zip(named, estimates, strict=True)
     )
     return results[0] if isinstance(scorer, (str, Scorer)) else results
-
-
-def _resolve(scorer: str | Scorer) -> Scorer:
-    if isinstance(scorer, Scorer):
-        return scorer
-    if not isinstance(scorer, str):
-        raise InvalidValue("scorer", "a registered name or a configured scorer", type(scorer).__name__)
-    found: Scorer = registry.get(scorer)()
-    return found
 
 
 def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:

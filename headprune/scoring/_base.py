@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -106,11 +105,6 @@ class Scorer(ABC):
     """A way to measure importance; subclasses are frozen dataclasses of their settings."""
 
     needs_data: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        """The registered name."""
-        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     def settings(self) -> FrozenDict:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.errors import did_you_mean
 from headprune.core.registry import Registry
 from headprune.selection._base import Position, Problem, Selector
 
@@ -18,12 +17,7 @@ registry = Registry("selector", "headprune.selection", "headprune.selectors")
 
 
 def __getattr__(name: str) -> Any:
-    if not name[:1].isupper():  # modules and dunders are none of the registry's business
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    classes = {registry.attribute(entry): entry for entry in registry}
-    if name not in classes:
-        raise AttributeError(f"module {__name__!r} has no selector {name!r}. {did_you_mean(name, classes)}")
-    return registry.get(classes[name])
+    return registry.class_named(name)
 
 
 def __dir__() -> list[str]:

@@ -40,10 +40,10 @@ def select(scores: HeadScores, budget: Budget, selector: str | Selector = "globa
       upper  · ■ · ■
     """
     if not isinstance(scores, HeadScores):
-        raise InvalidValue("select(scores=)", "HeadScores, such as hp.score returns", _called(scores))
+        raise InvalidValue("select(scores=)", "HeadScores, such as hp.score returns", type(scores).__name__)
     if not isinstance(budget, Budget):
         raise InvalidValue("select(budget=)", "a Budget", repr(budget), "Write hp.Budget(keep_heads=0.5), for example.")
-    name, chosen = _resolve(selector)
+    name, chosen = registry.resolve(selector, Selector, "select(selector=)")
     problem = pose(scores, budget)
     keep = _checked(chosen.keep(problem), problem, name)
     removed = sum(len(site.units) for site in scores.sites) - len(keep)
@@ -57,29 +57,6 @@ def select(scores: HeadScores, budget: Budget, selector: str | Selector = "globa
         model=scores.model,
         notes=() if removed else ("Nothing is removed: the budget allows every head that is present.",),
     )
-
-
-def _called(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-
-
-def _resolve(selector: str | Selector) -> tuple[str, Selector]:
-    """The selector and the name that the plan records for it."""
-    if isinstance(selector, str):
-        chosen = registry.get(selector)()
-        if not isinstance(chosen, Selector):
-            raise InvalidValue(f"selector {selector!r}", "a class derived from headprune.selection.Selector", chosen)
-        return selector, chosen
-    if not isinstance(selector, Selector):
-        hint = "Call it, to configure it." if isinstance(selector, type) else ""
-        must = f"a configured selector or one of the names {', '.join(registry)}"
-        raise InvalidValue("select(selector=)", must, _called(selector), hint)
-    cls = type(selector)
-    package, _, module = cls.__module__.rpartition(".")
-    if package == registry.package:
-        return module, selector
-    outside = next((name for name in registry if registry.get(name) is cls), None)
-    return outside or f"{cls.__module__}.{cls.__qualname__}", selector
 
 
 def _checked(keep: frozenset[Position], problem: Problem, name: str) -> frozenset[Position]:

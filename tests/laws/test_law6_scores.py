@@ -64,7 +64,7 @@ def same(found: Sequence[Any], expected: Sequence[Any], **tolerance: float) -> N
 
 
 def test_every_scorer_is_held_to_this_law() -> None:
-    assert {s.name for s in SCORERS} == set(registry.names()) - {"random"}
+    assert {registry.resolve(s, Scorer, "scorer")[0] for s in SCORERS} == set(registry.names()) - {"random"}
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])

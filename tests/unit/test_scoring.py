@@ -414,7 +414,7 @@ def test_a_misspelt_scorer(bert: Subject) -> None:
 
 @pytest.mark.parametrize("scorer", [3, Taylor, ["taylor", None]], ids=str)
 def test_what_is_no_scorer(bert: Subject, scorer: Any) -> None:
-    with pytest.raises(InvalidValue, match="a registered name or a configured scorer"):
+    with pytest.raises(InvalidValue, match="a configured scorer or one of the names"):
         score(bert, [scorer] if not isinstance(scorer, list) else scorer)
 
 
