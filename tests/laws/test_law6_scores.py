@@ -22,6 +22,7 @@ from headprune.model.losses import default_loss
 from headprune.model.running import call
 from headprune.model.sites import lookup
 from headprune.scoring import Taylor, registry
+from headprune.scoring._base import Scorer
 from tests.laws.support import CLOSE, Subject, as_double, set_implementation, subject_of
 
 SCORERS: list[Any] = [registry.get(name)() for name in registry.names() if name != "random"]
