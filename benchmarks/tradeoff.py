@@ -94,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
         "hardware": hardware(device),
         "versions": versions(),
         "git_commit": git_commit(),
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "data"},
+        "settings": {
+            k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("data", "out")
+        },
         "rows": {k: len(v) for k, v in data.examples.items()},
         "base": quality(base, test),
         "dense + finetune": quality(dense, test),

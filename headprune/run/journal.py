@@ -29,7 +29,8 @@ def take_folder(folder: Path, overwrite: bool, say: Callable[[str], None]) -> No
     """Makes the folder of a run ready: what a failed or interrupted run left there goes, any other only if asked.
 
     Raises:
-        InvalidValue: a finished run, one that may still be running, or files that are not a run's, are there and ``overwrite`` was not given.
+        InvalidValue: a finished run, one that may still be running, or files that are not a run's, are there and
+            ``overwrite`` was not given.
     """
     hint = "Give another folder with --out, or --overwrite."
     if folder.exists() and not folder.is_dir():

@@ -280,5 +280,5 @@ def longest_input(model: nn.Module) -> int | None:
         return None
     for name, module in model.named_modules():  # RoBERTa's first positions stand for padding
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return limit - int(module.padding_idx) - 1  # type: ignore[arg-type]
+            return limit - int(module.padding_idx) - 1
     return limit

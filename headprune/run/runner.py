@@ -58,8 +58,7 @@ def run_recipe(
     with _ending(journal):
         _line(chosen, journal, folder)
         if chosen.report:
-            with journal.stage("report"):
-                _report(journal, folder)
+            _report(journal, folder)
     return journal.record
 
 
@@ -135,6 +134,9 @@ def _ending(journal: Journal) -> Iterator[None]:
 def _report(journal: Journal, folder: Path) -> None:
     from headprune.report import write_report
 
-    # Nothing but the report itself is left to do, and it shows the run as it will then be.
+    journal.note(stage="report")
+    journal.write()
+    journal.say("[report]")
+    # The report shows the finished run, so it is not timed as a stage: drawn again from the record it is the same.
     for path in write_report(replace(journal.record, status="done"), folder):
         journal.tell(f"wrote {path}")

@@ -20,7 +20,7 @@ _HINT = "Give a local copy with --set data.path=FOLDER."
 
 @dataclass(frozen=True)
 class Source:
-    """The raw splits, by role (train, validation, test), what tells this data from other data, and what was left unused."""
+    """The raw splits by role (train, validation, test), what tells this data from other data, and what was not used."""
 
     splits: dict[str, Any]
     facts: dict[str, Any]

@@ -47,7 +47,7 @@ class Subject:
     journal: Journal
     data: Data
     model: nn.Module
-    preparation: Preparation = Preparation()
+    preparation: Preparation
 
     @cached_property
     def example(self) -> Any:

@@ -188,7 +188,8 @@ def test_inspect_says_why_a_module_is_not_taken(monkeypatch: pytest.MonkeyPatch)
 
 def test_run_leaves_everything_and_prints_the_record(finished: Path) -> None:
     names = {p.name for p in finished.iterdir()}
-    assert names == {"record.json", "plan.json", "scores.json", "report.html", "report.md", "model", "base"}
+    files = {"record.json", "rows.json", "plan.json", "scores.json", "report.html", "report.md"}
+    assert names == files | {"model", "base"}
     assert call("report", finished / "record.json", "--out", finished.parent / "again").exit_code == 0
     again = (finished.parent / "again" / "report.html").read_text()
     assert again == (finished / "report.html").read_text()
@@ -381,3 +382,11 @@ def test_console_script_reports_errors_without_traceback(tmp_path: Path) -> None
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: recipe: must be")
+
+
+def test_bench_beyond_what_a_model_can_read(bert: Path) -> None:
+    for more in ([], ["--length", 8, "--length", 17]):  # 128 by default
+        result = call("bench", bert, bert, "--seconds", 0.01, *more)
+        assert result.exit_code == 2, result.output
+        assert "error: --length: must be at most 16, what the models can read" in result.stderr
+    assert call("bench", bert, bert, "--seconds", 0.01, "--batch", 1, "--length", 16).exit_code == 0

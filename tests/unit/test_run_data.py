@@ -275,3 +275,64 @@ def test_collate_pads_on_either_side() -> None:
     assert Collate(pad=7)(examples)["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
     assert Collate(pad=7)(examples)["labels"].tolist() == [[1, 1, 1], [0, -100, -100]]
     assert Collate(pad=7, side="left")(examples)["input_ids"].tolist() == [[1, 2, 3], [7, 7, 4]]
+
+
+# --- splits by name, and what is not used --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"test_split": "tset"}, r"data.test_split: must be a split of .*'tset'. Did you mean 'test'"),
+        ({"validation_split": "vall"}, r"data.validation_split: .*'vall'. Did you mean 'val'"),
+    ],
+)
+def test_a_mistyped_split_is_no_holdout(tmp_path: Path, settings: dict[str, str], words: str) -> None:
+    for name, start in (("train", 0), ("val", 50), ("test", 60)):
+        write(tmp_path / f"{name}.jsonl", questions(40 if name == "train" else 10, start))
+    with pytest.raises(InvalidValue, match=words):
+        load_rows(recipe(tmp_path, **settings))
+    with pytest.raises(InvalidValue, match=r"data\."):
+        load_rows(recipe(tmp_path / "train.jsonl", **settings))
+
+
+def test_a_mistyped_split_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    found = datasets.DatasetDict({n: Dataset.from_list(questions(20, s)) for n, s in (("train", 0), ("dev", 30))})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
+    raw = load_rows(recipe("someone/something"))
+    assert (raw.facts["validation"]["from"], raw.facts["source"]["splits"]["validation"]) == ("validation", "dev")
+    with pytest.raises(InvalidValue, match=r"data.test_split: .*Known: dev, train"):
+        load_rows(recipe("someone/something", test_split="questions"))
+
+
+@pytest.mark.parametrize("name", ["val", "dev", "valid"])
+def test_other_names_for_validation(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "train.jsonl", questions(40))
+    write(tmp_path / f"{name}.jsonl", questions(7, start=50))
+    raw = load_rows(recipe(tmp_path))
+    assert raw.facts["validation"]["rows"] == 7
+    assert raw.facts["source"]["splits"] == {"train": "train", "validation": name}
+    assert raw.warnings == ()
+    write(tmp_path / "validation.jsonl", questions(5, start=60))
+    raw = load_rows(recipe(tmp_path))
+    assert raw.facts["validation"]["rows"] == 5
+    assert raw.warnings == (f"{tmp_path / name}.jsonl was not used",)
+
+
+def test_a_revision_that_local_data_has_not_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", questions(30))
+    facts = load_rows(recipe(path, revision="refs/convert/parquet")).facts["source"]
+    assert facts["not used, the data is local"] == {"revision": "refs/convert/parquet"}
+    assert "not used, the data is local" not in load_rows(recipe(path)).facts["source"]
+
+
+def test_row_numbers_are_found_by_their_digest(tmp_path: Path) -> None:
+    rows = questions(30)
+    raw = load_rows(recipe(write(tmp_path / "rows.jsonl", rows)))
+    numbers = raw.numbers()
+    assert set(numbers) == {"train", "validation", "test", "calibration"}
+    for purpose, part in numbers.items():
+        assert (part["digest"], part["from"]) == (raw.facts[purpose]["digest"], "train")
+        assert [rows[i]["text"] for i in part["rows"]] == list(raw.splits[purpose]["text"])

@@ -13,7 +13,9 @@ import torch
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
 from headprune.run import runner, stages
-from headprune.run.models import build_model, open_model, resolve_device, resolve_path
+from headprune.run.data import load_rows
+from headprune.run.labels import number_labels
+from headprune.run.models import build_model, load_model, longest_input, open_model, resolve_device, resolve_path
 from headprune.run.recipe import Recipe
 from headprune.run.validate import check_recipe
 
@@ -266,3 +268,151 @@ def test_cuda_without_a_gpu() -> None:
 def test_unknown_recipe() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'trec-minilm'"):
         runner.run_recipe("trec-minilmm")
+
+
+# --- models that were trained or cut before --------------------------------------------------------------------------
+
+
+def trained(bert: Path, folder: Path, names: list[str]) -> Path:
+    """A classifier with named classes and the tokenizer of ``bert``."""
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    config = BertConfig.from_pretrained(
+        bert, id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)}
+    )
+    BertForSequenceClassification(config).save_pretrained(folder / "trained")
+    AutoTokenizer.from_pretrained(bert).save_pretrained(folder / "trained")
+    return folder / "trained"
+
+
+def named(chosen: Recipe, names: list[str]) -> Recipe:
+    """The recipe's rows, labelled by name."""
+    path = Path(chosen.data.path)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("\n".join(json.dumps({**row, "label": names[i % len(names)]}) for i, row in enumerate(rows)))
+    return chosen
+
+
+@pytest.mark.parametrize("names", [["pos", "neg"], ["pos", "mixed", "neg"]])
+def test_a_trained_model_keeps_its_numbering(bert: Path, tmp_path: Path, names: list[str]) -> None:
+    model = trained(bert, tmp_path, names)
+    chosen = named(recipe(bert, tmp_path, train=None, model={"path": str(model)}), ["neg", "pos"])
+    subject = runner.prepared(chosen, say=lambda line: None)
+    assert subject.model.config.id2label == dict(enumerate(names))
+    raw = load_rows(chosen)
+    assert raw.labels == ("neg", "pos")
+    got = [example["labels"] for example in subject.data.examples["test"]]
+    assert got == [names.index(label) for label in raw.splits["test"]["label"]]
+
+
+def test_other_labels_than_the_models_need_training(bert: Path, tmp_path: Path) -> None:
+    model = {"path": str(trained(bert, tmp_path, ["negative", "positive"]))}
+    chosen = named(recipe(bert, tmp_path, model=model), ["neg", "positive"])
+    record = quiet_run(chosen)
+    assert [w for w in record.warnings if "lack neg" in w and "trained anew" in w]
+    with pytest.raises(InvalidValue, match=r"data.label: .*negative, positive, got 'neg'. .*Or add a train section"):
+        quiet_run(chosen.model_copy(update={"train": None}), out=tmp_path / "other")
+
+
+def test_unnamed_classes_are_said(bert: Path, tmp_path: Path) -> None:
+    model = {"path": str(trained(bert, tmp_path, ["LABEL_0", "LABEL_1"]))}
+    chosen = named(recipe(bert, tmp_path, train=None, model=model), ["b", "a"])
+    raw = number_labels(chosen, load_rows(chosen))
+    assert raw.labels == ("a", "b")
+    assert "does not name its classes" in raw.warnings[0]
+
+
+def test_a_cut_model_is_cut_further(bert: Path, tmp_path: Path) -> None:
+    first = quiet_run(recipe(bert, tmp_path, select={"keep_heads": 5}))
+    assert [w for w in first.warnings if "newly initialised" in w and "classifier.weight" in w]
+    cut = tmp_path / "out" / "model"
+    chosen = recipe(bert, tmp_path, train=None, model={"path": str(cut)}, select={"keep_heads": 3})
+    second = quiet_run(chosen, out=tmp_path / "second")
+    rows = {(row.name, row.split): row for row in second.quality}
+    before = {(row.name, row.split): row for row in first.quality}
+    assert (rows["base", "test"].kept_heads, rows["taylor", "test"].kept_heads) == (5, 3)
+    assert rows["base", "test"].loss == pytest.approx(before["taylor", "test"].loss, rel=1e-5)
+    assert not [w for w in second.warnings if "newly" in w]
+    tuned = recipe(bert, tmp_path, model={"path": str(cut)}, select={"keep_heads": 3})
+    quiet_run(tuned, out=tmp_path / "third")
+    assert sum(len(s.heads) for s in hp.find_sites(open_model(str(tmp_path / "third" / "base")))) == 5
+    with pytest.raises(InvalidValue, match=r"as many outputs as the data has labels, 2"):
+        build_model(chosen, (0, 1))
+    with pytest.raises(InvalidValue, match=r"a model for token_classification"):
+        build_model(chosen.model_copy(update={"task": "token_classification"}), (0, 1, 2))
+
+
+def test_only_a_head_may_be_missing(bert: Path, tmp_path: Path) -> None:
+    from transformers import BertModel
+
+    model = BertModel.from_pretrained(bert)
+    model.encoder.layer[1].attention.self.query.weight = torch.nn.Parameter(torch.zeros(8, 16))
+    model.save_pretrained(tmp_path / "model")
+    chosen = recipe(bert, tmp_path, model={"path": str(tmp_path / "model")})
+    with pytest.raises(InvalidValue, match=r"1 are missing or of another shape: bert.encoder.layer.1.attention.self.q"):
+        build_model(chosen, (0, 1, 2))
+    state = {k: v for k, v in BertModel.from_pretrained(bert).state_dict().items() if "layer.0.output" not in k}
+    BertModel.from_pretrained(bert).save_pretrained(tmp_path / "model", state_dict=state)
+    with pytest.raises(InvalidValue, match=r"are missing or of another shape: bert.encoder.layer.0.output"):
+        build_model(chosen, (0, 1, 2))
+    BertModel.from_pretrained(bert, add_pooling_layer=False).save_pretrained(tmp_path / "model")
+    assert "bert.pooler.dense.weight" in load_model(chosen, (0, 1, 2)).warnings[0]
+
+
+# --- what lies in the folder -----------------------------------------------------------------------------------------
+
+
+def test_tokenizer_and_row_numbers_lie_beside_the_record(bert: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    record = quiet_run(recipe(bert, tmp_path))
+    for folder in ("model", "base"):
+        assert AutoTokenizer.from_pretrained(tmp_path / "out" / folder)("w1 w2")["input_ids"] == [2, 5, 6, 3]
+    rows = json.loads((tmp_path / "out" / "rows.json").read_text())
+    for purpose in ("train", "validation", "test", "calibration"):
+        assert rows[purpose]["digest"] == record.rows[purpose]["digest"]
+        assert len(rows[purpose]["rows"]) == record.rows[purpose]["rows"]
+
+
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_a_run_that_may_be_running_is_replaced_only_if_asked(bert: Path, tmp_path: Path, status: str) -> None:
+    import dataclasses
+
+    chosen = recipe(bert, tmp_path)
+    done = quiet_run(chosen)
+    dataclasses.replace(done, status=status).save(tmp_path / "out" / "record.json")
+    lines: list[str] = []
+    if status == "running":
+        with pytest.raises(InvalidValue, match=r"a run that is still running, or was killed.*--overwrite"):
+            runner.run_recipe(chosen, say=lines.append)
+        assert (tmp_path / "out" / "base" / "config.json").is_file()
+        assert quiet_run(chosen, overwrite=True).status == "done"
+    else:
+        runner.run_recipe(chosen, say=lines.append)
+        assert lines[0] == f"replacing the failed run in {tmp_path / 'out'}"
+
+
+def test_a_report_that_fails_fails_the_run(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import headprune.report
+
+    chosen = recipe(bert, tmp_path, report=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(headprune.report, "write_report", failing(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            quiet_run(chosen)
+    record = hp.RunRecord.load(tmp_path / "out" / "record.json")
+    assert (record.status, record.stage, record.error) == ("failed", "report", "OSError: disk full")
+    record = quiet_run(chosen)
+    assert (record.status, record.stage) == ("done", "report")
+    assert "running" not in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_positions_for_padding_are_not_for_tokens() -> None:
+    from transformers import RobertaConfig, RobertaModel
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = RobertaModel(RobertaConfig(vocab_size=20, max_position_embeddings=12, pad_token_id=1, **small))
+    assert longest_input(model) == 10
+    model(torch.full((1, 10), 3))
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        model(torch.full((1, 11), 3))

@@ -1,0 +1,87 @@
+"""Benchmark scripts run from end to end on models and data made here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = [f"w{i}" for i in range(30)]
+
+
+@pytest.fixture(scope="module")
+def tradeoff() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tradeoff", ROOT / "benchmarks" / "tradeoff.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT with a tokenizer in ``model/``, and labelled questions."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tradeoff")
+    vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=32, max_position_embeddings=32, **sizes)).save_pretrained(folder / "model")
+    draw = random.Random(0)
+    for split, count in (("train", 60), ("validation", 12), ("test", 20)):
+        rows = [{"text": " ".join(draw.choices(WORDS, k=6)), "label": i % 3} for i in range(count)]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def test_tradeoff_writes_its_record(tradeoff: ModuleType, given: Path, tmp_path: Path) -> None:
+    where = ["--data", str(given), "--model", str(given / "model"), "--out", str(tmp_path / "record.json")]
+    amounts = ["--budgets", "6", "3", "--draws", "2", "--seconds", "0.01", "--batch-sizes", "1", "--lengths", "8"]
+    record = json.loads(tradeoff.main([*where, *amounts]).read_text())
+    assert record["device"] == "cpu"
+    assert {"torch", "transformers", "headprune"} <= set(record["versions"])
+    assert record["hardware"]["device"] == "cpu"
+    assert record["rows"]["test"] == record["base"]["n"] == record["dense + finetune"]["n"] == 20
+    assert {"accuracy", "loss"} <= set(record["dense + finetune"])
+    assert [row["kept_heads"] for row in record["budgets"]] == [6, 3]
+    for row in record["budgets"]:
+        assert sum(row["heads_per_layer"]) == row["kept_heads"]
+        ways = ["taylor", "magnitude", "random", "taylor + mean_fold", "taylor + finetune"]
+        assert list(row["quality"]) == ways
+        draws = row["quality"]["random"]["draws"]
+        assert len(draws) == 2
+        assert row["quality"]["random"]["mean"] == pytest.approx(sum(draws) / 2)
+        assert 0 <= row["largest_difference"] < 1e-4
+        assert row["sizes"]["heads"] == [8, row["kept_heads"]]
+        assert [(cell["batch"], cell["length"]) for cell in row["speed"]] == [(1, 8)]
+        assert row["speed"][0]["rounds"] >= 8
+
+
+def test_tradeoff_takes_the_data_of_its_recipe(
+    tradeoff: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tradeoff.arguments([]).data is None
+    paths: list[str] = []
+
+    def stop(recipe: object) -> None:
+        paths.append(recipe.data.path)  # type: ignore[attr-defined]
+        raise InterruptedError
+
+    monkeypatch.setattr(tradeoff, "load_rows", stop)
+    with pytest.raises(InterruptedError):
+        tradeoff.main([])
+    assert paths == ["CogComp/trec"]
+    with pytest.raises(SystemExit):
+        tradeoff.arguments(["--task", "sst2"])
+    assert "--data must be given for sst2" in capsys.readouterr().err
