@@ -54,7 +54,8 @@ def check_plan(model: nn.Module, sites: Iterable[AttentionSite], plan: PruningPl
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
     have = {s.name: s.n_query_heads for s in sites}
     want = {r.site: r.n_heads for r in mask.rows}
-    hint = "Score and select on this model, or load the model that the plan was made for."
+    hint = "Score and select on this model, or load the model that the plan was made for; if it was made for some sites"
+    hint += " only, pass the same sites=."
     if have != want:
         differing = sorted(k for k in have.keys() | want.keys() if have.get(k) != want.get(k))
         first = differing[0]

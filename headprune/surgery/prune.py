@@ -62,7 +62,8 @@ def prune_(
     """Removes from ``model``, in place, every head that ``plan`` does not keep.
 
     dtype, device, ``requires_grad``, tied weights, module hooks and training mode stay. Parameters are replaced, so
-    make optimizers afterwards. A second plan composes with the first; a layer may lose all its heads.
+    make optimizers afterwards; hooks that were registered on a parameter itself stay with the old one. A second plan
+    composes with the first; a layer may lose all its heads.
 
     Args:
         model: A model with the plan's sites.
