@@ -353,7 +353,9 @@ def test_failures_exit_with_1_and_debug_shows_the_traceback(
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_record_and_exits_with_1(recipe_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-c", "from headprune.cli.main import main; main()"]
+    # A shell's background job inherits an ignored SIGINT, and Python keeps it; the user's foreground process does not.
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{start}; from headprune.cli.main import main; main()"]
     command += ["run", str(recipe_file), "--out", str(out), "--set", "train.epochs=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
