@@ -11,10 +11,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import pytest
 import torch
 
-from headprune.layouts import registry
-from tests.laws.support import Subject, subject_of
+from tests.laws.support import DEEP, Subject, subject_of
 
-LAYOUTS = registry.names()
 torch.set_num_threads(1)
 
 
@@ -23,9 +21,9 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=DEEP)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """One registered layout's tiny model, fp64 and in evaluation mode, with a batch."""
+    """One layout's tiny model, fp64 and in evaluation mode, with a batch."""
     return subject_of(request.param)
 
 

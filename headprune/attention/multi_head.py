@@ -16,9 +16,9 @@ from headprune.attention.compatibility import resolve_compatibility
 from headprune.attention.linear import cut_features, replace_features_
 from headprune.attention.masks import join_masks
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.core.heads import AttentionSite
+from headprune.core.heads import AttentionSite, Policy
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
-from headprune.core.slabs import HeadGeometry, kept_groups, kept_rows
+from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,6 +122,15 @@ class MultiHeadAttention(nn.Module):
         state = getattr(self, STATE_ATTRIBUTE, None)
         return tuple(range(self.n_heads)) if state is None else state.heads
 
+    @property
+    def geometry(self) -> HeadGeometry:
+        """Head counts and widths as they are now, and which heads share a key/value head."""
+        state = getattr(self, STATE_ATTRIBUTE, None)
+        if state is None or state.n_query_heads == state.n_kv_heads:
+            return HeadGeometry(self.n_heads, self.n_kv_heads, self.head_dim, self.value_dim)
+        whole = HeadGeometry(state.n_query_heads, state.n_kv_heads, self.head_dim, self.value_dim)
+        return whole.keep(state.heads)
+
     def forward(
         self,
         query: Tensor,
@@ -175,6 +184,10 @@ class MultiHeadAttention(nn.Module):
         v = self.W_v(value).unflatten(-1, (self.n_kv_heads, self.value_dim)).transpose(1, 2)
         if cache is not None:
             k, v = cache.append_(k, v)
+        kv_of = self.geometry.kv_of
+        if kv_of is not None:  # groups of unlike size: the cache stays compact, attention sees a key a query head
+            index = torch.tensor(kv_of, device=k.device)
+            k, v = k.index_select(1, index), v.index_select(1, index)
         dropout = self.dropout if self.training else 0.0
         context, weights = attend(q, k, v, self.compatibility, joined, self.heads, dropout, need_weights)
         context = context.transpose(1, 2)  # [batch, queries, heads, value_dim]
@@ -220,15 +233,16 @@ class MultiHeadAttention(nn.Module):
             hint = "There is one gate for each head that is present, see `heads`."
             raise InvalidValue("gates", must, list(gates.shape), hint)
 
-    def prune_heads_(self, keep: Iterable[int]) -> tuple[int, ...]:
+    def prune_heads_(self, keep: Iterable[int], policy: Policy = "group") -> tuple[int, ...]:
         """Removes every head that is not in ``keep`` from the weights, in place.
 
         The output width, dtype, device and what requires a gradient stay. With no head left the module returns W_o's
         bias, or zeros. An optimizer made before holds the old parameters.
 
         Args:
-            keep: Original indices of the heads that stay, in any order. Heads that share a key/value head stay or go
-                together.
+            keep: Original indices of the heads that stay, in any order.
+            policy: What may leave where heads share a key/value head: ``group`` whole groups, ``balanced`` the same
+                number in every group that stays, ``free`` any. A key/value head leaves with the last that reads it.
 
         Returns:
             Original indices of the removed heads.
@@ -241,13 +255,14 @@ class MultiHeadAttention(nn.Module):
         present = self.heads
         state = getattr(self, STATE_ATTRIBUTE, None) or HeadState(self.n_heads, self.n_kv_heads, present)
         counts = (state.n_query_heads, state.n_kv_heads, self.head_dim, self.value_dim)
-        site = AttentionSite(type(self).__name__, "headprune", "self", *counts, heads=present)
+        policy = "balanced" if policy == "group" and state.n_kv_heads == 1 else policy
+        site = AttentionSite(type(self).__name__, "headprune", "self", *counts, heads=present, policy=policy)
         kept = site.check(_indices(keep))
         if kept == present:
             return ()
         positions = [present.index(head) for head in kept]
-        geometry = HeadGeometry(self.n_heads, self.n_kv_heads, self.head_dim, self.value_dim)
-        kv = kept_groups(geometry, positions)
+        geometry = self.geometry
+        kv = used_groups(geometry, positions)
         cuts = {}
         for name, axis, unit in (("W_q", "out", "query"), ("W_k", "out", "key"), ("W_v", "out", "value")):
             rows = kept_rows(geometry, (unit,), "sequential", positions, kv)

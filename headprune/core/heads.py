@@ -6,7 +6,7 @@ A head keeps the index it had in the full model for ever: after a cut the heads 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headprune.core.codec import Value
@@ -14,6 +14,14 @@ from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, did_y
 from headprune.core.slabs import HeadGeometry
 
 Kind = Literal["self", "causal", "cross"]
+
+#: Which query heads may leave where several share a key/value head: ``group`` all of them together (the cache
+#: shrinks), ``balanced`` the same number in every group that stays, ``free`` any.
+Policy = Literal["group", "balanced", "free"]
+POLICIES: tuple[Policy, ...] = ("group", "balanced", "free")
+
+#: Which query heads share: consecutive ones, or every ``n_kv_heads``-th.
+Grouping = Literal["contiguous", "interleaved"]
 
 
 @dataclass(frozen=True, order=True)
@@ -49,6 +57,10 @@ class AttentionSite(Value):
         value_dim: Width of a value head.
         heads: Original indices of the heads that are present.
         shared_with: Other names of the same module object.
+        policy: Which heads may leave together.
+        grouping: Which query heads share a key/value head.
+        key_dim: Width of a key's block where it is not ``head_dim``.
+        bundles: Units in place of those that the policy gives; a selector's means to keep groups balanced.
     """
 
     name: str
@@ -60,62 +72,103 @@ class AttentionSite(Value):
     value_dim: int
     heads: tuple[int, ...]
     shared_with: tuple[str, ...] = ()
+    policy: Policy = "group"
+    grouping: Grouping = "contiguous"
+    key_dim: int | None = None
+    bundles: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("self", "causal", "cross"):
             raise InvalidValue("AttentionSite.kind", "'self', 'causal' or 'cross'", repr(self.kind))
-        HeadGeometry(self.n_query_heads, self.n_kv_heads, self.head_dim, self.value_dim)
+        if self.policy not in POLICIES:
+            raise InvalidValue("AttentionSite.policy", f"one of {', '.join(POLICIES)}", repr(self.policy))
+        HeadGeometry(self.n_query_heads, self.n_kv_heads, self.head_dim, self.value_dim, self.key_dim)
         if list(self.heads) != sorted(set(self.heads)) or not set(self.heads) <= set(range(self.n_query_heads)):
             raise InvalidValue("AttentionSite.heads", f"sorted indices below {self.n_query_heads}", self.heads)
-        if any(len(unit) != self.group_size for unit in self.units):
-            must = f"whole groups of {self.group_size} heads that share a key/value head"
-            raise InvalidValue("AttentionSite.heads", must, self.heads)
+        if self.bundles is not None and sorted(h for b in self.bundles for h in b) != list(self.heads):
+            raise InvalidValue("AttentionSite.bundles", f"a partition of the heads {list(self.heads)}", self.bundles)
 
     @property
     def geometry(self) -> HeadGeometry:
-        """Head counts and widths as they are now."""
-        kv = len(self.heads) // self.group_size if self.heads else 0
-        return HeadGeometry(len(self.heads), kv, self.head_dim, self.value_dim)
+        """Head counts, widths and shared key/value heads as they are now."""
+        n_query, n_kv = self.n_query_heads, self.n_kv_heads
+        kv_of = tuple(self.kv_head(h) for h in range(n_query))
+        whole = HeadGeometry(n_query, n_kv, self.head_dim, self.value_dim, self.key_dim, kv_of)
+        return whole if len(self.heads) == n_query else whole.keep(self.heads)
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key/value head."""
+        """Query heads that share one key/value head in the uncut module."""
         return self.n_query_heads // self.n_kv_heads
+
+    def kv_head(self, head: int) -> int:
+        """The original key/value head that a query head (original index) reads."""
+        return head // self.group_size if self.grouping == "contiguous" else head % self.n_kv_heads
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The present heads (original indices) by the key/value head that they read."""
+        groups: dict[int, list[int]] = {}
+        for head in self.heads:
+            groups.setdefault(self.kv_head(head), []).append(head)
+        return tuple(tuple(groups[kv]) for kv in sorted(groups))
 
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of present heads (original indices) that go together: single heads, or whole KV groups.
+        """The sets of present heads (original indices) that are scored and go together: KV groups, or single heads.
 
         >>> AttentionSite("a", "llama", "causal", 4, 2, 8, 8, (2, 3)).units
         ((2, 3),)
+        >>> AttentionSite("a", "llama", "causal", 4, 2, 8, 8, (2, 3), policy="free").units
+        ((2,), (3,))
         """
-        groups: dict[int, list[int]] = {}
-        for head in self.heads:
-            groups.setdefault(head // self.group_size, []).append(head)
-        return tuple(tuple(g) for g in groups.values())
+        if self.bundles is not None:
+            return self.bundles
+        return self.groups if self.policy == "group" else tuple((h,) for h in self.heads)
 
     def check(self, keep: Iterable[int]) -> tuple[int, ...]:
-        """The kept heads (original indices), sorted, if this site can be cut to them.
+        """The kept heads (original indices), sorted, if this site can be cut to them under its policy.
 
         Raises:
             UnknownName: a head that is not present.
-            InvalidValue: a part of a KV group.
+            InvalidValue: what the policy does not allow: a part of a KV group, or groups of unlike size.
         """
         keep = tuple(sorted(set(keep)))
         for head in keep:
             if head not in self.heads:
                 raise UnknownName(f"head {head} of {self.name}", f"one of the present heads {list(self.heads)}", head)
-        for unit in self.units:
-            if 0 < (n_kept := len(set(unit) & set(keep))) < len(unit):
-                must = f"whole groups of {self.group_size} query heads that share a key/value head"
-                raise InvalidValue(f"keep for {self.name}", must, f"{n_kept} of heads {list(unit)}")
+        left = [(group, sum(h in keep for h in group)) for group in self.groups]
+        where, hint = f"keep for {self.name}", ""
+        if self.group_size > 1 and self.policy != "free":
+            hint = "Or find the sites with policy='balanced' or 'free', where the layout allows it."
+        for group, n_kept in left:
+            if self.policy == "group" and 0 < n_kept < len(group):
+                must = f"whole groups of {len(group)} query heads that share a key/value head"
+                raise InvalidValue(where, must, f"{n_kept} of heads {list(group)}", hint)
+        counts = [n for _, n in left if n]
+        if self.policy == "balanced" and len(set(counts)) > 1:
+            must = "the same number of query heads in every group that stays"
+            raise InvalidValue(where, must, f"{counts} of the groups {[list(g) for g, n in left if n]}", hint)
         return keep
+
+    def permitting(self, keep: Iterable[int]) -> AttentionSite:
+        """This site under the strictest policy that allows to keep these heads."""
+        keep = tuple(keep)
+        for policy in POLICIES[:-1]:
+            site = replace(self, policy=policy)
+            try:
+                site.check(keep)
+            except InvalidValue:
+                continue
+            return site
+        return replace(self, policy="free")
 
     def __str__(self) -> str:
         kv = "" if self.n_kv_heads == self.n_query_heads else f" in {self.n_kv_heads} KV groups"
         present = "" if len(self.heads) == self.n_query_heads else f", {len(self.heads)} present"
         heads = f"{self.n_query_heads} heads{kv} of width {self.head_dim}{present}"
-        return f"{self.name}: {heads} ({self.layout}, {self.kind})"
+        policy = "" if self.policy == "group" else f", {self.policy}"
+        return f"{self.name}: {heads} ({self.layout}, {self.kind}{policy})"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headprune.core.errors import InvalidValue
-from headprune.core.heads import Kind
+from headprune.core.heads import POLICIES, Grouping, Kind, Policy
+from headprune.core.mixin import Mixin
 from headprune.core.slabs import Packing, check_slab
 
 #: Attribute under which a module that has been cut remembers its original heads (a HeadState).
@@ -31,11 +32,13 @@ Count = Literal["n_query_heads", "n_kv_heads", "group_size", "query_width", "val
 
 @dataclass(frozen=True)
 class HeadState:
-    """What a cut module remembers: the original counts, and which original heads are left."""
+    """What a cut module remembers: the original counts, which original heads are left, and widths (query, value, key)
+    where no attribute of the module tells them."""
 
     n_query_heads: int
     n_kv_heads: int
     heads: tuple[int, ...]
+    widths: tuple[int, int, int | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,25 +46,35 @@ class HeadSlab:
     """One axis of one tensor, or of one projection, that is cut head by head.
 
     Args:
-        path: A projection (cut together with its bias) or a bare tensor, relative to the attention module.
-        axis: ``out`` or ``in`` features for a projection; a dimension for a bare tensor.
+        path: A projection (cut together with its bias), a bare tensor, or a ``ModuleList`` with one module a head,
+            relative to the attention module.
+        axis: ``out`` or ``in`` features for a projection; a dimension for a bare tensor; ``list`` for a ModuleList.
         unit: What the blocks are, see ``core/slabs.py``; several for a fused projection.
         packing: How several units lie on the axis.
+        optional: Whether a module without it matches too.
     """
 
     path: str
-    axis: Literal["in", "out"] | int
+    axis: Literal["in", "out", "list"] | int
     unit: str | tuple[str, ...]
     packing: Packing = "sequential"
+    optional: bool = False
 
     def __post_init__(self) -> None:
         check_slab(self.units, self.packing)
-        if self.axis not in ("in", "out") and (not isinstance(self.axis, int) or isinstance(self.axis, bool)):
-            raise InvalidValue(f"HeadSlab({self.path!r}).axis", "'in', 'out' or a dimension", repr(self.axis))
+        if self.axis not in ("in", "out", "list") and (not isinstance(self.axis, int) or isinstance(self.axis, bool)):
+            raise InvalidValue(f"HeadSlab({self.path!r}).axis", "'in', 'out', 'list' or a dimension", repr(self.axis))
 
     @property
     def units(self) -> tuple[str, ...]:
         return (self.unit,) if isinstance(self.unit, str) else tuple(self.unit)
+
+
+#: Builds a small random model with an attention, and an example batch for it; called with a seed.
+Tiny = Callable[[int], tuple[Any, Any]]
+
+#: A width: an attribute's path, the number itself, or a function of the uncut module.
+Width = str | int | Callable[[Any], int]
 
 
 @dataclass(frozen=True)
@@ -70,11 +83,13 @@ class AttentionLayout:
 
     Args:
         name: The registered name.
-        gate: Path of the output projection; its input is gated, ``[..., heads * value_dim]``.
+        gate: Path of the output projection; its input is gated, ``[..., heads * value_dim]``. Empty where there is
+            none: then the module's own output is the heads' outputs side by side, and keeps its width.
         slabs: Every tensor axis that is made of heads; the gate's input is among them with unit ``context``.
-        head_dim: Path of the attribute with the width of a query/key head, or the width itself.
-        value_dim: The same for value heads; None where it equals ``head_dim``.
-        kind: ``self``, ``causal``, ``cross``, or a function of the module that says which.
+        head_dim: Width of a query head.
+        value_dim: Width of a value head; None where it equals ``head_dim``.
+        key_dim: Width of a key's block where it is not ``head_dim``.
+        kind: ``self``, ``causal``, ``cross``, or a function of the module and its name that says which.
         requires: Attribute paths that must exist for a module to match.
         absent: Attribute paths that must not exist, or must be False or None.
         untouched: Paths whose parameters do not depend on the heads (a layer norm of the model's width).
@@ -82,30 +97,49 @@ class AttentionLayout:
             refused, because cutting it would change the heads that stay.
         counts: Attributes that count heads or widths, kept true by a cut where the module has them.
         batch_axis: Axis of the gate's input that holds the examples.
+        windows: Whether that axis holds several windows of each example, one example's after another's.
+        grouping: Which query heads share a key/value head.
+        policies: What may leave where they do; the first is taken where the user's choice does not matter.
+        adapt: ``(module, model) -> None``, run after every cut for what no slab or count says, for example a bias
+            that comes as an argument for all heads. Its docstring says what it does; docs/layouts.md quotes it.
+        exposed: A class to put in front where the module's own code passes by its output projection's ``forward``
+            (and so by every gate); it computes the same and calls the projection.
         empty: ``(module) -> None`` that turns a cut module without heads into one that adds only the output
             projection's bias; None where the module's own code runs with no head, "refuse" where neither works.
-        tiny: Builds a small random model with this attention and an example batch, for the laws; called with a seed.
+        families: The model families that are known to have it, each with a tiny model for the laws.
     """
 
     name: str
     gate: str
     slabs: tuple[HeadSlab, ...]
-    head_dim: str | int
-    value_dim: str | int | None = None
-    kind: Kind | Callable[[Any], Kind] = "self"
+    head_dim: Width
+    value_dim: Width | None = None
+    key_dim: Width | None = None
+    kind: Kind | Callable[[Any, str], Kind] = "self"
     requires: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
     per_head: tuple[str, ...] = ()
     counts: tuple[tuple[str, Count], ...] = ()
     batch_axis: int = 0
+    windows: bool = False
+    grouping: Grouping = "contiguous"
+    policies: tuple[Policy, ...] = ("group",)
+    adapt: Callable[[Any, Any], None] | None = None
+    exposed: type[Mixin] | None = None
     empty: Callable[[Any], None] | Literal["refuse"] | None = None
-    tiny: Callable[[int], tuple[Any, Any]] | None = None
+    families: tuple[tuple[str, Tiny], ...] = ()
 
     def __post_init__(self) -> None:
         contexts = [s for s in self.slabs if s.units == ("context",)]
-        if [s.path for s in contexts] != [self.gate] or contexts[0].axis != "in":
+        if self.gate and ([s.path for s in contexts] != [self.gate] or contexts[0].axis != "in"):
             must = (
                 f"described by one slab of unit 'context', the gate's input: HeadSlab({self.gate!r}, 'in', 'context')"
             )
             raise InvalidValue(f"layout {self.name!r}", must, [s.path for s in contexts])
+        if not self.policies or not set(self.policies) <= set(POLICIES):
+            raise InvalidValue(f"layout {self.name!r}.policies", f"some of {', '.join(POLICIES)}", self.policies)
+
+    def tiny(self, seed: int, family: str | None = None) -> tuple[Any, Any]:
+        """The tiny model and batch of a family, by default of the first one."""
+        return (self.families[0][1] if family is None else dict(self.families)[family])(seed)

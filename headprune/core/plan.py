@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.display import Cell, Row, html_grid, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, PlanMismatch
-from headprune.core.heads import HeadMask
+from headprune.core.heads import POLICIES, HeadMask, Policy
 from headprune.core.scores import ModelFingerprint
 
 _KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv")
@@ -83,6 +83,7 @@ class PruningPlan(Value):
         scores: Digest of those scores.
         model: Fingerprint of the model it is for; None fits any model that has its sites.
         notes: What the selector has to say.
+        policy: Which query heads may leave where several share a key/value head.
     """
 
     mask: HeadMask
@@ -93,6 +94,11 @@ class PruningPlan(Value):
     scores: str | None = None
     model: ModelFingerprint | None = None
     notes: tuple[str, ...] = ()
+    policy: Policy = "group"
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise InvalidValue("PruningPlan.policy", f"one of {', '.join(POLICIES)}", repr(self.policy))
 
     def then(self, other: PruningPlan) -> PruningPlan:
         """The plan that does both: a head stays if both keep it.

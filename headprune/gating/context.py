@@ -22,6 +22,7 @@ from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE
 from headprune.core.plan import PruningPlan
+from headprune.model.expose import exposed
 from headprune.model.fingerprint import check_plan
 from headprune.model.sites import BoundSite, bind
 
@@ -60,9 +61,11 @@ def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None 
     """
     bound = bind(model, sites)
     with ExitStack() as stack:
-        for site, gate in gate_tensors(model, gates, bound):
-            if site.site.heads:
-                stack.enter_context(_gated_input(site.gate, _spread(gate, site)))
+        wanted = [(site, gate) for site, gate in gate_tensors(model, gates, bound) if site.site.heads]
+        stack.enter_context(exposed(site for site, _ in wanted))
+        for site, gate in wanted:
+            kind = _Gated if site.layout.gate else _GatedOutput
+            stack.enter_context(_gated(site.gate, kind, _spread(gate, site)))
         yield model
 
 
@@ -121,27 +124,47 @@ def _spread(gate: Tensor, bound: BoundSite) -> Tensor:
         gate = gate.unsqueeze(1)
     if bound.layout.batch_axis == 1 and gate.ndim == 3:
         gate = gate.transpose(0, 1)
+    if bound.layout.windows and gate.ndim == 3:  # one dimension more: examples x tokens of all windows x 1
+        gate = gate.unsqueeze(2)
     return gate.unsqueeze(-1)
+
+
+def _multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
+    """``x``, ``[..., heads * width]``, with every head multiplied by its gates."""
+    for gate in gates:
+        heads = x.unflatten(-1, (gate.shape[-2], -1))
+        if gate.ndim > heads.ndim:  # windows of an example lie on the batch axis, one after another
+            heads = heads.unflatten(0, (gate.shape[0], -1))
+            if gate.shape[1] != 1:
+                gate = gate.flatten(1, 2).unflatten(1, heads.shape[1:3])
+        rows, given = heads.shape[:-2], gate.shape[:-2]
+        # Checked by hand: broadcasting would let a gate an example fit another axis by chance.
+        if given and (len(given) != len(rows) or any(g not in (1, n) for g, n in zip(given, rows, strict=True))):
+            must = f"for the {' x '.join(map(str, rows))} rows that the model runs on"
+            raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
+        x = (heads * gate.to(heads.dtype)).view(x.shape)
+    return x
 
 
 class _Gated(nn.Module):
     """Mixed into a projection's class: multiplies the heads in its input, then calls it as it was."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for gate in getattr(self, GATES_ATTRIBUTE):
-            heads = x.unflatten(-1, (gate.shape[-2], -1))
-            rows, given = heads.shape[:-2], gate.shape[:-2]
-            # Checked by hand: broadcasting would let a gate an example fit another axis by chance.
-            if given and (len(given) != len(rows) or any(g not in (1, n) for g, n in zip(given, rows, strict=True))):
-                must = f"for the {' x '.join(map(str, rows))} rows that the model runs on"
-                raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
-            x = (heads * gate.to(heads.dtype)).flatten(-2)
-        return super().__call__(x, *args, **kwargs)
+        return super().__call__(_multiplied(x, getattr(self, GATES_ATTRIBUTE)), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Gates belong to the block: a copy or a pickle made inside would carry them out of it for ever.
         state = {k: v for k, v in self.__dict__.items() if k != GATES_ATTRIBUTE}
-        return _ungated, (type(self).__mro__[2],), state
+        return _ungated, (type(self).headprune_ungated,), state  # type: ignore[attr-defined]
+
+
+class _GatedOutput(_Gated):
+    """Mixed into an attention without an output projection: multiplies the heads in what it returns."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super(_Gated, self).__call__(*args, **kwargs)
+        gates = getattr(self, GATES_ATTRIBUTE)
+        return _multiplied(out, gates) if isinstance(out, Tensor) else (_multiplied(out[0], gates), *out[1:])
 
 
 def _ungated(original: type[nn.Module]) -> nn.Module:
@@ -149,17 +172,17 @@ def _ungated(original: type[nn.Module]) -> nn.Module:
 
 
 @cache
-def _gated_class(original: type) -> type:
-    body = {"__doc__": original.__doc__, "__module__": original.__module__}
-    return type(original.__name__, (_Gated, original), body)
+def _gated_class(kind: type[_Gated], original: type) -> type:
+    body = {"__doc__": original.__doc__, "__module__": original.__module__, "headprune_ungated": original}
+    return type(original.__name__, (kind, original), body)
 
 
 @contextmanager
-def _gated_input(projection: nn.Module, gate: Tensor) -> Iterator[None]:
+def _gated(projection: nn.Module, kind: type[_Gated], gate: Tensor) -> Iterator[None]:
     before = type(projection)
     outer: tuple[Tensor, ...] = getattr(projection, GATES_ATTRIBUTE, ())
     if not outer:
-        projection.__class__ = _gated_class(before)  # type: ignore[arg-type]
+        projection.__class__ = _gated_class(kind, before)  # type: ignore[arg-type]
     projection.__dict__[GATES_ATTRIBUTE] = (*outer, gate)
     try:
         yield
@@ -170,4 +193,4 @@ def _gated_input(projection: nn.Module, gate: Tensor) -> Iterator[None]:
             projection.__dict__[GATES_ATTRIBUTE] = left
         else:
             del projection.__dict__[GATES_ATTRIBUTE]
-            projection.__class__ = type(projection).__mro__[2]
+            projection.__class__ = type(projection).headprune_ungated  # type: ignore[attr-defined]

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import UnsupportedModel
+from headprune.core.mixin import Mixin, mix_in, original_class
 
 
-class _WithoutHeads(nn.Module):
-    """Mixed into an attention class: adds the output projection's bias and nothing else.
+class WithoutHeads(Mixin, nn.Module):
+    """Put in front of an attention class: adds the output projection's bias and nothing else.
 
     The cache is told of every token through a key of one head of width 1: Transformers reads a layer's length off
     its cached keys and takes keys without elements for an empty cache, so that positions after a headless first
@@ -38,38 +39,25 @@ class _WithoutHeads(nn.Module):
         bias = projection.bias
         return (output + bias if isinstance(bias, Tensor) else output), weights
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made here and now: a pickle must say how to make it again.
-        return _rebuilt, (type(self).__mro__[2], self.headprune_gate, self.headprune_cross), dict(self.__dict__)
 
-
-def _rebuilt(original: type[nn.Module], gate: str | None, cross: bool) -> nn.Module:
-    kind = _headless_class(original, gate, cross)
-    return kind.__new__(kind)
-
-
-def _headless_class(original: type[nn.Module], gate: str | None, cross: bool) -> type[nn.Module]:
-    ours = {"headprune_gate": gate, "headprune_cross": cross}
-    body = {**ours, "__doc__": original.__doc__, "__module__": original.__module__}
-    return type(original.__name__, (_WithoutHeads, original), body)
-
-
-def without_heads(module: nn.Module, gate: str | None, cross: bool = False) -> None:
+def without_heads(
+    module: nn.Module, gate: str | None, cross: bool = False, kind: type[WithoutHeads] = WithoutHeads
+) -> None:
     """Turns ``module`` in place into its own subclass that has no heads; it keeps its class name and its place.
 
     Args:
         module: The attention module whose ``forward`` computes the heads.
         gate: The output projection inside it, None where that is a sibling.
         cross: Whether it attends to another sequence, whose keys a cache keeps apart.
+        kind: A subclass of ``WithoutHeads`` for a module that is called or answers in another way.
 
     Raises:
         UnsupportedModel: the module has a ``forward`` of its own that would hide the class's.
     """
-    original = type(module)
-    if issubclass(original, _WithoutHeads):
-        return
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
-        raise UnsupportedModel(original.__name__, "left with a head, for its forward is replaced", "none kept")
-    module.__class__ = _headless_class(original, gate, cross)
+        name = original_class(module).__name__
+        raise UnsupportedModel(name, "left with a head, for its forward is replaced", "none kept")
+    mix_in(module, kind)
+    module.headprune_gate, module.headprune_cross = gate, cross  # type: ignore[assignment]
     if "_old_forward" in module.__dict__:  # accelerate's hooks (device_map) call the forward that they wrapped
-        module.__dict__["_old_forward"] = MethodType(_WithoutHeads.forward, module)
+        module.__dict__["_old_forward"] = MethodType(kind.forward, module)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import decoder
 
 if TYPE_CHECKING:
     from headprune.core.heads import Kind
@@ -18,7 +19,7 @@ def _takes_keys(module: Any) -> bool:
     return not {"encoder_hidden_states", "cross_attention_states", "key_value_states"}.isdisjoint(arguments)
 
 
-def _kind(module: Any) -> Kind:
+def _kind(module: Any, name: str) -> Kind:
     if _takes_keys(module):
         return "causal" if getattr(module, "is_causal", False) else "cross"
     return "causal" if getattr(module, "is_causal", True) else "self"
@@ -32,31 +33,17 @@ def _without_heads(module: Any) -> None:
     without_heads(module, gate="o_proj")
 
 
-def tiny(seed: int) -> tuple[Any, Any]:
-    """Three layers of 6 query heads in 3 KV groups, causal language model, one padded example."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+_SIZES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
 
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=4,
-        intermediate_size=32,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        mask = torch.tensor([[1] * 7, [1] * 7, [1, 1, 1, 1, 0, 0, 0]])
-        batch = {"input_ids": torch.randint(3, 50, (3, 7)) * mask, "attention_mask": mask}
-        return LlamaForCausalLM(config), batch
-
+FAMILIES = (("llama", decoder("LlamaForCausalLM", **_SIZES)),)
 
 LAYOUT = AttentionLayout(
     name="llama",
@@ -76,7 +63,9 @@ LAYOUT = AttentionLayout(
         ("num_heads", "n_query_heads"),
         ("num_attention_heads", "n_query_heads"),
         ("num_key_value_heads", "n_kv_heads"),
+        ("num_key_value_groups", "group_size"),
     ),
+    policies=("group", "balanced"),
     empty=_without_heads,
-    tiny=tiny,
+    families=FAMILIES,
 )

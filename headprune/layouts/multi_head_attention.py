@@ -59,6 +59,7 @@ LAYOUT = AttentionLayout(
     value_dim="value_dim",
     requires=("n_heads", "n_kv_heads", "head_dim", "value_dim"),
     untouched=("compatibility",),
+    policies=("group", "balanced", "free"),
     counts=(("n_heads", "n_query_heads"), ("n_kv_heads", "n_kv_heads")),
-    tiny=tiny,
+    families=(("multi_head_attention", tiny),),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import images
 
 
 def _without_heads(module: Any) -> None:
@@ -13,27 +14,15 @@ def _without_heads(module: Any) -> None:
     without_heads(module, gate="o_proj")
 
 
-def tiny(seed: int) -> tuple[Any, Any]:
-    """Three layers of 4 heads on 8 x 8 images, image classification."""
-    import torch
-    from transformers import ViTConfig, ViTForImageClassification
+_SIZES: dict[str, Any] = {
+    "patch_size": 4,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 
-    config = ViTConfig(
-        image_size=8,
-        patch_size=4,
-        num_channels=1,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=24,
-        num_labels=3,
-        initializer_range=0.3,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        batch = {"pixel_values": torch.randn(3, 1, 8, 8), "labels": torch.tensor([0, 2, 1])}
-        return ViTForImageClassification(config), batch
-
+FAMILIES = (("vit", images("ViTForImageClassification", **_SIZES)),)
 
 LAYOUT = AttentionLayout(
     name="vit",
@@ -49,5 +38,5 @@ LAYOUT = AttentionLayout(
     absent=("num_key_value_groups", "layer_idx"),
     counts=(("num_attention_heads", "n_query_heads"),),
     empty=_without_heads,
-    tiny=tiny,
+    families=FAMILIES,
 )

@@ -17,8 +17,9 @@ from headprune.attention.linear import cut_features, replace_features_
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
-from headprune.core.slabs import HeadGeometry, kept_groups, kept_rows
-from headprune.model.sites import BoundSite, lookup, unwrap
+from headprune.core.mixin import mix_in
+from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
+from headprune.model.sites import BoundSite, lookup, unwrap, widths
 
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
@@ -28,13 +29,15 @@ class Undo:
     """Everything a cut replaced, so that it can be put back as it was."""
 
     parameters: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    children: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
     classes: list[tuple[nn.Module, type]] = field(default_factory=list)
 
     def remember(self, module: nn.Module) -> None:
-        """Notes the tensors, plain attributes and class of a module and of those in it; call before any change."""
+        """Notes tensors, attributes, children and class of a module and of those in it; call before any change."""
         for part in module.modules():
             self.classes.append((part, type(part)))
+            self.children.append((part, dict(part._modules)))
             self.parameters += [(part, n, p) for n, p in part._parameters.items()]
             self.parameters += [(part, n, b) for n, b in part._buffers.items()]
             self.attributes.append((part, {k: v for k, v in part.__dict__.items() if k not in _KEPT_BY_TORCH}))
@@ -43,6 +46,9 @@ class Undo:
         """Puts everything back."""
         for module, kind in self.classes:
             module.__class__ = kind
+        for module, children in self.children:
+            module._modules.clear()
+            module._modules.update(children)
         for module, name, tensor in self.parameters:
             (module._parameters if name in module._parameters else module._buffers)[name] = tensor
         for module, plain in self.attributes:
@@ -76,13 +82,22 @@ class _Cut:
         return self.bound.module.get_submodule(self.slab.path.rpartition(".")[0])
 
     def tensors(self) -> dict[str, Tensor]:
-        """New tensors by name in ``owner``; nothing is changed."""
+        """New tensors by name in ``owner``; nothing is changed. A list of modules has none: see ``shorten_``."""
+        if isinstance(self.target, nn.ModuleList):
+            return {}
         if isinstance(self.target, nn.Module):
             if self.slab.axis not in ("in", "out"):
                 raise UnsupportedModel(self.where, "cut along 'in' or 'out'", self.slab.axis)
             return cut_features(self.target, self.slab.axis, self.rows, self.where)
         index = torch.tensor(self.rows, dtype=torch.long, device=self.target.device)
         return {self.slab.path.rpartition(".")[2]: self.target.detach().index_select(int(self.slab.axis), index)}
+
+    def shorten_(self) -> None:
+        """Keeps the kept modules of a list."""
+        if isinstance(self.target, nn.ModuleList):
+            kept = [self.target[i] for i in self.rows]
+            self.target._modules.clear()
+            self.target.extend(kept)
 
 
 def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
@@ -111,25 +126,37 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
             raise UnsupportedModel(b.site.name, "cut outside of gated blocks", "gates on it", hint)
         if not keep and b.layout.empty == "refuse":
             raise UnsupportedModel(b.site.name, f"left with a head (layout {b.layout.name!r})", "none kept")
-        positions = [b.site.heads.index(h) for h in keep]
-        groups = kept_groups(b.site.geometry, positions)
-        work.append((b, keep, HeadGeometry(len(keep), len(groups), b.site.head_dim, b.site.value_dim)))
-        cuts += [
-            _Cut(b, s, tuple(kept_rows(b.site.geometry, s.units, s.packing, positions, groups))) for s in b.layout.slabs
-        ]
+        before, positions = b.site.geometry, [b.site.heads.index(h) for h in keep]
+        work.append((b, keep, before.keep(positions)))
+        cuts += [_Cut(b, s, _rows(s, before, positions)) for s in b.slabs]
     plan = _new_tensors(model, cuts)
     undo = Undo()
     try:
-        for b, _, _ in work:
-            undo.remember(b.module)
+        undo.remember(unwrap(model))
+        for cut in cuts:
+            cut.shorten_()
         for owner, tensors in plan:
             _install(owner, tensors)
         for b, keep, now in work:
             _mark(b, keep, now)
+            if b.layout.exposed is not None:
+                mix_in(b.module, b.layout.exposed)
+            if b.layout.adapt is not None:
+                b.layout.adapt(b.module, unwrap(model))
+            if not keep and callable(b.layout.empty):
+                b.layout.empty(b.module)
     except BaseException:
         undo.restore()
         raise
     return undo
+
+
+def _rows(slab: HeadSlab, geometry: HeadGeometry, positions: list[int]) -> tuple[int, ...]:
+    """The indices of a slab's axis that stay with the heads at these positions; of a list, the modules."""
+    groups = used_groups(geometry, positions)
+    if slab.axis == "list":
+        return tuple(groups if slab.units[0] in ("key", "value") else positions)
+    return tuple(kept_rows(geometry, slab.units, slab.packing, positions, groups))
 
 
 def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, dict[str, Tensor]]]:
@@ -180,19 +207,19 @@ def _install(owner: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def _mark(bound: BoundSite, keep: tuple[int, ...], now: HeadGeometry) -> None:
-    """Keeps the count attributes true, remembers the original heads, and empties a module without heads."""
+    """Keeps the count attributes true and remembers the original heads."""
     site, module = bound.site, bound.module
     values = {
         "n_query_heads": now.n_query_heads,
         "n_kv_heads": now.n_kv_heads,
-        "group_size": site.group_size,
+        "group_size": now.group_size or site.group_size,
         "query_width": now.n_query_heads * now.head_dim,
         "value_width": now.n_query_heads * now.value_dim,
     }
+    known = any(callable(w) for w in (bound.layout.head_dim, bound.layout.value_dim, bound.layout.key_dim))
+    state = HeadState(site.n_query_heads, site.n_kv_heads, keep, widths(bound.layout, module) if known else None)
     for path, count in bound.layout.counts:
         if lookup(module, path) is not None:
             parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, values[count])
-    setattr(module, STATE_ATTRIBUTE, HeadState(site.n_query_heads, site.n_kv_heads, keep))
-    if not keep and callable(bound.layout.empty):
-        bound.layout.empty(module)
+    setattr(module, STATE_ATTRIBUTE, state)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, UnsupportedModel, did_you_mean
-from headprune.core.heads import AttentionSite
-from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState
+from headprune.core.heads import POLICIES, AttentionSite, Policy
+from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState, Width
 from headprune.core.slabs import HeadGeometry, infer_geometry
 from headprune.layouts import registry
 
@@ -49,8 +49,13 @@ class BoundSite:
 
     @property
     def gate(self) -> nn.Module:
-        """The output projection, whose input is gated."""
+        """The output projection, whose input is gated; the module itself where there is none."""
         return self.module.get_submodule(self.layout.gate)
+
+    @property
+    def slabs(self) -> tuple[HeadSlab, ...]:
+        """The layout's slabs that this module has."""
+        return slabs_of(self.layout, self.module)
 
 
 def sites_of(bound: Iterable[BoundSite]) -> Sites:
@@ -75,7 +80,12 @@ def lookup(module: nn.Module, path: str) -> Any:
     return target
 
 
-def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = ()) -> Sites:
+def slabs_of(layout: AttentionLayout, module: nn.Module) -> tuple[HeadSlab, ...]:
+    """The slabs of a layout that a module has: all but optional ones that are not there."""
+    return tuple(s for s in layout.slabs if not s.optional or lookup(module, s.path) is not None)
+
+
+def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group") -> Sites:
     """Finds every attention module whose heads can be pruned.
 
     A module matches a layout when every slab of the layout is there, every length is explained by whole heads and
@@ -84,12 +94,16 @@ def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = ()) -> Sit
     Args:
         model: Any module; one wrapped by ``torch.compile`` is looked at from inside.
         layouts: Layouts for your own attention modules.
+        policy: What may leave where query heads share a key/value head: ``group`` whole groups, so that the KV cache
+            shrinks; ``balanced`` the same number of query heads in every group that stays; ``free`` any query heads.
+            A single key/value head of all query heads (MQA) stays as long as one of them does, also with ``group``.
 
     Returns:
         The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of your own.
 
     Raises:
-        UnsupportedModel: nothing was found; the message lists the attention-like modules and what each lacks.
+        UnsupportedModel: nothing was found; the message lists the attention-like modules and what each lacks. Or a
+            site whose layout does not allow ``policy``.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -98,6 +112,8 @@ def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = ()) -> Sit
     """
     if not isinstance(model, nn.Module):
         raise InvalidValue("model", "a torch.nn.Module", type(model).__name__)
+    if policy not in POLICIES:
+        raise InvalidValue("policy", f"one of {', '.join(POLICIES)}", repr(policy))
     candidates = [*layouts, *(registry.get(name) for name in registry)]
     names: dict[int, list[str]] = {}
     for name, module in unwrap(model).named_modules(remove_duplicate=False):
@@ -110,7 +126,7 @@ def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = ()) -> Sit
             continue
         for layout in candidates:
             if reason_against(layout, module) is None:
-                found.append(_site(layout, module, name, tuple(names[id(module)][1:])))
+                found.append(_site(layout, module, name, tuple(names[id(module)][1:]), policy))
                 used[layout.name] = layout
                 inside = (*inside, f"{name}." if name else "")
                 break
@@ -140,14 +156,14 @@ def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list
         if against is not None:
             must = f"an attention module of layout {site.layout!r}"
             raise UnsupportedModel(site.name, must, type(modules[site.name]).__name__, against)
-        fresh = _site(layout, modules[site.name], site.name, site.shared_with)
+        fresh = _site(layout, modules[site.name], site.name, site.shared_with, site.policy)
         bound.append(BoundSite(fresh, layout, modules[site.name]))
     return bound
 
 
 def reason_against(layout: AttentionLayout, module: nn.Module) -> str | None:
     """Why a module is not of this layout, in words; None when it is."""
-    for path in (*layout.requires, *(s.path for s in layout.slabs)):
+    for path in (*layout.requires, *(s.path for s in layout.slabs if not s.optional)):
         if lookup(module, path) is None:
             return f"it has no {path!r}"
     for path in layout.absent:
@@ -172,61 +188,106 @@ def _under(name: str, paths: Iterable[str]) -> bool:
 
 
 def slab_length(module: nn.Module, slab: HeadSlab) -> int:
-    """Length of the axis that a slab describes."""
+    """Length of the axis that a slab describes; for a list of modules, how many there are."""
     target = lookup(module, slab.path)
     where = f"HeadSlab({slab.path!r}).axis"
+    if (slab.axis == "list") != isinstance(target, nn.ModuleList):
+        raise InvalidValue(
+            where, "'list' for a ModuleList, and only for one", f"{slab.axis!r} of a {type(target).__name__}"
+        )
+    if isinstance(target, nn.ModuleList):
+        return len(target)
     if isinstance(target, Tensor):
         if isinstance(slab.axis, str) or not -target.ndim <= slab.axis < target.ndim:
             raise InvalidValue(where, f"a dimension of the tensor {list(target.shape)}", repr(slab.axis))
         return target.shape[slab.axis]
     if not isinstance(slab.axis, str):
         raise InvalidValue(where, "'in' or 'out', because it is a projection", repr(slab.axis))
-    weight = target.weight
+    weight = getattr(target, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        where = f"{type(module).__name__}.{slab.path}"
+        raise InvalidValue(where, "a projection or a tensor", type(target).__name__)
     transposed = hasattr(target, "nf")  # Transformers' Conv1D keeps [in, out]
     return int(weight.shape[(slab.axis == "in") != transposed])
 
 
 def geometry(layout: AttentionLayout, module: nn.Module) -> HeadGeometry:
     """Head counts and widths of a module as it is now, read off the lengths of its weights."""
+    head_dim, value_dim, key_dim = widths(layout, module)
+    one = HeadGeometry(1, 1, head_dim, value_dim, key_dim)
+    sizes = []
+    for slab in slabs_of(layout, module):
+        length = slab_length(module, slab)
+        sizes.append((slab.units, length * sum(map(one.width, slab.units)) if slab.axis == "list" else length))
+    state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
 
-    def width(value: str | int | None, default: int) -> int:
-        number = lookup(module, value) if isinstance(value, str) else value
+    def share(n_query: int, n_kv: int) -> tuple[int, ...] | None:
+        if state is not None and len(state.heads) == n_query:
+            uncut = _sharing(layout, state.n_query_heads, state.n_kv_heads)
+            used = sorted({uncut[h] for h in state.heads})
+            return tuple(used.index(uncut[h]) for h in state.heads)
+        return None if layout.grouping == "contiguous" else _sharing(layout, n_query, n_kv)
+
+    return infer_geometry(sizes, head_dim, value_dim, key_dim, share)
+
+
+def _sharing(layout: AttentionLayout, n_query: int, n_kv: int) -> tuple[int, ...]:
+    """The key/value head of every query head of an uncut module."""
+    if not n_kv or n_query % n_kv:
+        raise InvalidValue("n_kv_heads", f"a divisor of the {n_query} query heads", n_kv)
+    return tuple(h // (n_query // n_kv) if layout.grouping == "contiguous" else h % n_kv for h in range(n_query))
+
+
+def widths(layout: AttentionLayout, module: nn.Module) -> tuple[int, int, int | None]:
+    """Widths of a query, a value and (where it differs from a query's) a key."""
+    state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
+    if state is not None and state.widths is not None:
+        return state.widths
+
+    def width(given: Width | None) -> int | None:
+        name = given if isinstance(given, str) else layout.name
+        number = lookup(module, given) if isinstance(given, str) else given(module) if callable(given) else given
         if number is not None and (not isinstance(number, int) or number < 1):
-            raise InvalidValue(f"{type(module).__name__}.{value}", "a head width >= 1", number)
-        return default if number is None else number
+            raise InvalidValue(f"{type(module).__name__}.{name}", "a head width >= 1", number)
+        return number
 
-    head_dim = width(layout.head_dim, 0)
-    if not head_dim:
+    head_dim = width(layout.head_dim)
+    if head_dim is None:
         raise InvalidValue(f"{type(module).__name__}.{layout.head_dim}", "the width of a head", None)
-    for slab in layout.slabs:
-        target = lookup(module, slab.path)
-        weight = target if isinstance(target, Tensor) else getattr(target, "weight", None)
-        if not isinstance(weight, Tensor) or (target is not weight and weight.ndim != 2):
-            raise InvalidValue(
-                f"{type(module).__name__}.{slab.path}", "a projection or a tensor", type(target).__name__
-            )
-    sizes = [(slab.units, slab_length(module, slab)) for slab in layout.slabs]
-    return infer_geometry(sizes, head_dim, width(layout.value_dim, head_dim))
+    return head_dim, width(layout.value_dim) or head_dim, width(layout.key_dim)
 
 
-def _site(layout: AttentionLayout, module: nn.Module, name: str, shared: tuple[str, ...]) -> AttentionSite:
+def _site(
+    layout: AttentionLayout, module: nn.Module, name: str, shared: tuple[str, ...], policy: Policy
+) -> AttentionSite:
     now = geometry(layout, module)
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
     if state is None:
         state = HeadState(now.n_query_heads, now.n_kv_heads, tuple(range(now.n_query_heads)))
+    where = f"{name} ({type(module).__name__})"
     if len(state.heads) != now.n_query_heads:
         must = f"cut only through headprune ({len(state.heads)} heads on record)"
-        raise UnsupportedModel(f"{name} ({type(module).__name__})", must, f"{now.n_query_heads} heads in the weights")
+        raise UnsupportedModel(where, must, f"{now.n_query_heads} heads in the weights")
+    if state.n_query_heads == state.n_kv_heads:
+        policy = "group"  # all policies are the same then
+    elif state.n_kv_heads == 1 and policy == "group" and "balanced" in layout.policies:
+        policy = "balanced"  # the one group is the whole layer
+    elif policy not in layout.policies:
+        must = f"found with a policy that layout {layout.name!r} allows: {', '.join(layout.policies)}"
+        raise UnsupportedModel(where, must, repr(policy))
     return AttentionSite(
         name=name,
         layout=layout.name,
-        kind=layout.kind(module) if callable(layout.kind) else layout.kind,
+        kind=layout.kind(module, name) if callable(layout.kind) else layout.kind,
         n_query_heads=state.n_query_heads,
         n_kv_heads=state.n_kv_heads,
         head_dim=now.head_dim,
         value_dim=now.value_dim,
         heads=state.heads,
         shared_with=shared,
+        policy=policy,
+        grouping=layout.grouping,
+        key_dim=now.key_dim,
     )
 
 

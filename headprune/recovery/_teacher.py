@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from headprune.core.errors import HeadPruneError, InvalidValue, PlanMismatch, UnsupportedModel
 from headprune.core.heads import AttentionSite
+from headprune.model.expose import exposed
 from headprune.model.fingerprint import fingerprint
 from headprune.model.running import batch_size, device_of, to_device, token_mask, undisturbed
 from headprune.model.sites import BoundSite, bind
@@ -115,6 +116,7 @@ def mean_contexts(
     with ExitStack() as stack:
         stack.enter_context(undisturbed(teacher))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(exposed(m.bound for m in means))
         for mean in means:
             stack.callback(mean.bound.gate.register_forward_pre_hook(mean).remove)
         for number, batch in enumerate(tqdm(batches, desc="teacher", disable=not progress, leave=False)):

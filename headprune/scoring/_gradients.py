@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.gating.context import gated
+from headprune.model.expose import exposed
 from headprune.model.losses import Loss, checked_losses, default_loss
 from headprune.model.running import batch_size, undisturbed
 from headprune.model.sites import BoundSite, bind, sites_of, unwrap
@@ -58,7 +59,7 @@ def token_gradients(problem: Problem) -> Tensor:
     rows = []
     for number, batch in problem.passes("gate gradients by token"):
         size = batch_size(batch)
-        lengths = _lengths(problem, batch)
+        lengths = _lengths(problem, batch, size)
         shapes = [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
         gradients = _backward(problem, number, batch, shapes)
         absolute = [_units(b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
@@ -91,20 +92,26 @@ def _backward(problem: Problem, number: int, batch: Any, shapes: Sequence[tuple[
 
 def _units(bound: BoundSite, gradient: Tensor) -> Tensor:
     """Sums the members of each unit: heads that share a key/value head move together, so their gradients add."""
-    size = len(bound.site.units[0]) if bound.site.units else 1
-    return gradient.unflatten(-1, (len(bound.site.units), size)).sum(-1)
+    units = bound.site.units
+    unit_of = {head: index for index, unit in enumerate(units) for head in unit}
+    index = torch.tensor([unit_of[h] for h in bound.site.heads], dtype=torch.long, device=gradient.device)
+    return gradient.new_zeros(*gradient.shape[:-1], len(units)).index_add_(-1, index, gradient)
 
 
-def _lengths(problem: Problem, batch: Any) -> dict[str, int]:
-    """Query tokens at every site."""
+def _lengths(problem: Problem, batch: Any, size: int) -> dict[str, int]:
+    """Query tokens an example at every site; windows of an image are tokens one after another."""
     lengths: dict[str, int] = {}
 
     def note(b: BoundSite) -> Any:
-        return lambda module, args: lengths.__setitem__(b.site.name, args[0].shape[1 - b.layout.batch_axis])
+        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            windows = args[0].shape[0] // size if b.layout.windows else 1
+            lengths[b.site.name] = windows * args[0].shape[1 - b.layout.batch_axis]
+
+        return keep
 
     handles = [b.gate.register_forward_pre_hook(note(b)) for b in problem.bound]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), exposed(problem.bound):
             problem.loss(problem.model, batch)
     finally:
         for handle in handles:

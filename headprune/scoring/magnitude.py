@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headprune.core.slabs import kept_groups, rows_of
+from headprune.core.slabs import rows_of, used_groups
 from headprune.model.sites import BoundSite, lookup
 from headprune.scoring._base import Estimate, Problem, Scorer
 
@@ -29,10 +29,14 @@ class Magnitude(Scorer):
 def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
     site = bound.site
     positions = [site.heads.index(h) for h in unit]
-    groups = kept_groups(site.geometry, positions)
+    groups = used_groups(site.geometry, positions)
     size = torch.ones((), dtype=torch.float64)
-    for slab in bound.layout.slabs:
+    for slab in bound.slabs:
         target = lookup(bound.module, slab.path)
+        if isinstance(target, nn.ModuleList):  # one module a head: its value's weights are among its own
+            weights = [p.detach().double().flatten() for h in positions for p in target[h].parameters()]
+            size = size * torch.cat(weights).norm().cpu()
+            continue
         for kind, heads in (("value", groups), ("context", positions)):
             if kind in slab.units and not isinstance(target, Tensor):
                 rows = rows_of(site.geometry, slab.units, slab.packing, kind, heads)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from headprune.core.errors import InvalidValue
-from headprune.core.heads import HeadMask, SiteKeep
+from headprune.core.heads import HeadMask, Policy, SiteKeep
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores
 from headprune.selection import registry
 from headprune.selection._base import Position, Problem, Selector
 from headprune.selection._budget import pose
+from headprune.selection._units import bundled
 
 
 def select(scores: HeadScores, budget: Budget, selector: str | Selector = "global_topk") -> PruningPlan:
@@ -44,6 +45,8 @@ def select(scores: HeadScores, budget: Budget, selector: str | Selector = "globa
     if not isinstance(budget, Budget):
         raise InvalidValue("select(budget=)", "a Budget", repr(budget), "Write hp.Budget(keep_heads=0.5), for example.")
     name, chosen = registry.resolve(selector, Selector, "select(selector=)")
+    policy: Policy = next((s.policy for s in scores.sites if s.policy != "group" and s.n_kv_heads > 1), "group")
+    scored, scores = scores, bundled(scores)
     problem = pose(scores, budget)
     keep = _checked(chosen.keep(problem), problem, name)
     removed = sum(len(site.units) for site in scores.sites) - len(keep)
@@ -53,9 +56,10 @@ def select(scores: HeadScores, budget: Budget, selector: str | Selector = "globa
         selector=name,
         settings=chosen.settings,
         scorer=scores.scorer,
-        scores=scores.digest,
+        scores=scored.digest,
         model=scores.model,
         notes=() if removed else ("Nothing is removed: the budget allows every head that is present.",),
+        policy=policy,
     )
 
 

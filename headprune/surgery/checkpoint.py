@@ -154,8 +154,9 @@ def from_pretrained(
         raise InvalidValue("model", "a freshly built full-size torch.nn.Module", type(model).__name__)
     try:
         located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
+        check_plan(model, located, manifest.mask)
+        located = Sites((s.permitting(manifest.mask.kept(s.name)) for s in located), located.layouts.values())
         bound = bind(model, located)
-        check_plan(model, [b.site for b in bound], manifest.mask)
         if fingerprint(model, [b.site for b in bound]).structure != manifest.structure:
             raise CheckpointError(str(folder), f"a checkpoint of {type(model).__name__}", manifest.model_class)
         undo = cut_(model, bound, manifest.mask)

@@ -69,7 +69,7 @@ def prune_(
         model: A model with the plan's sites.
         plan: Kept heads in original indices.
         example: A batch the model takes. With it the pruned model is compared with the gated one.
-        sites: Default ``find_sites(model)``.
+        sites: Default ``find_sites(model, policy=...)`` with the plan's policy.
 
     Raises:
         PlanMismatch: the plan is for a model of another structure.
@@ -78,7 +78,10 @@ def prune_(
     """
     if not isinstance(plan, (PruningPlan, HeadMask)):
         raise InvalidValue("plan", "a PruningPlan or a HeadMask", type(plan).__name__)
-    located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
+    policy = plan.policy if isinstance(plan, PruningPlan) else "group"
+    if sites is None:
+        sites = find_sites(model, policy=policy)
+    located = sites if isinstance(sites, Sites) else Sites(sites, ())
     bound = bind(model, located)
     notes = check_plan(model, [b.site for b in bound], plan)
     for note in notes:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from headprune.core.heads import HeadMask
 from headprune.core.layout import AttentionLayout
@@ -19,6 +20,8 @@ from headprune.model.sites import Sites, find_sites
 
 #: Equal up to the rounding of fp64: sums over fewer heads are done in another order.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+#: Layouts whose laws are tried in every corner; test_families.py holds all registered layouts and families to them.
+DEEP = ["bert", "gpt2", "llama", "multi_head_attention", "vit"]
 #: The same bits.
 EXACT = {"rtol": 0.0, "atol": 0.0}
 
@@ -31,6 +34,7 @@ class Subject:
     model: nn.Module
     batch: dict[str, Any]
     sites: Sites
+    family: str = ""
 
     @property
     def n_heads(self) -> dict[str, int]:
@@ -71,13 +75,31 @@ def subject_of(name: str, seed: int = 0) -> Subject:
     return Subject(layout, model, as_double(batch), find_sites(model))
 
 
-def shaken(model: nn.Module) -> nn.Module:
+def family_subject(layout: str, family: str, seed: int = 0) -> Subject:
+    """A family's tiny model; run it in ``Doubled``, for the norms of most families compute in fp32 of their own."""
+    found = registry.get(layout)
+    model, batch = found.tiny(seed, family)
+    model = shaken(model, norms=False).double().eval()
+    return Subject(found, model, as_double(batch), find_sites(model), family)
+
+
+class Doubled(TorchFunctionMode):
+    """Every step that a model takes in fp32 whatever its dtype (norms, angles, softmax) is taken in fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        if func is Tensor.float:
+            return args[0].double()
+        return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
+
+
+def shaken(model: nn.Module, norms: bool = True) -> nn.Module:
     """Random values everywhere: fresh models have biases of zero and norms of one, which would hide mistakes."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return without_float32_norms(model)
+    return without_float32_norms(model) if norms else model
 
 
 def without_float32_norms(model: nn.Module) -> nn.Module:

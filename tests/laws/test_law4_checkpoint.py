@@ -18,9 +18,9 @@ from headprune.core.heads import HeadMask
 from headprune.core.layout import STATE_ATTRIBUTE
 from headprune.layouts import registry
 from headprune.model.running import call, outputs
-from tests.laws.support import EXACT, picture, ragged
+from tests.laws.support import DEEP, EXACT, picture, ragged
 
-TRANSFORMERS = [name for name in registry.names() if name != "multi_head_attention"]
+TRANSFORMERS = [name for name in DEEP if name != "multi_head_attention"]
 DECODERS = ["gpt2", "llama"]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -77,7 +77,7 @@ def assert_same(loaded: nn.Module, model: nn.Module, batch: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("empty", [None, 0, 1, 2, "all"], ids=lambda e: f"empty={e}")
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", DEEP)
 def test_bit_for_bit(name: str, empty: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     model, batch = fresh(name)
     model, batch = model.to(dtype), as_dtype(batch, dtype)
@@ -91,7 +91,7 @@ def test_bit_for_bit(name: str, empty: Any, dtype: torch.dtype, tmp_path: Path) 
     assert {p.dtype for p in loaded.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", DEEP)
 def test_nothing_is_left_on_the_meta_device(name: str, tmp_path: Path) -> None:
     model, _ = fresh(name)
     hp.prune_(model, keep_some(model, s0=[]))
@@ -107,7 +107,7 @@ def test_nothing_is_left_on_the_meta_device(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, **EXACT, msg=n)
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", DEEP)
 def test_a_model_that_was_cut_twice(name: str, tmp_path: Path) -> None:
     model, batch = fresh(name)
     first = hp.find_sites(model)[0]
@@ -258,7 +258,7 @@ def test_transformers_alone_does_not_load_a_cut_model_in_silence(name: str, empt
         hf.AutoModel.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", DEEP)
 def test_saving_and_loading_disturb_nothing(name: str, tmp_path: Path) -> None:
     model, _ = fresh(name)
     hp.prune_(model, keep_some(model))

@@ -17,13 +17,12 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.slabs import blocks
-from headprune.layouts import registry as layouts
 from headprune.model.losses import default_loss
 from headprune.model.running import call
 from headprune.model.sites import lookup
 from headprune.scoring import Taylor, registry
 from headprune.scoring._base import Scorer
-from tests.laws.support import CLOSE, Subject, as_double, set_implementation, subject_of
+from tests.laws.support import CLOSE, DEEP, Subject, as_double, set_implementation, subject_of
 
 SCORERS: list[Any] = [registry.get(name)() for name in registry.names() if name != "random"]
 SCORERS += [Taylor(reduce="token"), Taylor(reduce="signed"), Taylor(normalize="l2"), Taylor(reduce="batch", block=2)]
@@ -142,7 +141,7 @@ def test_the_length_of_other_examples() -> None:
 # ---------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize("name", layouts.names())
+@pytest.mark.parametrize("name", DEEP)
 def test_attention_implementation(name: str) -> None:
     subject = subject_of(name)
     if not hasattr(subject.model, "set_attn_implementation"):

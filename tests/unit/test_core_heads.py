@@ -62,6 +62,37 @@ def test_check_speaks_of_original_indices():
         here.check([2, 3, 6])
 
 
+def test_what_a_policy_allows():
+    group, balanced, free = (site(6, 2, policy=p) for p in ("group", "balanced", "free"))
+    assert group.units == ((0, 1, 2), (3, 4, 5))
+    assert balanced.units == free.units == ((0,), (1,), (2,), (3,), (4,), (5,))
+    assert balanced.check([0, 2, 4, 5]) == (0, 2, 4, 5)
+    assert balanced.check([3, 5]) == (3, 5), "a group may go whole"
+    assert free.check([0, 1, 5]) == (0, 1, 5)
+    hint = r"whole groups of 3 .*got 2 of heads \[0, 1, 2\]. Or find .*policy='balanced'"
+    with pytest.raises(InvalidValue, match=hint):
+        group.check([0, 2, 3, 4, 5])
+    with pytest.raises(InvalidValue, match=r"the same number of query heads in every group .*got \[1, 2\] of"):
+        balanced.check([0, 4, 5])
+    assert [group.permitting(k).policy for k in ([0, 1, 2], [0, 1, 4, 5], [0, 3, 4])] == ["group", "balanced", "free"]
+
+
+def test_sites_with_torn_groups():
+    torn = site(6, 2, heads=(0, 2, 5))
+    assert torn.groups == torn.units == ((0, 2), (5,))
+    assert torn.geometry == HeadGeometry(3, 2, 8, 6, kv_of=(0, 0, 1))
+    assert torn.check([5]) == (5,)
+    with pytest.raises(InvalidValue, match="whole groups of 2"):
+        torn.check([0])
+
+
+def test_interleaved_groups():
+    here = site(6, 2, grouping="interleaved")
+    assert here.units == ((0, 2, 4), (1, 3, 5))
+    assert here.geometry.kv_of == (0, 1, 0, 1, 0, 1)
+    assert site(6, 2, grouping="interleaved", heads=(1, 3, 5)).geometry == HeadGeometry(3, 1, 8, 6)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -69,8 +100,8 @@ def test_check_speaks_of_original_indices():
         ({"heads": (0, 0)}, "sorted indices below 4"),
         ({"heads": (0, 4)}, "sorted indices below 4"),
         ({"heads": (-1, 0)}, "sorted indices below 4"),
-        ({"n_kv_heads": 2, "heads": (1, 2)}, "whole groups of 2 heads"),
-        ({"n_kv_heads": 2, "heads": (0, 1, 2)}, "whole groups of 2 heads"),
+        ({"policy": "any"}, "one of group, balanced, free, got 'any'"),
+        ({"bundles": ((0, 1), (2,))}, r"a partition of the heads \[0, 1, 2, 3\]"),
         ({"n_kv_heads": 3}, "a divisor of the 4 query heads"),
         ({"kind": "both"}, "'self', 'causal' or 'cross', got 'both'"),
         ({"head_dim": 0}, "widths >= 1"),

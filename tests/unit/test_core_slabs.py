@@ -7,7 +7,16 @@ import pytest
 
 from headprune.core.errors import InvalidValue
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.core.slabs import HeadGeometry, axis_size, blocks, check_slab, infer_geometry, kept_groups, kept_rows
+from headprune.core.slabs import (
+    HeadGeometry,
+    axis_size,
+    blocks,
+    check_slab,
+    freed_groups,
+    infer_geometry,
+    kept_rows,
+    used_groups,
+)
 
 GEOMETRIES = [
     HeadGeometry(n_kv * group, n_kv, head_dim, value_dim)
@@ -55,7 +64,8 @@ def test_kept_rows_are_those_of_the_reshaped_axis(units, packing):
         for n in range(geometry.n_kv_heads + 1):
             for groups in itertools.combinations(range(geometry.n_kv_heads), n):
                 keep = [g * group + m for g in groups for m in range(group)]
-                assert kept_groups(geometry, keep) == list(groups)
+                assert used_groups(geometry, keep) == list(groups)
+                assert freed_groups(geometry, keep) == list(groups)
                 expected = reshaped(geometry, units, packing, list(groups))
                 assert kept_rows(geometry, units, packing, keep, groups) == expected
                 checked += 1
@@ -86,13 +96,47 @@ def test_a_single_query_head_in_a_group_is_cut_alone_from_query_slabs():
     assert kept_rows(geometry, ("value",), "sequential", [3], [0]) == [0, 1, 2]
 
 
-def test_a_torn_group_and_a_foreign_position_are_refused():
+def test_a_torn_group_keeps_its_key_head_and_a_foreign_position_is_refused():
     geometry = HeadGeometry(6, 2, 2, 2)
-    with pytest.raises(InvalidValue, match=r"whole groups of 3 query heads.*got 2 of heads \[3, 4, 5\]"):
-        kept_groups(geometry, [0, 1, 2, 3, 5])
-    with pytest.raises(InvalidValue, match="positions of the 6 present heads"):
-        kept_groups(geometry, [6])
-    assert kept_groups(geometry, []) == []
+    assert used_groups(geometry, [0, 1, 2, 3, 5]) == [0, 1]
+    assert freed_groups(geometry, [0, 1, 2, 3, 5]) == [0]
+    for groups in (used_groups, freed_groups):
+        with pytest.raises(InvalidValue, match="positions of the 6 present heads"):
+            groups(geometry, [6])
+        assert groups(geometry, []) == []
+
+
+def test_groups_of_unlike_size():
+    torn = HeadGeometry(6, 2, 2, 1).keep([0, 1, 2, 4])
+    assert (torn.n_query_heads, torn.n_kv_heads, torn.kv_of, torn.group_size) == (4, 2, (0, 0, 0, 1), 1)
+    assert torn.members(0) == [0, 1, 2]
+    assert list(blocks(torn, ("query", "key"), "grouped")) == [
+        *(("query", 0, 2), ("query", 1, 2), ("query", 2, 2), ("key", 0, 2)),
+        *(("query", 3, 2), ("key", 1, 2)),
+    ]
+    assert kept_rows(torn, ("query", "key"), "grouped", [1, 3], [0, 1]) == [2, 3, 6, 7, 8, 9, 10, 11]
+    assert torn.keep([3]) == HeadGeometry(1, 1, 2, 1)
+    assert torn.keep([0, 3]) == HeadGeometry(2, 2, 2, 1), "what is even again is spelt like any other"
+    with pytest.raises(InvalidValue, match="every one in use"):
+        HeadGeometry(2, 2, 1, 1, kv_of=(0, 0))
+
+
+def test_interleaved_groups():
+    geometry = HeadGeometry(4, 2, 1, 1, kv_of=(0, 1, 0, 1))
+    assert geometry.members(1) == [1, 3]
+    assert geometry.keep([0, 2]) == HeadGeometry(2, 1, 1, 1)
+    assert used_groups(geometry, [3]) == [1]
+    assert freed_groups(geometry, [1, 2, 3]) == [1]
+
+
+def test_keys_and_gated_queries_have_widths_of_their_own():
+    geometry = HeadGeometry(2, 2, 3, 4, key_dim=5)
+    units = ("gated_query", "key", "value")
+    assert [geometry.width(u) for u in (*units, "query", "context", "head")] == [6, 5, 4, 3, 4, 1]
+    assert axis_size(geometry, units) == 2 * (6 + 5 + 4)
+    sizes = [(("query",), 6), (("key", "value"), 18), (("context",), 8)]
+    assert infer_geometry(sizes, 3, 4, 5) == geometry
+    assert HeadGeometry(2, 2, 3, 4, key_dim=3) == HeadGeometry(2, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +187,8 @@ def test_slabs_and_layouts_are_checked_by_name():
     with pytest.raises(InvalidValue, match=r"HeadSlab\.packing: must be 'sequential' or 'grouped', got 'interleaved'"):
         check_slab(("query",), "interleaved")
     for axis in ("rows", True, 1.0):
-        with pytest.raises(InvalidValue, match=r"HeadSlab\('q_proj'\)\.axis: must be 'in', 'out' or a dimension"):
+        must = r"HeadSlab\('q_proj'\)\.axis: must be 'in', 'out', 'list' or a dimension"
+        with pytest.raises(InvalidValue, match=must):
             HeadSlab("q_proj", axis, "query")
     assert HeadSlab("qkv", 0, ("query", "key")).units == ("query", "key")
     assert HeadSlab("q", "out", "query").units == ("query",)

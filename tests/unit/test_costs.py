@@ -18,9 +18,9 @@ from headprune.layouts import registry
 from headprune.model.costs import measure_costs
 from headprune.model.running import call
 from headprune.model.sites import bind
-from tests.laws.support import Subject, picture, set_implementation, subject_of
+from tests.laws.support import DEEP, Subject, picture, set_implementation, subject_of
 
-TRANSFORMERS = [name for name in registry.names() if name != "multi_head_attention"]
+TRANSFORMERS = [name for name in DEEP if name != "multi_head_attention"]
 
 
 def measure(model: nn.Module, batch: Any) -> CostTable:
