@@ -7,7 +7,7 @@ batch)``. Nothing is imported before a model is built.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ _VOCABULARY = 50
 Batch = Callable[[Any], dict[str, Any]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TinyModel:
     """``(seed) -> (model, batch)`` for one class of Transformers.
 
@@ -30,8 +30,8 @@ class TinyModel:
     """
 
     model: str
-    batch: Batch
-    settings: dict[str, Any]
+    batch: Batch = field(compare=False)
+    settings: dict[str, Any] = field(hash=False)
 
     def __call__(self, seed: int) -> tuple[Any, Any]:
         import torch
