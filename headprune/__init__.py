@@ -35,6 +35,7 @@ _HOME = {
     "gated": "headprune.gating.context",
     "prune_": "headprune.surgery.prune",
     "prune_heads_": "headprune.surgery.prune",
+    "propose_layouts": "headprune.surgery.detect",
     "recover_": "headprune.recovery._api",
     "save_pretrained": "headprune.surgery.checkpoint",
     "score": "headprune.scoring._api",
@@ -76,4 +77,5 @@ if TYPE_CHECKING:
     from headprune.scoring._api import score
     from headprune.selection._api import select
     from headprune.surgery.checkpoint import from_pretrained, save_pretrained
+    from headprune.surgery.detect import propose_layouts
     from headprune.surgery.prune import prune_, prune_heads_

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,49 @@ def _check(module: nn.Module, axis: str, where: str) -> None:
         if type(tensor) is not nn.Parameter or tensor.dtype not in _FLOATS:
             got = f"{type(getattr(module, name, None)).__name__} of {getattr(tensor, 'dtype', 'no dtype')} in {kind}"
             raise UnsupportedModel(f"{where}.{name}", "a plain floating-point nn.Parameter", got, _HINT)
+
+
+def projections(module: nn.Module, axis: Axis, where: str = "projection") -> list[nn.Module]:
+    """The plain projections that have a projection's features on ``axis``: itself, unless it has adapters.
+
+    One with LoRA adapters (PEFT) computes ``base(x) + sum_a scale_a * B_a(A_a(x))`` over its adapters: its ``in``
+    features are those of the base and of every A, its ``out`` features those of the base and of every B. Cutting all
+    of them is exact, before a merge and after it.
+
+    Raises:
+        UnsupportedModel: adapters of another kind, for example DoRA, whose scale is a norm over all ``in`` features.
+    """
+    base = getattr(module, "base_layer", None)
+    adapters = getattr(module, "lora_A" if axis == "in" else "lora_B", None)
+    if not isinstance(base, nn.Module):
+        return [module]
+    known = ("base_layer.weight", "base_layer.bias")
+    lora = {f"lora_{side}.{name}.weight" for side in "AB" for name in getattr(module, f"lora_{side}", ())}
+    extra = [n for n, _ in module.named_parameters() if n not in known and n not in lora]
+    extra += [n for n, _ in module.named_buffers()]
+    extra += [f"{type(v).__name__} {n!r}" for n, v in getattr(module, "lora_variant", {}).items()]
+    if extra or not lora or not isinstance(adapters, nn.ModuleDict):
+        must = "a projection, or one with plain LoRA adapters"
+        got = f"{type(module).__module__}.{type(module).__name__}" + (f" with {', '.join(extra)}" if extra else "")
+        raise UnsupportedModel(where, must, got, _HINT)
+    return [base, *adapters.values()]
+
+
+def effective_weight(module: Any) -> Tensor:
+    """What a projection multiplies by, ``[out, in]``: its weight and what its active adapters add to it."""
+    base = getattr(module, "base_layer", module)
+    weight: Tensor = base.weight
+    if base is not module and hasattr(module, "lora_A") and not (module.merged or module.disable_adapters):
+        weight = weight + sum(module.get_delta_weight(name) for name in module.active_adapters if name in module.lora_A)
+    return weight.T if _is_conv1d(base) else weight
+
+
+def recount_(module: nn.Module) -> None:
+    """Makes the feature counts of a projection with adapters those of its base again."""
+    base = getattr(module, "base_layer", None)
+    for axis in ("in", "out"):
+        if base is not None and hasattr(module, f"{axis}_features"):
+            setattr(module, f"{axis}_features", feature_count(base, axis))
 
 
 def feature_count(module: nn.Module, axis: Axis, where: str = "projection") -> int:

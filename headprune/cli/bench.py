@@ -31,7 +31,8 @@ def bench(
 
         from headprune.bench.latency import compare_latency, shaped_batch
         from headprune.bench.size import sizes
-        from headprune.run.models import example_batch, longest_input, open_model, resolve_device
+        from headprune.model.examples import example_batch
+        from headprune.run.models import longest_input, open_model, resolve_device
         from headprune.run.subject import quiet
         from headprune.run.surroundings import hardware
 
@@ -44,7 +45,7 @@ def bench(
         models = open_model(original, "ORIGINAL").to(place), open_model(pruned, "PRUNED").to(place)
         example = example_batch(models[0])
         if example is None:
-            raise InvalidValue("ORIGINAL", "a model that takes tokens or images", type(models[0]).__name__)
+            raise InvalidValue("ORIGINAL", "a model that takes tokens, images or waves", type(models[0]).__name__)
         lengths = length or [128]
         limits = [limit for limit in map(longest_input, models) if limit is not None and "input_ids" in example]
         if limits and max(lengths) > min(limits):

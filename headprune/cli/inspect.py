@@ -1,7 +1,8 @@
-"""``headprune inspect``: what of a model can be pruned, what it weighs, and what cannot be and why."""
+"""``headprune inspect``: what of a model can be pruned, what it weighs, what a cut changes, and what cannot and why."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,72 +12,113 @@ from headprune.cli._shared import AsJson, Debug, emit, guarded, say
 if TYPE_CHECKING:
     from torch import nn
 
+    from headprune.core.heads import Policy
+    from headprune.model.sites import BoundSite
+
 
 def inspect(
     model: Annotated[str, typer.Argument(help="A model folder, hub name, or package:NAME/FOLDER.")],
+    policy: Annotated[
+        str,
+        typer.Option(help="What may leave where query heads share a key/value head: group, balanced or free."),
+    ] = "group",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show the attention modules of a model: heads, prune units, parameters, and those not recognised."""
+    """Show the attention modules of a model: heads, prune units, what a cut changes, and those not recognised."""
     with guarded(debug):
+        from headprune.core.errors import UnsupportedModel
+        from headprune.model.sites import find_sites
         from headprune.run.models import open_model
         from headprune.run.subject import quiet
 
         quiet()
-        found = _inspect(open_model(model))
+        opened = open_model(model)
+        try:
+            find_sites(opened)
+        except UnsupportedModel:
+            _say_not_taken(_not_taken(opened, []))
+            raise
+        found = _inspect(opened, policy)  # type: ignore[arg-type]
         if as_json:
             emit(found)
         else:
             _print(found)
 
 
-def _inspect(model: nn.Module) -> dict[str, Any]:
-    from headprune.model.costs import unit_costs
-    from headprune.model.sites import attention_like, bind, find_sites
+def _inspect(model: nn.Module, policy: Policy) -> dict[str, Any]:
+    from headprune.model.sites import bind, find_sites
 
-    bound = bind(model, find_sites(model))
-    rows: list[dict[str, Any]] = []
-    for b in bound:
-        costs = unit_costs(b)
-        rows.append(
-            {
-                "site": b.site.name,
-                "layout": b.site.layout,
-                "kind": b.site.kind,
-                "heads": b.site.n_query_heads,
-                "kv_heads": b.site.n_kv_heads,
-                "head_dim": b.site.head_dim,
-                "present": list(b.site.heads),
-                "units": len(b.site.units),
-                "params": sum(c.params for c in costs),
-                "kv_bytes_per_token": sum(c.kv_bytes for c in costs),
-            }
-        )
-    names = [b.site.name for b in bound]
-    inside = tuple(f"{n}." if n else "" for n in names)
-
-    def holds_site(name: str) -> bool:
-        return any(site.startswith(f"{name}.") for site in names)
-
-    others = [
-        {"module": name, "class": type(module).__name__, "reason": _reason(module)}
-        for name, module in attention_like(model)
-        if name not in names and not name.startswith(inside) and not holds_site(name)
-    ]
+    bound = bind(model, find_sites(model, policy=policy))
+    rows = [_row(b) for b in bound]
     totals = {
         "heads": sum(len(b.site.heads) for b in bound),
         "units": sum(len(b.site.units) for b in bound),
         "params": sum(p.numel() for p in model.parameters()),
         "prunable_params": sum(row["params"] for row in rows),
     }
-    return {"model": type(model).__name__, "sites": rows, "totals": totals, "not_taken": others}
+    layouts = {b.layout.name: _layout(b) for b in bound}
+    others = _not_taken(model, [b.site.name for b in bound])
+    return {"model": type(model).__name__, "sites": rows, "totals": totals, "layouts": layouts, "not_taken": others}
 
 
-def _reason(module: nn.Module) -> str:
+def _row(bound: BoundSite) -> dict[str, Any]:
+    from headprune.model.costs import unit_costs
+
+    site = bound.site
+    # All heads as one unit: what several units share leaves with none of them alone.
+    costs = unit_costs(replace(bound, site=replace(site, bundles=(site.heads,) if site.heads else ())))
+    return {
+        "site": site.name,
+        "layout": site.layout,
+        "kind": site.kind,
+        "heads": site.n_query_heads,
+        "kv_heads": site.n_kv_heads,
+        "head_dim": site.head_dim,
+        "present": list(site.heads),
+        "units": len(site.units),
+        "policy": site.policy,
+        # Where no query heads share a key/value head, all policies are the same.
+        "policies": list(bound.layout.policies) if site.n_kv_heads < site.n_query_heads else ["group"],
+        "params": sum(c.params for c in costs),
+        "kv_bytes_per_token": sum(c.kv_bytes for c in costs),
+    }
+
+
+def _layout(bound: BoundSite) -> dict[str, Any]:
+    """What a cut of this layout's sites changes, in words."""
+    from headprune.model.describe import gate_words, patch_words, slab_words
+
+    return {
+        "gate": gate_words(bound.layout),
+        "cut": [slab_words(s) for s in bound.slabs],
+        "patched": patch_words(bound.layout),
+        "no_heads_left": "refused" if bound.layout.empty == "refuse" else "if its code allows",
+    }
+
+
+def _not_taken(model: nn.Module, names: list[str]) -> list[dict[str, Any]]:
+    """Attention-like modules outside of all sites, those of one class and one reason together."""
     from headprune.layouts import registry
-    from headprune.model.sites import closest_reason
+    from headprune.model.sites import attention_like, closest_reason
 
-    return closest_reason(module, [registry.get(name) for name in registry.names()])
+    inside = tuple(f"{n}." if n else "" for n in names)
+    layouts = [registry.get(name) for name in registry.names()]
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, module in attention_like(model):
+        if name in names or (inside and name.startswith(inside)) or any(s.startswith(f"{name}.") for s in names):
+            continue
+        reason = closest_reason(module, layouts)
+        found.setdefault((type(module).__name__, reason), []).append(name)
+    return [{"module": m[0], "modules": m, "class": kind, "reason": why} for (kind, why), m in found.items()]
+
+
+def _say_not_taken(groups: list[dict[str, Any]]) -> None:
+    for other in groups:
+        more = f" and {len(other['modules']) - 1} more" if len(other["modules"]) > 1 else ""
+        say(f"not taken: {other['module'] or 'the model itself'}{more} ({other['class']}; {other['reason']})")
+    if groups:
+        say("headprune.propose_layouts(model, example) looks for a layout of such modules and proves it.")
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -88,11 +130,14 @@ def _print(found: dict[str, Any]) -> None:
         table.add_column(column, overflow="fold")
     for column in ("heads", "units", "width", "parameters"):
         table.add_column(column, justify="right")
+    table.add_column("policies")
     for row in found["sites"]:
         gone = row["heads"] - len(row["present"])
         heads = f"{len(row['present'])} of {row['heads']}" if gone else str(row["heads"])
+        heads += f" / {row['kv_heads']}" if row["kv_heads"] < row["heads"] else ""
+        policies = ", ".join(f"[{p}]" if p == row["policy"] else p for p in row["policies"])
         cells = (row["site"], row["layout"], row["kind"], heads, str(row["units"]), str(row["head_dim"]))
-        table.add_row(*cells, f"{row['params']:,}")
+        table.add_row(*cells, f"{row['params']:,}", policies if len(row["policies"]) > 1 else "")
     console = Console(width=None if Console().is_terminal else 200, markup=False)
     console.print(table)
     totals = found["totals"]
@@ -101,5 +146,8 @@ def _print(found: dict[str, Any]) -> None:
         f"{totals['heads']} heads in {totals['units']} prune units; {totals['prunable_params']:,} of "
         f"{totals['params']:,} parameters ({share:.1f} %) can leave with them"
     )
-    for other in found["not_taken"]:
-        say(f"not taken: {other['module']} ({other['class']}; {other['reason']})")
+    for name, layout in found["layouts"].items():
+        typer.echo(f"\n{name}: gates at the {layout['gate']}. A cut changes")
+        for line in (*layout["cut"], *layout["patched"]):
+            typer.echo(f"  {line}")
+    _say_not_taken(found["not_taken"])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headprune.cli._shared import AsJson, Debug, emit, guarded, say
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 
 if TYPE_CHECKING:
     from headprune.core.plan import PruningPlan
+    from headprune.surgery.checkpoint import Format
 
 
 def prune(
@@ -21,15 +23,28 @@ def prune(
     scores: Annotated[Path | None, typer.Option(help="Scores, as `headprune score` writes them; with --keep.")] = None,
     keep: Annotated[str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")] = None,
     selector: Annotated[str | None, typer.Option(help="With --scores; default global_topk.")] = None,
+    format: Annotated[
+        str,
+        typer.Option(
+            help="headprune (every cut, bit for bit), transformers (loads without headprune, where the configuration "
+            "can say the head counts), remote-code (a modelling file beside the weights, read with "
+            "trust_remote_code=True), or auto: transformers where it applies, else headprune."
+        ),
+    ] = "headprune",
+    max_shard_size: Annotated[str, typer.Option(help="Larger models are written in several files.")] = "50GB",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Cut a saved model, prove it equal to the gated one, and save it."""
     with guarded(debug):
+        if format not in ("auto", "headprune", "transformers", "remote-code"):
+            raise InvalidValue("--format", "auto, headprune, transformers or remote-code", repr(format))
         decided = _decide(plan, scores, keep, selector)
-        from headprune.run.models import example_batch, open_model
+        from headprune.model.examples import example_batch
+        from headprune.run.models import open_model, resolve_path
         from headprune.run.subject import quiet
-        from headprune.surgery.checkpoint import save_pretrained
+        from headprune.surgery.checkpoint import applicable_formats, save_pretrained
+        from headprune.surgery.formats import companions
         from headprune.surgery.prune import prune_
 
         if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
@@ -40,12 +55,38 @@ def prune(
         if example is None:
             say("warning: no inputs could be made up for this model; the cut is not compared with the gated model")
         report = prune_(subject, decided, example=example)
-        save_pretrained(subject, out)
+        formats = applicable_formats(subject)
+        chosen = _chosen(format, formats)
+        save_pretrained(subject, out, format=chosen, plan=decided, example=example, max_shard_size=max_shard_size)
+        files = companions.copy(resolve_path(model, "--model"), out)
         if as_json:
-            emit({"out": str(out), "plan": decided.to_dict(), "report": _facts(report)})
-        else:
-            typer.echo(str(report))
-            typer.echo(f"wrote {out}")
+            facts = {"plan": decided.to_dict(), "report": _facts(report), "format": chosen, "formats": formats}
+            emit({"out": str(out), **facts, "copied": files})
+            return
+        typer.echo(str(report))
+        for name, reason in formats.items():
+            typer.echo(f"format {name}: " + (f"no; {reason}" if reason else "yes"))
+        typer.echo(f"wrote {out} (format {chosen}{''.join(f', {f}' for f in files)})")
+        if chosen == "remote-code":
+            typer.echo("who loads it with trust_remote_code=True runs this file:")
+            typer.echo("".join(path.read_text(encoding="utf-8") for path in out.glob("modeling_headprune_*.py")))
+
+
+def _chosen(format: str, formats: Mapping[Format, str | None]) -> Format:
+    """The format to write; ``auto`` never takes the one that makes others run code.
+
+    Raises:
+        UnsupportedModel: it cannot hold this cut.
+    """
+    if format == "auto":
+        return "headprune" if formats["transformers"] else "transformers"
+    wanted = next(name for name in formats if name == format)
+    if reason := formats[wanted]:
+        others = ", ".join(name for name, against in formats.items() if not against)
+        raise UnsupportedModel(
+            "--format", "one that can hold this cut", f"{format}, which {reason}", f"Those that can: {others}."
+        )
+    return wanted
 
 
 def _decide(plan: Path | None, scores: Path | None, keep: str | None, selector: str | None) -> PruningPlan:

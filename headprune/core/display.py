@@ -23,10 +23,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One site of the grid."""
+    """One site of the grid; ``kind`` is its kind of attention, where the grid has more than one."""
 
     label: str
     cells: tuple[Cell, ...]
+    kind: str = ""
 
 
 def levels(values: Sequence[float]) -> list[float]:
@@ -49,16 +50,21 @@ def _mark(cell: Cell) -> str:
     return "■" if cell.level is None else SHADES[max(_step(cell.level), 1)]
 
 
+def _labels(rows: Sequence[Row]) -> list[str]:
+    """Labels, and kinds where there are any, in columns."""
+    width, kinds = (max(map(len, column), default=0) for column in ([r.label for r in rows], [r.kind for r in rows]))
+    return [f"{r.label:<{width}}" + (f"  {r.kind:<{kinds}}" if kinds else "") for r in rows]
+
+
 def text_grid(title: str, rows: Sequence[Row]) -> str:
     """A grid of block characters, one line a site; removed heads are dots."""
-    width = max((len(r.label) for r in rows), default=0)
-    lines = [f"  {r.label:<{width}}  {' '.join(_mark(c) for c in r.cells)}" for r in rows]
+    labelled = zip(_labels(rows), rows, strict=True)
+    lines = [f"  {label}  {' '.join(_mark(c) for c in r.cells)}" for label, r in labelled]
     return "\n".join([title, *lines])
 
 
 def rich_grid(title: str, rows: Sequence[Row]) -> str:
     """The same grid as rich markup, coloured."""
-    width = max((len(r.label) for r in rows), default=0)
 
     def paint(cell: Cell) -> str:
         if not cell.kept:
@@ -67,10 +73,9 @@ def rich_grid(title: str, rows: Sequence[Row]) -> str:
         ink = "#000000" if _step(cell.level or 0.5) < 5 else "#ffffff"
         return f"[{ink} on {colour}]{cell.head:>2} [/]"
 
-    def label(row: Row) -> str:
-        return f"{row.label:<{width}}".replace("[", r"\[")
-
-    return "\n".join([title.replace("[", r"\["), *(f"  {label(r)}  {''.join(map(paint, r.cells))}" for r in rows)])
+    labels = [label.replace("[", r"\[") for label in _labels(rows)]
+    lines = [f"  {label}  {''.join(map(paint, r.cells))}" for label, r in zip(labels, rows, strict=True)]
+    return "\n".join([title.replace("[", r"\["), *lines])
 
 
 def html_grid(title: str, rows: Sequence[Row]) -> str:
@@ -85,8 +90,11 @@ def html_grid(title: str, rows: Sequence[Row]) -> str:
         style = f"{look}padding:2px 6px;text-align:center;border:1px solid #999"
         return f'<td style="{style}" title="{html.escape(cell.title, quote=True)}">{cell.head}</td>'
 
+    def label(row: Row) -> str:
+        return html.escape(row.label) + (f" <i>{html.escape(row.kind)}</i>" if row.kind else "")
+
     body = "".join(
-        f'<tr><th scope="row" style="text-align:right;padding-right:8px;font-weight:normal">{html.escape(r.label)}</th>'
+        f'<tr><th scope="row" style="text-align:right;padding-right:8px;font-weight:normal">{label(r)}</th>'
         f"{''.join(map(paint, r.cells))}</tr>"
         for r in rows
     )

@@ -14,6 +14,7 @@ from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, did_y
 from headprune.core.slabs import HeadGeometry
 
 Kind = Literal["self", "causal", "cross"]
+KINDS: tuple[Kind, ...] = ("self", "causal", "cross")
 
 #: Which query heads may leave where several share a key/value head: ``group`` all of them together (the cache
 #: shrinks), ``balanced`` the same number in every group that stays, ``free`` any.
@@ -78,7 +79,7 @@ class AttentionSite(Value):
     bundles: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("self", "causal", "cross"):
+        if self.kind not in KINDS:
             raise InvalidValue("AttentionSite.kind", "'self', 'causal' or 'cross'", repr(self.kind))
         if self.policy not in POLICIES:
             raise InvalidValue("AttentionSite.policy", f"one of {', '.join(POLICIES)}", repr(self.policy))

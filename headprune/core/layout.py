@@ -30,15 +30,20 @@ FOLDED_ATTRIBUTE = "headprune_folded"
 Count = Literal["n_query_heads", "n_kv_heads", "group_size", "query_width", "value_width"]
 
 
+#: Heads whose keys and values a cache holds.
+Cached = Literal["key/value", "query", "none"]
+
+
 @dataclass(frozen=True)
 class HeadState:
-    """What a cut module remembers: the original counts, which original heads are left, and widths (query, value, key)
-    where no attribute of the module tells them."""
+    """What a cut module remembers: the original counts, which original heads are left, widths (query, value, key) where
+    no attribute of the module tells them, and the layout: without heads, a module could be of several."""
 
     n_query_heads: int
     n_kv_heads: int
     heads: tuple[int, ...]
     widths: tuple[int, int, int | None] | None = None
+    layout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,15 +98,20 @@ class AttentionLayout:
         requires: Attribute paths that must exist for a module to match.
         absent: Attribute paths that must not exist, or must be False or None.
         untouched: Paths whose parameters do not depend on the heads (a layer norm of the model's width).
-        per_head: Paths of norms that span one head's width, if the module has them; one that spans several heads is
-            refused, because cutting it would change the heads that stay.
+        per_head: Paths of norms that span one head's width, and of linear layers that each head passes by itself, if
+            the module has them; one that spans several heads is refused, because cutting it would change the heads
+            that stay.
         counts: Attributes that count heads or widths, kept true by a cut where the module has them.
         batch_axis: Axis of the gate's input that holds the examples.
         windows: Whether that axis holds several windows of each example, one example's after another's.
         grouping: Which query heads share a key/value head.
+        cached: Of what a causal module's cache holds keys and values: each key/value head, each query head (repeated
+            before they are cached), or none, where it holds latents that all heads share.
         policies: What may leave where they do; the first is taken where the user's choice does not matter.
         adapt: ``(module, model) -> None``, run after every cut for what no slab or count says, for example a bias
             that comes as an argument for all heads. Its docstring says what it does; docs/layouts.md quotes it.
+        products: ``(module) -> (a query token, a key token)``: multiply-adds of a head for its cost beyond those of
+            linear layers and of its products with keys and values (DeBERTa's with relative positions).
         exposed: A class to put in front where the module's own code passes by its output projection's ``forward``
             (and so by every gate); it computes the same and calls the projection.
         empty: ``(module) -> None`` that turns a cut module without heads into one that adds only the output
@@ -124,8 +134,10 @@ class AttentionLayout:
     batch_axis: int = 0
     windows: bool = False
     grouping: Grouping = "contiguous"
+    cached: Cached | Callable[[Any], Cached] = "key/value"
     policies: tuple[Policy, ...] = ("group",)
     adapt: Callable[[Any, Any], None] | None = None
+    products: Callable[[Any], tuple[int, int]] | None = None
     exposed: type[Mixin] | None = None
     empty: Callable[[Any], None] | Literal["refuse"] | None = None
     families: tuple[tuple[str, Tiny], ...] = ()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.display import Cell, Row, html_grid, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, PlanMismatch
-from headprune.core.heads import POLICIES, HeadMask, Policy
+from headprune.core.heads import KINDS, POLICIES, AttentionSite, HeadMask, Policy
 from headprune.core.scores import ModelFingerprint
 
 _KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv")
@@ -71,12 +72,35 @@ class Budget(Value):
 
 
 @dataclass(frozen=True)
+class SiteBudget(Value):
+    """A budget of some sites alone: its fractions are of what the heads of those sites cost together.
+
+    Args:
+        sites: A kind of attention (``self``, ``causal``, ``cross``), or a pattern over the sites' names.
+        budget: What may stay there.
+
+    >>> print(SiteBudget("*decoder*", Budget(keep_heads=0.5)))
+    *decoder*: keep 50 % of the heads
+    """
+
+    sites: str
+    budget: Budget
+
+    def covers(self, site: AttentionSite) -> bool:
+        """Whether a site is one of those."""
+        return site.kind == self.sites if self.sites in KINDS else fnmatchcase(site.name, self.sites)
+
+    def __str__(self) -> str:
+        return f"{self.sites}: {self.budget}"
+
+
+@dataclass(frozen=True)
 class PruningPlan(Value):
     """The decision: which heads stay, in original indices.
 
     Args:
         mask: Kept heads.
-        budget: The budget it meets; None for a plan written by hand.
+        budget: The budget it meets; None for a plan written by hand, or with ``budgets``.
         selector: Registered name of the selector, or ``by hand``.
         settings: The selector's settings.
         scorer: Registered name of the scorer, if scores were used.
@@ -84,6 +108,7 @@ class PruningPlan(Value):
         model: Fingerprint of the model it is for; None fits any model that has its sites.
         notes: What the selector has to say.
         policy: Which query heads may leave where several share a key/value head.
+        budgets: Or the budgets that groups of sites meet, each by itself.
     """
 
     mask: HeadMask
@@ -95,10 +120,13 @@ class PruningPlan(Value):
     model: ModelFingerprint | None = None
     notes: tuple[str, ...] = ()
     policy: Policy = "group"
+    budgets: tuple[SiteBudget, ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise InvalidValue("PruningPlan.policy", f"one of {', '.join(POLICIES)}", repr(self.policy))
+        if self.budget is not None and self.budgets:
+            raise InvalidValue("PruningPlan", "given one of budget and budgets", "both")
 
     def then(self, other: PruningPlan) -> PruningPlan:
         """The plan that does both: a head stays if both keep it.
@@ -108,9 +136,12 @@ class PruningPlan(Value):
         """
         if self.model and other.model and self.model.structure != other.model.structure:
             raise PlanMismatch("plan", "for a model of the same structure", "plans for two different structures")
-        said = {f.name: getattr(other, f.name) for f in fields(other) if f.name not in ("mask", "model", "notes")}
+        own = ("mask", "model", "notes", "policy")
+        said = {f.name: getattr(other, f.name) for f in fields(other) if f.name not in own}
         model = self.model or other.model  # the plan that does both is for the model that the first one is for
-        return PruningPlan(mask=self.mask & other.mask, model=model, notes=self.notes + other.notes, **said)
+        policy = max(self.policy, other.policy, key=POLICIES.index)  # the one that allows more
+        notes = self.notes + other.notes
+        return PruningPlan(mask=self.mask & other.mask, model=model, notes=notes, policy=policy, **said)
 
     def rows(self) -> list[Row]:
         """The grid of cells that shows what stays."""
@@ -121,11 +152,16 @@ class PruningPlan(Value):
         return [Row(r.site, tuple(cell(r.site, h, r.kept) for h in range(r.n_heads))) for r in self.mask.rows]
 
     @property
+    def wanted(self) -> str:
+        """The budget or budgets in words; empty for a plan written by hand."""
+        return ", ".join(map(str, [self.budget] if self.budget else self.budgets))
+
+    @property
     def title(self) -> str:
         why = [
             self.selector,
             *([f"by {self.scorer}"] if self.scorer else []),
-            *([str(self.budget)] if self.budget else []),
+            *([self.wanted] if self.wanted else []),
         ]
         return f"{self.mask.n_kept} of {self.mask.n_heads} heads stay ({', '.join(why)})"
 

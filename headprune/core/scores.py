@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 
 from headprune.core.codec import FrozenDict, Value
 from headprune.core.display import Cell, Row, html_grid, levels, rich_grid, text_grid
@@ -33,6 +33,11 @@ class Cost:
     def macs(self, length: int) -> int:
         """Multiply-adds of one example of ``length`` tokens."""
         return self.macs_fixed + self.macs_per_token * length + self.macs_per_pair * length**2
+
+    @classmethod
+    def sum(cls, costs: Iterable[Cost]) -> Cost:
+        """What several parts cost together."""
+        return cls(*map(sum, zip((0, 0, 0, 0, 0), *map(astuple, costs), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ class HeadScores(Value):
     def rows(self, kept: frozenset[HeadId] | None = None) -> list[Row]:
         """The grid of cells that shows the scores, and what stays of ``kept``."""
         flat = iter(levels([v for row in self.values for v in row]))
+        several = len({site.kind for site in self.sites}) > 1
         rows = []
         for site, values in zip(self.sites, self.values, strict=True):
             level = {h: (lv, v) for unit, lv, v in zip(site.units, flat, values, strict=False) for h in unit}
@@ -156,7 +162,7 @@ class HeadScores(Value):
                 stays = head in site.heads and (kept is None or HeadId(site.name, head) in kept)
                 word = "already removed" if value is None else f"{value:.4g}"
                 cells.append(Cell(head, lv, stays, f"{site.name}[{head}]: {word}"))
-            rows.append(Row(site.name, tuple(cells)))
+            rows.append(Row(site.name, tuple(cells), site.kind if several else ""))
         return rows
 
     @property

@@ -12,6 +12,7 @@ key          key/value head          key_dim (head_dim, unless keys are latent)
 value        key/value head          value_dim
 context      query head              value_dim (input of the output projection)
 head         query head              1 (sinks, position-bias tables)
+kv_head      key/value head          1 (scales)
 ============ ======================= =========================================
 
 Several units on one axis are a fused projection: ``sequential`` packing lays all blocks of one unit before the
@@ -28,7 +29,8 @@ from typing import Literal
 from headprune.core.errors import InvalidValue
 
 Packing = Literal["sequential", "grouped"]
-UNITS: tuple[str, ...] = ("query", "gated_query", "key", "value", "context", "head")
+UNITS: tuple[str, ...] = ("query", "gated_query", "key", "value", "context", "head", "kv_head")
+_OF_KV = ("key", "value", "kv_head")
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,13 @@ class HeadGeometry:
             "gated_query": 2 * self.head_dim,
             "key": self.key_dim or self.head_dim,
             "head": 1,
+            "kv_head": 1,
         }
         return widths.get(unit, self.value_dim)
 
     def count(self, unit: str) -> int:
         """Number of blocks of ``unit``."""
-        return self.n_kv_heads if unit in ("key", "value") else self.n_query_heads
+        return self.n_kv_heads if unit in _OF_KV else self.n_query_heads
 
     def keep(self, heads: Iterable[int]) -> HeadGeometry:
         """The geometry once only these query heads are left; a key/value head without any goes.
@@ -138,7 +141,7 @@ def blocks(geometry: HeadGeometry, units: Sequence[str], packing: str = "sequent
         return
     for group in range(geometry.n_kv_heads):
         for unit in units:
-            for head in [group] if unit in ("key", "value") else geometry.members(group):
+            for head in [group] if unit in _OF_KV else geometry.members(group):
                 yield unit, head, geometry.width(unit)
 
 
@@ -162,7 +165,7 @@ def kept_rows(
     rows: list[int] = []
     start = 0
     for unit, head, width in blocks(geometry, units, packing):
-        if head in (kv if unit in ("key", "value") else query):
+        if head in (kv if unit in _OF_KV else query):
             rows.extend(range(start, start + width))
         start += width
     return rows
@@ -232,7 +235,7 @@ def infer_geometry(
     one = HeadGeometry(1, 1, head_dim, value_dim, key_dim)
     n_query = n_kv = None
     for units, length in sizes:
-        if len(units) == 1 and units[0] not in ("key", "value"):
+        if len(units) == 1 and units[0] not in _OF_KV:
             width = one.width(units[0])
             if length % width:
                 raise InvalidValue(f"the {units[0]} axis", f"a multiple of the head width {width}", length)
@@ -241,9 +244,9 @@ def infer_geometry(
     if n_query is None:
         raise InvalidValue("layout.slabs", "with one slab of unit 'context' or 'query'", [tuple(u) for u, _ in sizes])
     for units, length in sizes:
-        kv_width = sum(one.width(u) for u in units if u in ("key", "value"))
+        kv_width = sum(one.width(u) for u in units if u in _OF_KV)
         if kv_width:
-            rest = length - sum(one.width(u) for u in units if u not in ("key", "value")) * n_query
+            rest = length - sum(one.width(u) for u in units if u not in _OF_KV) * n_query
             if rest < 0 or rest % kv_width:
                 raise InvalidValue(f"the {'+'.join(units)} axis", f"a multiple of the head width {kv_width}", length)
             n_kv = rest // kv_width

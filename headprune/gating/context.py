@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import AttentionSite, HeadMask
-from headprune.core.layout import GATES_ATTRIBUTE
+from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
 from headprune.core.plan import PruningPlan
 from headprune.model.expose import exposed
 from headprune.model.fingerprint import check_plan
@@ -134,7 +134,11 @@ def _multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
     for gate in gates:
         heads = x.unflatten(-1, (gate.shape[-2], -1))
         if gate.ndim > heads.ndim:  # windows of an example lie on the batch axis, one after another
-            heads = heads.unflatten(0, (gate.shape[0], -1))
+            examples, tokens = gate.shape[0], heads.shape[0] * heads.shape[1] // gate.shape[0]
+            if heads.shape[0] % examples or gate.shape[1] not in (1, tokens):
+                must = f"for the {heads.shape[0]} windows of {heads.shape[1]} tokens that the model runs on"
+                raise InvalidValue("gates", must, f"gates of {examples} examples x {gate.shape[1]} tokens")
+            heads = heads.unflatten(0, (examples, -1))
             if gate.shape[1] != 1:
                 gate = gate.flatten(1, 2).unflatten(1, heads.shape[1:3])
         rows, given = heads.shape[:-2], gate.shape[:-2]
@@ -163,8 +167,16 @@ class _GatedOutput(_Gated):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = super(_Gated, self).__call__(*args, **kwargs)
-        gates = getattr(self, GATES_ATTRIBUTE)
+        gates = [_for_all_heads(gate, getattr(self, STATE_ATTRIBUTE, None)) for gate in getattr(self, GATES_ATTRIBUTE)]
         return _multiplied(out, gates) if isinstance(out, Tensor) else (_multiplied(out[0], gates), *out[1:])
+
+
+def _for_all_heads(gate: Tensor, state: HeadState | None) -> Tensor:
+    """Gates ``[..., heads, 1]`` for the width that such an attention keeps: one, times zeros, where heads have left."""
+    if state is None:
+        return gate
+    every = gate.new_ones(*gate.shape[:-2], state.n_query_heads, 1)
+    return every.index_copy(-2, torch.tensor(state.heads, device=gate.device), gate)
 
 
 def _ungated(original: type[nn.Module]) -> nn.Module:

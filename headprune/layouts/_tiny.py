@@ -44,6 +44,24 @@ class TinyModel:
             return kind(kind.config_class(**self.settings)), example
 
 
+@dataclass(frozen=True)
+class TinyModule:
+    """``(seed) -> (model, batch)`` by the function ``tiny(name, seed)`` of a file beside this one."""
+
+    file: str
+    name: str
+
+    def __call__(self, seed: int) -> tuple[Any, Any]:
+        from importlib import import_module
+
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made: tuple[Any, Any] = import_module(f"headprune.layouts.{self.file}").tiny(self.name)
+            return made
+
+
 def encoder(model: str, **settings: Any) -> TinyModel:
     """Sequence classification of three classes over 7 tokens; the last example is padded."""
     given = {"vocab_size": _VOCABULARY, "num_labels": 3, "initializer_range": _SPREAD, "pad_token_id": 0}
@@ -62,14 +80,39 @@ def encoder_decoder(model: str, **settings: Any) -> TinyModel:
     return TinyModel(model, _text_to_text, {"vocab_size": _VOCABULARY, **tokens} | settings)
 
 
-def images(model: str, size: int = 8, channels: int = 1, **settings: Any) -> TinyModel:
-    """Image classification of three classes."""
+def speech_to_text(model: str, frames: int = 12, mels: int = 4, **settings: Any) -> TinyModel:
+    """Features of sound, ``frames`` of them for each example, in and 5 tokens out; the encoder sees every second."""
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sizes = {"vocab_size": _VOCABULARY, "num_mel_bins": mels, "max_source_positions": frames // 2, "init_std": _SPREAD}
+    return TinyModel(model, partial(_features, frames=frames, mels=mels), {**sizes, **tokens} | settings)
+
+
+def images(model: str, size: int = 8, channels: int = 1, labelled: bool = True, **settings: Any) -> TinyModel:
+    """Image classification of three classes, or any model of images where they come without labels."""
     given = {"image_size": size, "num_channels": channels, "num_labels": 3, "initializer_range": _SPREAD}
-    return TinyModel(model, partial(_images, channels=channels, size=size), given | settings)
+    return TinyModel(model, partial(_images, channels=channels, size=size, labelled=labelled), given | settings)
+
+
+def images_and_text(
+    model: str, vision: dict[str, Any], text: dict[str, Any], size: int = 8, channels: int = 1, **settings: Any
+) -> TinyModel:
+    """Two towers with configurations of their own; 7 tokens, of which the last example pads three."""
+    image = {"image_size": size, "num_channels": channels, "initializer_range": _SPREAD, **vision}
+    words = {"vocab_size": _VOCABULARY, "initializer_range": _SPREAD, "pad_token_id": 0, **text}
+    batch = partial(_images_and_text, channels=channels, size=size)
+    return TinyModel(model, batch, {"vision_config": image, "text_config": words, **settings})
+
+
+def images_in_text(model: str, size: int = 8, patch: int = 4, image_token: int = 1, **settings: Any) -> TinyModel:
+    """A causal language model over 9 tokens, of which an image of one channel takes ``(size / patch) ** 2``."""
+    n_tokens = (size // patch) ** 2
+    given = {"image_token_index": image_token, "image_seq_length": n_tokens}
+    batch = partial(_images_in_text, size=size, n_tokens=n_tokens, image_token=image_token)
+    return TinyModel(model, batch, given | settings)
 
 
 def speech(model: str, samples: int = 400, **settings: Any) -> TinyModel:
-    """Classification of waveforms into three classes."""
+    """Classification of waveforms into three classes; the second half of the last one is padding."""
     given = {"num_labels": 3, "initializer_range": _SPREAD}
     return TinyModel(model, partial(_waveforms, samples=samples), given | settings)
 
@@ -91,9 +134,30 @@ def _text_to_text(torch: Any) -> dict[str, Any]:
     return {**_ids(torch, 3), "decoder_input_ids": torch.randint(3, _VOCABULARY, (3, 5))}
 
 
-def _images(torch: Any, channels: int, size: int) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(3, channels, size, size), "labels": torch.tensor([0, 2, 1])}
+def _images(torch: Any, channels: int, size: int, labelled: bool = True) -> dict[str, Any]:
+    labels = {"labels": torch.tensor([0, 2, 1])} if labelled else {}
+    return {"pixel_values": torch.randn(3, channels, size, size), **labels}
+
+
+def _images_and_text(torch: Any, channels: int, size: int) -> dict[str, Any]:
+    return {**_images(torch, channels, size, labelled=False), **_ids(torch, 3)}
+
+
+def _images_in_text(torch: Any, size: int, n_tokens: int, image_token: int) -> dict[str, Any]:
+    mask = torch.tensor([[1] * 9, [1] * 9, [1] * 7 + [0] * 2])
+    ids = torch.randint(3, _VOCABULARY, (3, 9)) * mask
+    ids[:, 1 : 1 + n_tokens] = image_token
+    return {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(3, 1, size, size)}
 
 
 def _waveforms(torch: Any, samples: int) -> dict[str, Any]:
-    return {"input_values": torch.randn(3, samples), "labels": torch.tensor([0, 2, 1])}
+    mask = torch.ones(3, samples, dtype=torch.long)
+    mask[-1, samples // 2 :] = 0
+    return {"input_values": torch.randn(3, samples) * mask, "attention_mask": mask, "labels": torch.tensor([0, 2, 1])}
+
+
+def _features(torch: Any, frames: int, mels: int) -> dict[str, Any]:
+    return {
+        "input_features": torch.randn(3, mels, frames),
+        "decoder_input_ids": torch.randint(3, _VOCABULARY, (3, 5)),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import MethodType
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import UnsupportedModel
-from headprune.core.mixin import Mixin, mix_in, original_class
+from headprune.core.mixin import Mixin, mix_in, mix_out, original_class
 
 
 class WithoutHeads(Mixin, nn.Module):
@@ -23,14 +24,29 @@ class WithoutHeads(Mixin, nn.Module):
     headprune_gate: str | None
     headprune_cross: bool
 
-    def forward(self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        past_key_values: Any = None,
+        layer_past: Any = None,
+        key_value_states: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         shape = hidden_states.shape  # [batch, length, width], or [batch, height, width of the image, width]
-        n_keys = shape[1]
-        if past_key_values is not None and not self.headprune_cross:
-            # An encoder-decoder's cache is a pair; that of the cross-attention holds no positions of the decoder.
-            cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-            marker = hidden_states.new_zeros(shape[0], 1, shape[1], 1)
-            n_keys = cache.update(marker, marker, self.layer_idx)[0].shape[-2]
+        cache = layer_past if past_key_values is None else past_key_values
+        other = kwargs.get("encoder_hidden_states") if key_value_states is None else key_value_states
+        cross = self.headprune_cross or other is not None
+        n_keys = shape[1] if other is None else other.shape[1]
+        index = getattr(self, "layer_idx", getattr(self, "layer_id", None))
+        # An encoder-decoder's cache is a pair, of which the part for the encoder's keys is filled once.
+        part = getattr(cache, "cross_attention_cache" if cross else "self_attention_cache", None if cross else cache)
+        filled = cross and (other is None or getattr(cache, "is_updated", {}).get(index))
+        if part is not None and not filled:
+            marker = hidden_states.new_zeros(shape[0], 1, n_keys, 1)
+            n_keys = part.update(marker, marker, index)[0].shape[-2]
+            if cross:
+                cache.is_updated[index] = True
         weights = hidden_states.new_zeros(shape[0], 0, shape[1], n_keys)
         if self.headprune_gate is None:  # the output projection is a sibling and adds its bias itself
             return hidden_states.new_zeros(*shape[:-1], 0), weights
@@ -38,6 +54,17 @@ class WithoutHeads(Mixin, nn.Module):
         output = torch.zeros_like(hidden_states)
         bias = projection.bias
         return (output + bias if isinstance(bias, Tensor) else output), weights
+
+
+class NormedWithoutHeads(WithoutHeads):
+    """For an attention that adds the residual and normalises by itself (ALBERT)."""
+
+    LayerNorm: nn.Module
+    output_dropout: nn.Module
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, weights = super().forward(hidden_states, *args, **kwargs)
+        return self.LayerNorm(hidden_states + self.output_dropout(output)), weights
 
 
 def without_heads(
@@ -52,12 +79,49 @@ def without_heads(
         kind: A subclass of ``WithoutHeads`` for a module that is called or answers in another way.
 
     Raises:
+        UnsupportedModel: the module has a ``forward`` of its own that would hide the class's, or is called with
+            something else first than the states that it adds to.
+    """
+    original = original_class(module)
+    called = list(inspect.signature(original.forward).parameters)[1:2]  # type: ignore[attr-defined]
+    if kind.forward is WithoutHeads.forward and called != ["hidden_states"]:
+        must = "left with a head, for only one called with hidden_states is known to work without"
+        raise UnsupportedModel(original.__name__, must, f"forward({', '.join(called)}, ...)")
+    put_in_front(module, kind, "left with a head")
+    module.headprune_gate, module.headprune_cross = gate, cross  # type: ignore[assignment]
+
+
+def put_in_front(module: nn.Module, mixin: type[Mixin], must: str = "cut to this") -> None:
+    """``mix_in`` for a class with a ``forward`` of its own, which must be the one that runs.
+
+    Raises:
         UnsupportedModel: the module has a ``forward`` of its own that would hide the class's.
     """
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         name = original_class(module).__name__
-        raise UnsupportedModel(name, "left with a head, for its forward is replaced", "none kept")
-    mix_in(module, kind)
-    module.headprune_gate, module.headprune_cross = gate, cross  # type: ignore[assignment]
+        raise UnsupportedModel(name, f"{must}, for its forward is replaced", "another forward")
+    mix_in(module, mixin)
+    _rebind(module)
+
+
+def take_away(module: nn.Module, mixin: type[Mixin]) -> None:
+    """Undoes ``put_in_front``."""
+    mix_out(module, mixin)
+    _rebind(module)
+
+
+def _rebind(module: nn.Module) -> None:
     if "_old_forward" in module.__dict__:  # accelerate's hooks (device_map) call the forward that they wrapped
-        module.__dict__["_old_forward"] = MethodType(kind.forward, module)
+        module.__dict__["_old_forward"] = MethodType(type(module).forward, module)
+
+
+def picked(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
+    """``x`` at some indices of an axis, ascending; by slices, which need no index on the right device.
+
+    >>> picked(torch.arange(6), 0, (0, 1, 4)).tolist()
+    [0, 1, 4]
+    """
+    starts = [i for i in indices if i - 1 not in indices]
+    stops = [i + 1 for i in indices if i + 1 not in indices]
+    runs = [x.narrow(dim, start, stop - start) for start, stop in zip(starts, stops, strict=True)]
+    return torch.cat(runs, dim) if runs else x.narrow(dim, 0, 0)

@@ -1,49 +1,47 @@
-"""Llama-style decoders (Llama, Mistral, Qwen, Gemma and their likes), grouped queries: the unit is a KV group."""
+"""Llama-style decoders (Llama, Mistral, Qwen, Gemma and their likes): `q_proj`, `k_proj`, `v_proj`, `o_proj`."""
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any
-
-from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._tiny import decoder
+from headprune.layouts._grouped import COUNTS, POLICIES, SHARED_KEYS, SIZES, kind, repeat_keys, without_heads
+from headprune.layouts._tiny import decoder, images_in_text
 
-if TYPE_CHECKING:
-    from headprune.core.heads import Kind
+_WIDE = {**SIZES, "head_dim": 6}  # not hidden_size / num_attention_heads
+_SLIDING = {**_WIDE, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_EXPERTS = {**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2}
 
-
-def _takes_keys(module: Any) -> bool:
-    """Whether it can attend to another sequence (T5Gemma, Mllama, Moonshine)."""
-    arguments = inspect.signature(type(module).forward).parameters
-    return not {"encoder_hidden_states", "cross_attention_states", "key_value_states"}.isdisjoint(arguments)
-
-
-def _kind(module: Any, name: str) -> Kind:
-    if _takes_keys(module):
-        return "causal" if getattr(module, "is_causal", False) else "cross"
-    return "causal" if getattr(module, "is_causal", True) else "self"
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    if _takes_keys(module):  # each of them shares its cache with self-attention in a way of its own
-        raise UnsupportedModel(type(module).__name__, "left with a head, for it attends to an encoder", "none kept")
-    without_heads(module, gate="o_proj")
-
-
-_SIZES = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 4,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-}
-
-FAMILIES = (("llama", decoder("LlamaForCausalLM", **_SIZES)),)
+FAMILIES = (
+    ("llama", decoder("LlamaForCausalLM", **SIZES)),
+    ("mistral", decoder("MistralForCausalLM", **_WIDE, sliding_window=4)),
+    ("mixtral", decoder("MixtralForCausalLM", **_EXPERTS, sliding_window=None)),
+    ("qwen2", decoder("Qwen2ForCausalLM", **SIZES)),
+    ("qwen3", decoder("Qwen3ForCausalLM", **_WIDE)),
+    ("gemma2", decoder("Gemma2ForCausalLM", **_SLIDING, query_pre_attn_scalar=6)),
+    ("gemma3", decoder("Gemma3ForCausalLM", **_SLIDING, query_pre_attn_scalar=6)),
+    ("starcoder2", decoder("Starcoder2ForCausalLM", **SIZES)),
+    ("granite", decoder("GraniteForCausalLM", **SIZES, attention_multiplier=0.5)),
+    ("cohere2", decoder("Cohere2ForCausalLM", **_SLIDING)),
+    ("smollm3", decoder("SmolLM3ForCausalLM", **SIZES, no_rope_layers=[1, 1, 0])),
+    ("gpt_oss", decoder("GptOssForCausalLM", **_EXPERTS, head_dim=6, sliding_window=4)),
+    (
+        "llava",
+        images_in_text(
+            "LlavaForConditionalGeneration",
+            text_config={"model_type": "llama", "vocab_size": 50, "pad_token_id": 0, "initializer_range": 0.3, **SIZES},
+            vision_config={
+                "model_type": "clip_vision_model",
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "intermediate_size": 24,
+                "image_size": 8,
+                "patch_size": 4,
+                "num_channels": 1,
+            },
+            vision_feature_layer=-1,
+        ),
+    ),
+)
 
 LAYOUT = AttentionLayout(
     name="llama",
@@ -53,19 +51,16 @@ LAYOUT = AttentionLayout(
         HeadSlab("k_proj", "out", "key"),
         HeadSlab("v_proj", "out", "value"),
         HeadSlab("o_proj", "in", "context"),
+        HeadSlab("sinks", 0, "head", optional=True),
     ),
     head_dim="head_dim",
-    kind=_kind,
+    kind=kind,
     requires=("num_key_value_groups", "head_dim", "layer_idx"),
-    absent=("store_full_length_kv", "is_kv_shared_layer"),  # other layers read its keys (Gemma 3n and 4)
+    absent=SHARED_KEYS,
     per_head=("q_norm", "k_norm"),
-    counts=(
-        ("num_heads", "n_query_heads"),
-        ("num_attention_heads", "n_query_heads"),
-        ("num_key_value_heads", "n_kv_heads"),
-        ("num_key_value_groups", "group_size"),
-    ),
-    policies=("group", "balanced"),
-    empty=_without_heads,
+    counts=COUNTS,
+    policies=POLICIES,
+    adapt=repeat_keys,
+    empty=without_heads("o_proj"),
     families=FAMILIES,
 )

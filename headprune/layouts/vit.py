@@ -1,11 +1,41 @@
-"""Vision transformers of Transformers (ViT and its likes): q_proj, k_proj, v_proj, o_proj without grouped queries."""
+"""Vision transformers of Transformers (ViT, DeiT, DINO, BEiT): q_proj, k_proj, v_proj, o_proj, no grouped queries.
+
+BEiT's bias of relative positions is computed outside of the attention, by the layer or once for all layers, and comes
+as a mask with a row a head; its tables stay whole, and a cut attention takes its heads' part of the mask.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab
+from headprune.core.mixin import Mixin
 from headprune.layouts._tiny import images
+
+if TYPE_CHECKING:
+    from headprune.core.heads import Kind
+
+
+class PresentHeadsOfMask(Mixin):
+    """Put in front of a cut attention whose mask comes for all heads."""
+
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] != 1:
+            attention_mask = attention_mask[:, list(getattr(self, STATE_ATTRIBUTE).heads)]
+        return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[misc]
+
+
+def _kind(module: Any, name: str) -> Kind:
+    called = name.rpartition(".")[2]
+    return "cross" if "cross" in called or called == "encoder_attn" else "self"
+
+
+def _adapt(module: Any, model: Any) -> None:
+    """Takes its heads' part of a position bias that the model keeps for all heads (BEiT)."""
+    from headprune.layouts._transformers import put_in_front
+
+    if any("relative_position_bias_table" in m._parameters for m in model.modules()):
+        put_in_front(module, PresentHeadsOfMask)
 
 
 def _without_heads(module: Any) -> None:
@@ -22,7 +52,14 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 24,
 }
 
-FAMILIES = (("vit", images("ViTForImageClassification", **_SIZES)),)
+FAMILIES = (
+    ("vit", images("ViTForImageClassification", **_SIZES)),
+    ("deit", images("DeiTForImageClassification", **_SIZES)),
+    ("dinov2", images("Dinov2ForImageClassification", **_SIZES)),
+    ("dinov3", images("DINOv3ViTModel", labelled=False, **_SIZES)),
+    ("beit", images("BeitForImageClassification", **_SIZES, use_relative_position_bias=True)),
+    ("beit-shared-bias", images("BeitForImageClassification", **_SIZES, use_shared_relative_position_bias=True)),
+)
 
 LAYOUT = AttentionLayout(
     name="vit",
@@ -34,9 +71,16 @@ LAYOUT = AttentionLayout(
         HeadSlab("o_proj", "in", "context"),
     ),
     head_dim="head_dim",
-    requires=("num_attention_heads", "head_dim"),
-    absent=("num_key_value_groups", "layer_idx"),
-    counts=(("num_attention_heads", "n_query_heads"),),
+    kind=_kind,
+    requires=("head_dim", "scaling"),
+    absent=("num_key_value_groups", "layer_idx", "inner_dim"),
+    untouched=("sequence_reduction",),  # SegFormer's, of the input of keys and values
+    counts=(
+        ("num_attention_heads", "n_query_heads"),
+        ("num_heads", "n_query_heads"),
+        ("embed_dim", "query_width"),
+    ),
+    adapt=_adapt,
     empty=_without_heads,
     families=FAMILIES,
 )

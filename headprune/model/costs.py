@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from headprune.attention.linear import projections
 from headprune.core.errors import UnsupportedModel
 from headprune.core.scores import Cost, CostTable
 from headprune.core.slabs import freed_groups, kept_rows
@@ -19,13 +19,58 @@ from headprune.model.running import batch_size, call, device_of, to_device, undi
 from headprune.model.sites import BoundSite, bind, find_sites, lookup, slab_length, unwrap
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What one pass of the model showed: rows and pairs of tokens an example, one number a call.
+
+    Args:
+        length: The length that "a token" and "a pair of tokens" refer to.
+        rows: Of each linear layer, by its ``id``.
+        keys: Key tokens of each site, by its name.
+        pairs: Of each site, by its name: query tokens times the key tokens that they attend to.
+    """
+
+    length: int
+    rows: dict[int, list[int]] = field(default_factory=dict)
+    keys: dict[str, list[int]] = field(default_factory=dict)
+    pairs: dict[str, list[int]] = field(default_factory=dict)
+
+    def rows_of(self, module: Any) -> _Count:
+        """Rows of a linear layer; where none was seen, one a token."""
+        return _counted(self.rows.get(id(module), [self.length]), self.length)
+
+    def keys_of(self, name: str) -> _Count:
+        """Key tokens of a site; where none were seen, all."""
+        return _counted(self.keys.get(name, [self.length]), self.length)
+
+    def pairs_of(self, name: str) -> _Count:
+        """Pairs of tokens of a site; where none were seen, every token attends to every one."""
+        seen, square = self.pairs.get(name, [self.length**2]), self.length**2
+        whole = [n for n in seen if n % square == 0]
+        rest = _counted([n for n in seen if n % square], self.length)
+        return _Count(rest.fixed, rest.per_token, sum(whole) // square)
+
+
+class _Count(NamedTuple):
+    """A number that may grow with the length, as far as one length tells."""
+
+    fixed: int
+    per_token: int
+    per_pair: int = 0
+
+
+def _counted(numbers: list[int], length: int) -> _Count:
+    fixed = sum(n for n in numbers if n % length)
+    return _Count(fixed, sum(n // length for n in numbers if n % length == 0))
+
+
 def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Loss | None = None) -> CostTable:
     """Runs the model once on ``batch`` and counts, from the shapes that pass through it.
 
     Multiply-adds are those of linear layers (also Transformers' Conv1D), convolutions, and the two products inside
     each located attention, ``heads * (head_dim + value_dim)`` a pair of tokens, causal ones counted whole. Element-wise
-    work, norms and embeddings count nothing. A linear layer that sees a multiple of the sequence length in rows is
-    counted a token, any other an example.
+    work, norms and embeddings count nothing. What runs on a multiple of the sequence length is counted a token, on a
+    multiple of its square a pair of tokens, and all else an example: windows of an image, the shorter of two inputs.
 
     Args:
         model: The model.
@@ -36,33 +81,58 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
     everywhere = [*bound, *_others(model, bound)]
     batch = to_device(batch, device_of(model))
     size = batch_size(batch)
-    rows: list[tuple[int, int]] = []  # (rows an example, multiply-adds a row) of every call of a linear layer
+    rows: dict[int, list[int]] = {}
+    macs: dict[int, int] = {}  # of a linear layer, a row
+    keys: dict[str, list[int]] = {}
+    pairs: dict[str, list[int]] = {}
     fixed = [0]
     lengths: list[int] = []
-    calls: Counter[str] = Counter()
-    windows: dict[str, int] = {}
+    given: dict[str, int] = {}  # key tokens that a site was called with: (query, key, ...)
 
     def linear(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         weight: Any = module.weight
         if weight.numel():
-            rows.append((output.numel() // (output.shape[-1] or 1) // size, weight.numel()))
+            # Tables of positions pass once for all examples (DeBERTa, Swin v2), and so are not divided among them.
+            once = output.shape[0] == 1 and (output.ndim > 3 or (output.ndim == 3 and output.shape[1] != size))
+            macs[id(module)] = weight.numel()
+            rows.setdefault(id(module), []).append(output.numel() // output.shape[-1] // (1 if once else size))
 
     def convolution(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         weight: Any = module.weight
         fixed[0] += output.numel() // size * weight[0].numel()
 
     def gate(site: BoundSite) -> Any:
+        found = [lookup(site.module, s.path) for s in site.slabs if "value" in s.units]
+        values = [getattr(v, "base_layer", v) for v in found]
+
         def count(module: nn.Module, args: tuple[Any, ...]) -> None:
-            length = args[0].shape[1 - site.layout.batch_axis]
-            calls[site.site.name] += 1
-            if site.layout.windows:  # tokens attend within their window: the pairs are as many for every length
-                windows[site.site.name] = windows.get(site.site.name, 0) + args[0].shape[0] // size * length**2
+            name, length = site.site.name, args[0].shape[1 - site.layout.batch_axis]
+            if site.layout.windows:  # tokens attend within their window
+                n_windows = args[0].shape[0] // size
+                n_keys, n_pairs = n_windows * length, n_windows * length**2
             else:
                 lengths.append(length)
+                n_keys = next((rows[id(v)][-1] for v in values if id(v) in rows), given.get(name, length))
+                n_pairs = length * n_keys
+            keys.setdefault(name, []).append(n_keys)
+            pairs.setdefault(name, []).append(n_pairs)
 
         return count
 
+    def call_of(site: BoundSite) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            key = kwargs.get("key", args[1] if len(args) > 1 else None)
+            if isinstance(key, Tensor) and not key.is_nested:
+                given[site.site.name] = key.numel() // key.shape[-1] // size
+
+        return note
+
     handles = [site.gate.register_forward_pre_hook(gate(site)) for site in everywhere]
+    handles += [
+        s.module.register_forward_pre_hook(call_of(s), with_kwargs=True)
+        for s in everywhere
+        if all(isinstance(lookup(s.module, slab.path), Tensor) for slab in s.slabs if "value" in slab.units)
+    ]
     for module in unwrap(model).modules():
         if isinstance(module, nn.Linear) or hasattr(module, "nf"):
             handles.append(module.register_forward_hook(linear))
@@ -74,18 +144,18 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
     finally:
         for handle in handles:
             handle.remove()
-    length = max(lengths, default=max((r for r, _ in rows), default=1))
-    per_token = sum(n // length * macs for n, macs in rows if n % length == 0)
-    fixed[0] += sum(n * macs for n, macs in rows if n % length)
-    units = tuple(unit_costs(s, max(calls[s.site.name], 1), windows.get(s.site.name)) for s in everywhere)
+    seen = _Seen(max(lengths, default=max((n for row in rows.values() for n in row), default=1)), rows, keys, pairs)
+    units = tuple(unit_costs(s, seen) for s in everywhere)
+    layers = [(macs[layer], _counted(numbers, seen.length)) for layer, numbers in rows.items()]
+    heads = [(len(s.site.heads), _products(s, seen)) for s in everywhere]
     total = Cost(
         params=sum(p.numel() for p in unwrap(model).parameters()),
-        macs_fixed=fixed[0] + sum(c.macs_fixed for row in units for c in row),
-        macs_per_token=per_token,
-        macs_per_pair=sum(c.macs_per_pair for row in units for c in row),
-        kv_bytes=sum(c.kv_bytes for row in units for c in row),
+        macs_fixed=fixed[0] + sum(n * c.fixed for n, c in (*layers, *heads)),
+        macs_per_token=sum(n * c.per_token for n, c in (*layers, *heads)),
+        macs_per_pair=sum(n * c.per_pair for n, c in heads),
+        kv_bytes=sum(_cache_bytes(s, len(s.site.heads), s.site.geometry.n_kv_heads) for s in everywhere),
     )
-    return CostTable(total, units[: len(bound)], length)
+    return CostTable(total, units[: len(bound)], seen.length)
 
 
 def _others(model: nn.Module, bound: list[BoundSite]) -> list[BoundSite]:
@@ -98,39 +168,67 @@ def _others(model: nn.Module, bound: list[BoundSite]) -> list[BoundSite]:
     return [b for b in found if b.site.name not in names]
 
 
-def unit_costs(bound: BoundSite, calls: int = 1, pairs_an_example: int | None = None) -> tuple[Cost, ...]:
+def _products(bound: BoundSite, seen: _Seen) -> _Count:
+    """Multiply-adds of one head that no linear layer does: with the keys, the values and the layout's ``products``."""
+    site, layout = bound.site, bound.layout
+    width = site.head_dim + site.value_dim
+    a_query, a_key = layout.products(bound.module) if layout.products else (0, 0)
+    pairs, keys, queries = seen.pairs_of(site.name), seen.keys_of(site.name), seen.rows_of(bound.gate)
+    return _Count(
+        pairs.fixed * width + queries.fixed * a_query + keys.fixed * a_key,
+        pairs.per_token * width + queries.per_token * a_query + keys.per_token * a_key,
+        pairs.per_pair * width,
+    )
+
+
+def _cache_bytes(bound: BoundSite, n_query_heads: int, n_kv_heads: int) -> int:
+    """Bytes a token of so many heads in a cache."""
+    site, cached = bound.site, bound.layout.cached
+    count = {"key/value": n_kv_heads, "query": n_query_heads, "none": 0}
+    n_heads = count[cached(bound.module) if callable(cached) else cached] if site.kind == "causal" else 0
+    return n_heads * (site.head_dim + site.value_dim) * next(bound.module.parameters()).element_size()
+
+
+def unit_costs(bound: BoundSite, seen: _Seen | None = None) -> tuple[Cost, ...]:
     """What leaves the model with each unit of a site, in the order of ``AttentionSite.units``.
 
     Args:
         bound: The site.
-        calls: How often the module runs in one pass of the model.
-        pairs_an_example: Pairs of tokens that attend to each other, where that is not the square of the length.
+        seen: How often its parts run; by default once, on every token.
     """
+    seen = _Seen(1) if seen is None else seen
     site = bound.site
-    itemsize = next(bound.module.parameters()).element_size()
+    products = _products(bound, seen)
+    narrow = [m for m in (lookup(bound.module, p) for p in bound.layout.per_head) if isinstance(m, nn.Linear)]
     costs = []
     for unit in site.units:
         positions = [site.heads.index(h) for h in unit]
         groups = freed_groups(site.geometry, positions)
-        params = macs = 0
+        params = fixed = per_token = 0
         for slab in bound.slabs:
             target = lookup(bound.module, slab.path)
             if isinstance(target, nn.ModuleList):
                 leaving = [p for h in positions for p in target[h].parameters()]
                 params += sum(p.numel() for p in leaving)
-                macs += sum(p.numel() for p in leaving if p.ndim == 2)
+                count, macs = seen.rows_of(target[positions[0]]), sum(p.numel() for p in leaving if p.ndim == 2)
+                fixed, per_token = fixed + macs * count.fixed, per_token + macs * count.per_token
                 continue
             n_rows = len(kept_rows(site.geometry, slab.units, slab.packing, positions, groups))
-            weight = target if isinstance(target, Tensor) else target.weight
             length = slab_length(bound.module, slab)
-            params += n_rows * math.prod(weight.shape) // length
-            if isinstance(target, nn.Module):
-                macs += n_rows * weight.numel() // length
-                params += n_rows if slab.axis == "out" and target.bias is not None else 0
-        kv = len(groups) * (site.head_dim + site.value_dim) * itemsize if site.kind == "causal" else 0
-        pairs = len(unit) * (site.head_dim + site.value_dim)
-        if pairs_an_example is None:
-            costs.append(Cost(params, 0, macs * calls, pairs * calls, kv))
-        else:
-            costs.append(Cost(params, pairs * pairs_an_example, macs * calls, 0, kv))
+            if isinstance(target, Tensor):
+                params += n_rows * target.numel() // length
+                continue
+            params += n_rows if slab.axis == "out" and target.bias is not None else 0
+            for part in projections(target, slab.axis, slab.path):  # type: ignore[arg-type]
+                macs, count = n_rows * part.get_parameter("weight").numel() // length, seen.rows_of(part)
+                params, fixed = params + macs, fixed + macs * count.fixed
+                per_token += macs * count.per_token
+        for layer in narrow:  # sees every head as a row of its own
+            numbers = [n // len(site.heads) for n in seen.rows.get(id(layer), [])]
+            count, macs = _counted(numbers, seen.length), len(unit) * layer.weight.numel()
+            fixed, per_token = fixed + macs * count.fixed, per_token + macs * count.per_token
+        fixed, per_token = fixed + len(unit) * products.fixed, per_token + len(unit) * products.per_token
+        costs.append(
+            Cost(params, fixed, per_token, len(unit) * products.per_pair, _cache_bytes(bound, len(unit), len(groups)))
+        )
     return tuple(costs)

@@ -6,20 +6,20 @@ are shared between projections stay shared; one that is shared with something th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headprune.attention.linear import cut_features, replace_features_
+from headprune.attention.linear import cut_features, projections, recount_, replace_features_
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
 from headprune.core.mixin import mix_in
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
-from headprune.model.sites import BoundSite, lookup, unwrap, widths
+from headprune.model.sites import BoundSite, lookup, unwrap
 
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
@@ -74,23 +74,23 @@ class _Cut:
         target: nn.Module | Tensor = lookup(self.bound.module, self.slab.path)
         return target
 
-    @property
-    def owner(self) -> nn.Module:
-        """The module whose tensors change."""
-        if isinstance(self.target, nn.Module):
-            return self.target
-        return self.bound.module.get_submodule(self.slab.path.rpartition(".")[0])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """New tensors by name in ``owner``; nothing is changed. A list of modules has none: see ``shorten_``."""
+    def tensors(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+        """The modules whose tensors change, each with its new tensors by name; nothing is changed. A list of modules
+        has none: see ``shorten_``."""
         if isinstance(self.target, nn.ModuleList):
-            return {}
+            return
         if isinstance(self.target, nn.Module):
             if self.slab.axis not in ("in", "out"):
                 raise UnsupportedModel(self.where, "cut along 'in' or 'out'", self.slab.axis)
-            return cut_features(self.target, self.slab.axis, self.rows, self.where)
+            for part in projections(self.target, self.slab.axis, self.where):
+                yield part, cut_features(part, self.slab.axis, self.rows, self.where)
+            return
+        parent, _, name = self.slab.path.rpartition(".")
         index = torch.tensor(self.rows, dtype=torch.long, device=self.target.device)
-        return {self.slab.path.rpartition(".")[2]: self.target.detach().index_select(int(self.slab.axis), index)}
+        yield (
+            self.bound.module.get_submodule(parent),
+            {name: self.target.detach().index_select(int(self.slab.axis), index)},
+        )
 
     def shorten_(self) -> None:
         """Keeps the kept modules of a list."""
@@ -137,6 +137,9 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
             cut.shorten_()
         for owner, tensors in plan:
             _install(owner, tensors)
+        for cut in cuts:
+            if isinstance(cut.target, nn.Module):
+                recount_(cut.target)
         for b, keep, now in work:
             _mark(b, keep, now)
             if b.layout.exposed is not None:
@@ -155,7 +158,7 @@ def _rows(slab: HeadSlab, geometry: HeadGeometry, positions: list[int]) -> tuple
     """The indices of a slab's axis that stay with the heads at these positions; of a list, the modules."""
     groups = used_groups(geometry, positions)
     if slab.axis == "list":
-        return tuple(groups if slab.units[0] in ("key", "value") else positions)
+        return tuple(groups if slab.units[0] in ("key", "value", "kv_head") else positions)
     return tuple(kept_rows(geometry, slab.units, slab.packing, positions, groups))
 
 
@@ -167,9 +170,7 @@ def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, di
     names = {id(m): n for n, m in unwrap(model).named_modules()}
     made: dict[int, tuple[tuple[Any, ...], Tensor, set[int]]] = {}
     plan: dict[int, tuple[nn.Module, dict[str, Tensor]]] = {}
-    for cut in cuts:
-        owner = cut.owner
-        tensors = cut.tensors()
+    for cut, owner, tensors in [(c, *made) for c in cuts for made in c.tensors()]:
         planned = plan.setdefault(id(owner), (owner, {}))[1]
         if not planned.keys().isdisjoint(tensors):
             hint = "Untie the projections first, for example by a deep copy of one."
@@ -217,7 +218,8 @@ def _mark(bound: BoundSite, keep: tuple[int, ...], now: HeadGeometry) -> None:
         "value_width": now.n_query_heads * now.value_dim,
     }
     known = any(callable(w) for w in (bound.layout.head_dim, bound.layout.value_dim, bound.layout.key_dim))
-    state = HeadState(site.n_query_heads, site.n_kv_heads, keep, widths(bound.layout, module) if known else None)
+    given = (site.head_dim, site.value_dim, site.key_dim) if known else None  # of the uncut module
+    state = HeadState(site.n_query_heads, site.n_kv_heads, keep, given, site.layout)
     for path, count in bound.layout.counts:
         if lookup(module, path) is not None:
             parent, _, name = path.rpartition(".")

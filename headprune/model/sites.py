@@ -82,7 +82,7 @@ def lookup(module: nn.Module, path: str) -> Any:
 
 def slabs_of(layout: AttentionLayout, module: nn.Module) -> tuple[HeadSlab, ...]:
     """The slabs of a layout that a module has: all but optional ones that are not there."""
-    return tuple(s for s in layout.slabs if not s.optional or lookup(module, s.path) is not None)
+    return tuple(s for s in layout.slabs if not s.optional or isinstance(lookup(module, s.path), (Tensor, nn.Module)))
 
 
 def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group") -> Sites:
@@ -163,6 +163,9 @@ def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list
 
 def reason_against(layout: AttentionLayout, module: nn.Module) -> str | None:
     """Why a module is not of this layout, in words; None when it is."""
+    state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
+    if state is not None and state.layout not in (None, layout.name):
+        return f"it was cut as one of layout {state.layout!r}"
     for path in (*layout.requires, *(s.path for s in layout.slabs if not s.optional)):
         if lookup(module, path) is None:
             return f"it has no {path!r}"
@@ -178,9 +181,17 @@ def reason_against(layout: AttentionLayout, module: nn.Module) -> str | None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not _under(name, accounted):
             return f"its parameter {name!r} is not accounted for"
-        if _under(name, layout.per_head) and tuple(parameter.shape) != (geometry(layout, module).head_dim,):
+        if _under(name, layout.per_head) and not _of_one_head(module, name, geometry(layout, module).head_dim):
             return f"{name!r} has shape {list(parameter.shape)}, more than one head's width: cutting is not exact"
     return None
+
+
+def _of_one_head(module: nn.Module, name: str, head_dim: int) -> bool:
+    """Whether a parameter is a norm's of one head's width, or a linear layer's that takes one head at a time."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, nn.Linear):
+        return owner.in_features == head_dim
+    return tuple(module.get_parameter(name).shape) == (head_dim,)
 
 
 def _under(name: str, paths: Iterable[str]) -> bool:
@@ -203,6 +214,7 @@ def slab_length(module: nn.Module, slab: HeadSlab) -> int:
         return target.shape[slab.axis]
     if not isinstance(slab.axis, str):
         raise InvalidValue(where, "'in' or 'out', because it is a projection", repr(slab.axis))
+    target = getattr(target, "base_layer", target)  # of a projection with adapters
     weight = getattr(target, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         where = f"{type(module).__name__}.{slab.path}"
@@ -299,8 +311,17 @@ def attention_like(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str:
-    """What a module lacks for the layout that it is nearest to (the one that finds most of its paths there)."""
-    best = max(layouts, key=lambda lay: sum(lookup(module, s.path) is not None for s in lay.slabs) / len(lay.slabs))
+    """What a module lacks for the layout that it is nearest to: that which finds most of what it needs there; of
+    equals the one with most slabs, then the one with least that must not be there."""
+
+    def found(layout: AttentionLayout) -> tuple[float, int, int, int]:
+        slabs = [s.path for s in layout.slabs if not s.optional]
+        there = [path for path in (*slabs, *layout.requires) if lookup(module, path) is not None]
+        share = len(there) / len((*slabs, *layout.requires))
+        odd = sum(lookup(module, path) is not None and lookup(module, path) is not False for path in layout.absent)
+        return share, sum(path in slabs for path in there), -odd, -len(layout.requires)
+
+    best = max(layouts, key=found)
     return f"nearest layout {best.name!r}: {reason_against(best, module)}"
 
 

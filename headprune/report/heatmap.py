@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import median
 from typing import Literal
 
@@ -43,10 +44,12 @@ class HeatCell:
 
 @dataclass(frozen=True)
 class HeatRow:
-    """One site; ``label`` is the part of its name that differs between sites."""
+    """One site; ``label`` is the part of its name that differs between sites, ``kind`` its kind of attention where
+    there are several."""
 
     site: str
     label: str
+    kind: str
     cells: tuple[HeatCell, ...]
     n_heads: int
     n_kept: int
@@ -71,7 +74,7 @@ class HeatMap:
 
     def label_width(self, most: float) -> float:
         """Width of the row labels in rem, ``most`` at most; longer labels are broken at their dots."""
-        longest = max((len(row.label) for row in self.rows), default=0)
+        longest = max((len(f"{row.label} {row.kind}".strip()) for row in self.rows), default=0)
         return round(min(max(0.5 * longest + 0.8, 1.6), most), 2)
 
 
@@ -115,12 +118,13 @@ def _labels(names: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _blocks(site: AttentionSite | None, n_heads: int, kept: set[int] | None) -> list[tuple[int, ...]]:
-    """Which heads are drawn as one cell: a KV group that has one fate, else single heads."""
-    size = site.group_size if site else 1
-    present = set(range(n_heads)) if site is None else set(site.heads)
+    """Which heads are drawn as one cell: neighbours that are one unit and have one fate, else single heads."""
+    if site is None or site.policy != "group" or site.bundles is not None:
+        return [(h,) for h in range(n_heads)]
+    present = set(site.heads)
     blocks: list[tuple[int, ...]] = []
-    for start in range(0, n_heads, size):
-        group = tuple(range(start, min(start + size, n_heads)))
+    for _, heads in groupby(range(n_heads), site.kv_head):
+        group = tuple(heads)
         fates = {(h in present, kept is None or h in kept) for h in group}
         blocks += [group] if len(fates) == 1 else [(h,) for h in group]
     return blocks
@@ -143,13 +147,15 @@ def heat_map(record: RunRecord) -> HeatMap | None:
     exponent = _exponent(values)
     ranks = {(u.site, u.unit): i + 1 for i, u in enumerate(reversed(scores.ranked()))} if scores else {}
     pattern, labels = _labels(list(sites))
+    several = len({s.kind for s in sites.values() if s is not None}) > 1
+    kinds = {name: s.kind if several and s is not None else "" for name, s in sites.items()}
 
     def cell(name: str, block: tuple[int, ...], kept: set[int] | None) -> HeatCell:
         site, unit = sites[name], units.get(HeadId(name, block[0]))
         gone = site is not None and block[0] not in site.heads
         state: State = "gone" if gone else "kept" if kept is None or block[0] in kept else "removed"
         level = scale.level(unit.value) if unit else None
-        words = [_heads_text(name, block), *_score_words(unit, ranks)]
+        words = [_heads_text(f"{name} ({kinds[name]})" if kinds[name] else name, block), *_score_words(unit, ranks)]
         if plan is not None or gone:
             words.append(_WORD[state])
         return HeatCell(
@@ -167,7 +173,7 @@ def heat_map(record: RunRecord) -> HeatMap | None:
         cells = tuple(cell(name, block, kept) for block in _blocks(site, widths[name], kept))
         stays = sum(len(c.heads) for c in cells if c.state == "kept")
         present = sum(len(c.heads) for c in cells if c.state != "gone")
-        rows.append(HeatRow(name, label, cells, widths[name], stays, present))
+        rows.append(HeatRow(name, label, kinds[name], cells, widths[name], stays, present))
     return HeatMap(
         rows=tuple(rows),
         n_columns=max(widths.values(), default=0),

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import RunRecord
 from headprune.report.formats import duration, flat
 
@@ -41,7 +42,7 @@ def _methods(record: RunRecord) -> Pairs:
         pairs += [("scorer seed", str(scores.seed))] if scores.seed is not None else []
     if plan := record.plan:
         pairs += [("selector", plan.selector), *flat(plan.settings, "selector.")]
-        pairs += [("budget", str(plan.budget))] if plan.budget else []
+        pairs += [("budget", plan.wanted)] if plan.wanted else []
         pairs += [("selector's note", note) for note in plan.notes]
     return pairs
 
@@ -75,11 +76,21 @@ def python_lines(record: RunRecord) -> str:
     if record.scores is not None:
         lines += ["" if record.plan is None else "\n# or from the start, on your own batches"]
         lines += ["sites = hp.find_sites(model)", f"scores = hp.score(model, batches, {record.scores.scorer!r})"]
-        if record.plan is not None and record.plan.budget is not None:
-            budget = record.plan.budget
-            length = f", length={budget.length}" if budget.length else ""
-            how = f"hp.Budget({budget.kind}={budget.amount!r}{length}), {record.plan.selector!r}"
+        if record.plan is not None and record.plan.wanted:
+            how = f"{_budget(record.plan)}, {record.plan.selector!r}"
             lines += [f"plan = hp.select(scores, {how})", "hp.prune_(model, plan)"]
     if len(lines) == 2:
         lines.append('record = hp.RunRecord.load("record.json")')
     return "\n".join(lines).replace("\n\n\n", "\n\n")
+
+
+def _budget(plan: PruningPlan) -> str:
+    """The budget or budgets of a plan as Python."""
+
+    def spelled(budget: Budget) -> str:
+        length = f", length={budget.length}" if budget.length else ""
+        return f"hp.Budget({budget.kind}={budget.amount!r}{length})"
+
+    if plan.budget is not None:
+        return spelled(plan.budget)
+    return "{" + ", ".join(f"{b.sites!r}: {spelled(b.budget)}" for b in plan.budgets) + "}"

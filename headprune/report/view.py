@@ -130,7 +130,7 @@ def _plan_words(record: RunRecord) -> str:
         return ""
     how = plan.selector if plan.selector == "by hand" else f"with {plan.selector}"
     by = f" by {plan.scorer}" if plan.scorer else ""
-    budget = f" to {plan.budget}" if plan.budget else ""
+    budget = f" to {plan.wanted}" if plan.wanted else ""
     return f"{plan.mask.n_kept:,} of {removed[1]:,} heads stay, chosen {how}{by}{budget}."
 
 
@@ -230,7 +230,7 @@ def _proof_line(proof: Proof) -> ProofLine:
 def _facts(record: RunRecord, quality: Sequence[QualityGroup], proofs: Sequence[ProofLine]) -> list[Fact]:
     facts = []
     if removed := _removed(record):
-        budget = str(record.plan.budget) if record.plan and record.plan.budget else "by hand"
+        budget = (record.plan.wanted if record.plan else "") or "by hand"
         facts.append(Fact("Heads removed", f"{removed[0]:,} of {removed[1]:,}", budget))
     group = _headline_quality(quality)
     last = group and (group.find("recovered") or group.find("chosen"))

@@ -257,22 +257,6 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
     return model.eval()
 
 
-def example_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """A small made-up batch of tokens (one row padded) or images; None for a model that takes something else."""
-    config = getattr(model, "config", None)
-    generator = torch.Generator().manual_seed(0)
-    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    if isinstance(size, int) and isinstance(channels, int):
-        return {"pixel_values": torch.rand(2, channels, size, size, generator=generator)}
-    vocabulary = getattr(config, "vocab_size", None)
-    if not isinstance(vocabulary, int) or getattr(config, "is_encoder_decoder", False):
-        return None
-    ids = torch.randint(0, vocabulary, (2, 12), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, 8:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def longest_input(model: nn.Module) -> int | None:
     """How many tokens the model can read, where its configuration says so."""
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)

@@ -112,11 +112,9 @@ class ScoreSection(Section):
     random_draws: Annotated[int, Field(ge=0)] = 10
 
 
-class SelectSection(Section):
-    """Which heads stay: a selector, its settings, and exactly one budget (see ``headprune.Budget``)."""
+class BudgetSection(Section):
+    """Exactly one budget (see ``headprune.Budget``)."""
 
-    selector: str = "global_topk"
-    settings: dict[str, Any] = {}
     keep_heads: int | float | None = None
     keep_params: int | float | None = None
     keep_macs: int | float | None = None
@@ -131,6 +129,26 @@ class SelectSection(Section):
             InvalidValue: none or several are given, or one that cannot be.
         """
         return Budget(self.keep_heads, self.keep_params, self.keep_macs, self.keep_kv, self.length)
+
+
+class SelectSection(BudgetSection):
+    """Which heads stay: a selector, its settings, and one budget, or one for each of several groups of sites.
+
+    Args:
+        selector: Registered name.
+        settings: The selector's settings.
+        sites: Budgets by kind of attention (self, causal, cross) or by a pattern over the sites' names; each group
+            meets its own by itself, and sites that are not named keep every head.
+    """
+
+    selector: str = "global_topk"
+    settings: dict[str, Any] = {}
+    sites: dict[str, BudgetSection] = {}
+
+    @property
+    def budgets(self) -> dict[str, Budget]:
+        """The budgets of groups of sites; empty where one budget is for all."""
+        return {key: section.budget for key, section in self.sites.items()}
 
 
 class RecoverStep(Section):

@@ -60,7 +60,8 @@ def score_heads(subject: Subject) -> Scored:
 def choose_heads(subject: Subject, scores: HeadScores) -> PruningPlan:
     """The plan that the recipe's selector and budget make of scores."""
     wanted = subject.recipe.select
-    return select(scores, wanted.budget, configured(selection.registry, wanted.selector, wanted.settings))
+    selector = configured(selection.registry, wanted.selector, wanted.settings)
+    return select(scores, wanted.budgets or wanted.budget, selector)
 
 
 def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:

@@ -25,6 +25,7 @@ from headprune.run.models import Preparation, load_model, longest_input, prepare
 from headprune.run.recipe import Recipe
 from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.run.validate import configured
+from headprune.selection._groups import divided
 from headprune.surgery.checkpoint import save_pretrained
 
 _EVALUATION_BATCH = 64
@@ -102,6 +103,8 @@ def prepare_subject(recipe: Recipe, journal: Journal) -> Subject:
         journal.note(warnings=(*raw.warnings, *loaded.warnings))
         data = encode_rows(recipe, raw, preparation)
         _check_length(model, data)
+        if recipe.select.sites:
+            divided(find_sites(model), recipe.select.budgets)  # refused now, not after the training
         journal.tell(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
     if recipe.train is not None:
         with journal.stage("train"):

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from headprune.core.errors import HeadPruneError, InvalidValue, did_you_mean
 from headprune.core.registry import Registry
 from headprune.run.reading import interpolate, locate, override, read_raw
-from headprune.run.recipe import Recipe, SelectSection
+from headprune.run.recipe import BudgetSection, Recipe
 
 
 class RecipeError(InvalidValue):
@@ -133,7 +133,7 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
     problems += check_method(scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer")
     selector = select.get("selector", "global_topk")
     problems += check_method(selection.registry, selector, select.get("settings"), "select", "selector")
-    problems += _budget_problems(select)
+    problems += _select_problems(select)
     steps = data.get("recover") or []
     for i, step in enumerate(steps if isinstance(steps, list) else []):
         if isinstance(step, Mapping) and "method" in step:
@@ -179,14 +179,23 @@ def _data_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
     return []
 
 
-def _budget_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
-    kinds = {k: select.get(k) for k in ("keep_heads", "keep_params", "keep_macs", "keep_kv", "length")}
+def _select_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
+    sites, given = select.get("sites"), [k for k in BudgetSection.model_fields if select.get(k) is not None]
+    if not sites:
+        return _budget_problems(select, "select")
+    if given:
+        return [InvalidValue("select", "given one budget, or sites with budgets of their own", f"sites, {given[0]}")]
+    groups = sites.items() if isinstance(sites, Mapping) else ()
+    return [p for key, one in groups if isinstance(one, Mapping) for p in _budget_problems(one, f"select.sites.{key}")]
+
+
+def _budget_problems(section: Mapping[str, Any], path: str) -> list[InvalidValue]:
     try:
-        SelectSection.model_validate(kinds).budget  # noqa: B018 (raises)
+        BudgetSection.model_validate({k: section.get(k) for k in BudgetSection.model_fields}).budget  # noqa: B018
     except ValidationError:
         return []  # reported with the types
     except HeadPruneError as error:
-        return [InvalidValue(error.where.replace("Budget", "select"), error.must, error.got, error.hint)]
+        return [InvalidValue(error.where.replace("Budget", path), error.must, error.got, error.hint)]
     return []
 
 

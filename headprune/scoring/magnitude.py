@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.linear import effective_weight
 from headprune.core.slabs import rows_of, used_groups
 from headprune.model.sites import BoundSite, lookup
 from headprune.scoring._base import Estimate, Problem, Scorer
@@ -37,10 +38,13 @@ def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
             weights = [p.detach().double().flatten() for h in positions for p in target[h].parameters()]
             size = size * torch.cat(weights).norm().cpu()
             continue
+        weight = target if isinstance(target, Tensor) else effective_weight(target)
+        if weight.ndim != 2:  # a bias
+            continue
+        dimension = ("out", "in").index(slab.axis) if isinstance(slab.axis, str) else slab.axis
         for kind, heads in (("value", groups), ("context", positions)):
-            if kind in slab.units and not isinstance(target, Tensor):
+            if kind in slab.units:
                 rows = rows_of(site.geometry, slab.units, slab.packing, kind, heads)
-                index = torch.tensor(rows, dtype=torch.long, device=target.weight.device)
-                dimension = int((slab.axis == "in") != hasattr(target, "nf"))
-                size = size * target.weight.detach().index_select(dimension, index).double().norm().cpu()
+                index = torch.tensor(rows, dtype=torch.long, device=weight.device)
+                size = size * weight.detach().index_select(dimension, index).double().norm().cpu()
     return size

@@ -9,6 +9,7 @@ from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.plan import Budget
 from headprune.core.scores import Cost, HeadScores, ScoredUnit
 from headprune.selection._base import Position, Problem
+from headprune.selection._policies import check_cache_budget
 
 
 def allowance(amount: int | float, whole: int) -> int:
@@ -26,6 +27,7 @@ def pose(scores: HeadScores, budget: Budget) -> Problem:
     Raises:
         InvalidValue: the budget needs costs that the scores do not carry, or is over something the model has none of.
     """
+    check_cache_budget(scores.sites, budget)
     if budget.kind == "keep_heads":
         costs = tuple(tuple(len(heads) for heads in site.units) for site in scores.sites)
         total = scores.n_heads

@@ -31,7 +31,7 @@ def bundled(scores: HeadScores) -> HeadScores:
             squares = [[scores.standard_errors[index][u] ** 2 for u in unit] for unit in members]
             errors.append(tuple(sum(unit) ** 0.5 for unit in squares))
         if scores.costs is not None:
-            costs.append(tuple(_sum([scores.costs.units[index][u] for u in unit]) for unit in members))
+            costs.append(tuple(Cost.sum(scores.costs.units[index][u] for u in unit) for unit in members))
     return replace(
         scores,
         sites=tuple(sites),
@@ -45,8 +45,3 @@ def _bundles(site: AttentionSite, values: dict[int, float]) -> tuple[tuple[int, 
     """Heads of equal rank within their groups, best first."""
     ranked = [sorted(group, key=lambda h: (-values[h], h)) for group in site.groups]
     return tuple(tuple(sorted(h for h in rank if h is not None)) for rank in zip_longest(*ranked))
-
-
-def _sum(costs: list[Cost]) -> Cost:
-    fields = ("params", "macs_fixed", "macs_per_token", "macs_per_pair", "kv_bytes")
-    return Cost(*(sum(getattr(c, f) for c in costs) for f in fields))

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from headprune.core.heads import HeadMask
 from headprune.core.layout import AttentionLayout
 from headprune.layouts import registry
+from headprune.model.double import double_
 from headprune.model.running import call, outputs
 from headprune.model.sites import Sites, find_sites
 
@@ -79,18 +79,8 @@ def family_subject(layout: str, family: str, seed: int = 0) -> Subject:
     """A family's tiny model; run it in ``Doubled``, for the norms of most families compute in fp32 of their own."""
     found = registry.get(layout)
     model, batch = found.tiny(seed, family)
-    model = shaken(model, norms=False).double().eval()
+    model = double_(shaken(model, norms=False)).eval()
     return Subject(found, model, as_double(batch), find_sites(model), family)
-
-
-class Doubled(TorchFunctionMode):
-    """Every step that a model takes in fp32 whatever its dtype (norms, angles, softmax) is taken in fp64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        if func is Tensor.float:
-            return args[0].double()
-        return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
 
 
 def shaken(model: nn.Module, norms: bool = True) -> nn.Module:

@@ -17,8 +17,9 @@ import headprune as hp
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import STATE_ATTRIBUTE
 from headprune.layouts import registry
+from headprune.model.double import Doubled
 from headprune.model.running import call, outputs
-from tests.laws.support import CLOSE, EXACT, Doubled, Subject, family_subject, objective, picture, set_implementation
+from tests.laws.support import CLOSE, EXACT, Subject, family_subject, objective, picture, set_implementation
 
 FAMILIES = [(layout, family) for layout in registry.names() for family, _ in registry.get(layout).families]
 
@@ -61,7 +62,8 @@ def test_every_attention_of_the_model_is_a_site_of_its_layout(subject: Subject) 
 
 
 def test_law_1_gates_of_one_change_no_bit_and_leave_no_trace(subject: Subject) -> None:
-    before, expected = picture(subject.model), run(subject.model, subject.batch)
+    expected = run(subject.model, subject.batch)  # first: Transformers may install hooks of its own in the first run
+    before = picture(subject.model)
     gates = {s.name: torch.ones(3, len(s.heads), dtype=torch.float64, requires_grad=True) for s in subject.sites}
     with hp.gated(subject.model, gates, subject.sites):
         got = run(subject.model, subject.batch)
@@ -89,7 +91,7 @@ def test_law_2_a_gate_of_zero_is_a_zeroed_head_and_has_an_effect(subject: Subjec
         twin = copy.deepcopy(subject.model)
         bound = twin.get_submodule(site.name).get_submodule(layout.gate)
         weight = bound.weight if isinstance(bound.weight, torch.Tensor) else bound.weight()
-        axis = 0 if hasattr(bound, "nf") else 1
+        axis = 0 if hasattr(getattr(bound, "base_layer", bound), "nf") else 1
         with torch.no_grad():
             weight.narrow(axis, head * site.value_dim, site.value_dim).zero_()
             for name, parameter in bound.named_parameters():
@@ -101,8 +103,14 @@ def test_law_2_a_gate_of_zero_is_a_zeroed_head_and_has_an_effect(subject: Subjec
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_law_3_gated_is_pruned(subject: Subject, implementation: str) -> None:
     if hasattr(subject.model, "set_attn_implementation"):
+        fixed = not subject.model._can_set_attn_implementation()
+        if fixed and implementation == "sdpa" and not subject.model._supports_sdpa:
+            pytest.skip("the model's code is its only implementation")
         try:
-            set_implementation(subject.model, implementation)
+            if fixed:  # Falcon's one class asks the configuration in every call
+                subject.model.config._attn_implementation = implementation
+            else:
+                set_implementation(subject.model, implementation)
         except ValueError as error:
             pytest.skip(f"the model has no {implementation} attention: {error}")
     elif implementation == "eager":
@@ -122,7 +130,7 @@ def test_law_3_gated_is_pruned(subject: Subject, implementation: str) -> None:
 def embedding_gradients(model: nn.Module, subject: Subject) -> list[torch.Tensor]:
     """Gradients of the parameters that no cut touches."""
     cut = tuple(f"{s.name}." if s.name else "" for s in subject.sites)
-    kept = [p for n, p in model.named_parameters() if not n.startswith(cut)]
+    kept = [p for n, p in model.named_parameters() if not n.startswith(cut) and p.requires_grad]
     with Doubled():
         out = outputs(call(model, subject.batch))
         found = torch.autograd.grad(objective(out[-1] if out[0].ndim == 0 else out[0]), kept, allow_unused=True)

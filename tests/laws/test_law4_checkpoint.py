@@ -234,7 +234,7 @@ def test_the_folder_follows_the_conventions(name: str, tmp_path: Path) -> None:
     hp.prune_(model, keep_some(model))
     hp.save_pretrained(model, tmp_path)
     files = {p.name for p in tmp_path.iterdir()}
-    assert files - {"generation_config.json"} == {"model.safetensors", "config.json", "headprune.json"}
+    assert files - {"generation_config.json"} == {"model.safetensors", "config.json", "headprune.json", "README.md"}
     assert ("generation_config.json" in files) == (name in DECODERS)
     config = hf.AutoConfig.from_pretrained(tmp_path)
     assert type(config) is type(model.config)

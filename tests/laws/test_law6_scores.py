@@ -19,7 +19,7 @@ import headprune as hp
 from headprune.core.slabs import blocks
 from headprune.model.losses import default_loss
 from headprune.model.running import call
-from headprune.model.sites import lookup
+from headprune.model.sites import lookup, slabs_of
 from headprune.scoring import Taylor, registry
 from headprune.scoring._base import Scorer
 from tests.laws.support import CLOSE, DEEP, Subject, as_double, set_implementation, subject_of
@@ -171,7 +171,7 @@ def renumbered_(subject: Subject, model: nn.Module) -> dict[str, list[int]]:
             members = list(site.units[unit])
             chance.shuffle(members)
             heads += members
-        for slab in subject.layout.slabs:
+        for slab in slabs_of(subject.layout, module):
             starts, start = {}, 0
             for unit, head, width in blocks(site.geometry, slab.units, slab.packing):
                 starts[unit, head] = start

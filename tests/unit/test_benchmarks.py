@@ -14,14 +14,18 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = [f"w{i}" for i in range(30)]
 
 
-@pytest.fixture(scope="module")
-def tradeoff() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tradeoff", ROOT / "benchmarks" / "tradeoff.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tradeoff() -> ModuleType:
+    return script("tradeoff")
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +89,37 @@ def test_tradeoff_takes_the_data_of_its_recipe(
     with pytest.raises(SystemExit):
         tradeoff.arguments(["--task", "sst2"])
     assert "--data must be given for sst2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model_type", "status", "reason"),
+    [
+        ("esm", "exact", ""),
+        ("git", "exact", ""),
+        ("gpt_bigcode", "exact", ""),
+        ("xlnet", "refused", "projections that are no matrices"),
+        ("longformer", "refused", "head counts kept elsewhere"),
+        ("mamba", "no softmax attention", "no softmax attention"),
+    ],
+)
+def test_coverage_examines_one_class(model_type: str, status: str, reason: str) -> None:
+    row = script("coverage").examine(model_type)
+    assert row["status"] == status, row
+    assert reason in row["reason"]
+    assert (row["difference"] is not None and row["difference"] < 1e-10) == (status == "exact")
+
+
+def test_coverage_draws_the_same_classes_for_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    coverage = script("coverage")
+    row = {"class": "X", "sites": 1, "layouts": ["bert"], "difference": 1e-15, "status": "exact", "reason": ""}
+    monkeypatch.setattr(coverage, "examine_apart", lambda model_type, seconds: {"model_type": model_type, **row})
+    records = []
+    for name in ("one", "two"):
+        out, page = tmp_path / f"{name}.json", tmp_path / f"{name}.md"
+        coverage.main(["--count", "4", "--out", str(out), "--table", str(page)])
+        records.append(json.loads(out.read_text()))
+        assert "**4 of\n4 are cut exactly" in page.read_text()
+    drawn = [[r["model_type"] for r in record["rows"]] for record in records]
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) == 4
+    assert not set(drawn[0]) & coverage.known_types()

@@ -275,7 +275,7 @@ def mine(folder: Path, dtype: torch.dtype = torch.float32) -> Mine:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_module_of_ones_own_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     model, x = mine(tmp_path, dtype), torch.randn(2, 5, 8).to(dtype)
-    assert {p.name for p in tmp_path.iterdir()} == {WEIGHTS, MANIFEST}
+    assert {p.name for p in tmp_path.iterdir()} == {WEIGHTS, MANIFEST, "README.md"}
     given = Mine()
     loaded = hp.from_pretrained(tmp_path, model=given)
     assert loaded is given

@@ -11,7 +11,7 @@ from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import sha256_file, write_atomic
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
-from headprune.core.plan import Budget, PruningPlan
+from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
 
@@ -61,6 +61,8 @@ EXAMPLES = [
     Budget(keep_macs=0.5, length=7),
     PLAN,
     PruningPlan(MASK),
+    SiteBudget("cross", Budget(keep_heads=0.5)),
+    dataclasses.replace(PLAN, budget=None, budgets=(SiteBudget("*encoder*", Budget(keep_kv=0.5)),), policy="free"),
     dataclasses.replace(PLAN, model=ModelFingerprint("s", "w"), notes=("one", "two")),
     RECORD,
     RunRecord("demo", "running", "start", "now"),

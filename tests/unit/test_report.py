@@ -256,6 +256,16 @@ def test_kv_groups_are_drawn_as_one_cell() -> None:
     assert "heads 2–3 (one key/value group)" in (cells[1]["title"] or "")
 
 
+def test_heads_of_one_key_value_group_are_cells_of_their_own_where_they_are_no_unit_or_no_neighbours() -> None:
+    record = record_of(2, 4, 2)
+    assert record.scores is not None
+    for change in ({"policy": "free"}, {"grouping": "interleaved"}):
+        scores = scores_of([replace(s, **change) for s in record.scores.sites])  # type: ignore[arg-type]
+        cells = Page(render_html(replace(record, scores=scores, plan=None))).cells()
+        assert len(cells) == 8
+        assert all("heads" not in (c["title"] or "") for c in cells)
+
+
 def test_heads_removed_before_the_run_are_not_counted_as_removed_by_it() -> None:
     sites = [
         AttentionSite("a.0", "bert", "self", 4, 4, 8, 8, (0, 2, 3)),

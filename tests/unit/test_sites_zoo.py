@@ -36,11 +36,29 @@ SIZES = {
 #: The rotary tables and norms of these compute in float32, whatever the model's dtype, and round 1e-16 up to 1e-7.
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
+SPEECH = {
+    "conv_dim": (8, 8),
+    "conv_kernel": (10, 4),
+    "conv_stride": (10, 4),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
+
 EXACT = [
     # model class, layout, kinds, kernels, further settings
     ("RobertaForMaskedLM", "bert", {"self"}, "eager sdpa", {}),
     ("ElectraForMaskedLM", "bert", {"self"}, "eager sdpa", {}),
     ("CamembertModel", "bert", {"self"}, "sdpa", {}),
+    ("MegatronBertModel", "bert", {"self"}, "sdpa", {}),
+    ("XLMRobertaXLModel", "bert", {"self"}, "sdpa", {}),
+    ("RemBertModel", "bert", {"self"}, "sdpa", {}),
+    ("RoFormerModel", "bert", {"self"}, "eager", {}),
+    ("SEWDModel", "deberta_v2", {"self"}, "eager", SPEECH),
+    ("UniSpeechSatModel", "bart", {"self"}, "sdpa", SPEECH),
+    ("NomicBertModel", "vit", {"self"}, "sdpa", {}),
+    ("PixtralVisionModel", "vit", {"self"}, "sdpa", {}),
+    ("Aimv2VisionModel", "bart", {"self"}, "sdpa", {}),
+    ("MaskFormerSwinModel", "swin_v2", {"self"}, "eager", {"depths": [1, 1, 1, 1]}),
     ("BertGenerationDecoder", "bert", {"causal"}, "sdpa", {"is_decoder": True}),
     ("BertLMHeadModel", "bert", {"causal", "cross"}, "eager sdpa", {"is_decoder": True, "add_cross_attention": True}),
     ("RobertaForCausalLM", "bert", {"causal", "cross"}, "sdpa", {"is_decoder": True, "add_cross_attention": True}),
@@ -51,9 +69,14 @@ EXACT = [
     ("Gemma3ForCausalLM", "llama", {"causal"}, "sdpa", {}),
     ("GraniteForCausalLM", "llama", {"causal"}, "sdpa", {"attention_multiplier": 0.4}),
     ("CohereForCausalLM", "llama", {"causal"}, "sdpa", {}),
+    ("CohereForCausalLM", "cohere", {"causal"}, "eager sdpa", {"use_qk_norm": True}),
     ("Cohere2ForCausalLM", "llama", {"causal"}, "sdpa", {}),
     ("OlmoForCausalLM", "llama", {"causal"}, "sdpa", {"clip_qkv": 0.5}),
     ("SmolLM3ForCausalLM", "llama", {"causal"}, "sdpa", {}),
+    ("GptOssForCausalLM", "llama", {"causal"}, "eager", {"num_local_experts": 2, "experts_implementation": "eager"}),
+    ("Olmo2ForCausalLM", "olmo2", {"causal"}, "eager sdpa", {}),
+    ("Olmo3ForCausalLM", "olmo2", {"causal"}, "eager sdpa", {}),
+    ("PhiForCausalLM", "phi", {"causal"}, "eager sdpa", {}),
     ("Starcoder2ForCausalLM", "llama", {"causal"}, "sdpa", {}),
     ("StableLmForCausalLM", "llama", {"causal"}, "sdpa", {}),
     ("NemotronForCausalLM", "llama", {"causal"}, "sdpa", {}),
@@ -66,17 +89,11 @@ EXACT = [
 
 REFUSED = [
     # model class, words of the refusal, further settings
-    ("Olmo2ForCausalLM", "'q_norm.weight' has shape [32], more than one head's width", {}),
-    ("CohereForCausalLM", "'q_norm.weight' has shape [4, 8], more than one head's width", {"use_qk_norm": True}),
-    ("GptOssForCausalLM", "its parameter 'sinks' is not accounted for", {"num_local_experts": 2}),
     ("BitNetForCausalLM", "its parameter 'attn_sub_norm.weight' is not accounted for", {}),
     ("DiffLlamaForCausalLM", "its parameter 'lambda_q1' is not accounted for", {}),
     ("StableLmForCausalLM", "its parameter 'q_layernorm.norms.0.weight' is not", {"qk_layernorm": True}),
     ("GPTBigCodeForCausalLM", "it has 'kv_dim'", {"multi_query": False}),
-    ("SiglipVisionModel", "it has no", {}),
-    ("DINOv3ViTModel", "it has no", {}),
-    ("PhiForCausalLM", "it has no", {}),
-    ("MegatronBertModel", "its parameter 'ln.weight' is not accounted for", {}),
+    ("EsmModel", "its parameter 'LayerNorm.weight' is not accounted for", {}),
     (
         "Gemma4ForCausalLM",
         "it has 'store_full_length_kv'",
@@ -105,6 +122,8 @@ def build(name: str, settings: dict[str, Any]) -> nn.Module:
 def batch_for(model: nn.Module) -> dict[str, torch.Tensor]:
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(2, model.config.num_channels, 16, 16, dtype=torch.float64)}
+    if model.main_input_name == "input_values":
+        return {"input_values": torch.randn(2, 400, dtype=torch.float64)}
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
     batch = {"input_ids": torch.randint(3, 50, (2, 7)) * mask, "attention_mask": mask}
     if getattr(model.config, "add_cross_attention", False):

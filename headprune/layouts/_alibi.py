@@ -1,0 +1,39 @@
+"""Position biases that a model computes for all heads at once and hands to every layer (ALiBi)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from headprune.core.layout import HeadState
+from headprune.core.mixin import Mixin
+from headprune.layouts._transformers import WithoutHeads, picked
+
+
+class SlicedAlibi(Mixin, nn.Module):
+    """Put in front of an attention class: of ``alibi``, and of a mask that holds it, the kept heads' part is taken."""
+
+    headprune_state: HeadState
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, alibi: Tensor | None, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Any:
+        n_heads, heads = self.headprune_state.n_query_heads, self.headprune_state.heads
+        if alibi is not None:  # [batch * heads, 1, keys], or the two apart
+            rows = alibi.reshape(hidden_states.shape[0], n_heads, *alibi.shape[-2:])
+            alibi = picked(rows, 1, heads).flatten(0, 1)
+        if attention_mask is not None and attention_mask.shape[1] == n_heads > 1:
+            attention_mask = picked(attention_mask, 1, heads)
+        return super().forward(hidden_states, *args, alibi=alibi, attention_mask=attention_mask, **kwargs)
+
+
+class OnlyResidual(WithoutHeads):
+    """An attention without heads that adds the residual itself."""
+
+    hidden_dropout: float
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        (residual,) = args
+        output, weights = super().forward(hidden_states, **kwargs)
+        return residual + nn.functional.dropout(output, self.hidden_dropout, self.training), weights

@@ -1,0 +1,196 @@
+"""The attention of `torch.nn.MultiheadAttention` with its output projection called, and tiny models that use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from headprune.core.layout import STATE_ATTRIBUTE
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What ``nn.MultiheadAttention.forward`` returns, also for a module that was cut and for nested tensors.
+
+    A mask for each head, ``[batch * heads, queries, keys]``, may be for the uncut module's heads.
+    """
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    nested, lengths = query.is_nested, None
+    if nested:
+        if query is not key or key is not value or key_padding_mask is not None or attn_mask is not None:
+            raise RuntimeError("A nested tensor attends to itself and without masks.")
+        lengths = torch.tensor([example.shape[0] for example in query.unbind()], device=query.device)
+        query = key = value = query.to_padded_tensor(0.0)
+        key_padding_mask = torch.arange(query.shape[1], device=query.device) >= lengths[:, None]
+    batched = query.dim() == 3
+    if not batched:
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    elif not (module.batch_first or nested):
+        query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+
+    q, k, v = _projected(module, query, key, value)
+    hinted = is_causal and key_padding_mask is None and not need_weights  # the kernel then makes the mask itself
+    mask = None if hinted else _merged(module, attn_mask, key_padding_mask, query, k.shape[2] - key.shape[1])
+    dropout = module.dropout if module.training else 0.0
+    weights = None
+    if need_weights:
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        weights = functional.dropout(torch.softmax(scores if mask is None else scores + mask, -1), dropout)
+        heads = weights @ v
+        weights = weights.sum(1) / max(module.num_heads, 1) if average_attn_weights else weights
+        weights = weights if batched else weights.squeeze(0)
+    else:
+        heads = functional.scaled_dot_product_attention(q, k, v, mask, dropout, hinted)
+    out = module.out_proj(heads.transpose(1, 2).flatten(2))
+    if lengths is not None:
+        kept = torch.arange(out.shape[1], device=out.device) < lengths[:, None]
+        return torch._nested_tensor_from_mask(out, kept, mask_check=False), weights
+    if not batched:
+        return out.squeeze(0), weights
+    return (out if module.batch_first else out.transpose(0, 1)), weights
+
+
+def _projected(module: Any, *inputs: Tensor) -> list[Tensor]:
+    """Queries, keys and values, ``[batch, heads, length, head_dim]``, with the keys that the module adds."""
+    separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    weights = separate if module.in_proj_weight is None else module.in_proj_weight.chunk(3)
+    biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    split = []
+    for x, weight, bias, more in zip(inputs, weights, biases, (None, module.bias_k, module.bias_v), strict=True):
+        x = functional.linear(x, weight, bias)
+        if more is not None:
+            x = torch.cat([x, more.expand(len(x), -1, -1)], 1)
+        split.append(x.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2))
+    if module.add_zero_attn:
+        split[1:] = [functional.pad(x, (0, 0, 0, 1)) for x in split[1:]]
+    return split
+
+
+def _merged(
+    module: Any, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor, added: int
+) -> Tensor | None:
+    """Both masks as one that is added to the scores, ``[batch or 1, heads or 1, queries or 1, keys]``."""
+    merged = None
+    if attn_mask is not None:
+        merged = _additive(attn_mask, query.dtype)
+        merged = merged[None, None] if merged.dim() == 2 else _of_heads(module, merged.unflatten(0, (len(query), -1)))
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, query.dtype)[:, None, None]
+        merged = padding if merged is None else merged + padding
+    return merged if merged is None else functional.pad(merged, (0, added))
+
+
+def _of_heads(module: Any, mask: Tensor) -> Tensor:
+    """The rows of the present heads of ``[batch, heads, queries, keys]`` for the present or the original heads."""
+    state = getattr(module, STATE_ATTRIBUTE, None)
+    if state is None or mask.shape[1] == module.num_heads:
+        return mask
+    if mask.shape[1] != state.n_query_heads:
+        must = f"a mask for {module.num_heads} present or {state.n_query_heads} original heads"
+        raise RuntimeError(f"attn_mask must be {must}, got {mask.shape[1]}.")
+    return mask[:, list(state.heads)]
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+class Mixed(nn.Module):
+    """Sequence first and batch first, fused and separate projections, added keys; no query sees all keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(16, 16)
+        self.first = nn.MultiheadAttention(16, 4)
+        self.causal = nn.MultiheadAttention(16, 4, bias=False, batch_first=True, add_zero_attn=True)
+        self.cross = nn.MultiheadAttention(16, 4, batch_first=True, kdim=6, vdim=5, add_bias_kv=True)
+        self.head = nn.Linear(16, 3)
+
+    @classmethod
+    def tiny(cls) -> tuple[Any, Any]:
+        x, keys, values = torch.randn(3, 7, 16), torch.randn(3, 5, 6), torch.randn(3, 5, 5)
+        return cls(), {"x": x, "keys": keys, "values": values, "padding": _padding(5)}
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, padding: Tensor) -> Tensor:
+        x = self.embedding(x)
+        rows = x.transpose(0, 1)
+        x = x + self.first(rows, rows, rows, need_weights=False)[0].transpose(0, 1)
+        later = torch.ones(7, 7, dtype=torch.bool, device=x.device).triu(1)
+        x = x + self.causal(x, x, x, attn_mask=later)[0]
+        x = x + self.cross(x, keys, values, key_padding_mask=padding)[0]
+        out: Tensor = self.head(x)
+        return out
+
+
+class Encoder(nn.Module):
+    """Three layers that PyTorch runs with its native operation where no gradient is needed; with nested tensors, if
+    ``nested``, which make PyTorch warn."""
+
+    def __init__(self, nested: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(16, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=nested)
+        self.head = nn.Linear(16, 3)
+
+    @classmethod
+    def tiny(cls) -> tuple[Any, Any]:
+        return cls(), {"x": torch.randn(3, 7, 16), "padding": _padding(7)}
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder(self.embedding(x), src_key_padding_mask=padding))
+        return out
+
+
+class Decoder(nn.Module):
+    """Two layers, each with a causal attention and one to the encoder's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(16, 16)
+        layer = nn.TransformerDecoderLayer(16, 4, 24, batch_first=True, norm_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.head = nn.Linear(16, 3)
+
+    @classmethod
+    def tiny(cls) -> tuple[Any, Any]:
+        return cls(), {"x": torch.randn(3, 7, 16), "memory": torch.randn(3, 5, 16), "padding": _padding(5)}
+
+    def forward(self, x: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+        later = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
+        hidden = self.decoder(
+            self.embedding(x),
+            memory,
+            tgt_mask=later,
+            memory_key_padding_mask=padding.to(x.dtype) * -1e4,
+            tgt_is_causal=True,
+        )
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def _padding(length: int) -> Tensor:
+    """Three examples, of which the last pads three tokens."""
+    return torch.arange(length) >= torch.tensor([[length], [length], [length - 3]])
+
+
+def tiny(name: str) -> tuple[Any, Any]:
+    """The model of a class of this file, and its batch."""
+    made: tuple[Any, Any] = globals()[name].tiny()
+    return made

@@ -1,0 +1,122 @@
+"""`q_proj`, `k_proj`, `v_proj`, `out_proj`: BART's likes with cross-attention, CLIP, Wav2Vec2, OPT, GPT-J, GPT-Neo."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from headprune.core.errors import UnsupportedModel
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import decoder, encoder_decoder, images_and_text, speech, speech_to_text
+
+if TYPE_CHECKING:
+    from headprune.core.heads import Kind
+
+
+def _kind(module: Any, name: str) -> Kind:
+    called = name.rpartition(".")[2]
+    if "cross" in called or called.startswith("encoder_attn"):
+        return "cross"
+    causal, decodes = getattr(module, "is_causal", None), getattr(module, "is_decoder", False)
+    if causal or (decodes and (causal is None or "self" in called)):  # some leave causality to the mask
+        return "causal"
+    return "cross" if decodes else "self"
+
+
+def _head_dim(module: Any) -> int:
+    """The width, for all but old attentions that put heads together at their input's width (LED, TrOCR, DETR)."""
+    code = inspect.unwrap(type(module).forward).__code__
+    if "embed_dim" in code.co_varnames and "embed_dim" not in code.co_names:  # a local variable, no attribute
+        must = "an attention that puts together as many heads as it has"
+        raise UnsupportedModel(type(module).__name__, must, "one that takes their width from its input")
+    width: int = module.head_dim
+    return width
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module, gate="out_proj")
+
+
+_SIZES: dict[str, Any] = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+}
+_TEXT: dict[str, Any] = {**_SIZES, "max_position_embeddings": 64, "init_std": 0.3}
+
+_TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
+_CLIP_TEXT: dict[str, Any] = {"max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
+_SPEECH: dict[str, Any] = {
+    **_TOWER,
+    "conv_dim": (8, 8),
+    "conv_kernel": (10, 4),
+    "conv_stride": (10, 4),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+}
+
+FAMILIES = (
+    ("bart", encoder_decoder("BartForConditionalGeneration", **_TEXT)),
+    ("mbart", encoder_decoder("MBartForConditionalGeneration", **_TEXT)),
+    ("marian", encoder_decoder("MarianMTModel", **_TEXT)),
+    ("pegasus", encoder_decoder("PegasusForConditionalGeneration", **_TEXT)),
+    ("m2m_100", encoder_decoder("M2M100ForConditionalGeneration", **_TEXT)),
+    ("blenderbot", encoder_decoder("BlenderbotForConditionalGeneration", **_TEXT)),
+    ("whisper", speech_to_text("WhisperForConditionalGeneration", max_target_positions=64, **_SIZES)),
+    ("clip", images_and_text("CLIPModel", _TOWER | {"patch_size": 4}, _TOWER | _CLIP_TEXT, projection_dim=12)),
+    ("siglip", images_and_text("SiglipModel", _TOWER | {"patch_size": 4}, _TOWER | _CLIP_TEXT)),
+    ("wav2vec2", speech("Wav2Vec2ForSequenceClassification", **_SPEECH)),
+    ("hubert", speech("HubertForSequenceClassification", **_SPEECH)),
+    ("opt", decoder("OPTForCausalLM", **_TOWER | {"ffn_dim": 24, "word_embed_proj_dim": 16, "init_std": 0.3})),
+    ("gptj", decoder("GPTJForCausalLM", n_embd=16, n_layer=3, n_head=4, rotary_dim=2, n_positions=64)),
+    (
+        "gpt_neo",
+        decoder(
+            "GPTNeoForCausalLM",
+            hidden_size=16,
+            num_layers=3,
+            num_heads=4,
+            attention_types=[[["global", "local", "global"], 1]],
+            window_size=3,
+            max_position_embeddings=64,
+        ),
+    ),
+)
+
+LAYOUT = AttentionLayout(
+    name="bart",
+    gate="out_proj",
+    slabs=(
+        HeadSlab("q_proj", "out", "query"),
+        HeadSlab("k_proj", "out", "key"),
+        HeadSlab("v_proj", "out", "value"),
+        HeadSlab("out_proj", "in", "context"),
+    ),
+    head_dim=_head_dim,
+    kind=_kind,
+    requires=("head_dim",),
+    absent=(
+        "autocorrelation_factor",  # Autoformer averages over its heads before they choose their delays
+        "cache_key",  # FSMT's is called sequence first
+        "block_size",  # Pegasus-X puts global and local tokens together at the model's width
+    ),
+    counts=(
+        ("num_heads", "n_query_heads"),
+        ("num_attention_heads", "n_query_heads"),
+        ("embed_dim", "query_width"),
+    ),
+    empty=_without_heads,
+    families=FAMILIES,
+)

@@ -1,0 +1,66 @@
+"""BLIP's vision tower: queries, keys and values fused in `qkv`, the output in `projection`; its text tower is BERT's.
+
+Its code takes the width of its input for that of its heads together, so a cut attention runs code of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.mixin import Mixin
+from headprune.layouts._tiny import images_and_text
+
+
+class FewerHeads(Mixin):
+    """Put in front of a cut attention: the same, with as many heads as its weights have."""
+
+    def forward(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        heads = self.qkv(hidden_states).unflatten(-1, (3, -1, self.head_dim))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        weights = self.dropout((query @ key.transpose(-1, -2) * self.scale).softmax(-1))
+        return self.projection((weights @ value).transpose(1, 2).flatten(2)), weights
+
+
+def _adapt(module: Any, model: Any) -> None:
+    """Runs the same attention with as many heads as the weights have; BLIP's code reckons from the model's width."""
+    from headprune.layouts._transformers import put_in_front
+
+    put_in_front(module, FewerHeads)
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module, gate="projection")
+
+
+_SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+_TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+
+FAMILIES = (
+    (
+        "blip",
+        images_and_text(
+            "BlipForConditionalGeneration",
+            {**_SIZES, "patch_size": 4},
+            {**_SIZES, **_TOKENS, "encoder_hidden_size": 16, "max_position_embeddings": 32},
+            channels=3,
+        ),
+    ),
+)
+
+LAYOUT = AttentionLayout(
+    name="blip",
+    gate="projection",
+    slabs=(
+        HeadSlab("qkv", "out", ("query", "key", "value")),
+        HeadSlab("projection", "in", "context"),
+    ),
+    head_dim="head_dim",
+    requires=("num_heads", "scale", "embed_dim", "dropout.p"),
+    counts=(("num_heads", "n_query_heads"),),
+    adapt=_adapt,
+    empty=_without_heads,
+    families=FAMILIES,
+)

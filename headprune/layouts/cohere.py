@@ -1,0 +1,43 @@
+"""Cohere's Command R+: as Llama, with norms that have weights of their own for every head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.errors import InvalidValue
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._grouped import COUNTS, POLICIES, SHARED_KEYS, SIZES, kind, repeat_keys, without_heads
+from headprune.layouts._tiny import decoder
+
+
+def _head_dim(module: Any) -> int:
+    for norm in (module.q_norm, module.k_norm):
+        shape = tuple(norm.weight.shape)
+        if len(shape) != 2 or shape[1] != module.head_dim:
+            raise InvalidValue("its norms", f"of weights [heads, {module.head_dim}]", f"weights of shape {shape}")
+    return int(module.head_dim)
+
+
+FAMILIES = (("cohere-norms", decoder("CohereForCausalLM", **SIZES, use_qk_norm=True)),)
+
+LAYOUT = AttentionLayout(
+    name="cohere",
+    gate="o_proj",
+    slabs=(
+        HeadSlab("q_proj", "out", "query"),
+        HeadSlab("k_proj", "out", "key"),
+        HeadSlab("v_proj", "out", "value"),
+        HeadSlab("o_proj", "in", "context"),
+        HeadSlab("q_norm.weight", 0, "head", optional=True),  # required below
+        HeadSlab("k_norm.weight", 0, "kv_head", optional=True),
+    ),
+    head_dim=_head_dim,
+    kind=kind,
+    requires=("num_key_value_groups", "head_dim", "layer_idx", "q_norm.weight", "k_norm.weight"),
+    absent=SHARED_KEYS,
+    counts=COUNTS,
+    policies=POLICIES,
+    adapt=repeat_keys,
+    empty=without_heads("o_proj"),
+    families=FAMILIES,
+)

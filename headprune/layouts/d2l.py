@@ -1,0 +1,55 @@
+"""The attention of "Dive into Deep Learning": `W_q W_k W_v W_o`, its head count drives the reshape and the masks.
+
+Lazy projections must have run once. Code that only looks alike is refused: see ``_stand_in.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.errors import UnsupportedModel
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.mixin import mix_in
+from headprune.layouts._tiny import TinyModule
+
+
+def _head_dim(module: Any) -> int:
+    """The width of a head of a module that computes scaled dot-product attention for any number of heads."""
+    from headprune.layouts._stand_in import stand_in
+    from headprune.layouts._textbook import is_attention
+
+    names = ("W_q", "W_k", "W_v", "W_o")
+    proved = is_attention(
+        module,
+        lambda n, ways: stand_in(module, dict(zip(names, ways, strict=True)), num_heads=n),
+        lambda small, q, k, v: small.forward(q, k, v, None),
+    )
+    if not proved or "forward" in module.__dict__:
+        must = "scaled dot-product attention for any number of heads, called with (queries, keys, values, valid_lens)"
+        raise UnsupportedModel(f"{type(module).__name__}.forward", must, "something else")
+    return int(getattr(module.W_q, "out_features", 0)) // int(module.num_heads)
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._textbook import WithoutHeads
+
+    mix_in(module, WithoutHeads)
+    module.headprune_gate = "W_o"
+
+
+LAYOUT = AttentionLayout(
+    name="d2l",
+    gate="W_o",
+    slabs=(
+        HeadSlab("W_q", "out", "query"),
+        HeadSlab("W_k", "out", "key"),
+        HeadSlab("W_v", "out", "value"),
+        HeadSlab("W_o", "in", "context"),
+    ),
+    head_dim=_head_dim,
+    requires=("num_heads", "attention.dropout"),
+    absent=("n_heads",),
+    counts=(("num_heads", "n_query_heads"),),
+    empty=_without_heads,
+    families=(("d2l", TinyModule("_textbook", "D2l")),),
+)

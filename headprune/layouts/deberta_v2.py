@@ -1,0 +1,59 @@
+"""DeBERTa v2 and v3: query_proj, key_proj, value_proj, and projections of relative positions unless they are shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import encoder
+
+
+def _products(module: Any) -> tuple[int, int]:
+    """Queries with the keys of every relative distance, and keys with the queries of every one."""
+    inner = module.self
+    once = 2 * inner.pos_ebd_size * inner.attention_head_size if inner.relative_attention else 0
+    return once * ("c2p" in inner.pos_att_type), once * ("p2c" in inner.pos_att_type)
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module.self, gate=None)
+
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "relative_attention": True,
+    "position_buckets": 4,
+    "norm_rel_ebd": "layer_norm",
+    "pos_att_type": ["p2c", "c2p"],
+}
+
+FAMILIES = (
+    ("deberta-v2", encoder("DebertaV2ForSequenceClassification", **_SIZES)),
+    ("deberta-v3", encoder("DebertaV2ForSequenceClassification", **_SIZES, share_att_key=True)),
+)
+
+LAYOUT = AttentionLayout(
+    name="deberta_v2",
+    gate="output.dense",
+    slabs=(
+        HeadSlab("self.query_proj", "out", "query"),
+        HeadSlab("self.key_proj", "out", "key"),
+        HeadSlab("self.value_proj", "out", "value"),
+        HeadSlab("self.pos_query_proj", "out", "query", optional=True),
+        HeadSlab("self.pos_key_proj", "out", "key", optional=True),
+        HeadSlab("output.dense", "in", "context"),
+    ),
+    head_dim="self.attention_head_size",
+    requires=("self.num_attention_heads", "self.pos_att_type"),
+    untouched=("output.LayerNorm",),
+    counts=(("self.num_attention_heads", "n_query_heads"), ("self.all_head_size", "query_width")),
+    products=_products,
+    empty=_without_heads,
+    families=FAMILIES,
+)

@@ -1,0 +1,45 @@
+"""DistilBERT: q_lin, k_lin, v_lin and out_lin in one module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import encoder
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module, gate="out_lin")
+
+
+FAMILIES = (
+    (
+        "distilbert",
+        encoder(
+            "DistilBertForSequenceClassification",
+            dim=16,
+            n_layers=3,
+            n_heads=4,
+            hidden_dim=24,
+            max_position_embeddings=32,
+        ),
+    ),
+)
+
+LAYOUT = AttentionLayout(
+    name="distilbert",
+    gate="out_lin",
+    slabs=(
+        HeadSlab("q_lin", "out", "query"),
+        HeadSlab("k_lin", "out", "key"),
+        HeadSlab("v_lin", "out", "value"),
+        HeadSlab("out_lin", "in", "context"),
+    ),
+    head_dim="attention_head_size",
+    requires=("n_heads",),
+    counts=(("n_heads", "n_query_heads"),),
+    empty=_without_heads,
+    families=FAMILIES,
+)

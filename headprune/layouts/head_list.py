@@ -1,0 +1,51 @@
+"""A list of separate heads, `heads`, whose outputs side by side go through an output projection, `proj`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headprune.core.errors import UnsupportedModel
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.mixin import mix_in
+from headprune.layouts._tiny import TinyModule
+
+if TYPE_CHECKING:
+    from headprune.core.heads import Kind
+
+
+def head_width(module: Any, projection: str) -> int:
+    """The width of a head of a module that puts its heads' outputs side by side, and nothing else."""
+    from torch.nn import ModuleList
+
+    from headprune.layouts._textbook import is_concatenation, value_width
+
+    listed = isinstance(module.heads, ModuleList) and len(module.heads) > 0
+    if not listed or "forward" in module.__dict__ or not is_concatenation(module, projection):
+        must = "the outputs of `heads`, each called with x, side by side" + (
+            f", through {projection!r}" * bool(projection)
+        )
+        raise UnsupportedModel(f"{type(module).__name__}.forward", must, "something else")
+    return value_width(module.heads)
+
+
+def kind(module: Any, name: str) -> Kind:
+    """``causal`` where the heads hold a triangular mask."""
+    return "causal" if any("tril" in n or "mask" in n for n, _ in module.heads.named_buffers()) else "self"
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._textbook import WithoutHeads
+
+    mix_in(module, WithoutHeads)
+    module.headprune_gate = "proj"
+
+
+LAYOUT = AttentionLayout(
+    name="head_list",
+    gate="proj",
+    slabs=(HeadSlab("heads", "list", "query"), HeadSlab("proj", "in", "context")),
+    head_dim=lambda module: head_width(module, "proj"),
+    kind=kind,
+    empty=_without_heads,
+    families=(("list of heads", TinyModule("_textbook", "Projected")),),
+)

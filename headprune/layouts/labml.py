@@ -1,0 +1,63 @@
+"""labml.ai's attention: sequence first; `query`, `key`, `value` each project and split into heads; `output`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.errors import UnsupportedModel
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.mixin import mix_in
+from headprune.layouts._tiny import TinyModule
+
+_WAYS = ("query", "key", "value")
+
+
+def _head_dim(module: Any) -> int:
+    """The width of a head of a module that computes scaled dot-product attention for any number of heads."""
+    from torch.nn import Module
+
+    from headprune.layouts._stand_in import stand_in
+    from headprune.layouts._textbook import WIDTH, is_attention
+
+    def build(n: int, ways: Any) -> Any:
+        made = {
+            name: stand_in(getattr(module, name), {"linear": way}, heads=n, d_k=WIDTH)
+            for name, way in zip(_WAYS, ways, strict=False)
+        }
+        return stand_in(module, {**made, "output": ways[3]}, heads=n, d_k=WIDTH, scale=WIDTH**-0.5)
+
+    def call(small: Any, *inputs: Any) -> Any:
+        rows = dict(zip(_WAYS, (x.transpose(0, 1) for x in inputs), strict=True))
+        return small.forward(**rows).transpose(0, 1)
+
+    parts = [getattr(module, name) for name in _WAYS]
+    split = all(isinstance(part, Module) and hasattr(part, "linear") for part in parts)
+    if not split or not is_attention(module, build, call) or "forward" in module.__dict__:
+        must = "scaled dot-product attention for any number of heads, called with query=, key=, value=, sequence first"
+        raise UnsupportedModel(f"{type(module).__name__}.forward", must, "something else")
+    return int(module.d_k)
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._textbook import WithoutHeads
+
+    mix_in(module, WithoutHeads)
+    module.headprune_gate = "output"
+
+
+LAYOUT = AttentionLayout(
+    name="labml",
+    gate="output",
+    slabs=(
+        HeadSlab("query.linear", "out", "query"),
+        HeadSlab("key.linear", "out", "key"),
+        HeadSlab("value.linear", "out", "value"),
+        HeadSlab("output", "in", "context"),
+    ),
+    head_dim=_head_dim,
+    requires=("heads", "d_k", "scale", "query.heads", "key.heads", "value.heads"),
+    counts=tuple((f"{path}heads", "n_query_heads") for path in ("", "query.", "key.", "value.")),
+    batch_axis=1,
+    empty=_without_heads,
+    families=(("labml", TinyModule("_textbook", "Prepared")),),
+)

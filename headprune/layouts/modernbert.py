@@ -1,0 +1,49 @@
+"""ModernBERT: queries, keys and values fused in `Wqkv`, one after another; the output in `Wo`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import encoder
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module, gate="Wo")
+
+
+FAMILIES = (
+    (
+        "modernbert",
+        encoder(
+            "ModernBertForSequenceClassification",
+            hidden_size=16,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=24,
+            max_position_embeddings=32,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            local_attention=4,
+            attention_bias=True,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+        ),
+    ),
+)
+
+LAYOUT = AttentionLayout(
+    name="modernbert",
+    gate="Wo",
+    slabs=(
+        HeadSlab("Wqkv", "out", ("query", "key", "value")),
+        HeadSlab("Wo", "in", "context"),
+    ),
+    head_dim="head_dim",
+    requires=("layer_idx", "out_drop"),
+    empty=_without_heads,
+    families=FAMILIES,
+)

@@ -1,0 +1,45 @@
+"""Qwen3-Next's full attention: `q_proj` holds a query and a gate for each head; its linear attention is no site."""
+
+from __future__ import annotations
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._grouped import COUNTS, POLICIES, SHARED_KEYS, SIZES, kind, repeat_keys, without_heads
+from headprune.layouts._tiny import decoder
+
+FAMILIES = (
+    (
+        "qwen3_next",
+        decoder(
+            "Qwen3NextForCausalLM",
+            **SIZES,
+            head_dim=8,
+            layer_types=["full_attention", "linear_attention", "full_attention"],
+            linear_key_head_dim=4,
+            linear_value_head_dim=4,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            num_experts=0,
+        ),
+    ),
+)
+
+LAYOUT = AttentionLayout(
+    name="qwen3_next",
+    gate="o_proj",
+    slabs=(
+        HeadSlab("q_proj", "out", "gated_query"),
+        HeadSlab("k_proj", "out", "key"),
+        HeadSlab("v_proj", "out", "value"),
+        HeadSlab("o_proj", "in", "context"),
+    ),
+    head_dim="head_dim",
+    kind=kind,
+    requires=("num_key_value_groups", "head_dim", "layer_idx"),
+    absent=SHARED_KEYS,
+    per_head=("q_norm", "k_norm"),
+    counts=COUNTS,
+    policies=POLICIES,
+    adapt=repeat_keys,
+    empty=without_heads("o_proj"),
+    families=FAMILIES,
+)

@@ -1,0 +1,49 @@
+"""Swin: q_proj, k_proj, v_proj, o_proj and a table of position biases; an image's windows are rows of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import images
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module, gate="o_proj")
+
+
+FAMILIES = (
+    (
+        "swin",
+        images(
+            "SwinForImageClassification",
+            size=16,
+            patch_size=2,
+            embed_dim=12,
+            depths=[2, 1],
+            num_heads=[3, 4],
+            window_size=2,
+            mlp_ratio=1.5,
+        ),
+    ),
+)
+
+LAYOUT = AttentionLayout(
+    name="swin",
+    gate="o_proj",
+    slabs=(
+        HeadSlab("q_proj", "out", "query"),
+        HeadSlab("k_proj", "out", "key"),
+        HeadSlab("v_proj", "out", "value"),
+        HeadSlab("o_proj", "in", "context"),
+        HeadSlab("relative_position_bias.relative_position_bias_table", 1, "head"),
+    ),
+    head_dim="head_dim",
+    requires=("relative_position_bias.window_area",),
+    counts=(("num_attention_heads", "n_query_heads"),),
+    windows=True,
+    empty=_without_heads,
+    families=FAMILIES,
+)

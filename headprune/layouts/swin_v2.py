@@ -1,0 +1,54 @@
+"""Swin v2, and Swin in Donut, CLAP, MaskFormer: windows as in Swin, the projections in `self`, the output in `output`.
+
+Position biases are a table, or (v2) come from a small network whose last layer has a row a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import images
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module.self, gate=None)
+
+
+_SIZES: dict[str, Any] = {
+    "size": 16,
+    "patch_size": 2,
+    "embed_dim": 12,
+    "depths": [2, 1],
+    "num_heads": [3, 4],
+    "window_size": 2,
+    "mlp_ratio": 1.5,
+}
+
+FAMILIES = (
+    ("swinv2", images("Swinv2ForImageClassification", **_SIZES)),
+    ("donut-swin", images("DonutSwinForImageClassification", **_SIZES)),
+)
+
+LAYOUT = AttentionLayout(
+    name="swin_v2",
+    gate="output.dense",
+    slabs=(
+        HeadSlab("self.query", "out", "query"),
+        HeadSlab("self.key", "out", "key"),
+        HeadSlab("self.value", "out", "value"),
+        HeadSlab("self.relative_position_bias_table", 1, "head", optional=True),
+        HeadSlab("self.logit_scale", 0, "head", optional=True),
+        HeadSlab("self.continuous_position_bias_mlp.2", "out", "head", optional=True),
+        HeadSlab("output.dense", "in", "context"),
+    ),
+    head_dim="self.attention_head_size",
+    requires=("self.num_attention_heads", "self.window_size", "self.relative_position_index"),
+    untouched=("self.continuous_position_bias_mlp.0",),
+    counts=(("self.num_attention_heads", "n_query_heads"), ("self.all_head_size", "query_width")),
+    windows=True,
+    empty=_without_heads,
+    families=FAMILIES,
+)

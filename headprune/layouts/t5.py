@@ -1,0 +1,83 @@
+"""T5 and its likes: `q`, `k`, `v`, `o` and a relative position bias that the first layer makes for all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import encoder_decoder
+
+if TYPE_CHECKING:
+    from headprune.core.heads import Kind
+
+
+def kind_of(module: Any, name: str) -> Kind:
+    if module.is_causal:
+        return "causal"
+    return "cross" if module.is_decoder else "self"
+
+
+def _adapt(module: Any, model: Any) -> None:
+    """The first layer's table stays whole; each layer takes its heads' part of the bias and passes the whole on."""
+    from headprune.layouts._t5 import WithPositionBias
+    from headprune.layouts._transformers import put_in_front
+
+    put_in_front(module, WithPositionBias)
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._t5 import WithoutHeadsWithPositionBias
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module, gate="o", cross=kind_of(module, "") == "cross", kind=WithoutHeadsWithPositionBias)
+
+
+SIZES: dict[str, Any] = {
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+}
+
+FAMILIES = (
+    ("t5", encoder_decoder("T5ForConditionalGeneration", **SIZES)),
+    ("mt5", encoder_decoder("MT5ForConditionalGeneration", **SIZES)),
+    (
+        "switch_transformers",
+        encoder_decoder(
+            "SwitchTransformersForConditionalGeneration",
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            num_experts=2,
+            expert_capacity=64,
+            **SIZES,
+        ),
+    ),
+)
+
+LAYOUT = AttentionLayout(
+    name="t5",
+    gate="o",
+    slabs=(
+        HeadSlab("q", "out", "query"),
+        HeadSlab("k", "out", "key"),
+        HeadSlab("v", "out", "value"),
+        HeadSlab("o", "in", "context"),
+    ),
+    head_dim="key_value_proj_dim",
+    kind=kind_of,
+    requires=("compute_bias", "is_decoder"),
+    absent=(
+        "_shape",  # UMT5, where every layer has a table of its own
+        "local_radius",  # LongT5's local attention works on blocks
+    ),
+    untouched=("relative_attention_bias",),
+    counts=(("n_heads", "n_query_heads"), ("inner_dim", "query_width")),
+    adapt=_adapt,
+    empty=_without_heads,
+    families=FAMILIES,
+)

@@ -1,0 +1,69 @@
+"""timm's `Attention` and `AttentionRope`: fused `qkv` or `q_proj`, `k_proj`, `v_proj`, an optional gate, and `proj`.
+
+Newer code takes the heads' total width from ``attn_dim``. Older code takes it from its input, which holds no longer
+after a cut: such a module goes on with a ``forward`` of ours, if its class computes timm's plain attention; any other
+(EVA's, BEiT's, Swin's) is refused, and so are norms across heads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from headprune.core.errors import UnsupportedModel
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.mixin import mix_in, original_class
+from headprune.layouts._tiny import TinyModule
+
+
+def _head_dim(module: Any) -> int:
+    """The width of a head of a module whose code runs with any number of heads, or can be replaced by ours."""
+    from headprune.layouts._timm import is_plain
+
+    if hasattr(module, "attn_dim"):
+        return int(module.head_dim)
+    kind = original_class(module)
+    arguments = set(inspect.signature(kind.forward).parameters) - {"self", "x", "attn_mask", "is_causal"}  # type: ignore[attr-defined]
+    if arguments or "forward" in module.__dict__ or not hasattr(module, "qkv") or not is_plain(module):
+        must = "timm's plain attention, because the heads' total width is no attribute 'attn_dim'"
+        got = f"one that takes {', '.join(sorted(arguments))}" if arguments else "one that computes something else"
+        raise UnsupportedModel(f"{kind.__name__}.forward", must, got)
+    return int(getattr(module.qkv, "out_features", 0)) // 3 // int(module.num_heads)
+
+
+def _adapt(module: Any, model: Any) -> None:
+    """Older code, which takes the heads' total width from its input, is replaced by ours, for any number of heads."""
+    from headprune.layouts._timm import Plain
+
+    if not hasattr(module, "attn_dim"):
+        mix_in(module, Plain)
+
+
+LAYOUT = AttentionLayout(
+    name="timm",
+    gate="proj",
+    slabs=(
+        HeadSlab("qkv", "out", ("query", "key", "value"), optional=True),
+        HeadSlab("q_proj", "out", "query", optional=True),
+        HeadSlab("k_proj", "out", "key", optional=True),
+        HeadSlab("v_proj", "out", "value", optional=True),
+        HeadSlab("gate", "out", "query", optional=True),  # multiplies the projection's input
+        HeadSlab("proj", "in", "context"),
+    ),
+    head_dim=_head_dim,
+    requires=("num_heads", "scale", "attn_drop", "proj_drop"),
+    absent=("norm.eps", "norm.normalized_shape"),  # a norm across heads
+    per_head=("q_norm", "k_norm"),
+    counts=(
+        ("num_heads", "n_query_heads"),
+        ("num_kv_heads", "n_kv_heads"),
+        ("num_kv_groups", "group_size"),
+        ("attn_dim", "query_width"),
+    ),
+    policies=("group", "balanced"),
+    adapt=_adapt,
+    families=(
+        ("timm.Attention", TinyModule("_timm", "Attention")),
+        ("timm.Attention before 1.0.24", TinyModule("_timm", "OlderAttention")),
+    ),
+)

@@ -1,0 +1,38 @@
+"""UMT5: T5's `q`, `k`, `v`, `o`, but every self-attention has a table of position biases, which is cut too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._tiny import encoder_decoder
+from headprune.layouts.t5 import SIZES, kind_of
+
+
+def _without_heads(module: Any) -> None:
+    from headprune.layouts._transformers import without_heads
+
+    without_heads(module, gate="o", cross=kind_of(module, "") == "cross")
+
+
+LAYOUT = AttentionLayout(
+    name="umt5",
+    gate="o",
+    slabs=(
+        HeadSlab("q", "out", "query"),
+        HeadSlab("k", "out", "key"),
+        HeadSlab("v", "out", "value"),
+        HeadSlab("o", "in", "context"),
+        HeadSlab("relative_attention_bias.weight", 1, "head", optional=True),
+    ),
+    head_dim="key_value_proj_dim",
+    kind=kind_of,
+    requires=("compute_bias", "is_decoder", "_shape"),  # see t5.py
+    counts=(
+        ("n_heads", "n_query_heads"),
+        ("inner_dim", "query_width"),
+        ("relative_attention_bias.embedding_dim", "n_query_heads"),
+    ),
+    empty=_without_heads,
+    families=(("umt5", encoder_decoder("UMT5ForConditionalGeneration", **SIZES)),),
+)

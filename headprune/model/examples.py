@@ -1,0 +1,28 @@
+"""A made-up batch for a model whose inputs can be read off its configuration."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def example_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """A small made-up batch of tokens (one row padded), images or waves; None for a model that takes something else."""
+    config = getattr(model, "config", None)
+    takes = getattr(model, "main_input_name", "input_ids")
+    generator = torch.Generator().manual_seed(0)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if isinstance(size, int) and isinstance(channels, int):
+        return {"pixel_values": torch.rand(2, channels, size, size, generator=generator)}
+    if takes == "input_values":
+        return {"input_values": torch.randn(2, 4000, generator=generator)}
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int) or takes != "input_ids":
+        return None
+    ids = torch.randint(0, vocabulary, (2, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = torch.randint(0, vocabulary, (2, 5), generator=generator)
+    return batch

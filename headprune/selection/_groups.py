@@ -1,0 +1,65 @@
+"""Budgets for groups of sites: which sites a budget is for, and the scores of those sites alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.core.heads import KINDS, AttentionSite
+from headprune.core.plan import Budget, SiteBudget
+from headprune.core.scores import Cost, HeadScores
+
+WHERE = "select(budget=)"
+
+
+def divided(sites: Sequence[AttentionSite], budgets: Mapping[str, Budget]) -> list[tuple[SiteBudget, tuple[int, ...]]]:
+    """Every budget with the places of its sites.
+
+    Raises:
+        InvalidValue: not a mapping from strings to budgets, an empty one, or two keys for one site.
+        UnknownName: a key that is for no site.
+    """
+    if not budgets:
+        raise InvalidValue(WHERE, "a Budget, or a mapping of at least one", "an empty mapping")
+    found: list[tuple[SiteBudget, tuple[int, ...]]] = []
+    taken: dict[int, str] = {}
+    for key, budget in budgets.items():
+        if not isinstance(key, str) or not isinstance(budget, Budget):
+            must = "a mapping from a kind (self, causal, cross) or a pattern over sites' names to a Budget"
+            raise InvalidValue(WHERE, must, f"{key!r}: {budget!r}")
+        group = SiteBudget(key, budget)
+        places = tuple(i for i, site in enumerate(sites) if group.covers(site))
+        if not places:
+            present = sorted({s.kind for s in sites})
+            hint = did_you_mean(key, [*KINDS, *(s.name for s in sites)])
+            raise UnknownName(f"{WHERE}[{key!r}]", f"a kind ({', '.join(present)}) or a pattern of sites", "none", hint)
+        for place in places:
+            if place in taken:
+                name = sites[place].name
+                must = f"for sites that {taken[place]!r} leaves out"
+                raise InvalidValue(f"{WHERE}[{key!r}]", must, name, "Give every site at most one budget.")
+            taken[place] = key
+        found.append((group, places))
+    return found
+
+
+def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
+    """The scores of some sites, as if nothing else had a cost."""
+    places = list(places)
+
+    def chosen(rows: Sequence[tuple[float, ...]]) -> tuple[tuple[float, ...], ...]:
+        return tuple(rows[i] for i in places)
+
+    costs = scores.costs
+    if costs is not None:
+        units = tuple(costs.units[i] for i in places)
+        costs = replace(costs, total=Cost.sum(c for row in units for c in row), units=units)
+    errors = scores.standard_errors
+    return replace(
+        scores,
+        sites=tuple(scores.sites[i] for i in places),
+        values=chosen(scores.values),
+        standard_errors=None if errors is None else chosen(errors),
+        costs=costs,
+    )

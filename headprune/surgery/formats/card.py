@@ -1,0 +1,89 @@
+"""The section of a model card that states what was cut: base model, heads left, why, sizes, and how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headprune.core.files import write_atomic
+from headprune.core.heads import AttentionSite
+from headprune.core.plan import PruningPlan
+from headprune.core.version import __version__
+
+CARD = "README.md"
+BEGIN, END = "<!-- headprune: begin -->", "<!-- headprune: end -->"
+
+LOADING = {
+    "headprune": "import headprune as hp\n\nmodel = hp.from_pretrained({folder!r}{more})",
+    "transformers": "from transformers import {kind}\n\nmodel = {kind}.from_pretrained({folder!r})",
+    "remote-code": (
+        "from transformers import {auto}\n\n# Runs the modelling file that lies beside the weights: read it first.\n"
+        "model = {auto}.from_pretrained({folder!r}, trust_remote_code=True)"
+    ),
+}
+
+
+def section(
+    model: nn.Module,
+    sites: Iterable[AttentionSite],
+    loading: str,
+    plan: PruningPlan | None = None,
+    params_before: int | None = None,
+) -> str:
+    """The section's text, without its markers."""
+    sites = list(sites)
+    left, full = sum(len(s.heads) for s in sites), sum(s.n_query_heads for s in sites)
+    after = sum(p.numel() for p in model.parameters())
+    lines = ["## Attention heads", ""]
+    lines.append(f"[headprune](https://pypi.org/project/headprune) {__version__} left {left} of {full} heads.")
+    lines += ["", f"- Model: `{type(model).__name__}`"]
+    if base := base_model(model):
+        lines.append(f"- Base model: {base}")
+    if params_before is not None:
+        share = 100 * (1 - after / params_before)
+        lines.append(f"- Parameters: {params_before:,} before, {after:,} after (-{share:.1f} %)")
+    else:
+        lines.append(f"- Parameters: {after:,}")
+    if plan is not None:
+        lines.append(f"- Plan: selector {plan.selector}, scorer {plan.scorer or 'none'}, {plan.budget or 'no budget'}")
+        lines += [f"- Note: {note}" for note in plan.notes]
+    lines += ["", "| attention | heads left | which |", "| --- | --- | --- |"]
+    lines += [f"| `{s.name}` | {len(s.heads)} of {s.n_query_heads} | {_ranges(s.heads)} |" for s in sites]
+    return "\n".join([*lines, "", "```python", loading, "```"])
+
+
+def write(folder: Path, text: str, base: str = "") -> Path:
+    """Puts the section into ``README.md``: in place of an earlier one, else at its end; other text stays."""
+    path = folder / CARD
+    block = f"{BEGIN}\n{text}\n{END}\n"
+    if not path.is_file():
+        known = [f"base_model: {base}"] if _is_hub_name(base) else []
+        head = "\n".join(["---", *known, "tags:", "- headprune", "---", ""])
+        return write_atomic(path, f"{head}\n{block}".encode())
+    old = path.read_bytes().decode()
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if begin and end:
+        return write_atomic(path, (before + block + after.removeprefix("\n")).encode())
+    gap = "" if not old or old.endswith("\n\n") else "\n" if old.endswith("\n") else "\n\n"
+    return write_atomic(path, f"{old}{gap}{block}".encode())
+
+
+def base_model(model: Any) -> str:
+    """What the model was loaded from: its name on the hub, or the last part of a folder's path; or nothing."""
+    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+    return name if _is_hub_name(name) else Path(name).name
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and bool(name) and not Path(name).exists()
+
+
+def _ranges(heads: tuple[int, ...]) -> str:
+    """``0-2, 5``: consecutive heads as a range."""
+    starts = [h for h in heads if h - 1 not in heads]
+    stops = [h for h in heads if h + 1 not in heads]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True)) or "none"

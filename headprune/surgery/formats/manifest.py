@@ -1,0 +1,68 @@
+"""``headprune.json``: what a checkpoint folder of our own needs besides weights and configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headprune.core.codec import Value
+from headprune.core.heads import HeadMask
+
+MANIFEST = "headprune.json"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A tensor that is stored once under another name, because both names share it."""
+
+    name: str
+    stored: str
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Heads (original indices) whose mean output the bias of a site's output projection holds."""
+
+    site: str
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of several weights files."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest(Value):
+    """What a checkpoint folder needs besides weights and configuration.
+
+    Args:
+        model_class: Class of the model, found in Transformers by this name; or the user's own class.
+        transformers: Whether it is a Transformers class, built from ``config.json``.
+        structure: Fingerprint of the uncut model's structure.
+        mask: The heads that are left.
+        aliases: Shared tensors, for example tied embeddings.
+        added_biases: Output projections that were given a bias by recovery.
+        tables: Buffers that a model builds for itself and that are stored because a new model's may differ, for
+            example rotary angles that were rounded by ``model.bfloat16()``.
+        folded: Which heads the biases hold, see ``recovery/mean_fold.py``.
+        config_sha256: Hash of ``config.json``, where there is one.
+        weights_sha256: Hash of the weights file; of the index where there are several.
+        library: Version of headprune that wrote it.
+        shards: The weights files, where there are several.
+    """
+
+    model_class: str
+    transformers: bool
+    structure: str
+    mask: HeadMask
+    aliases: tuple[Alias, ...]
+    added_biases: tuple[str, ...]
+    tables: tuple[str, ...]
+    folded: tuple[Folded, ...]
+    config_sha256: str | None
+    weights_sha256: str
+    library: str
+    shards: tuple[Shard, ...] = ()

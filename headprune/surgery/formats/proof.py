@@ -1,0 +1,87 @@
+"""The last word on a checkpoint that others load: what comes back is what was saved, in tensors and in outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headprune.core.errors import InvalidValue, VerificationFailed
+from headprune.model.examples import example_batch
+from headprune.model.running import device_of
+from headprune.surgery.formats.building import save_as
+from headprune.surgery.verify import compare, sample_outputs
+
+
+def example_for(model: nn.Module, example: Any) -> Any:
+    """The user's example, or a made-up one that the model takes.
+
+    Raises:
+        InvalidValue: none was given and none can be made up.
+    """
+    if example is not None:
+        return example
+    made = example_batch(model)
+    try:
+        if made is not None:
+            sample_outputs(model, made)
+            return made
+    except Exception as error:  # a model may refuse a made-up batch in any way
+        got = f"none, and {type(model).__name__} does not take a made-up one ({' '.join(str(error).split())[:120]})"
+    else:
+        got = f"none, and none can be made up for {type(model).__name__}"
+    raise InvalidValue("example", "a batch the model takes, to compare what was saved with what loads", got)
+
+
+def written_and_proven(
+    kind: Any, config: Any, model: Any, folder: Path, max_shard_size: int | str, original_names: bool, example: Any
+) -> None:
+    """Writes a model as ``kind`` with ``config``, loads it as a reader would, and compares the two.
+
+    Raises:
+        VerificationFailed: it cannot be written or loaded, a tensor is missing or differs in shape, dtype or a single
+            bit, or the outputs differ by more than rounding.
+    """
+    where, must = f"{type(model).__name__} as written and loaded by Transformers", "what was saved"
+    options: dict[str, Any] = {"dtype": model.dtype, "output_loading_info": True, "local_files_only": True}
+    if implementation := getattr(model.config, "_attn_implementation", None):
+        options["attn_implementation"] = implementation
+    try:
+        with quiet():
+            save_as(kind, config, model, folder, max_shard_size, original_names)
+            loaded, info = kind.from_pretrained(folder, **options)
+        got = sample_outputs(loaded.to(device_of(model)), example)
+    except Exception as error:  # writing reverses conversions and loading checks shapes, each failing in its own way
+        raise VerificationFailed(where, must, f"no model: {' '.join(str(error).split())[:300]}") from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(what):
+            raise VerificationFailed(where, must, f"{what.replace('_', ' ')}: {sorted(map(str, info[what]))[:3]}")
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    for name in {**ours, **theirs}:
+        a, b = ours.get(name), theirs.get(name)
+        if a is None or b is None or a.dtype != b.dtype or not torch.equal(a, b):
+            raise VerificationFailed(where, must, f"another tensor {name!r}")
+    difference = compare(sample_outputs(model, example), got)
+    if not difference.holds:
+        off = f"outputs that are {difference.maximum:.3e} off"
+        raise VerificationFailed(where, f"{must}, up to {difference.tolerance:.1e}", off)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers without progress bars, as they are not ours to show."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

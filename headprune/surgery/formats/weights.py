@@ -1,0 +1,114 @@
+"""Tensors in safetensors files, one or several, each with its hash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from headprune.core.errors import CheckpointError
+from headprune.core.files import atomic_path, sha256_file
+from headprune.surgery.formats.manifest import MANIFEST, Alias, Manifest, Shard
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARDS = "model-*-of-*.safetensors"
+
+_AGAIN = "Copy the folder again."
+
+
+def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
+    """The tensors of a state dict with every shared one once, and the other names of those."""
+    first: dict[tuple[Any, ...], str] = {}
+    stored: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    aliases: list[Alias] = []
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(name, "a tensor", type(tensor).__name__, "Extra state cannot be stored.")
+        if tensor.device.type == "meta":
+            raise CheckpointError(name, "a tensor with data", "one on the meta device")
+        key = (id(tensor),) if not tensor.numel() else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key in first:
+            aliases.append(Alias(name, first[key]))
+        else:
+            first[key] = name
+            stored[name] = tensor.detach().contiguous()
+            if (place := stored[name].untyped_storage().data_ptr()) in memory:  # safetensors refuses overlapping views
+                stored[name] = stored[name].clone()
+            memory.add(place)
+    return stored, tuple(aliases)
+
+
+@contextmanager
+def written(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Iterator[tuple[str, list[Shard]]]:
+    """Writes the tensors beside their places and yields their hashes; they take their places when the block ends well.
+
+    One file is ``model.safetensors``; several have an index that other tools read too.
+
+    Yields:
+        The hash of the file, or of the index; and the shards, none where there is one file.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    try:
+        split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise CheckpointError("max_shard_size", "bytes, or text such as '5GB'", repr(max_shard_size)) from error
+    with ExitStack() as places:
+        shards = []
+        for file, names in split.filename_to_tensors.items():
+            temporary = places.enter_context(atomic_path(folder / file))
+            save_file({name: tensors[name] for name in names}, temporary, metadata={"format": "pt"})
+            shards.append(Shard(file, sha256_file(temporary)))
+        if not split.is_sharded:
+            yield shards[0].sha256, []
+            return
+        temporary = places.enter_context(atomic_path(folder / INDEX))
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        yield sha256_file(temporary), shards
+
+
+def read(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The stored tensors.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or another than the manifest describes.
+    """
+    if not manifest.shards:
+        return _read_file(folder / WEIGHTS, manifest.weights_sha256)
+    _check(folder / INDEX, manifest.weights_sha256)
+    tensors: dict[str, Tensor] = {}
+    for shard in manifest.shards:
+        if Path(shard.file).name != shard.file:
+            raise CheckpointError(str(folder / MANIFEST), "a manifest of files in its folder", shard.file)
+        tensors.update(_read_file(folder / shard.file, shard.sha256))
+    return tensors
+
+
+def _read_file(path: Path, sha256: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise CheckpointError(str(path), "the model's weights", "no such file")
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(str(path), "a valid safetensors file", str(error), _AGAIN) from error
+    _check(path, sha256)
+    return tensors
+
+
+def _check(path: Path, sha256: str) -> None:
+    if not path.is_file():
+        raise CheckpointError(str(path), "the index of the model's weights", "no such file", _AGAIN)
+    if sha256_file(path) != sha256:
+        must = f"the file that {MANIFEST} describes (SHA-256 {sha256[:12]}...)"
+        raise CheckpointError(str(path), must, "a file with other contents", _AGAIN)

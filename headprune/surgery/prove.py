@@ -1,0 +1,221 @@
+"""The whole proof that sites of a model are cut exactly, in fp64 on a scratch copy: what a guessed layout must pass.
+
+``prune_`` compares one plan on a batch (``verify.py``). Here nothing is known to be right yet, so every way in which a
+wrong layout could pass by luck is tried: each head alone, ragged masks, two units left, gradients, gates an example.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import VerificationFailed
+from headprune.core.heads import AttentionSite, HeadMask
+from headprune.gating.context import gated
+from headprune.model.cut import cut_
+from headprune.model.double import Doubled, double_
+from headprune.model.running import batch_size, call, device_of, outputs, to_device, undisturbed
+from headprune.model.sites import Sites, bind, unwrap
+
+#: Largest difference of a cut that is exact, relative to the largest output: rounding of fp64 in another order.
+ROUNDING = 1e-10
+
+
+class Scratch:
+    """A copy of a model to try cuts on: fp64 throughout, evaluation mode, the same random numbers in every run.
+
+    Its weights are shaken, because fresh ones (biases of zero, norms and scales of one) would hide mistakes.
+
+    Args:
+        model: Stays as it is.
+        example: A batch it takes.
+
+    Raises:
+        VerificationFailed: it does not run in fp64, or not twice alike.
+    """
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            self.model = double_(copy.deepcopy(unwrap(model))).eval()
+        self.example = _as_double(to_device(example, device_of(self.model)))
+        fresh = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._shake()
+        if not _finite(self._first()):  # shaken weights may overflow where the model's own do not
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(fresh[name])
+        self.full = self._first()
+        if not _finite(self.full):
+            raise VerificationFailed("the example", "one on which the model's outputs are finite", "none that is")
+        if largest(self.run(), self.full) > 0:
+            raise VerificationFailed("the model", "one that gives the same outputs twice", "random outputs")
+
+    def _shake(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.grad = None
+                if parameter.is_floating_point():
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                    spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
+                    parameter.add_(noise.to(parameter.device), alpha=0.02 + 0.1 * spread)
+
+    def _first(self) -> list[Tensor]:
+        try:
+            return self.run()
+        except Exception as error:
+            got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise VerificationFailed("the model", "one that runs in fp64 on the example", got) from error
+
+    def run(self, graph: bool = False) -> list[Tensor]:
+        """Every output that is a number."""
+        with self.running(), Doubled(), torch.set_grad_enabled(graph):
+            return outputs(call(self.model, self.example))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The same random numbers each time, and fp64 where a model makes a tensor and names no type."""
+        usual = torch.get_default_dtype()
+        with undisturbed(self.model, frozen=False):
+            torch.manual_seed(0)
+            torch.set_default_dtype(torch.float64)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(usual)
+
+    def gradients(self, inside: tuple[str, ...]) -> list[Tensor]:
+        """Of an objective that weighs every output in its own way, with respect to the parameters no cut touches."""
+        kept = [p for n, p in self.model.named_parameters() if p.requires_grad and not n.startswith(inside)]
+        parts = [_objective(t) for t in self.run(graph=True) if t.requires_grad]
+        value = torch.stack([torch.zeros((), dtype=torch.float64), *parts]).sum()
+        if not kept or not value.requires_grad:
+            return []
+        return [g for g in torch.autograd.grad(value, kept, allow_unused=True) if g is not None]
+
+
+def largest(got: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference, relative to the largest output (or 1); infinite where shapes or the places of NaN differ."""
+    if [t.shape for t in got] != [t.shape for t in expected]:
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(got, expected, strict=True):
+        if not a.numel():
+            continue
+        a, b = a.detach().double(), b.detach().double()
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return float("inf")
+        a, b = a[a.isfinite()], b[b.isfinite()]
+        if a.numel():
+            worst = max(worst, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
+    return worst
+
+
+def cut_difference(scratch: Scratch, sites: Sites, mask: HeadMask, gradients: bool = False) -> float:
+    """|gated - pruned| for one mask, of outputs and, if asked, of gradients; the scratch model is put back."""
+    inside = tuple(f"{s.name}." if s.name else "" for s in sites)
+    with gated(scratch.model, mask, sites):
+        expected = scratch.run()
+        wanted = scratch.gradients(inside) if gradients else []
+    undo = cut_(scratch.model, bind(scratch.model, sites), mask)
+    try:
+        worst = largest(scratch.run(), expected)
+        return max(worst, largest(scratch.gradients(inside), wanted)) if gradients else worst
+    finally:
+        undo.restore()
+
+
+def prove(scratch: Scratch, sites: Sites, by_example: bool = True) -> float:
+    """The largest |gated - pruned| over all masks.
+
+    Args:
+        scratch: The model.
+        sites: Those to prove, all of them together.
+        by_example: Whether a gate an example must work too.
+
+    Raises:
+        VerificationFailed: gates without effect or on the wrong example, or a cut that is not the gated model.
+    """
+    if all(len(s.units) < 2 for s in sites):
+        raise VerificationFailed("the sites", "some with a unit to remove and one to keep", "one unit each")
+    if by_example:
+        _check_examples(scratch, sites)
+    _check_effects(scratch, sites)
+    worst = 0.0
+    for index, mask in enumerate(masks(sites)):
+        difference = cut_difference(scratch, sites, mask, gradients=index < 2)
+        if not difference <= ROUNDING:
+            got = f"a difference of {difference:.1e} with {mask.n_heads - mask.n_kept} heads gone"
+            raise VerificationFailed("the pruned model", f"equal to the gated one up to {ROUNDING:.0e}", got)
+        worst = max(worst, difference)
+    return worst
+
+
+def masks(sites: Iterable[AttentionSite]) -> list[HeadMask]:
+    """Ragged ones, each unit alone gone (at all sites together), and two units left; none that leaves no head."""
+    sites = [s for s in sites if s.heads]
+    counts = {s.name: s.n_query_heads for s in sites}
+    found: list[dict[str, Iterable[tuple[int, ...]]]] = []
+    for seed in range(3):
+        draw = random.Random(seed)
+        found.append(
+            {s.name: draw.sample(s.units, 1 + (i + seed) % max(1, len(s.units) - 1)) for i, s in enumerate(sites)}
+        )
+    found += [
+        {s.name: [u for j, u in enumerate(s.units) if j != gone] or s.units for s in sites}
+        for gone in range(max((len(s.units) for s in sites), default=0))
+    ]
+    found.append({s.name: s.units[-2:] for s in sites})
+    keeps = [{name: sorted(h for unit in units for h in unit) for name, units in keep.items()} for keep in found]
+    return [HeadMask.from_keep(k, counts) for k in keeps]
+
+
+def _check_effects(scratch: Scratch, sites: Sites) -> None:
+    for site in sites:
+        with gated(scratch.model, {site.name: torch.zeros(len(site.heads), dtype=torch.float64)}, sites):
+            if largest(scratch.run(), scratch.full) == 0:
+                must = "one whose heads change the example's outputs"
+                raise VerificationFailed(f"the gates of {site.name}", must, "no effect of gates of zero")
+
+
+def _check_examples(scratch: Scratch, sites: Sites) -> None:
+    """A gate an example must land on that example: where outputs have a row an example, only its row changes."""
+    n = batch_size(scratch.example, "example")
+    for chosen in range(n if n > 1 else 0):
+        row = torch.ones(n, 1, dtype=torch.float64)
+        row[chosen] = 0.0
+        gates = {s.name: row.expand(n, len(s.heads)) for s in sites}
+        with gated(scratch.model, gates, sites):
+            got = scratch.run()
+        changed = [_changed_rows(a, b) for a, b in zip(got, scratch.full, strict=True) if a.ndim and a.shape[0] == n]
+        if changed and [chosen] not in changed:
+            must = f"the gates of example {chosen} only"
+            raise VerificationFailed("a gate an example", must, f"changes in examples {changed[0]}")
+
+
+def _changed_rows(got: Tensor, expected: Tensor) -> list[int]:
+    return [i for i in range(len(got)) if largest([got[i]], [expected[i]]) > ROUNDING]
+
+
+def _objective(output: Tensor) -> Tensor:
+    output = output[output.isfinite()]
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
+    return (output * weights).sum() + (output**2).mean()
+
+
+def _finite(found: list[Tensor]) -> bool:
+    return any(t.numel() for t in found) and not any(bool(t.isnan().any()) for t in found)
+
+
+def _as_double(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {k: _as_double(v) for k, v in batch.items()}
+    return tuple(map(_as_double, batch)) if isinstance(batch, (tuple, list)) else batch

@@ -1,0 +1,81 @@
+"""The docs are true: examples run, written tables are those of today, refusals name listed properties."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from headprune.surgery.properties import PROPERTIES
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+
+def script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted(p for p in DOCS.glob("*.md") if ">>>" in p.read_text()), ids=lambda p: p.name)
+def test_examples_run(path: Path) -> None:
+    found = doctest.testfile(str(path), module_relative=False)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def test_a_layout_of_ones_own_takes_at_most_15_lines() -> None:
+    text = (DOCS / "custom-models.md").read_text()
+    (layout,) = re.findall(r">>> layout = hp\.AttentionLayout\(.*?\n\.\.\. \)", text, re.DOTALL)
+    assert len(layout.splitlines()) <= 15
+
+
+def test_written_tables_are_fresh(tmp_path: Path) -> None:
+    script(DOCS / "tables.py").main(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        assert path.read_text() == (DOCS / path.name).read_text(), f"docs/{path.name}: run `python docs/tables.py`"
+
+
+def test_numbers_of_the_readme_are_those_of_the_tables() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    layouts, families = re.findall(r"(\d+) layouts for (\d+) model families", (DOCS / "layouts.md").read_text())[0]
+    rows = json.loads((ROOT / "benchmarks" / "records" / "coverage.json").read_text())["rows"]
+    n_exact = sum(row["status"] == "exact" for row in rows)
+    assert f"{families} families" in text
+    assert f"[{layouts} layouts]" in text
+    assert f"{n_exact} are cut exactly, {len(rows) - n_exact} refused" in text
+    assert f"{int(families) - 1} other families in {layouts} layouts" in " ".join(
+        (ROOT / "CHANGELOG.md").read_text().split()
+    )
+
+
+def test_coverage_is_that_of_its_record_and_good_enough() -> None:
+    record = json.loads((ROOT / "benchmarks" / "records" / "coverage.json").read_text())
+    coverage = script(ROOT / "benchmarks" / "coverage.py")
+    assert (DOCS / "coverage.md").read_text() == coverage.table(record)
+    rows = record["rows"]
+    assert not {r["model_type"] for r in rows} & coverage.known_types(), "run `python benchmarks/coverage.py`"
+    assert len({r["model_type"] for r in rows}) == len(rows) == 20
+    assert {r["status"] for r in rows} <= {"exact", "refused"}
+    assert sum(r["status"] == "exact" for r in rows) >= 14
+    for row in rows:
+        if row["status"] == "exact":
+            assert row["sites"] > 0
+            assert row["difference"] <= 1e-10
+        else:
+            assert any(name in row["reason"] for name in PROPERTIES), row
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)", page.read_text()):
+            assert (DOCS / target).exists(), f"{page.name}: {target}"

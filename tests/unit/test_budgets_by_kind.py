@@ -1,0 +1,258 @@
+"""Budgets by kind of attention and by pattern, and kinds told apart wherever scores are shown."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import headprune as hp
+from headprune.core.codec import EMPTY
+from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue, UnknownName
+from headprune.core.heads import AttentionSite
+from headprune.core.plan import Budget, PruningPlan, SiteBudget
+from headprune.core.record import RunRecord
+from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
+from headprune.layouts import registry
+from headprune.report import render_html
+from headprune.report.heatmap import heat_map
+from headprune.report.provenance import python_lines
+from headprune.run import stages
+from headprune.run.recipe import Recipe
+from headprune.run.runner import prepared
+from headprune.run.validate import RecipeError, check_recipe, recipe_yaml
+from headprune.selection import registry as selectors
+
+HALF, QUARTER = Budget(keep_heads=0.5), Budget(keep_heads=0.25)
+
+
+def site(name: str, kind: Any, n_query_heads: int = 4, n_kv_heads: int | None = None, **changes: Any) -> AttentionSite:
+    heads = tuple(range(n_query_heads))
+    return AttentionSite(name, "t5", kind, n_query_heads, n_kv_heads or n_query_heads, 8, 8, heads, **changes)
+
+
+SITES = (
+    site("encoder.0", "self"),
+    site("encoder.1", "self"),
+    site("decoder.0.self_attn", "causal"),
+    site("decoder.0.cross", "cross"),
+    site("decoder.1.self_attn", "causal", 8, 4, policy="balanced"),
+    site("decoder.1.cross", "cross"),
+)
+
+
+def scores_of(sites: tuple[AttentionSite, ...] = SITES, seed: int = 0) -> HeadScores:
+    """Scores of another size for every kind: under one budget for all, a kind would lose everything it may."""
+    rng, scale = random.Random(seed), {"self": 1.0, "causal": 100.0, "cross": 0.01}
+    values = tuple(tuple(scale[s.kind] * (rng.random() + 0.1) for _ in s.units) for s in sites)
+    errors = tuple(tuple(0.1 * v for v in row) for row in values)
+    units = tuple(
+        tuple(Cost(100 * len(u), 7, 30 * len(u), 2, 16 * (s.kind == "causal")) for u in s.units) for s in sites
+    )
+    whole = Cost.sum([Cost(5000, 70, 9000, 3, 64), *(c for row in units for c in row)])
+    costs = CostTable(whole, units, 10)
+    return HeadScores(sites, values, errors, "taylor", EMPTY, 4, ModelFingerprint("s", "w"), costs=costs)
+
+
+def kept(plan: PruningPlan, *names: str) -> int:
+    return sum(len(plan.mask.kept(name)) for name in names)
+
+
+@pytest.mark.parametrize("selector", selectors.names())
+def test_every_group_meets_its_own_budget_and_the_rest_stays_whole(selector: str) -> None:
+    plan = hp.select(scores_of(), {"cross": HALF, "decoder.?.self_attn": HALF}, selector)
+    assert kept(plan, "encoder.0", "encoder.1") == 8
+    assert kept(plan, "decoder.0.cross", "decoder.1.cross") == 4
+    assert 5 <= kept(plan, "decoder.0.self_attn", "decoder.1.self_attn") <= 6
+    for s in SITES:
+        s.check(plan.mask.kept(s.name))
+
+
+@pytest.mark.parametrize("selector", selectors.names())
+@pytest.mark.parametrize("currency", ["keep_heads", "keep_params", "keep_macs"])
+def test_a_group_is_cut_as_if_it_were_alone(selector: str, currency: str) -> None:
+    """Its plan is that of a model that has nothing but its heads."""
+    scores, budget = scores_of(), Budget(**{currency: 0.6})
+    plan = hp.select(scores, {"cross": budget, "self": HALF}, selector)
+    places = [i for i, s in enumerate(SITES) if s.kind == "cross"]
+    assert scores.costs is not None
+    assert scores.standard_errors is not None
+    units = tuple(scores.costs.units[i] for i in places)
+    alone = replace(
+        scores,
+        sites=tuple(SITES[i] for i in places),
+        values=tuple(scores.values[i] for i in places),
+        standard_errors=tuple(scores.standard_errors[i] for i in places),
+        costs=CostTable(Cost.sum(c for row in units for c in row), units, 10),
+    )
+    expected = hp.select(alone, budget, selector)
+    assert {n: plan.mask.kept(n) for n in expected.mask.sites} == {r.site: r.kept for r in expected.mask.rows}
+
+
+def test_a_budget_of_the_cache_is_one_of_the_causal_sites() -> None:
+    grouped = scores_of(tuple(replace(s, policy="group") for s in SITES))
+    plan = hp.select(grouped, {"causal": Budget(keep_kv=0.5)})
+    assert kept(plan, *(s.name for s in SITES if s.kind != "causal")) == 16
+    assert kept(plan, *(s.name for s in SITES if s.kind == "causal")) < 12
+    with pytest.raises(InvalidValue, match=r"select\(budget=\)\['cross'\]\.keep_kv: .*no KV cache"):
+        hp.select(scores_of(), {"cross": Budget(keep_kv=0.5)})
+
+
+def test_one_key_for_all_is_one_budget_for_all() -> None:
+    one, all_of_them = hp.select(scores_of(), HALF), hp.select(scores_of(), {"*": HALF})
+    assert one.mask == all_of_them.mask
+    assert (all_of_them.budget, all_of_them.budgets) == (None, (SiteBudget("*", HALF),))
+
+
+@pytest.mark.parametrize(
+    ("budgets", "error", "words"),
+    [
+        ({}, InvalidValue, r"a mapping of at least one, got an empty mapping"),
+        ({"cross": 0.5}, InvalidValue, r"to a Budget, got 'cross': 0\.5"),
+        ({1: HALF}, InvalidValue, r"from a kind \(self, causal, cross\) or a pattern"),
+        ({"cros": HALF}, UnknownName, r"\['cros'\]: must be a kind \(causal, cross, self\).*Did you mean 'cross'"),
+        ({"*.vision.*": HALF}, UnknownName, r"a pattern of sites, got none"),
+        ({"cross": HALF, "decoder.*": HALF}, InvalidValue, r"\['decoder\.\*'\]: must be for sites that 'cross' leaves"),
+        ({"cross": Budget(keep_heads=1)}, InfeasibleBudget, r"\['cross'\]\.keep_heads: must be at least 2, got 1"),
+    ],
+)
+def test_bad_mappings(budgets: Any, error: type[HeadPruneError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        hp.select(scores_of(), budgets)
+
+
+def test_a_kind_that_the_model_lacks_is_an_error() -> None:
+    with pytest.raises(UnknownName, match=r"a kind \(self\)"):
+        hp.select(scores_of(SITES[:2]), {"cross": HALF})
+
+
+def test_the_plan_records_and_prints_its_budgets(tmp_path: Path) -> None:
+    plan = hp.select(scores_of(), {"cross": HALF, "encoder.*": Budget(keep_macs=0.5, length=9)})
+    assert PruningPlan.load(plan.save(tmp_path / "plan.json")) == plan
+    words = "cross: keep 50 % of the heads, encoder.*: keep 50 % of the MACs at 9 tokens"
+    assert plan.wanted == words
+    assert f"by taylor, {words})" in str(plan)
+    assert hp.select(scores_of(), HALF).then(plan).budgets == plan.budgets
+    with pytest.raises(InvalidValue, match="one of budget and budgets"):
+        replace(plan, budget=HALF)
+    old = plan.to_dict()
+    del old["budgets"]
+    assert PruningPlan.from_dict(old).budgets == (), "plans written before this still load"
+
+
+def record_of(plan: PruningPlan, scores: HeadScores) -> RunRecord:
+    return RunRecord("test", "done", "report", "2026-01-01T00:00:00+00:00", scores=scores, plan=plan)
+
+
+def test_the_report_names_kinds_and_budgets() -> None:
+    scores = scores_of()
+    record = record_of(hp.select(scores, {"cross": HALF, "self": QUARTER}), scores)
+    grid = heat_map(record)
+    assert grid is not None
+    assert [row.kind for row in grid.rows] == [s.kind for s in SITES]
+    assert "decoder.0.cross (cross), head 0" in grid.rows[3].cells[0].title
+    html = render_html(record)
+    assert "<i>cross</i>" in html
+    assert "cross: keep 50 % of the heads, self: keep 25 %" in html
+    line = "hp.select(scores, {'cross': hp.Budget(keep_heads=0.5), 'self': hp.Budget(keep_heads=0.25)}, 'global_topk')"
+    assert line in python_lines(record)
+
+
+def test_scores_name_kinds_where_there_are_several() -> None:
+    text = str(scores_of()).splitlines()
+    assert [line.split()[:2] for line in text[1:]] == [[s.name, s.kind] for s in SITES]
+    assert len({len(line) for line in text[1:4]}) == 1, "kinds stand in a column"
+    assert scores_of()._repr_html_().count("<i>cross</i>") == 2
+    assert "cross" in scores_of().__rich__()
+    alone = scores_of(SITES[:2])
+    assert "self" not in str(alone)
+    assert "<i>" not in alone._repr_html_()
+    assert "self" not in alone.__rich__()
+    grid = heat_map(record_of(hp.select(alone, HALF), alone))
+    assert grid is not None
+    assert {row.kind for row in grid.rows} == {""}
+    assert "<i>self</i>" not in render_html(record_of(hp.select(alone, HALF), alone))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_scored_and_cut_by_kind(family: str) -> None:
+    layout = next(n for n in registry.names() if family in dict(registry.get(n).families))
+    model, batch = registry.get(layout).tiny(0, family)
+    sites = hp.find_sites(model)
+    assert {s.kind for s in sites} == {"self", "causal", "cross"}
+    scores = hp.score(model, [batch], "magnitude")
+    plan = hp.select(scores, {"cross": HALF, "causal": QUARTER})
+    kinds = {s.name: s.kind for s in sites}
+    report = hp.prune_(model, plan, batch)
+    assert report.proof is not None
+    left = {kind: sum(len(s.heads) for s in hp.find_sites(model) if kinds[s.name] == kind) for kind in kinds.values()}
+    assert left == {"self": 8, "causal": 2, "cross": 4}
+
+
+RECIPE: dict[str, Any] = {
+    "name": "test",
+    "description": "for tests",
+    "task": "text_classification",
+    "model": {"path": "somewhere"},
+    "data": {"path": "rows.jsonl", "text": "text"},
+}
+
+
+def recipe(**select: Any) -> Recipe:
+    return check_recipe({**RECIPE, "select": select})
+
+
+def test_recipes_give_budgets_by_kind() -> None:
+    checked = recipe(sites={"cross": {"keep_heads": 0.5}, "*encoder*": {"keep_macs": 0.4, "length": 9}})
+    assert checked.select.budgets == {"cross": HALF, "*encoder*": Budget(keep_macs=0.4, length=9)}
+    assert "cross:\n      keep_heads: 0.5" in recipe_yaml(checked)
+    assert Recipe.model_validate(checked.model_dump()) == checked
+    assert recipe(keep_heads=3).select.budgets == {}
+
+
+@pytest.mark.parametrize(
+    ("select", "path", "words"),
+    [
+        ({"sites": {"cross": {}}}, "select.sites.cross", "exactly one of"),
+        ({"sites": {"cross": {"keep_heads": 1.5}}}, "select.sites.cross.keep_heads", "a count >= 1 or a fraction"),
+        ({"sites": {"cross": {"keep_heads": "all"}}}, "select.sites.cross.keep_heads", "valid"),
+        ({"sites": {"cross": {"keep_head": 1}}}, "select.sites.cross.keep_head", "Did you mean 'keep_heads'"),
+        ({"sites": {"cross": 0.5}}, "select.sites.cross", "a section with keys of its own"),
+        ({"sites": ["cross"]}, "select.sites", "a section with keys of its own"),
+        ({"sites": {"cross": {"keep_heads": 0.5}}, "keep_kv": 0.5}, "select", "got sites, keep_kv"),
+        ({"sites": {}}, "select", "exactly one of"),
+        ({"cross": {"keep_heads": 0.5}, "keep_heads": 4}, "select.cross", "a known key"),
+    ],
+)
+def test_errors_of_recipes_have_their_path(select: dict[str, Any], path: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe(**select)
+    found = {p.where: str(p) for p in caught.value.problems}
+    assert path in found, found
+    assert words in found[path]
+
+
+def test_a_run_cuts_by_the_budgets_of_its_recipe() -> None:
+    chosen = recipe(selector="uniform", sites={"cross": {"keep_heads": 0.5}})
+    plan = stages.choose_heads(cast(Any, SimpleNamespace(recipe=chosen)), scores_of())
+    assert plan == hp.select(scores_of(), {"cross": HALF}, "uniform")
+
+
+def test_a_run_refuses_a_budget_for_nothing_before_it_trains() -> None:
+    settings = ["select.keep_heads=null", "select.sites={cross: {keep_heads: 0.5}}"]
+    said: list[str] = []
+    with pytest.raises(UnknownName, match=r"\['cross'\]: must be a kind \(self\)"):
+        prepared("digits-vit", settings, say=said.append)
+    assert "[train]" not in said
+    assert "[model]" in said
+
+
+def test_all_errors_of_all_groups_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe(sites={"cross": {"keep_heads": 0}, "self": {"keep_kv": 2}, "causal": {"length": 3}})
+    paths = ["select.sites.cross.keep_heads", "select.sites.self.keep_kv", "select.sites.causal"]
+    assert [p.where for p in caught.value.problems] == paths

@@ -1,0 +1,84 @@
+"""diffusers-style attention: the processor is proved, the module keeps its counts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import UnsupportedModel
+from headprune.layouts._textbook import Processed, Processor
+from headprune.layouts.diffusers import LAYOUT
+from headprune.model.sites import reason_against
+from tests.laws.support import CLOSE, ragged, shaken
+
+
+class Mixed(Processor):
+    """Attends by the mean of all heads."""
+
+    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for y in (
+                attn.to_q(hidden_states),
+                attn.to_k(hidden_states if encoder_hidden_states is None else encoder_hidden_states),
+                attn.to_v(hidden_states if encoder_hidden_states is None else encoder_hidden_states),
+            )
+        )
+        heads = scaled_dot_product_attention(q.mean(1, keepdim=True).expand_as(q), k, v)
+        return attn.to_out[0](heads.transpose(1, 2).flatten(2))
+
+
+def test_another_processor_is_refused() -> None:
+    module = Processed(12, 4)
+    assert reason_against(LAYOUT, module) is None
+    module.processor = Mixed()
+    assert "by its processor, got Mixed" in str(reason_against(LAYOUT, module))
+
+
+def test_zero_heads_are_refused() -> None:
+    model = nn.Sequential(Processed(12, 4))
+    with pytest.raises(UnsupportedModel, match="left with a head"):
+        hp.prune_(model, hp.HeadMask.from_keep({"0": []}, {"0": 4}))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "self": {},
+    "cross": {"cross_attention_dim": 10},
+    "norms": {"qk_norm": "layer_norm", "norm_num_groups": 2, "residual_connection": True, "rescale_output_factor": 3.0},
+    "bias": {"bias": True, "upcast_softmax": False},
+}
+
+
+@pytest.mark.parametrize("processor", ["AttnProcessor", "AttnProcessor2_0"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_real_modules(options: dict[str, Any], processor: str) -> None:
+    package = pytest.importorskip("diffusers.models.attention_processor")
+    module = package.Attention(query_dim=16, heads=4, dim_head=4, **options)
+    module.set_processor(getattr(package, processor)())
+    if processor == "AttnProcessor" and "qk_norm" in options:
+        pytest.skip("it passes by the norms")
+    model = shaken(nn.ModuleList([module]), norms=False).double().eval()
+    small, sites = copy.deepcopy(model), hp.find_sites(model)
+    x = torch.randn(2, 5, 16).double()
+    context = torch.randn(2, 6, 10).double() if "cross_attention_dim" in options else None
+    assert [s.kind for s in sites] == ["self" if context is None else "cross"]
+    mask = ragged(sites)
+    with hp.gated(model, mask):
+        expected = model[0](x, encoder_hidden_states=context)
+    hp.prune_(small, mask)
+    assert_close(small[0](x, encoder_hidden_states=context), expected, **CLOSE)
+    assert small[0].heads == mask.n_kept
+
+
+def test_joint_attention_and_norms_across_heads_are_refused() -> None:
+    package = pytest.importorskip("diffusers.models.attention_processor")
+    for options in ({"added_kv_proj_dim": 8}, {"qk_norm": "layer_norm_across_heads", "kv_heads": 4}):
+        module = package.Attention(query_dim=16, heads=4, dim_head=4, **options)
+        assert reason_against(LAYOUT, module) is not None

@@ -1,0 +1,213 @@
+"""Attention from textbooks: what is taken, and look-alikes that a cut would silently change, which are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import UnsupportedModel
+from headprune.layouts._textbook import D2l, Prepared, Projected, SideBySide
+from headprune.model.sites import find_sites
+from tests.laws.support import CLOSE, shaken
+
+
+class Scaled(D2l):
+    """Divides by the width of the model, which a cut leaves, and by the number of heads, which it does not."""
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> Tensor:
+        return super().forward(queries / self.num_heads, keys, values, valid_lens)
+
+
+class Talking(D2l):
+    """Mixes the heads' outputs before the projection."""
+
+    def _split(self, x: Tensor) -> Tensor:
+        heads = super()._split(x).unflatten(0, (-1, self.num_heads))
+        return (heads + heads.mean(1, keepdim=True)).flatten(0, 1)
+
+
+class InsideOut(D2l):
+    """Lays the heads' outputs inside out: neighbouring inputs of the projection are of different heads."""
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> Tensor:
+        split = [self._split(w(x)) for w, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))]
+        heads = self.attention(*split, valid_lens).unflatten(0, (-1, self.num_heads))
+        return self.W_o(heads.permute(0, 2, 3, 1).flatten(2))
+
+
+class Additive(D2l):
+    """Its scores have parameters of their own."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.attention.w_v = nn.Linear(dim // num_heads, 1)
+
+
+class OverQueries(Prepared):
+    """Normalises its scores over the queries."""
+
+    def forward(self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.query(query), self.key(key), self.value(value)
+        scores = torch.einsum("ibhd,jbhd->ijbh", q, k) * self.scale
+        heads = torch.einsum("ijbh,jbhd->ibhd", scores.softmax(0), v)
+        return self.output(heads.reshape(*query.shape[:2], -1))
+
+
+class Normed(Projected):
+    """Normalises over all heads, without a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = torch.cat([head(x) for head in self.heads], -1)
+        return self.proj(nn.functional.layer_norm(heads, heads.shape[-1:]))
+
+
+class Averaged(SideBySide):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x) for head in self.heads]).mean(0)
+
+
+def built(kind: type[nn.Module]) -> nn.Module:
+    module = kind(12, 4)
+    if isinstance(module, D2l):
+        x = torch.randn(2, 5, 12)
+        for projection in (module.W_q, module.W_k, module.W_v, module.W_o):
+            projection(x)
+    return shaken(module).double().eval()
+
+
+@pytest.mark.parametrize("kind", [Scaled, Talking, InsideOut, OverQueries, Normed, Averaged])
+def test_look_alikes_are_refused(kind: type[nn.Module]) -> None:
+    type_name = kind.__name__ + "Attention"
+    module = built(kind)
+    module.__class__ = type(type_name, (kind,), {})
+    with pytest.raises(UnsupportedModel, match=rf"{type_name}\.forward: must be .*, got something else"):
+        find_sites(nn.ModuleList([module]))
+
+
+def test_scores_with_parameters_are_refused() -> None:
+    module = Additive(12, 4)
+    module(torch.randn(2, 5, 12), torch.randn(2, 5, 12), torch.randn(2, 5, 12), None)
+    module.__class__ = type("AdditiveAttention", (Additive,), {})
+    with pytest.raises(UnsupportedModel, match="must be scaled dot-product attention"):
+        find_sites(nn.ModuleList([module]))
+
+
+def test_lazy_projections_ask_for_a_first_run() -> None:
+    module = D2l(12, 4)
+    module.__class__ = type("LazyAttention", (D2l,), {})
+    with pytest.raises(UnsupportedModel, match="got LazyLinear"):
+        find_sites(nn.ModuleList([module]))
+
+
+def test_the_proof_leaves_no_trace() -> None:
+    module = nn.ModuleList([built(D2l)])
+    module.train()
+    before, state = {k: id(v) for k, v in module[0].__dict__.items()}, torch.random.get_rng_state()
+    find_sites(module)
+    assert {k: id(v) for k, v in module[0].__dict__.items()} == before
+    assert module[0].training
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_head_count_repeats_the_valid_lengths() -> None:
+    model = nn.ModuleList([built(D2l)])
+    small, x, lengths = copy.deepcopy(model), torch.randn(3, 5, 12).double(), torch.tensor([5, 2, 3])
+    mask = hp.HeadMask.from_keep({"0": [3, 1, 0]}, {"0": 4})
+    with hp.gated(model, mask):
+        expected = model[0](x, x, x, lengths)
+    hp.prune_(small, mask)
+    assert small[0].num_heads == 3
+    assert_close(small[0](x, x, x, lengths), expected, **CLOSE)
+
+
+def test_head_counts_of_the_preparing_modules() -> None:
+    model = nn.ModuleList([built(Prepared)])
+    x = torch.randn(5, 3, 12).double()
+    gates = torch.tensor([[1.0, 0, 1, 1], [1, 1, 1, 1], [0.5, 2, 0, 0]]).double()  # one row an example: the second axis
+    with hp.gated(model, {"0": gates}):
+        together = model[0](query=x, key=x, value=x)
+    for example in range(3):
+        one = x[:, example : example + 1]
+        with hp.gated(model, {"0": gates[example]}):
+            assert_close(together[:, example : example + 1], model[0](query=one, key=one, value=one), **CLOSE)
+    hp.prune_(model, hp.HeadMask.from_keep({"0": [2]}, {"0": 4}))
+    inner = model[0]
+    assert {inner.heads, inner.query.heads, inner.key.heads, inner.value.heads} == {1}
+
+
+@pytest.mark.parametrize("keep", [[0, 3], [2], []], ids=str)
+def test_without_an_output_projection_the_width_stays(keep: list[int]) -> None:
+    model = nn.ModuleList([built(SideBySide)])
+    small, x = copy.deepcopy(model), torch.randn(2, 5, 12).double()
+    mask = hp.HeadMask.from_keep({"0": keep}, {"0": 4})
+    with hp.gated(model, mask):
+        expected = model[0](x)
+    hp.prune_(small, mask)
+    assert_close(small[0](x), expected, **CLOSE)
+    assert len(small[0].heads) == len(keep)
+    assert {s.heads for s in find_sites(small)} == {tuple(keep)} if keep else True
+    if keep:  # gates of a cut module are for the heads that it has
+        off = torch.ones(len(keep)).double()
+        off[-1] = 0
+        with hp.gated(small, {"0": off}):
+            got = small[0](x)
+        expected = expected.clone()
+        expected[..., 3 * keep[-1] : 3 * keep[-1] + 3] = 0
+        assert_close(got, expected, **CLOSE)
+
+
+class Own(nn.Module):
+    """Separate matrices for each head, in lists of their own, summed through a matrix a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("queries", "keys", "values"):
+            setattr(self, name, nn.ModuleList(nn.Linear(12, 3) for _ in range(4)))
+        self.out = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            (q(x) @ k(x).transpose(-2, -1) / 3**0.5).softmax(-1) @ v(x)
+            for q, k, v in zip(self.queries, self.keys, self.values, strict=True)
+        ]
+        return self.out(torch.cat(heads, -1) if heads else x.new_zeros(*x.shape[:-1], 0))
+
+
+OWN = hp.AttentionLayout(
+    name="own",
+    gate="out",
+    slabs=(
+        hp.HeadSlab("queries", "list", "query"),
+        hp.HeadSlab("keys", "list", "key"),
+        hp.HeadSlab("values", "list", "value"),
+        hp.HeadSlab("out", "in", "context"),
+    ),
+    head_dim=3,
+)
+
+
+@pytest.mark.parametrize("keep", [[0, 3], [2], []], ids=str)
+def test_lists_of_projections_with_a_layout_of_ones_own(keep: list[int]) -> None:
+    model = shaken(nn.Sequential(Own())).double()
+    small, x = copy.deepcopy(model), torch.randn(2, 5, 12).double()
+    mask, sites = hp.HeadMask.from_keep({"0": keep}, {"0": 4}), find_sites(model, layouts=[OWN])
+    with hp.gated(model, mask, sites):
+        expected = model(x)
+    hp.prune_(small, mask, sites=sites)
+    assert_close(small(x), expected, **CLOSE)
+    assert [len(x) for x in (small[0].queries, small[0].keys, small[0].values)] == [len(keep)] * 3
+
+
+def test_compiles_with_the_class_put_in_front() -> None:
+    model: Any = nn.Sequential(built(SideBySide))
+    x = torch.randn(2, 5, 12).double()
+    hp.prune_(model, hp.HeadMask.from_keep({"0": [1, 2]}, {"0": 4}))
+    compiled: Callable[[Tensor], Tensor] = torch.compile(model, backend="eager", fullgraph=True)
+    assert_close(compiled(x), model(x), **CLOSE)

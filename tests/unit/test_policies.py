@@ -1,0 +1,392 @@
+"""Query heads that share a key/value head: what each policy lets go, in scores, plans, cuts, caches and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import StaticCache
+
+import headprune as hp
+from headprune.attention.cache import KVCache
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.mixin import original_class
+from headprune.core.plan import PruningPlan
+from headprune.layouts import registry
+from headprune.layouts._repeated import Repeated
+from headprune.model.costs import measure_costs
+from headprune.model.double import Doubled
+from headprune.model.sites import bind
+from tests.laws.support import CLOSE, EXACT, Subject, family_subject, picture
+
+POLICIES = ["group", "balanced", "free"]
+LEFT = torch.tensor([[1] * 7, [0, 0] + [1] * 5, [0, 0, 0, 0, 1, 1, 1]])
+
+
+@pytest.fixture
+def llama() -> Subject:
+    """Three layers of 6 query heads in 3 groups of 2."""
+    return family_subject("llama", "llama")
+
+
+@pytest.fixture
+def mqa() -> Subject:
+    return family_subject("falcon", "falcon-mqa")
+
+
+def run(model: nn.Module, batch: Any) -> Tensor:
+    with Doubled():
+        out: Tensor = model(**batch).logits
+    return out
+
+
+def scored(subject: Subject, policy: Any, scorer: str = "taylor") -> hp.HeadScores:
+    batch = {**subject.batch, "labels": subject.batch["input_ids"]}
+    return hp.score(subject.model, [batch], scorer, sites=hp.find_sites(subject.model, policy=policy))
+
+
+def uneven(subject: Subject) -> PruningPlan:
+    """Groups of 2, 1 and no heads; of 2, 2 and 1; all whole."""
+    keep = dict(zip(subject.n_heads, [[0, 1, 3], [0, 1, 2, 3, 5], range(6)], strict=True))
+    return PruningPlan(subject.mask(keep), policy="free")
+
+
+def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
+    small = subject.copy()
+    hp.prune_(small, plan)
+    return small
+
+
+def expected_of(subject: Subject, plan: PruningPlan, batch: Any = None) -> Tensor:
+    with hp.gated(subject.model, plan.mask):
+        return run(subject.model, subject.batch if batch is None else batch)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("selector", ["global_topk", "uniform"])
+def test_a_plan_keeps_the_policy_of_its_scores(llama: Subject, policy: str, selector: str) -> None:
+    scores = scored(llama, policy)
+    plan = hp.select(scores, hp.Budget(keep_heads=0.5), selector)
+    assert plan.policy == policy
+    assert PruningPlan.from_json(plan.to_json()) == plan
+    assert 0 < plan.mask.n_kept <= 9
+    for site in scores.sites:
+        assert site.check(plan.mask.kept(site.name)) == plan.mask.kept(site.name)
+    small = cut(llama, PruningPlan.from_json(plan.to_json()))
+    assert_close(run(small, llama.batch), expected_of(llama, plan), **CLOSE)
+
+
+def test_free_keeps_the_best_heads_and_balanced_the_best_of_each_group(llama: Subject) -> None:
+    scores = scored(llama, "free")
+    plan = hp.select(scores, hp.Budget(keep_heads=7), hp.selection.GlobalTopk(min_heads=0))
+    best = sorted(scores.units(), key=lambda u: -u.value)[:7]
+    assert {(u.name, *u.heads) for u in best} == {(h.site, h.head) for h in plan.mask}
+    plan = hp.select(scored(llama, "balanced"), hp.Budget(keep_heads=0.5), "uniform")
+    values = {(u.name, u.heads[0]): u.value for u in scores.units()}
+    for site in scores.sites:
+        for group in site.groups:
+            assert plan.mask.kept(site.name)[group[0] // 2] == max(group, key=lambda h: values[site.name, h])
+
+
+def test_what_a_policy_refuses_is_named(llama: Subject) -> None:
+    mask = uneven(llama).mask
+    for policy in ("group", "balanced"):
+        before = picture(llama.model)
+        with pytest.raises(InvalidValue, match="policy='balanced' or 'free'"):
+            hp.prune_(llama.model, PruningPlan(mask, policy=policy))
+        assert picture(llama.model) == before
+    with pytest.raises(InvalidValue, match=r"PruningPlan\.policy"):
+        PruningPlan(mask, policy="any")  # type: ignore[arg-type]
+
+
+def test_plans_of_two_policies_compose_to_the_one_that_allows_more(llama: Subject) -> None:
+    names = list(llama.n_heads)
+    group = PruningPlan(llama.mask({names[0]: [2, 3, 4, 5]}))
+    both = uneven(llama).then(group)
+    assert (both.policy, group.then(uneven(llama)).policy, group.then(group).policy) == ("free", "free", "group")
+    assert_close(run(cut(llama, both), llama.batch), expected_of(llama, both), **CLOSE)
+
+
+def test_notes_say_what_a_policy_costs_in_cache(llama: Subject) -> None:
+    def notes(policy: str, **budget: Any) -> tuple[str, ...]:
+        return hp.select(scored(llama, policy, "random"), hp.Budget(**budget), "uniform").notes
+
+    assert notes("group", keep_heads=0.5) == ()
+    (balanced,) = notes("balanced", keep_heads=0.5)
+    assert balanced.startswith("balanced: 9 of 9 shared key/value heads stay")
+    assert balanced.endswith("a cache that holds each of them once stays as it is.")
+    plan = hp.select(scored(llama, "free", "random"), hp.Budget(keep_heads=5))
+    read = sum(len({h // 2 for h in row.kept}) for row in plan.mask.rows)
+    (free,) = plan.notes
+    assert free.startswith(f"free: {read} of 9 shared key/value heads stay")
+    assert f"shrinks to {100 * read / 9:.0f} %" in free
+    assert read < 9
+    assert notes("free", keep_heads=1.0) == ("Nothing is removed: the budget allows every head that is present.",)
+
+
+def test_the_note_tells_the_size_of_the_real_cache(llama: Subject) -> None:
+    plan = hp.select(scored(llama, "free"), hp.Budget(keep_heads=6))
+    small = cut(llama, plan)
+
+    def cache_bytes(model: nn.Module) -> int:
+        layers = model(**llama.batch, use_cache=True).past_key_values.layers
+        return sum(t.numel() for layer in layers for t in (layer.keys, layer.values) if t.shape[-1] > 1)
+
+    share = cache_bytes(small) / cache_bytes(llama.model)
+    assert f"{100 * share:.0f} %" in plan.notes[0]
+    table = [measure_costs(m, bind(m), llama.batch).total.kv_bytes for m in (small, llama.model)]
+    assert table[0] / table[1] == share
+
+
+@pytest.mark.parametrize("policy", ["balanced", "free"])
+def test_a_cache_budget_is_refused_where_no_unit_has_a_share_of_it(llama: Subject, policy: str) -> None:
+    scores = scored(llama, policy)
+    with pytest.raises(InvalidValue, match="find the sites with policy='group'"):
+        hp.select(scores, hp.Budget(keep_kv=0.5))
+    assert hp.select(scored(llama, "group"), hp.Budget(keep_kv=0.5)).mask.n_kept == 8
+
+
+def test_a_cache_budget_works_again_where_each_group_has_one_head_left(llama: Subject) -> None:
+    keep = {name: [0, 2, 4] for name in llama.n_heads}
+    small = cut(llama, PruningPlan(llama.mask(keep), policy="balanced"))
+    scores = hp.score(small, [llama.batch], "magnitude", sites=hp.find_sites(small, policy="free"))
+    plan = hp.select(scores, hp.Budget(keep_kv=0.5))
+    assert plan.mask.n_kept == 4
+    hp.prune_(small, plan)
+
+
+@pytest.mark.parametrize("policy", ["balanced", "free"])
+@pytest.mark.parametrize("kind", ["keep_params", "keep_macs"])
+def test_budgets_over_what_single_heads_free_are_met(llama: Subject, policy: str, kind: str) -> None:
+    before = measure_costs(llama.model, bind(llama.model), llama.batch)
+    plan = hp.select(scored(llama, policy), hp.Budget(**{kind: 0.9}))
+    small = cut(llama, plan)
+    after = measure_costs(small, bind(small), llama.batch)
+    if kind == "keep_params":
+        assert after.total.params <= 0.9 * before.total.params
+    else:
+        assert after.total.macs(7) <= 0.9 * before.total.macs(7)
+
+
+@pytest.mark.parametrize("policy", ["balanced", "free"])
+def test_scores_are_of_single_heads(llama: Subject, policy: str) -> None:
+    groups = {(u.name, u.heads): u.value for u in scored(llama, "group", "taylor").units()}
+    taylor, left_out = scored(llama, policy), scored(llama, policy, "leave_one_out")
+    for scores in (taylor, left_out):
+        assert [u.heads for u in scores.units()] == [(h,) for _ in range(3) for h in range(6)]
+    for (name, heads), value in groups.items():  # |a + b| <= |a| + |b|, example by example
+        singles = [taylor[hp.HeadId(name, h)] for h in heads]
+        assert value <= sum(singles) * (1 + 1e-9)
+    name = taylor.sites[1].name
+    batch = {**llama.batch, "labels": llama.batch["input_ids"]}
+    gate = torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.float64)
+    from headprune.model.losses import default_loss
+
+    with torch.no_grad():
+        base = default_loss(llama.model, batch)
+        with hp.gated(llama.model, {name: gate}):
+            difference = default_loss(llama.model, batch) - base
+    assert left_out[hp.HeadId(name, 3)] == pytest.approx(float(difference.mean()), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # said by Transformers' own call
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # said as PyTorch imports inductor
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+def test_any_kernel_set_before_or_after_the_cut(llama: Subject, implementation: str) -> None:
+    plan = uneven(llama)
+    dtype = torch.float32 if implementation == "flex_attention" else torch.float64  # flex takes no fp64 on a CPU
+    llama.model.to(dtype)
+    small = cut(llama, plan)
+    llama.model.set_attn_implementation(implementation)
+    small.set_attn_implementation(implementation)
+    seen = []
+    hook = small.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # inductor would take half a minute
+        with hp.gated(llama.model, plan.mask):
+            expected = llama.model(**llama.batch).logits
+        got = small(**llama.batch).logits
+        hook.remove()
+        hp.prune_(llama.model, plan)  # with the kernel set before the cut
+        assert_close(llama.model(**llama.batch).logits, got, **EXACT)
+    assert seen == [(3, 7, 3 * 4)]
+    tolerance = 1e-4 if dtype is torch.float32 else 1e-6  # norms, and softmax in eager attention, are taken in fp32
+    assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+def test_generation_with_a_compact_cache(llama: Subject, cache: str) -> None:
+    plan = uneven(llama)
+    small = cut(llama, plan)
+    ids = torch.randint(3, 50, (3, 7), generator=torch.Generator().manual_seed(3)) * LEFT
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
+    mine = {"static": {"cache_implementation": "static", "disable_compile": True}, "none": {"use_cache": False}}
+
+    def generate(model: nn.Module, **more: Any) -> Any:
+        given = {"input_ids": ids, "attention_mask": LEFT, "return_dict_in_generate": True, **options, **more}
+        with Doubled():
+            return model.generate(**given)  # type: ignore[operator]
+
+    with hp.gated(llama.model, plan.mask):
+        expected = generate(llama.model)
+    got = generate(small, **mine.get(cache, {}))
+    assert torch.equal(got.sequences, expected.sequences)
+    assert_close(torch.stack(got.logits), torch.stack(expected.logits), **CLOSE)
+    if cache != "none":
+        assert [layer.keys.shape[1] for layer in got.past_key_values.layers] == [2, 3, 3]
+        assert isinstance(got.past_key_values, StaticCache) == (cache == "static")
+
+
+def test_beams_and_steps_of_several_tokens(llama: Subject) -> None:
+    plan = uneven(llama)
+    small, ids = cut(llama, plan), llama.batch["input_ids"][:2]
+    with hp.gated(llama.model, plan.mask):
+        beams = llama.model.generate(input_ids=ids, num_beams=2, max_new_tokens=4)
+        expected = run(llama.model, {"input_ids": ids})
+    assert torch.equal(small.generate(input_ids=ids, num_beams=2, max_new_tokens=4), beams)
+    cache, parts = None, []
+    for part in (ids[:, :4], ids[:, 4:6], ids[:, 6:]):
+        with Doubled():
+            out = small(input_ids=part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert_close(torch.cat(parts, 1), expected, **CLOSE)
+
+
+def test_copies_pickles_and_checkpoints(llama: Subject, tmp_path: Path) -> None:
+    small = cut(llama, uneven(llama))
+    expected = run(small, llama.batch)
+    hp.save_pretrained(small, tmp_path)
+    loaded = hp.from_pretrained(tmp_path)
+    for twin in (copy.deepcopy(small), pickle.loads(pickle.dumps(small)), loaded.double()):
+        assert_close(run(twin, llama.batch), expected, rtol=1e-6, atol=1e-6)
+        assert hp.find_sites(twin) == hp.find_sites(small)
+        attention = twin.model.layers[0].self_attn
+        assert isinstance(attention, Repeated)
+        assert isinstance(attention, original_class(llama.model.model.layers[0].self_attn))
+        assert type(attention).__name__ == "LlamaAttention"
+        assert not isinstance(twin.model.layers[2].self_attn, Repeated)
+        hp.prune_(twin, uneven(llama).then(PruningPlan(llama.mask({s: [0, 1] for s in llama.n_heads}))))
+        assert not any(isinstance(m, Repeated) for m in twin.modules())
+
+
+def backward(model: nn.Module, batch: Any) -> None:
+    model(**batch).logits.square().mean().backward()
+
+
+def test_training_a_model_with_uneven_groups(llama: Subject) -> None:
+    """Norms of Llama take fp32 inside whatever the dtype; no mode of ours reaches what checkpointing runs again."""
+    plan = uneven(llama)
+    small = cut(llama, plan)
+    with hp.gated(llama.model, plan.mask):
+        backward(llama.model, llama.batch)
+    for checkpointing in (False, True):
+        small.zero_grad()
+        small.train()
+        if checkpointing:
+            small.activation_checkpointing_enable()
+        backward(small, llama.batch)
+        names = [n for n, _ in small.named_parameters() if ".self_attn." not in n]
+        mine, theirs = dict(small.named_parameters()), dict(llama.model.named_parameters())
+        for name in names:
+            assert_close(mine[name].grad, theirs[name].grad, rtol=1e-5, atol=1e-6)
+        key = "model.layers.1.self_attn.k_proj.weight"
+        assert_close(mine[key].grad, theirs[key].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_model_sees_a_free_cut(llama: Subject) -> None:
+    plan = uneven(llama)
+    llama.model.float()
+    compiled = torch.compile(llama.model, backend="eager", fullgraph=True)
+    batch = {**llama.batch, "use_cache": False}
+    with torch.no_grad():
+        before = compiled(**batch).logits
+        with hp.gated(llama.model, plan.mask):
+            expected = llama.model(**batch).logits
+        hp.prune_(llama.model, plan)
+        got = compiled(**batch).logits
+        cached = torch.compile(llama.model, backend="eager")(**llama.batch, use_cache=True)
+    assert (before - expected).abs().max() > 1e-3
+    assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert_close(cached.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_someone_replaced_is_not_passed_by(llama: Subject) -> None:
+    attention = llama.model.model.layers[0].self_attn
+    attention.forward = attention.forward
+    with pytest.raises(UnsupportedModel, match="its forward is replaced"):
+        hp.prune_(llama.model, uneven(llama))
+    assert attention.q_proj.weight.shape[0] == 24
+
+
+def test_free_cuts_compose_and_even_groups_need_no_repeating(llama: Subject) -> None:
+    names = list(llama.n_heads)
+    keeps = [{names[0]: [0, 1, 2, 4, 5]}, {names[0]: [0, 1, 4]}, {names[0]: [0, 4]}]
+    small = llama.copy()
+    for keep, groups in zip(keeps, [(2, 1, 2), (2, 1), None], strict=True):
+        hp.prune_(small, PruningPlan(llama.mask(keep), policy="free"), llama.batch)
+        attention = small.model.layers[0].self_attn
+        assert getattr(attention, "headprune_repeats", None) == groups
+        assert_close(run(small, llama.batch), expected_of(llama, PruningPlan(llama.mask(keep))), **CLOSE)
+    assert attention.num_key_value_groups == 1
+    assert type(attention) is type(llama.model.model.layers[0].self_attn)
+
+
+def test_one_key_head_for_all_stays_until_the_last_head_goes(mqa: Subject) -> None:
+    assert {s.policy for s in mqa.sites} == {"balanced"}
+    names = list(mqa.n_heads)
+    plan = PruningPlan(mqa.mask({names[0]: [1, 4, 5], names[1]: [], names[2]: [0]}))
+    small = cut(mqa, plan)
+    assert_close(run(small, mqa.batch), expected_of(mqa, plan), **CLOSE)
+    cache = small(**mqa.batch, use_cache=True).past_key_values
+    assert [layer.keys.shape[1] for layer in cache.layers] == [1, 1, 1]
+    chosen = hp.select(scored(mqa, "group"), hp.Budget(keep_heads=0.4))
+    assert chosen.policy == "group"
+    assert chosen.notes[0].startswith("balanced: ")
+    hp.prune_(mqa.model, chosen, mqa.batch)
+    with pytest.raises(InvalidValue, match=r"Budget\.keep_kv"):
+        hp.select(scored(mqa, "group"), hp.Budget(keep_kv=0.5))
+
+
+def test_layouts_that_do_not_have_a_policy_say_so() -> None:
+    layout = registry.get("llama")
+    only = copy.copy(layout)
+    object.__setattr__(only, "policies", ("group",))
+    subject = family_subject("llama", "llama")
+    with pytest.raises(UnsupportedModel, match="a policy that layout 'llama' allows: group"):
+        hp.find_sites(subject.model, [only], policy="free")
+
+
+@pytest.mark.parametrize("policy", ["balanced", "free"])
+@pytest.mark.parametrize("from_outside", [False, True])
+def test_our_own_attention_with_its_cache(policy: Any, from_outside: bool) -> None:
+    torch.manual_seed(0)
+    attention = hp.MultiHeadAttention(12, 6, n_kv_heads=3, head_dim=4, value_dim=5, dtype=torch.float64).eval()
+    keep = [0, 3, 5] if policy == "balanced" else [0, 1, 3]
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    gate = torch.tensor([float(h in keep) for h in range(6)], dtype=torch.float64)
+    expected = attention(x, causal=True, valid_lens=torch.tensor([6, 4]), gates=gate)
+    if from_outside:
+        hp.prune_(attention, PruningPlan(hp.HeadMask.from_keep({"": keep}, {"": 6}), policy=policy), x)
+    else:
+        with pytest.raises(InvalidValue, match="whole groups"):
+            attention.prune_heads_(keep)
+        assert attention.prune_heads_(keep, policy=policy) == tuple(h for h in range(6) if h not in keep)
+    assert (attention.heads, attention.n_kv_heads) == (tuple(keep), 3 if policy == "balanced" else 2)
+    assert_close(attention(x, causal=True, valid_lens=torch.tensor([6, 4])), expected, **CLOSE)
+    cache, whole = KVCache(), attention(x, causal=True)
+    parts = [attention(part, causal=True, cache=cache) for part in x.split([3, 1, 2], 1)]
+    assert_close(torch.cat(parts, 1), whole, **CLOSE)
+    assert cache.keys is not None
+    assert cache.keys.shape[1] == attention.n_kv_heads
+    again = pickle.loads(pickle.dumps(attention))
+    assert_close(again(x, causal=True), whole, **EXACT)
+    uncut = hp.MultiHeadAttention(12, 6, n_kv_heads=3)
+    with pytest.raises(InvalidValue, match="the same number of query heads"):
+        uncut.prune_heads_([0, 1, 3], policy="balanced")

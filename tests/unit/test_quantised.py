@@ -1,0 +1,129 @@
+"""Quantised projections are refused in words before anything changes; floating-point models of any width are cut."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headprune as hp
+from headprune.core.errors import UnsupportedModel
+from headprune.layouts import registry
+from tests.laws.support import picture, ragged
+
+
+class Int8Parameter(nn.Parameter):
+    """A weight in int8 with a scale a row, in the way of bitsandbytes: a parameter of its own type."""
+
+    def __new__(cls, weight: Tensor) -> Int8Parameter:
+        made: Any = torch.Tensor._make_subclass(cls, weight.to(torch.int8), False)
+        return made
+
+
+class Linear8bit(nn.Linear):
+    """A linear layer that rounds its weight; an instance of ``nn.Linear``."""
+
+    def __init__(self, full: nn.Linear) -> None:
+        super().__init__(full.in_features, full.out_features, bias=full.bias is not None)
+        scale = full.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = Int8Parameter((full.weight.detach() / scale).round())
+        self.scale = scale
+        self.bias = full.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+class HiddenScale(nn.Linear):
+    """A weight of plain floats that something else multiplies: cutting the weight alone would be wrong."""
+
+    def __init__(self, full: nn.Linear) -> None:
+        super().__init__(full.in_features, full.out_features)
+        self.register_buffer("scale", torch.ones(full.out_features, 1))
+
+
+def tiny(layout: str) -> tuple[nn.Module, Any]:
+    model, batch = registry.get(layout).tiny(0)
+    return model.eval(), batch
+
+
+def replaced(model: nn.Module, kind: Any) -> nn.Module:
+    """The model with every linear layer of its attention made anew."""
+    sites = tuple(f"{s.name}." for s in hp.find_sites(model))
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name.startswith(sites):
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, kind(module))
+    return model
+
+
+@pytest.mark.parametrize("layout", ["bert", "llama", "vit"])
+@pytest.mark.parametrize("kind", [Linear8bit, HiddenScale])
+def test_quantised_projections_are_refused_before_anything_changes(layout: str, kind: Any) -> None:
+    model, batch = tiny(layout)
+    sites = hp.find_sites(model)
+    mask = ragged(sites)
+    model = replaced(model, kind)
+    before, outputs = picture(model), model(**batch).logits
+    with pytest.raises(UnsupportedModel, match="quantised"):
+        hp.prune_(model, mask, sites=sites)
+    assert picture(model) == before
+    assert torch.equal(model(**batch).logits, outputs)
+
+
+def test_one_quantised_layer_is_enough() -> None:
+    model, _ = tiny("llama")
+    mask = ragged(hp.find_sites(model))
+    last = model.model.layers[-1].self_attn
+    last.o_proj = Linear8bit(last.o_proj)
+    before = picture(model)
+    with pytest.raises(UnsupportedModel, match=r"layers\.\d\.self_attn\.o_proj.*Int8Parameter"):
+        hp.prune_(model, mask)
+    assert picture(model) == before
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch announces the end of this module
+def test_dynamically_quantised_linear_layers_are_refused() -> None:
+    model, _ = tiny("bert")
+    mask = ragged(hp.find_sites(model))
+    sites = hp.find_sites(model)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(UnsupportedModel):
+        hp.prune_(quantised, mask, sites=sites)
+    with pytest.raises(UnsupportedModel):
+        hp.find_sites(quantised)
+
+
+def test_torchao_is_refused() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    model, _ = tiny("bert")
+    mask, sites = ragged(hp.find_sites(model)), hp.find_sites(model)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    before = picture(model)
+    with pytest.raises(UnsupportedModel, match="quantised"):
+        hp.prune_(model, mask, sites=sites)
+    assert picture(model) == before
+
+
+def test_gates_work_on_quantised_projections() -> None:
+    model, batch = tiny("bert")
+    model = replaced(model, Linear8bit)
+    full = model(**batch).logits
+    with hp.gated(model, ragged(hp.find_sites(model))):
+        gated = model(**batch).logits
+    assert (gated - full).abs().max() > 1e-4
+    assert torch.equal(model(**batch).logits, full)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_floating_point_widths_and_frozen_weights_stay(dtype: torch.dtype) -> None:
+    model, batch = tiny("llama")
+    model = model.to(dtype).requires_grad_(False)
+    small = copy.deepcopy(model)
+    hp.prune_(small, ragged(hp.find_sites(small)))
+    assert {p.dtype for p in small.parameters()} == {dtype}
+    assert not any(p.requires_grad for p in small.parameters())
+    assert small(**batch).logits.dtype == dtype
