@@ -117,6 +117,17 @@ def _gap(got: list[Tensor], expected: list[Tensor]) -> float:
     return max((float((a - b).abs().max()) for a, b in zip(got, expected, strict=True) if a.numel()), default=0.0)
 
 
+def is_exact(row: dict[str, Any]) -> bool:
+    """Whether cuts equal gates, gates do something, and a checkpoint gives back every bit."""
+    return (
+        "error" not in row
+        and row["gated_minus_pruned"] < 1e-9 < row["gated_minus_full"]
+        and row["reloaded_minus_pruned"] == 0
+        and all(v in ("ok", "refused") for v in row["zero_heads"])
+        and (row["zero_heads_difference"] or 0.0) < 1e-9
+    )
+
+
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows for people."""
     head = f"{'family':<32}{'layout':<22}{'|gated - pruned|':>17}{'|reloaded - pruned|':>21}  layer without heads"
@@ -157,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     write_atomic(args.out, (json.dumps({**surroundings, "rows": rows}, indent=1, default=str) + "\n").encode())
     print(table(rows))
-    wrong = [f for f, r in rows.items() if "error" in r or r["gated_minus_pruned"] > 1e-9]
+    wrong = [f for f, r in rows.items() if not is_exact(r)]
     print(
         f"{len(rows)} families, {len(rows) - len(wrong)} exact" + (f", not exact: {', '.join(wrong)}" if wrong else "")
     )

@@ -123,3 +123,20 @@ def test_coverage_draws_the_same_classes_for_a_seed(monkeypatch: pytest.MonkeyPa
     assert drawn[0] == drawn[1]
     assert len(drawn[0]) == 4
     assert not set(drawn[0]) & coverage.known_types()
+
+
+def test_exactness_measures_a_family(tmp_path: Path) -> None:
+    out = tmp_path / "exactness.json"
+    assert script("exactness").main(["--families", "bert", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"].values()
+    assert row["reloaded_minus_pruned"] == 0
+    assert row["zero_heads"] == ["ok"]
+
+
+def test_the_record_of_exactness_is_that_of_todays_families() -> None:
+    from headprune.layouts import registry
+
+    rows = json.loads((ROOT / "benchmarks" / "records" / "exactness.json").read_text())["rows"]
+    families = {family for name in registry.names() for family, _ in registry.get(name).families}
+    assert set(rows) == families, "run `python benchmarks/exactness.py`"
+    assert [family for family, row in rows.items() if not script("exactness").is_exact(row)] == []
