@@ -44,7 +44,14 @@ def examine(model_type: str) -> dict[str, Any]:
     from headprune.surgery.trace import cores
 
     torch.set_num_threads(1)
-    row: dict[str, Any] = {"model_type": model_type, "class": None, "sites": 0, "layouts": [], "difference": None}
+    row: dict[str, Any] = {
+        "model_type": model_type,
+        "class": None,
+        "sites": 0,
+        "unreached": 0,
+        "layouts": [],
+        "difference": None,
+    }
     try:
         model, batch = built(model_type)
     except Exception as error:
@@ -70,8 +77,9 @@ def examine(model_type: str) -> dict[str, Any]:
                 reached += [site] if largest(scratch.run(), scratch.full) > 0 else []
             except HeadPruneError as error:
                 return {**row, "status": "wrong", "reason": f"{site.name} ({site.layout}): {error}"}
+    row["unreached"] = len(sites) - len(reached)
     sites = Sites(reached, sites.layouts.values())
-    row |= {"sites": len(sites), "unreached": 0, "layouts": sorted({s.layout for s in sites})}
+    row |= {"sites": len(sites), "layouts": sorted({s.layout for s in sites})}
     if not sites:
         return {**row, "status": "refused", "reason": "; ".join(refused) or "no effect on the example"}
     try:
@@ -81,7 +89,11 @@ def examine(model_type: str) -> dict[str, Any]:
             return {**row, "status": "wrong", "reason": str(error)}
         row["difference"] = prove(scratch, sites, by_example=False)  # gates an example are refused, in words
     except UnsupportedModel as error:  # the layout fits, and the cut itself refuses
-        name = "shared tensors" if "shared" in str(error) else "projections that are no matrices"
+        name = (
+            "shared tensors"
+            if any(w in str(error) for w in ("shared", "alone"))
+            else "projections that are no matrices"
+        )
         return {**row, "status": "refused", "reason": f"{name}: {error}"}
     except Exception as error:
         name = type(error).__name__
@@ -167,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="these model types; writes nothing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=45.0, help="time limit a class")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit a class")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records" / "coverage.json")
     parser.add_argument("--table", type=Path, default=ROOT / "docs" / "coverage.md")
     given = parser.parse_args(arguments)
@@ -223,10 +235,12 @@ def table(record: dict[str, Any]) -> str:
 that every softmax attention which the batch runs is a site, of a registered layout or of one that
 `hp.propose_layouts` found (`detected_...`), and that |gated - pruned| in fp64, of outputs and gradients, stays below
 1e-10 of the largest output for each head alone, for ragged masks and with two units left. A refused class may have
-sites too: then only some of its attentions are refused. The properties are those of [this list](refusals.md).
+sites too: then only some of its attentions are refused. The properties are those of [this list](refusals.md). *Not run*
+counts sites that a layout takes but this batch does not run, such as a vision tower without an image: nothing is
+claimed of them.
 
-| model type | class | sites | layouts | result | difference | reason |
-| --- | --- | ---: | --- | --- | ---: | --- |
+| model type | class | sites | not run | layouts | result | difference | reason |
+| --- | --- | ---: | ---: | --- | --- | ---: | --- |
 {chr(10).join(lines)}
 
 Drawn too, but without softmax attention: {apart}.
@@ -243,7 +257,8 @@ def _cells(row: dict[str, Any]) -> str:
     worst = "" if row["difference"] is None else f"{row['difference']:.1e}"
     reason = row["reason"].replace("|", "/").replace("\n", " ")
     layouts = ", ".join(row["layouts"])
-    cells = (row["model_type"], row["class"], str(row["sites"]), layouts, row["status"], worst, reason)
+    counts = str(row["sites"]), str(row["unreached"])
+    cells = (row["model_type"], row["class"], *counts, layouts, row["status"], worst, reason)
     return f"| {' | '.join(cells)} |"
 
 

@@ -169,6 +169,32 @@ def examples(model: Any) -> Iterator[dict[str, Any]]:
             yield batch
 
 
+def with_images(model: Any) -> Iterator[dict[str, Any]]:
+    """Batches of text and images for a model that puts an image's features in the places of a token of its own.
+
+    How many places an image takes, and whether its pixels have an axis of images, is found by trying.
+    """
+    import inspect
+
+    import torch
+
+    torch.manual_seed(2)
+    takes = inspect.signature(model.forward).parameters
+    token = settings_of(model, "image_token_id", settings_of(model, "image_token_index", None))
+    if type(token) is not int or not {"input_ids", "pixel_values"} <= set(takes):
+        return
+    size = getattr(getattr(model.config, "vision_config", None), "image_size", IMAGE)
+    size = size if isinstance(size, int) and size < 512 else IMAGE
+    pixels = torch.randn(EXAMPLES, 3, size, size)
+    ids = torch.randint(4, VOCABULARY - 4, (EXAMPLES, TOKENS))
+    more = {"image_sizes": torch.full((EXAMPLES, 2), size)} if "image_sizes" in takes else {}
+    for n_places, values in itertools.product(range(1, 41), (pixels, pixels[:, None])):
+        mixed = torch.cat([ids[:, :2], torch.full((EXAMPLES, n_places), token), ids[:, 2:]], 1)
+        mask = torch.ones_like(mixed)
+        mask[-1, -2:] = 0
+        yield {"input_ids": mixed, "pixel_values": values, "attention_mask": mask, **more}
+
+
 def built(model_type: str) -> tuple[Any, Any]:
     """A tiny model and a batch that it runs on.
 
@@ -185,7 +211,7 @@ def built(model_type: str) -> tuple[Any, Any]:
             if sum(p.numel() for p in model.parameters()) > 20_000_000:
                 problems.append(ValueError("more than 20 million parameters after shrinking"))
                 continue
-            for batch in examples(model):
+            for batch in itertools.chain(with_images(model), examples(model)):
                 try:
                     with torch.no_grad():
                         if outputs(call(model, batch)):

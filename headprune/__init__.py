@@ -30,6 +30,8 @@ _HOME = {
     "MultiHeadAttention": "headprune.attention.multi_head",
     "PruningPlan": "headprune.core.plan",
     "RunRecord": "headprune.core.record",
+    "Stable": "headprune.scoring._stopping",
+    "agreement": "headprune.scoring._agreement",
     "find_sites": "headprune.model.sites",
     "from_pretrained": "headprune.surgery.checkpoint",
     "gated": "headprune.gating.context",
@@ -74,7 +76,9 @@ if TYPE_CHECKING:
     from headprune.gating.context import gated
     from headprune.model.sites import find_sites
     from headprune.recovery._api import recover_
+    from headprune.scoring._agreement import agreement
     from headprune.scoring._api import score
+    from headprune.scoring._stopping import Stable
     from headprune.selection._api import select
     from headprune.surgery.checkpoint import from_pretrained, save_pretrained
     from headprune.surgery.detect import propose_layouts

@@ -11,7 +11,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import pytest
 import torch
 
-from tests.laws.support import DEEP, Subject, subject_of
+from tests.laws.support import DEEP, Subject, family_subject, subject_of
 
 torch.set_num_threads(1)
 
@@ -23,8 +23,8 @@ def _seed() -> None:
 
 @pytest.fixture(params=DEEP)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """One layout's tiny model, fp64 and in evaluation mode, with a batch."""
-    return subject_of(request.param)
+    """A tiny model of a layout, or of a layout's family, fp64 and in evaluation mode, with a batch."""
+    return subject_of(request.param) if isinstance(request.param, str) else family_subject(*request.param)
 
 
 @pytest.fixture(params=["gpt2", "llama"])

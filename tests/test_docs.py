@@ -41,19 +41,23 @@ def test_a_layout_of_ones_own_takes_at_most_15_lines() -> None:
 
 def test_written_tables_are_fresh(tmp_path: Path) -> None:
     script(DOCS / "tables.py").main(tmp_path)
-    for path in sorted(tmp_path.iterdir()):
+    written = sorted(tmp_path.iterdir())
+    assert [path.name for path in written] == ["layouts.md", "refusals.md", "scorers.md"]
+    for path in written:
         assert path.read_text() == (DOCS / path.name).read_text(), f"docs/{path.name}: run `python docs/tables.py`"
 
 
 def test_numbers_of_the_readme_are_those_of_the_tables() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
-    layouts, families = re.findall(r"(\d+) layouts for (\d+) model families", (DOCS / "layouts.md").read_text())[0]
+    layouts, families = re.findall(
+        r"(\d+) layouts for (\d+) model families and variants", (DOCS / "layouts.md").read_text()
+    )[0]
     rows = json.loads((ROOT / "benchmarks" / "records" / "coverage.json").read_text())["rows"]
     n_exact = sum(row["status"] == "exact" for row in rows)
-    assert f"{families} families" in text
+    assert f"{families} families and variants" in text
     assert f"[{layouts} layouts]" in text
     assert f"{n_exact} are cut exactly, {len(rows) - n_exact} refused" in text
-    assert f"{int(families) - 1} other families in {layouts} layouts" in " ".join(
+    assert f"{int(families) - 1} other families and variants in {layouts} layouts" in " ".join(
         (ROOT / "CHANGELOG.md").read_text().split()
     )
 

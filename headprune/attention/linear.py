@@ -22,11 +22,19 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HINT = "Cut the model before it is quantised, parametrised or wrapped in adapters, or merge those first."
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    # Transformers' Conv1D (GPT-2) is known by its attributes: this room does not import transformers.
-    weight = module._parameters.get("weight")
+def is_conv1d(module: Any) -> bool:
+    """Whether a module is a Transformers ``Conv1D`` (GPT-2), whose weight is ``[in, out]``.
+
+    It is known by its attributes: this room does not import transformers.
+    """
+    weight = module._parameters.get("weight") if isinstance(module, nn.Module) else None
     counts = (getattr(module, "nx", None), getattr(module, "nf", None))
     return weight is not None and all(type(n) is int for n in counts) and tuple(weight.shape) == counts
+
+
+def base_of(projection: Any) -> Any:
+    """The projection that adapters (PEFT) were put around; itself where it has none."""
+    return getattr(projection, "base_layer", projection)
 
 
 def _weight_axis(module: nn.Module, axis: Axis) -> int:
@@ -40,7 +48,7 @@ def _check(module: nn.Module, axis: str, where: str) -> None:
     if not isinstance(module, nn.Module):
         raise UnsupportedModel(where, "an nn.Linear or a Conv1D", type(module).__name__)
     kind = type(module).__name__
-    if not (isinstance(module, nn.Linear) or _is_conv1d(module)):
+    if not (isinstance(module, nn.Linear) or is_conv1d(module)):
         raise UnsupportedModel(where, "an nn.Linear or a Conv1D", kind, _HINT)
     extra = [n for n, _ in module.named_parameters() if n not in ("weight", "bias")]
     extra += [n for n, _ in module.named_buffers()] + [n for n, _ in module.named_children()]
@@ -51,10 +59,20 @@ def _check(module: nn.Module, axis: str, where: str) -> None:
         tensor = module._parameters.get(name)
         if tensor is None and name == "bias" and getattr(module, "bias", None) is None:
             continue
-        # Quantised, sharded and lazy tensors are subclasses of Parameter, or no parameters of the module at all.
-        if type(tensor) is not nn.Parameter or tensor.dtype not in _FLOATS:
-            got = f"{type(getattr(module, name, None)).__name__} of {getattr(tensor, 'dtype', 'no dtype')} in {kind}"
-            raise UnsupportedModel(f"{where}.{name}", "a plain floating-point nn.Parameter", got, _HINT)
+        check_plain(tensor, f"{where}.{name}", f" in {kind}")
+
+
+def check_plain(tensor: Any, where: str, place: str = "", kind: type[Tensor] = nn.Parameter) -> None:
+    """Checks that a tensor holds its own numbers: quantised, sharded and lazy ones are subclasses of ``kind``, or no
+    parameters of their module at all.
+
+    Raises:
+        UnsupportedModel: another kind of tensor, or one that is not floating-point.
+    """
+    if type(tensor) is not kind or tensor.dtype not in _FLOATS:
+        name = "nn.Parameter" if kind is nn.Parameter else "tensor"
+        got = f"{type(tensor).__name__} of {getattr(tensor, 'dtype', 'no dtype')}{place}"
+        raise UnsupportedModel(where, f"a plain floating-point {name}", got, _HINT)
 
 
 def projections(module: nn.Module, axis: Axis, where: str = "projection") -> list[nn.Module]:
@@ -67,9 +85,9 @@ def projections(module: nn.Module, axis: Axis, where: str = "projection") -> lis
     Raises:
         UnsupportedModel: adapters of another kind, for example DoRA, whose scale is a norm over all ``in`` features.
     """
-    base = getattr(module, "base_layer", None)
+    base = base_of(module)
     adapters = getattr(module, "lora_A" if axis == "in" else "lora_B", None)
-    if not isinstance(base, nn.Module):
+    if base is module or not isinstance(base, nn.Module):
         return [module]
     known = ("base_layer.weight", "base_layer.bias")
     lora = {f"lora_{side}.{name}.weight" for side in "AB" for name in getattr(module, f"lora_{side}", ())}
@@ -85,18 +103,18 @@ def projections(module: nn.Module, axis: Axis, where: str = "projection") -> lis
 
 def effective_weight(module: Any) -> Tensor:
     """What a projection multiplies by, ``[out, in]``: its weight and what its active adapters add to it."""
-    base = getattr(module, "base_layer", module)
+    base = base_of(module)
     weight: Tensor = base.weight
     if base is not module and hasattr(module, "lora_A") and not (module.merged or module.disable_adapters):
         weight = weight + sum(module.get_delta_weight(name) for name in module.active_adapters if name in module.lora_A)
-    return weight.T if _is_conv1d(base) else weight
+    return weight.T if is_conv1d(base) else weight
 
 
 def recount_(module: nn.Module) -> None:
     """Makes the feature counts of a projection with adapters those of its base again."""
-    base = getattr(module, "base_layer", None)
+    base = base_of(module)
     for axis in ("in", "out"):
-        if base is not None and hasattr(module, f"{axis}_features"):
+        if base is not module and hasattr(module, f"{axis}_features"):
             setattr(module, f"{axis}_features", feature_count(base, axis))
 
 

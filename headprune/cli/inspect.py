@@ -56,10 +56,15 @@ def _inspect(model: nn.Module, policy: Policy) -> dict[str, Any]:
         "units": sum(len(b.site.units) for b in bound),
         "params": sum(p.numel() for p in model.parameters()),
         "prunable_params": sum(row["params"] for row in rows),
+        "kv_bytes_per_token": sum(row["kv_bytes_per_token"] for row in rows),
     }
     layouts = {b.layout.name: _layout(b) for b in bound}
+    for b in {(b.layout.name, b.site.kind): b for b in reversed(bound) if b.site.heads}.values():
+        layouts[b.layout.name]["no_heads_left"][b.site.kind] = _without_heads(model, b)
     others = _not_taken(model, [b.site.name for b in bound])
-    return {"model": type(model).__name__, "sites": rows, "totals": totals, "layouts": layouts, "not_taken": others}
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    facts = {"sites": rows, "totals": totals, "cache": _cache_words(bound), "layouts": layouts, "not_taken": others}
+    return {"model": type(model).__name__, "dtype": dtype, **facts}
 
 
 def _row(bound: BoundSite) -> dict[str, Any]:
@@ -93,8 +98,42 @@ def _layout(bound: BoundSite) -> dict[str, Any]:
         "gate": gate_words(bound.layout),
         "cut": [slab_words(s) for s in bound.slabs],
         "patched": patch_words(bound.layout),
-        "no_heads_left": "refused" if bound.layout.empty == "refuse" else "if its code allows",
+        "no_heads_left": {},
     }
+
+
+def _without_heads(model: nn.Module, bound: BoundSite) -> str:
+    """Whether a layer may lose all its heads: tried, and put back."""
+    from headprune.core.errors import UnsupportedModel
+    from headprune.core.heads import HeadMask
+    from headprune.model.cut import cut_
+
+    site = bound.site
+    try:
+        cut_(model, [bound], HeadMask.from_keep({site.name: []}, {site.name: site.n_query_heads})).restore()
+    except UnsupportedModel as error:
+        return f"no: must be {error.must}"
+    return "yes"
+
+
+def _cache_words(bound: list[BoundSite]) -> list[str]:
+    """What the policies in use mean for a KV cache; nothing where no heads share keys and values."""
+    shared = [b.site for b in bound if b.site.kind == "causal" and b.site.n_kv_heads < b.site.n_query_heads]
+    used = {"mqa" if site.n_kv_heads == 1 else site.policy for site in shared}
+    return [words for policy, words in _CACHE.items() if policy in used]
+
+
+_COMPACT = (
+    "the cache keeps every key/value head that a kept head reads, once, and shrinks only by those that none reads"
+)
+_CACHE = {
+    "group": "group: a key/value head leaves with all its query heads, and the cache shrinks by it",
+    "balanced": f"balanced: {_COMPACT}",
+    "free": f"free: {_COMPACT}; where that leaves groups of unlike size, every step repeats keys and values for each "
+    "query head: time and memory of a step, not of the cache",
+    "mqa": "one key/value head for all query heads (MQA): it stays as long as one of them does, whatever the policy, "
+    "and so does the cache",
+}
 
 
 def _not_taken(model: nn.Module, names: list[str]) -> list[dict[str, Any]]:
@@ -125,10 +164,10 @@ def _print(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=found["model"], title_justify="left", box=None, pad_edge=False)
+    table = Table(title=f"{found['model']}, {found['dtype']}", title_justify="left", box=None, pad_edge=False)
     for column in ("site", "layout", "kind"):
         table.add_column(column, overflow="fold")
-    for column in ("heads", "units", "width", "parameters"):
+    for column in ("heads", "units", "width", "parameters", "KV bytes/token"):
         table.add_column(column, justify="right")
     table.add_column("policies")
     for row in found["sites"]:
@@ -136,8 +175,11 @@ def _print(found: dict[str, Any]) -> None:
         heads = f"{len(row['present'])} of {row['heads']}" if gone else str(row["heads"])
         heads += f" / {row['kv_heads']}" if row["kv_heads"] < row["heads"] else ""
         policies = ", ".join(f"[{p}]" if p == row["policy"] else p for p in row["policies"])
+        if row["kv_heads"] == 1:
+            policies = "one key/value head stays"
         cells = (row["site"], row["layout"], row["kind"], heads, str(row["units"]), str(row["head_dim"]))
-        table.add_row(*cells, f"{row['params']:,}", policies if len(row["policies"]) > 1 else "")
+        cache = f"{row['kv_bytes_per_token']:,}" if row["kv_bytes_per_token"] else ""
+        table.add_row(*cells, f"{row['params']:,}", cache, policies if len(row["policies"]) > 1 else "")
     console = Console(width=None if Console().is_terminal else 200, markup=False)
     console.print(table)
     totals = found["totals"]
@@ -146,8 +188,15 @@ def _print(found: dict[str, Any]) -> None:
         f"{totals['heads']} heads in {totals['units']} prune units; {totals['prunable_params']:,} of "
         f"{totals['params']:,} parameters ({share:.1f} %) can leave with them"
     )
+    if totals["kv_bytes_per_token"]:
+        typer.echo(f"{totals['kv_bytes_per_token']:,} bytes of KV cache a token are theirs")
+    for line in found["cache"]:
+        typer.echo(line)
     for name, layout in found["layouts"].items():
         typer.echo(f"\n{name}: gates at the {layout['gate']}. A cut changes")
         for line in (*layout["cut"], *layout["patched"]):
             typer.echo(f"  {line}")
+        answers = layout["no_heads_left"]
+        words = {next(iter(answers.values()))} if len(set(answers.values())) == 1 else map(": ".join, answers.items())
+        typer.echo(f"  a layer may lose all its heads: {'; '.join(words)}")
     _say_not_taken(found["not_taken"])

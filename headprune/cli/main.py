@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from headprune.cli.agree import agree
 from headprune.cli.bench import bench
 from headprune.cli.inspect import inspect
 from headprune.cli.ls import ls
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, ls, show, validate, inspect, score, prune, bench, report):
+for command in (run, ls, show, validate, inspect, score, agree, prune, bench, report):
     app.command()(command)
 
 

@@ -20,7 +20,10 @@ def prune(
     model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
     out: Annotated[Path, typer.Option(help="Folder for the cut model.")],
     plan: Annotated[Path | None, typer.Option(help="A plan, as a run writes it.")] = None,
-    scores: Annotated[Path | None, typer.Option(help="Scores, as `headprune score` writes them; with --keep.")] = None,
+    scores: Annotated[
+        Path | None,
+        typer.Option(help="Scores, as `headprune score` writes them, cut under their own policy; with --keep."),
+    ] = None,
     keep: Annotated[str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")] = None,
     selector: Annotated[str | None, typer.Option(help="With --scores; default global_topk.")] = None,
     format: Annotated[
@@ -32,6 +35,10 @@ def prune(
         ),
     ] = "headprune",
     max_shard_size: Annotated[str, typer.Option(help="Larger models are written in several files.")] = "50GB",
+    merge_adapters: Annotated[
+        bool,
+        typer.Option("--merge-adapters", help="For a folder of PEFT adapters: add them to their base model first."),
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -39,16 +46,18 @@ def prune(
     with guarded(debug):
         if format not in ("auto", "headprune", "transformers", "remote-code"):
             raise InvalidValue("--format", "auto, headprune, transformers or remote-code", repr(format))
+        if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+            raise InvalidValue("--out", "a new or an empty folder", str(out))
         decided = _decide(plan, scores, keep, selector)
         from headprune.model.examples import example_batch
         from headprune.run.models import open_model, resolve_path
         from headprune.run.subject import quiet
         from headprune.surgery.checkpoint import applicable_formats, save_pretrained
-        from headprune.surgery.formats import companions
+        from headprune.surgery.formats import companions, weights
         from headprune.surgery.prune import prune_
 
-        if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-            raise InvalidValue("--out", "a new or an empty folder", str(out))
+        _check_adapters(resolve_path(model, "--model"), merge_adapters)
+        weights.check_shard_size(max_shard_size, "--max-shard-size")
         quiet()
         subject = open_model(model, "--model")
         example = example_batch(subject)
@@ -64,12 +73,26 @@ def prune(
             emit({"out": str(out), **facts, "copied": files})
             return
         typer.echo(str(report))
+        for note in decided.notes:
+            typer.echo(f"note: {note}")
         for name, reason in formats.items():
             typer.echo(f"format {name}: " + (f"no; {reason}" if reason else "yes"))
         typer.echo(f"wrote {out} (format {chosen}{''.join(f', {f}' for f in files)})")
         if chosen == "remote-code":
             typer.echo("who loads it with trust_remote_code=True runs this file:")
             typer.echo("".join(path.read_text(encoding="utf-8") for path in out.glob("modeling_headprune_*.py")))
+
+
+def _check_adapters(folder: str, merge: bool) -> None:
+    """A cut of adapters is not what a merged model is for: whoever wants one says so."""
+    from headprune.run.adapters import is_adapter
+
+    if is_adapter(Path(folder)) and not merge:
+        hint = "With it the adapters are added to their base model, which is then cut. Both can be cut side by side in "
+        hint += "Python, see docs/checkpoints.md."
+        raise InvalidValue("--model", "a whole model, or given with --merge-adapters", f"{folder}, PEFT adapters", hint)
+    if merge and not is_adapter(Path(folder)):
+        raise InvalidValue("--merge-adapters", "left out for a model without a folder of adapters", folder)
 
 
 def _chosen(format: str, formats: Mapping[Format, str | None]) -> Format:
@@ -84,7 +107,7 @@ def _chosen(format: str, formats: Mapping[Format, str | None]) -> Format:
     if reason := formats[wanted]:
         others = ", ".join(name for name, against in formats.items() if not against)
         raise UnsupportedModel(
-            "--format", "one that can hold this cut", f"{format}, which {reason}", f"Those that can: {others}."
+            "--format", "one that can hold this cut", f"{format!r}: {reason}", f"Those that can: {others}."
         )
     return wanted
 

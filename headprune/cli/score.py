@@ -14,6 +14,13 @@ from headprune.cli._shared import show as show_value
 def score(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
     settings: Settings = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="What may leave where query heads share a key/value head: group, balanced or free. Default: the "
+            "recipe's select.policy. A plan made from the scores keeps it."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -22,7 +29,8 @@ def score(
     with guarded(debug):
         from headprune.run.runner import score_recipe
 
-        scores = score_recipe(recipe, [*(settings or ()), "score.magnitude=false", "score.random_draws=0"], say=say)
+        own = ["score.magnitude=false", "score.random_draws=0", *([f"select.policy={policy}"] if policy else [])]
+        scores = score_recipe(recipe, [*(settings or ()), *own], say=say)
         if out is not None:
             say(f"wrote {scores.save(out)}")
         if as_json:

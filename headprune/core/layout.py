@@ -30,8 +30,8 @@ FOLDED_ATTRIBUTE = "headprune_folded"
 Count = Literal["n_query_heads", "n_kv_heads", "group_size", "query_width", "value_width"]
 
 
-#: Heads whose keys and values a cache holds.
-Cached = Literal["key/value", "query", "none"]
+#: Heads whose keys and values a cache holds; or how many numbers a token, of latents that all heads share.
+Cached = Literal["key/value", "query"] | int
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class AttentionLayout:
         batch_axis: Axis of the gate's input that holds the examples.
         windows: Whether that axis holds several windows of each example, one example's after another's.
         grouping: Which query heads share a key/value head.
-        cached: Of what a causal module's cache holds keys and values: each key/value head, each query head (repeated
-            before they are cached), or none, where it holds latents that all heads share.
+        cached: Of what a causal module's cache holds keys and values: each key/value head, or each query head (repeated
+            before they are cached). A number where it holds latents that all heads share: how many a token.
         policies: What may leave where they do; the first is taken where the user's choice does not matter.
         adapt: ``(module, model) -> None``, run after every cut for what no slab or count says, for example a bias
             that comes as an argument for all heads. Its docstring says what it does; docs/layouts.md quotes it.

@@ -7,7 +7,13 @@ pickles keep the change. ``torch.compile`` guards on classes, so a compiled mode
 from __future__ import annotations
 
 from functools import cache
+from types import MethodType
 from typing import Any
+
+from headprune.core.errors import UnsupportedModel
+
+#: Where an instance may keep a ``forward``: its own, and the one that accelerate's hooks (``device_map``) call.
+FORWARDS = ("_old_forward", "forward")
 
 
 class Mixin:
@@ -17,18 +23,24 @@ class Mixin:
     headprune_mixins: tuple[type, ...] = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made here and now: a pickle must say how to make it again.
-        kind = type(self)
-        return _blank, (kind.headprune_original, kind.headprune_mixins), dict(self.__dict__)
+        return remade(type(self), dict(self.__dict__))
 
 
-def mix_in(module: Any, mixin: type[Mixin]) -> bool:
-    """Puts ``mixin`` in front of the class of ``module``; returns whether it was not there before."""
+def mix_in(module: Any, mixin: type[Mixin], must: str = "cut to this") -> bool:
+    """Puts ``mixin`` in front of the class of ``module``; returns whether it was not there before.
+
+    Raises:
+        UnsupportedModel: the module has a ``forward`` of its own, which would hide that of its new class; ``must`` says
+            what it then cannot be.
+    """
     kind: Any = type(module)
     mixins: tuple[type, ...] = getattr(kind, "headprune_mixins", ())
     if mixin in mixins:
         return False
-    module.__class__ = _mixed(getattr(kind, "headprune_original", kind), (mixin, *mixins))
+    if has_own_forward(module):
+        name = original_class(module).__name__
+        raise UnsupportedModel(name, f"{must}, for its forward is replaced", "another forward")
+    _become(module, _mixed(getattr(kind, "headprune_original", kind), (mixin, *mixins)))
     return True
 
 
@@ -36,7 +48,13 @@ def mix_out(module: Any, mixin: type[Mixin]) -> None:
     """Takes ``mixin`` out again."""
     kind: Any = type(module)
     left = tuple(m for m in kind.headprune_mixins if m is not mixin)
-    module.__class__ = _mixed(kind.headprune_original, left) if left else kind.headprune_original
+    _become(module, _mixed(kind.headprune_original, left) if left else kind.headprune_original)
+
+
+def has_own_forward(module: Any) -> bool:
+    """Whether a ``forward`` of the instance hides its class's. Accelerate's hooks do not: they call what was there."""
+    own = next((module.__dict__[name] for name in FORWARDS if name in module.__dict__), None)
+    return own is not None and not _is_of_class(own, module)
 
 
 def original_class(module: Any) -> type:
@@ -46,6 +64,20 @@ def original_class(module: Any) -> type:
     return found
 
 
+def _become(module: Any, kind: type) -> None:
+    """Changes the class, and with it the ``forward`` that hooks have taken from the class and bound to the module."""
+    bound = [name for name in FORWARDS if _is_of_class(module.__dict__.get(name), module)]
+    module.__class__ = kind
+    for name in bound:
+        module.__dict__[name] = MethodType(kind.forward, module)  # type: ignore[attr-defined]
+
+
+def _is_of_class(method: Any, module: Any) -> bool:
+    if not isinstance(method, MethodType) or method.__self__ is not module:
+        return False
+    return method.__func__ is getattr(type(module), "forward", None)
+
+
 @cache
 def _mixed(original: type, mixins: tuple[type, ...]) -> type:
     ours = {"headprune_original": original, "headprune_mixins": mixins}
@@ -53,6 +85,12 @@ def _mixed(original: type, mixins: tuple[type, ...]) -> type:
     return type(original.__name__, (*mixins, original), body)
 
 
+def remade(kind: Any, state: dict[str, Any]) -> Any:
+    """What ``__reduce_ex__`` returns for a module of a class that may be mixed: such a class was made here and now, so
+    a pickle must say how to make it again."""
+    return _blank, (getattr(kind, "headprune_original", kind), getattr(kind, "headprune_mixins", ())), state
+
+
 def _blank(original: type, mixins: tuple[type, ...]) -> Any:
-    kind: Any = _mixed(original, mixins)
+    kind: Any = _mixed(original, mixins) if mixins else original
     return kind.__new__(kind)

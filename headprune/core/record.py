@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.errors import InvalidValue
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import HeadScores
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Status = Literal["running", "done", "failed", "interrupted"]
 
@@ -145,6 +149,12 @@ class RunRecord(Value):
     def __post_init__(self) -> None:
         if self.status not in ("running", "done", "failed", "interrupted"):
             raise InvalidValue("RunRecord.status", "running, done, failed or interrupted", repr(self.status))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what ``save`` wrote; the scores' samples are looked for beside it when they are first needed."""
+        record = super().load(path)
+        return record if record.scores is None else replace(record, scores=record.scores.beside(path))
 
     def __str__(self) -> str:
         lines = [f"RunRecord {self.name}: {self.status} at {self.stage}, {self.created}"]

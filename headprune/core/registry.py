@@ -40,6 +40,7 @@ class Registry:
     def __init__(self, kind: str, package: str, group: str, attribute: Callable[[str], str] = camel_case) -> None:
         self.kind, self.package, self.group, self.attribute = kind, package, group, attribute
         self._loaded: dict[str, Any] = {}
+        self._points: dict[str, importlib.metadata.EntryPoint] | None = None  # reading them takes milliseconds
 
     def _own(self) -> list[str]:
         spec = importlib.util.find_spec(self.package)
@@ -47,6 +48,11 @@ class Registry:
         return sorted(m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_"))
 
     def _outside(self) -> dict[str, importlib.metadata.EntryPoint]:
+        if self._points is None:
+            self._points = self._read_points()
+        return self._points
+
+    def _read_points(self) -> dict[str, importlib.metadata.EntryPoint]:
         found: dict[str, importlib.metadata.EntryPoint] = {}
         own = set(self._own())
         for point in importlib.metadata.entry_points(group=self.group):

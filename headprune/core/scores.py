@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import html
 import math
+import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from headprune.core.codec import FrozenDict, Value
 from headprune.core.display import Cell, Row, html_grid, levels, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
-from headprune.core.heads import AttentionSite, HeadId
+from headprune.core.heads import KINDS, AttentionSite, HeadId
+from headprune.core.samples import Samples
+from headprune.core.uncertainty import Stability, half_width, lowest_shares, rank_bounds, stability
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,8 @@ class HeadScores(Value):
         data: Digest of the examples, None where none were used.
         seed: Seed of the scorer, None where it draws nothing.
         costs: What each unit costs; None where no batch was given to measure the model on.
+        samples: The numbers of single examples, for ranks and their intervals; None where nothing was sampled.
+        notes: What the user should know.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -105,6 +119,8 @@ class HeadScores(Value):
     data: str | None = None
     seed: int | None = None
     costs: CostTable | None = None
+    samples: Samples | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         shape = [len(s.units) for s in self.sites]
@@ -117,6 +133,72 @@ class HeadScores(Value):
                 if not math.isfinite(value):
                     where = f"score of {site.name}{list(unit)}"
                     raise InvalidValue(where, "finite", value, "Look at the scorer's input for NaN or infinite values.")
+        if self.samples is not None and self.samples.units != sum(shape):
+            raise InvalidValue("HeadScores.samples", f"one column a unit, {sum(shape)}", self.samples.units)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the JSON form, and the samples beside it as ``<name>.samples.safetensors``; returns the path.
+
+        Samples that cannot be read are left out with a warning.
+        """
+        if self.samples is not None:
+            try:
+                self.samples.write(path)
+            except InvalidValue as error:
+                warnings.warn(f"{path} is written without per-example numbers: {error}", stacklevel=2)
+        return super().save(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what ``save`` wrote; the samples are looked for when they are first needed.
+
+        Raises:
+            InvalidValue: the file cannot be read or holds no HeadScores.
+        """
+        return super().load(path).beside(path)
+
+    def beside(self, path: str | Path) -> Self:
+        """These scores, with samples that are looked for beside a file."""
+        return self if self.samples is None else replace(self, samples=self.samples.beside(path))
+
+    def of(self, sites: str) -> HeadScores:
+        """The scores of some sites alone; the costs are still beside those of the whole model.
+
+        Args:
+            sites: A kind of attention (``self``, ``causal``, ``cross``: an encoder-decoder's encoder, decoder and
+                cross attention), or a pattern over the sites' names.
+
+        Raises:
+            UnknownName: no such site.
+        """
+        places = [
+            i
+            for i, site in enumerate(self.sites)
+            if (site.kind == sites if sites in KINDS else fnmatchcase(site.name, sites))
+        ]
+        if not places:
+            hint = did_you_mean(sites, [*KINDS, *(s.name for s in self.sites)])
+            raise UnknownName("HeadScores.of", "a kind or a pattern of the scored sites", repr(sites), hint)
+        costs = None if self.costs is None else replace(self.costs, units=_chosen(self.costs.units, places))
+        samples, notes = self._samples_of(places)
+        return replace(
+            self,
+            sites=_chosen(self.sites, places),
+            values=_chosen(self.values, places),
+            standard_errors=None if self.standard_errors is None else _chosen(self.standard_errors, places),
+            costs=costs,
+            samples=samples,
+            notes=notes,
+        )
+
+    def _samples_of(self, places: list[int]) -> tuple[Samples | None, tuple[str, ...]]:
+        if self.samples is None:
+            return None, self.notes
+        flat = [u.site for u in self.units()]
+        try:
+            return self.samples.columns([i for i, site in enumerate(flat) if site in places]), self.notes
+        except InvalidValue as error:
+            return None, (*self.notes, str(error))
 
     def units(self) -> Iterator[ScoredUnit]:
         """Every prune unit in model order."""
@@ -136,6 +218,59 @@ class HeadScores(Value):
     def standard_error(self, head: HeadId) -> float | None:
         """Standard error of a head's score, None where the scorer has none."""
         return self._find(head).standard_error
+
+    def interval(self, head: HeadId, confidence: float = 0.95) -> tuple[float, float]:
+        """The score's confidence interval: value ± t · standard error.
+
+        t is the quantile of Student's distribution with one degree of freedom less than there are samples (examples,
+        or blocks of them). The interval is for the mean over all data that these examples are a random part of.
+
+        Raises:
+            InvalidValue: the scores have no standard errors; the message says why.
+        """
+        unit = self._find(head)
+        width = half_width(self, unit.standard_error, confidence)
+        return unit.value - width, unit.value + width
+
+    def rank_interval(
+        self, confidence: float = 0.95, draws: int = 1000, seed: int = 0
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For every unit, in the shape of ``values``, the lowest and the highest rank it plausibly has.
+
+        Rank 1 is the most important. The interval is the central part of the unit's ranks over ``draws`` resamples of
+        the examples (Hall and Miller 2009, "Using the bootstrap to quantify the authority of an empirical ranking");
+        units that are tied with others get somewhat short intervals, as there.
+
+        Raises:
+            InvalidValue: no samples, or one example only.
+        """
+        return self._rows(rank_bounds(self, confidence, draws, seed))
+
+    def lowest(self, k: int, draws: int = 1000, seed: int = 0) -> tuple[tuple[float, ...], ...]:
+        """For every unit, in the shape of ``values``, the probability that it is among the ``k`` least important.
+
+        The share of ``draws`` resamples of the examples in which it is; the probabilities sum to ``k``.
+
+        Raises:
+            InvalidValue: no samples, one example only, or a ``k`` that does not split the units.
+        """
+        return self._rows(lowest_shares(self, k, draws, seed))
+
+    def stable(self, k: int, confidence: float = 0.95, draws: int = 1000, seed: int = 0) -> Stability:
+        """Whether the set of the ``k`` least important would be another with other examples.
+
+        Returns:
+            A Stability: the share of ``draws`` resamples in which the set is exactly this one (``probability``), the
+            units that are surely in or out, and the undecided ones; true in a condition when the set is settled.
+
+        Raises:
+            InvalidValue: no samples, one example only, or a ``k`` that does not split the units.
+        """
+        return stability(self, k, confidence, draws, seed)
+
+    def _rows(self, flat: list[_T]) -> tuple[tuple[_T, ...], ...]:
+        left = iter(flat)
+        return tuple(tuple(next(left) for _ in row) for row in self.values)
 
     def _find(self, head: HeadId) -> ScoredUnit:
         for unit in self.units():
@@ -172,10 +307,16 @@ class HeadScores(Value):
         return f"{self.scorer} over {self.n_examples} examples: {of}, darker or taller is more important"
 
     def __str__(self) -> str:
-        return text_grid(f"HeadScores: {self.title}", self.rows())
+        lines = [text_grid(f"HeadScores: {self.title}", self.rows()), *(f"  note: {note}" for note in self.notes)]
+        return "\n".join(lines)
 
     def __rich__(self) -> str:
-        return rich_grid(f"HeadScores: {self.title}", self.rows())
+        notes = ["  note: " + note.replace("[", r"\[") for note in self.notes]
+        return "\n".join([rich_grid(f"HeadScores: {self.title}", self.rows()), *notes])
 
     def _repr_html_(self) -> str:
-        return html_grid(self.title, self.rows())
+        return html_grid(self.title, self.rows()) + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+
+
+def _chosen(rows: tuple[_T, ...], places: list[int]) -> tuple[_T, ...]:
+    return tuple(rows[i] for i in places)

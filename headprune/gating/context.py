@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
+from headprune.core.mixin import remade
 from headprune.core.plan import PruningPlan
 from headprune.model.expose import exposed
 from headprune.model.fingerprint import check_plan
+from headprune.model.refusals import check_unshared
 from headprune.model.sites import BoundSite, bind
 
 Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Tensor] | Tensor"
@@ -49,6 +51,7 @@ def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None 
         InvalidValue: a tensor of a wrong shape.
         UnknownName: a name that is no site.
         PlanMismatch: a plan for a model of another structure.
+        UnsupportedModel: an output projection that is also somewhere else.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -62,6 +65,7 @@ def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None 
     bound = bind(model, sites)
     with ExitStack() as stack:
         wanted = [(site, gate) for site, gate in gate_tensors(model, gates, bound) if site.site.heads]
+        check_unshared(model, ((site, site.layout.gate) for site, _ in wanted))
         stack.enter_context(exposed(site for site, _ in wanted))
         for site, gate in wanted:
             kind = _Gated if site.layout.gate else _GatedOutput
@@ -90,8 +94,9 @@ def gate_tensors(model: nn.Module, gates: Gates, bound: list[BoundSite]) -> list
 
 def _from_mask(bound: BoundSite, mask: HeadMask) -> Tensor:
     kept = mask.kept(bound.site.name)
-    weight = next(bound.module.parameters())
-    return torch.tensor([float(h in kept) for h in bound.site.heads], device=weight.device, dtype=torch.float32)
+    device = next(bound.module.parameters()).device
+    known = None if device.type == "meta" else device  # weights that accelerate offloads are there between forwards
+    return torch.tensor([float(h in kept) for h in bound.site.heads], device=known, dtype=torch.float32)
 
 
 def _from_table(table: Tensor, bound: list[BoundSite]) -> list[tuple[BoundSite, Tensor]]:
@@ -146,7 +151,7 @@ def _multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
         if given and (len(given) != len(rows) or any(g not in (1, n) for g, n in zip(given, rows, strict=True))):
             must = f"for the {' x '.join(map(str, rows))} rows that the model runs on"
             raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
-        x = (heads * gate.to(heads.dtype)).view(x.shape)
+        x = (heads * gate.to(heads)).view(x.shape)
     return x
 
 
@@ -159,7 +164,7 @@ class _Gated(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Gates belong to the block: a copy or a pickle made inside would carry them out of it for ever.
         state = {k: v for k, v in self.__dict__.items() if k != GATES_ATTRIBUTE}
-        return _ungated, (type(self).headprune_ungated,), state  # type: ignore[attr-defined]
+        return remade(type(self).headprune_ungated, state)  # type: ignore[attr-defined]
 
 
 class _GatedOutput(_Gated):
@@ -177,10 +182,6 @@ def _for_all_heads(gate: Tensor, state: HeadState | None) -> Tensor:
         return gate
     every = gate.new_ones(*gate.shape[:-2], state.n_query_heads, 1)
     return every.index_copy(-2, torch.tensor(state.heads, device=gate.device), gate)
-
-
-def _ungated(original: type[nn.Module]) -> nn.Module:
-    return original.__new__(original)
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from headprune.core.layout import HeadState
 from headprune.core.mixin import Mixin
-from headprune.layouts._transformers import WithoutHeads, picked
+from headprune.layouts._transformers import WithoutHeads, present_heads
 
 
 class SlicedAlibi(Mixin, nn.Module):
@@ -19,12 +19,12 @@ class SlicedAlibi(Mixin, nn.Module):
     def forward(
         self, hidden_states: Tensor, *args: Any, alibi: Tensor | None, attention_mask: Tensor | None, **kwargs: Any
     ) -> Any:
-        n_heads, heads = self.headprune_state.n_query_heads, self.headprune_state.heads
+        n_heads = self.headprune_state.n_query_heads
         if alibi is not None:  # [batch * heads, 1, keys], or the two apart
             rows = alibi.reshape(hidden_states.shape[0], n_heads, *alibi.shape[-2:])
-            alibi = picked(rows, 1, heads).flatten(0, 1)
+            alibi = present_heads(self, rows, 1).flatten(0, 1)
         if attention_mask is not None and attention_mask.shape[1] == n_heads > 1:
-            attention_mask = picked(attention_mask, 1, heads)
+            attention_mask = present_heads(self, attention_mask, 1)
         return super().forward(hidden_states, *args, alibi=alibi, attention_mask=attention_mask, **kwargs)
 
 

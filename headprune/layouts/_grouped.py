@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import STATE_ATTRIBUTE, Count
 from headprune.core.mixin import original_class
+from headprune.layouts import _empty
 
 if TYPE_CHECKING:
     from headprune.core.heads import Kind, Policy
@@ -76,14 +78,16 @@ def uneven_groups(module: Any) -> tuple[int, ...] | None:
 
 
 def without_heads(gate: str) -> Callable[[Any], None]:
-    """``AttentionLayout.empty`` for modules with this output projection."""
+    """``AttentionLayout.empty`` for modules with this output projection, but those that may attend to an encoder."""
+    return _WithoutHeads(gate)
 
-    def empty(module: Any) -> None:
-        from headprune.layouts._transformers import without_heads
 
+@dataclass(frozen=True)
+class _WithoutHeads:
+    gate: str
+
+    def __call__(self, module: Any) -> None:
         if takes_keys(module):  # each of them shares its cache with self-attention in a way of its own
             name = original_class(module).__name__
             raise UnsupportedModel(name, "left with a head, for it attends to an encoder", "none kept")
-        without_heads(module, gate=gate)
-
-    return empty
+        _empty.without_heads(self.gate)(module)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.core.mixin import Mixin
-from headprune.layouts._transformers import put_in_front, take_away
+from headprune.core.mixin import Mixin, mix_in, mix_out
 
 
 class Repeated(Mixin, nn.Module):
@@ -65,8 +64,8 @@ class _Repeating:
 def repeat_(module: Any, repeats: tuple[int, ...] | None, mixin: type[Mixin] = Repeated) -> None:
     """Puts ``mixin`` in front of ``module``; with None, for groups of one size, takes it away where it is."""
     if repeats is not None:
-        put_in_front(module, mixin)
+        mix_in(module, mixin)
         module.headprune_repeats = repeats
     elif mixin in getattr(type(module), "headprune_mixins", ()):
-        take_away(module, mixin)
+        mix_out(module, mixin)
         del module.headprune_repeats

@@ -5,7 +5,6 @@ Parts and parameters alone do not tell how a module that nobody published arrang
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,24 +12,41 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import UnsupportedModel
-from headprune.core.mixin import original_class
+from headprune.core.mixin import FORWARDS, has_own_forward, original_class
+
+_KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
 
 def stand_in(module: nn.Module, children: Mapping[str, nn.Module | None], **attributes: Any) -> Any:
-    """A copy of ``module`` in evaluation mode with other children and attributes; the rest is shared.
+    """A copy of ``module`` in evaluation mode with other children and attributes, and without hooks.
 
     Raises:
-        UnsupportedModel: the rest has parameters or buffers, so that it could compute anything, or change.
+        UnsupportedModel: the rest has parameters or buffers, so that it could compute anything, or change; or a
+            ``forward`` of its own, so that its class does not tell what it computes.
     """
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
     rest = [n for n in names if n.partition(".")[0] not in children]
     if rest:
         raise UnsupportedModel(type(module).__name__, f"made of {', '.join(children)}", ", ".join(rest))
-    made: Any = copy.copy(module)
-    made.__class__ = original_class(module)
-    kept = {k: nn.Dropout(0.0) if isinstance(v, nn.Dropout) else v for k, v in module._modules.items()}
-    made.__dict__ = {**module.__dict__, "_modules": {**kept, **children}, "training": False}
+    made = _bare(module, children)
     made.__dict__.update(attributes)
+    return made
+
+
+def _bare(module: nn.Module, children: Mapping[str, nn.Module | None]) -> Any:
+    """A copy with other children, and of the rest such copies; it drops out nothing."""
+    if isinstance(module, nn.Dropout):
+        return nn.Dropout(0.0)
+    if has_own_forward(module):
+        raise UnsupportedModel(type(module).__name__, "run by its class's forward", "another forward")
+    kind: Any = original_class(module)
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    passing = (*FORWARDS, "_hf_hook")
+    made.__dict__.update({k: v for k, v in module.__dict__.items() if k not in _KEPT_BY_TORCH and k not in passing})
+    rest = {k: None if v is None else _bare(v, {}) for k, v in module._modules.items() if k not in children}
+    made._modules.update({**dict.fromkeys(module._modules), **rest, **children})
+    made.training = False
     return made
 
 

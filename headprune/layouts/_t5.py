@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.core.mixin import Mixin
-from headprune.layouts._transformers import WithoutHeads, picked
+from headprune.layouts._transformers import WithoutHeads, present_heads
 
 
 class WithPositionBias(Mixin, nn.Module):
@@ -29,7 +29,7 @@ class WithPositionBias(Mixin, nn.Module):
             hidden_states,
             mask=mask,
             key_value_states=key_value_states,
-            position_bias=picked(bias, 1, getattr(self, STATE_ATTRIBUTE).heads),
+            position_bias=present_heads(self, bias, 1),
             past_key_values=past_key_values,
             **kwargs,
         )

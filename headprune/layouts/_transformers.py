@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import UnsupportedModel
-from headprune.core.mixin import Mixin, mix_in, mix_out, original_class
+from headprune.core.layout import STATE_ATTRIBUTE, HeadState
+from headprune.core.mixin import Mixin, mix_in, original_class
 
 
 class WithoutHeads(Mixin, nn.Module):
@@ -87,32 +87,14 @@ def without_heads(
     if kind.forward is WithoutHeads.forward and called != ["hidden_states"]:
         must = "left with a head, for only one called with hidden_states is known to work without"
         raise UnsupportedModel(original.__name__, must, f"forward({', '.join(called)}, ...)")
-    put_in_front(module, kind, "left with a head")
+    mix_in(module, kind, "left with a head")
     module.headprune_gate, module.headprune_cross = gate, cross  # type: ignore[assignment]
 
 
-def put_in_front(module: nn.Module, mixin: type[Mixin], must: str = "cut to this") -> None:
-    """``mix_in`` for a class with a ``forward`` of its own, which must be the one that runs.
-
-    Raises:
-        UnsupportedModel: the module has a ``forward`` of its own that would hide the class's.
-    """
-    if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
-        name = original_class(module).__name__
-        raise UnsupportedModel(name, f"{must}, for its forward is replaced", "another forward")
-    mix_in(module, mixin)
-    _rebind(module)
-
-
-def take_away(module: nn.Module, mixin: type[Mixin]) -> None:
-    """Undoes ``put_in_front``."""
-    mix_out(module, mixin)
-    _rebind(module)
-
-
-def _rebind(module: nn.Module) -> None:
-    if "_old_forward" in module.__dict__:  # accelerate's hooks (device_map) call the forward that they wrapped
-        module.__dict__["_old_forward"] = MethodType(type(module).forward, module)
+def present_heads(module: nn.Module, x: Tensor, dim: int) -> Tensor:
+    """Of what has a row for every original head, the rows of those that ``module`` has left."""
+    state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
+    return x if state is None else picked(x, dim, state.heads)
 
 
 def picked(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:

@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import NormedWithoutHeads, without_heads
-
-    without_heads(module, gate="dense", kind=NormedWithoutHeads)
-
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -41,6 +35,6 @@ LAYOUT = AttentionLayout(
     requires=("num_attention_heads", "output_dropout", "LayerNorm"),
     untouched=("LayerNorm",),
     counts=(("num_attention_heads", "n_query_heads"), ("all_head_size", "query_width")),
-    empty=_without_heads,
+    empty=without_heads("dense", kind="_transformers.NormedWithoutHeads"),
     families=FAMILIES,
 )

@@ -6,18 +6,20 @@ from typing import Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.core.mixin import mix_in
+from headprune.layouts._empty import textbook_without_heads
+from headprune.layouts._once import once
 from headprune.layouts._tiny import TinyModule
 
 
-def _head_dim(module: Any) -> int:
-    """The width of a head of a module that computes scaled dot-product attention for any number of heads."""
+@once
+def _is_attention(module: Any) -> bool:
+    """Whether it computes scaled dot-product attention for any number of heads."""
     from torch.nn import ModuleList
 
+    from headprune.layouts._proofs import WIDTH, is_attention
     from headprune.layouts._stand_in import stand_in
-    from headprune.layouts._textbook import WIDTH, is_attention
 
-    proved = (
+    return (
         isinstance(module.linears, ModuleList)
         and len(module.linears) == 4
         and is_attention(
@@ -26,17 +28,14 @@ def _head_dim(module: Any) -> int:
             lambda small, q, k, v: small.forward(q, k, v, None),
         )
     )
-    if not proved or "forward" in module.__dict__:
+
+
+def _head_dim(module: Any) -> int:
+    """The width of a head, once the module has proved what it computes."""
+    if not _is_attention(module):
         must = "scaled dot-product attention for any number of heads, called with (query, key, value, mask)"
         raise UnsupportedModel(f"{type(module).__name__}.forward", must, "something else")
     return int(module.d_k)
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._textbook import WithoutHeads
-
-    mix_in(module, WithoutHeads)
-    module.headprune_gate = "linears.3"
 
 
 LAYOUT = AttentionLayout(
@@ -51,6 +50,6 @@ LAYOUT = AttentionLayout(
     head_dim=_head_dim,
     requires=("h", "d_k"),
     counts=(("h", "n_query_heads"),),
-    empty=_without_heads,
-    families=(("annotated transformer", TinyModule("_textbook", "Annotated")),),
+    empty=textbook_without_heads("linears.3"),
+    families=(("annotated transformer", TinyModule("_tiny_textbook", "Annotated")),),
 )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.mixin import original_class
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import decoder, encoder_decoder, images_and_text, speech, speech_to_text
 
 if TYPE_CHECKING:
@@ -24,19 +26,16 @@ def _kind(module: Any, name: str) -> Kind:
 
 
 def _head_dim(module: Any) -> int:
-    """The width, for all but old attentions that put heads together at their input's width (LED, TrOCR, DETR)."""
-    code = inspect.unwrap(type(module).forward).__code__
+    """The width, for all but old attentions that put heads together at their input's width (LED, TrOCR, DETR).
+
+    No attribute tells those from the others (GroupViT's are CLIP's), so the names in their code do.
+    """
+    code = inspect.unwrap(original_class(module).forward).__code__  # type: ignore[attr-defined]
     if "embed_dim" in code.co_varnames and "embed_dim" not in code.co_names:  # a local variable, no attribute
         must = "an attention that puts together as many heads as it has"
         raise UnsupportedModel(type(module).__name__, must, "one that takes their width from its input")
     width: int = module.head_dim
     return width
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="out_proj")
 
 
 _SIZES: dict[str, Any] = {
@@ -117,6 +116,6 @@ LAYOUT = AttentionLayout(
         ("num_attention_heads", "n_query_heads"),
         ("embed_dim", "query_width"),
     ),
-    empty=_without_heads,
+    empty=without_heads("out_proj"),
     families=FAMILIES,
 )

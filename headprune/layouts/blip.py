@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.core.mixin import Mixin
+from headprune.core.mixin import Mixin, mix_in
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import images_and_text
 
 
@@ -24,15 +25,7 @@ class FewerHeads(Mixin):
 
 def _adapt(module: Any, model: Any) -> None:
     """Runs the same attention with as many heads as the weights have; BLIP's code reckons from the model's width."""
-    from headprune.layouts._transformers import put_in_front
-
-    put_in_front(module, FewerHeads)
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="projection")
+    mix_in(module, FewerHeads)
 
 
 _SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
@@ -61,6 +54,6 @@ LAYOUT = AttentionLayout(
     requires=("num_heads", "scale", "embed_dim", "dropout.p"),
     counts=(("num_heads", "n_query_heads"),),
     adapt=_adapt,
-    empty=_without_heads,
+    empty=without_heads("projection"),
     families=FAMILIES,
 )

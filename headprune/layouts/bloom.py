@@ -5,23 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab
+from headprune.core.mixin import mix_in
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import decoder
 
 
 def _slice_alibi(module: Any, model: Any) -> None:
     """Of the ALiBi biases, which arrive for all heads, those of the kept heads are taken."""
     from headprune.layouts._alibi import SlicedAlibi
-    from headprune.layouts._transformers import put_in_front
 
     if getattr(module, STATE_ATTRIBUTE).heads:
-        put_in_front(module, SlicedAlibi)
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._alibi import OnlyResidual
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="dense", kind=OnlyResidual)
+        mix_in(module, SlicedAlibi)
 
 
 FAMILIES = (("bloom", decoder("BloomForCausalLM", hidden_size=16, n_layer=3, n_head=4)),)
@@ -39,6 +33,6 @@ LAYOUT = AttentionLayout(
     absent=("slow_but_exact",),  # passes by the output projection
     counts=(("num_heads", "n_query_heads"),),
     adapt=_slice_alibi,
-    empty=_without_heads,
+    empty=without_heads("dense", kind="_alibi.OnlyResidual"),
     families=FAMILIES,
 )

@@ -9,32 +9,31 @@ from typing import Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.core.mixin import mix_in
+from headprune.layouts._empty import textbook_without_heads
+from headprune.layouts._once import once
 from headprune.layouts._tiny import TinyModule
 
 
-def _head_dim(module: Any) -> int:
-    """The width of a head of a module that computes scaled dot-product attention for any number of heads."""
+@once
+def _is_attention(module: Any) -> bool:
+    """Whether it computes scaled dot-product attention for any number of heads."""
+    from headprune.layouts._proofs import is_attention
     from headprune.layouts._stand_in import stand_in
-    from headprune.layouts._textbook import is_attention
 
     names = ("W_q", "W_k", "W_v", "W_o")
-    proved = is_attention(
+    return is_attention(
         module,
         lambda n, ways: stand_in(module, dict(zip(names, ways, strict=True)), num_heads=n),
         lambda small, q, k, v: small.forward(q, k, v, None),
     )
-    if not proved or "forward" in module.__dict__:
+
+
+def _head_dim(module: Any) -> int:
+    """The width of a head, once the module has proved what it computes."""
+    if not _is_attention(module):
         must = "scaled dot-product attention for any number of heads, called with (queries, keys, values, valid_lens)"
         raise UnsupportedModel(f"{type(module).__name__}.forward", must, "something else")
     return int(getattr(module.W_q, "out_features", 0)) // int(module.num_heads)
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._textbook import WithoutHeads
-
-    mix_in(module, WithoutHeads)
-    module.headprune_gate = "W_o"
 
 
 LAYOUT = AttentionLayout(
@@ -50,6 +49,6 @@ LAYOUT = AttentionLayout(
     requires=("num_heads", "attention.dropout"),
     absent=("n_heads",),
     counts=(("num_heads", "n_query_heads"),),
-    empty=_without_heads,
-    families=(("d2l", TinyModule("_textbook", "D2l")),),
+    empty=textbook_without_heads("W_o"),
+    families=(("d2l", TinyModule("_tiny_textbook", "D2l")),),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder
 
 
@@ -13,12 +14,6 @@ def _products(module: Any) -> tuple[int, int]:
     inner = module.self
     once = 2 * inner.pos_ebd_size * inner.attention_head_size if inner.relative_attention else 0
     return once * ("c2p" in inner.pos_att_type), once * ("p2c" in inner.pos_att_type)
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module.self, gate=None)
 
 
 _SIZES: dict[str, Any] = {
@@ -54,6 +49,6 @@ LAYOUT = AttentionLayout(
     untouched=("output.LayerNorm",),
     counts=(("self.num_attention_heads", "n_query_heads"), ("self.all_head_size", "query_width")),
     products=_products,
-    empty=_without_heads,
+    empty=without_heads(None, "self"),
     families=FAMILIES,
 )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._grouped import without_heads
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import decoder
+
+
+def _latents(module: Any) -> int:
+    """Numbers a token in the cache: the latent of keys and values, and the rotated part of the keys, once for all."""
+    return int(module.kv_lora_rank + module.qk_rope_head_dim)
+
 
 _SIZES = {
     "hidden_size": 16,
@@ -41,7 +49,7 @@ LAYOUT = AttentionLayout(
     requires=("kv_a_proj_with_mqa", "kv_lora_rank", "layer_idx"),
     untouched=("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
     counts=(("num_heads", "n_query_heads"),),
-    cached="none",
+    cached=_latents,
     empty=without_heads("o_proj"),
     families=FAMILIES,
 )

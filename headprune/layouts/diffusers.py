@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._once import once
 from headprune.layouts._tiny import TinyModule
 
 if TYPE_CHECKING:
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
 _NORMS = ("spatial_norm", "group_norm", "norm_q", "norm_k", "norm_cross")
 
 
-def _head_dim(module: Any) -> int:
-    """The width of a head of a module whose processor computes scaled dot-product attention for any number of heads."""
+@once
+def _is_attention(module: Any) -> bool:
+    """Whether its processor computes scaled dot-product attention for any number of heads."""
     from torch.nn import Dropout, ModuleList
 
+    from headprune.layouts._proofs import WIDTH, is_attention
     from headprune.layouts._stand_in import stand_in
-    from headprune.layouts._textbook import WIDTH, is_attention
 
     def build(n: int, ways: Any) -> Any:
         parts = dict(zip(("to_q", "to_k", "to_v"), ways, strict=False))
@@ -34,7 +36,12 @@ def _head_dim(module: Any) -> int:
     def call(small: Any, q: Any, k: Any, v: Any) -> Any:
         return small.forward(q, encoder_hidden_states=k)
 
-    if "forward" in module.__dict__ or not is_attention(module, build, call, values_are_keys=True):
+    return is_attention(module, build, call, values_are_keys=True)
+
+
+def _head_dim(module: Any) -> int:
+    """The width of a head, once the module has proved what it computes."""
+    if not _is_attention(module):
         must = "scaled dot-product attention for any number of heads by its processor"
         raise UnsupportedModel(type(module).__name__, must, type(module.processor).__name__)
     return int(getattr(module.to_q, "out_features", 0)) // int(module.heads)
@@ -65,5 +72,5 @@ LAYOUT = AttentionLayout(
         ("inner_kv_dim", "query_width"),
     ),
     empty="refuse",  # processors divide by the number of heads
-    families=(("diffusers-style", TinyModule("_textbook", "Processed")),),
+    families=(("diffusers-style", TinyModule("_tiny_textbook", "Processed")),),
 )

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="out_lin")
-
 
 FAMILIES = (
     (
@@ -40,6 +32,6 @@ LAYOUT = AttentionLayout(
     head_dim="attention_head_size",
     requires=("n_heads",),
     counts=(("n_heads", "n_query_heads"),),
-    empty=_without_heads,
+    empty=without_heads("out_lin"),
     families=FAMILIES,
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, Cached, HeadSlab
-from headprune.layouts._grouped import POLICIES, uneven_groups, without_heads
+from headprune.core.mixin import mix_in
+from headprune.layouts._empty import without_heads
+from headprune.layouts._grouped import POLICIES, uneven_groups
 from headprune.layouts._tiny import decoder
 
 
@@ -14,10 +16,9 @@ def _correct(module: Any, model: Any) -> None:
     one by one."""
     from headprune.layouts._alibi import SlicedAlibi
     from headprune.layouts._repeated import Split, repeat_
-    from headprune.layouts._transformers import put_in_front
 
     if module.config.alibi and getattr(module, STATE_ATTRIBUTE).heads:
-        put_in_front(module, SlicedAlibi)
+        mix_in(module, SlicedAlibi)
     repeat_(module, uneven_groups(module), Split)
 
 

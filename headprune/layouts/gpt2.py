@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import decoder
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="c_proj")
-
 
 FAMILIES = (("gpt2", decoder("GPT2LMHeadModel", n_embd=16, n_layer=3, n_head=4, n_positions=64)),)
 
@@ -28,6 +20,6 @@ LAYOUT = AttentionLayout(
     requires=("split_size", "num_heads"),
     absent=("q_attn", "kv_dim"),  # cross-attention; GPT-BigCode, which lays c_attn out head by head
     counts=(("num_heads", "n_query_heads"), ("split_size", "query_width")),
-    empty=_without_heads,
+    empty=without_heads("c_proj"),
     families=FAMILIES,
 )

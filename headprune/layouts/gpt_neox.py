@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._grouped import without_heads
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import decoder
 
 FAMILIES = (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.core.mixin import mix_in
+from headprune.layouts._empty import textbook_without_heads
 from headprune.layouts._tiny import TinyModule
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ def head_width(module: Any, projection: str) -> int:
     """The width of a head of a module that puts its heads' outputs side by side, and nothing else."""
     from torch.nn import ModuleList
 
-    from headprune.layouts._textbook import is_concatenation, value_width
+    from headprune.layouts._proofs import is_concatenation, value_width
 
     listed = isinstance(module.heads, ModuleList) and len(module.heads) > 0
-    if not listed or "forward" in module.__dict__ or not is_concatenation(module, projection):
+    if not listed or not is_concatenation(module, projection):
         must = "the outputs of `heads`, each called with x, side by side" + (
             f", through {projection!r}" * bool(projection)
         )
@@ -33,19 +33,12 @@ def kind(module: Any, name: str) -> Kind:
     return "causal" if any("tril" in n or "mask" in n for n, _ in module.heads.named_buffers()) else "self"
 
 
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._textbook import WithoutHeads
-
-    mix_in(module, WithoutHeads)
-    module.headprune_gate = "proj"
-
-
 LAYOUT = AttentionLayout(
     name="head_list",
     gate="proj",
     slabs=(HeadSlab("heads", "list", "query"), HeadSlab("proj", "in", "context")),
     head_dim=lambda module: head_width(module, "proj"),
     kind=kind,
-    empty=_without_heads,
-    families=(("list of heads", TinyModule("_textbook", "Projected")),),
+    empty=textbook_without_heads("proj"),
+    families=(("list of heads", TinyModule("_tiny_textbook", "Projected")),),
 )

@@ -25,5 +25,5 @@ LAYOUT = AttentionLayout(
     kind=kind,
     absent=("proj",),
     adapt=_adapt,
-    families=(("list of heads without output", TinyModule("_textbook", "SideBySide")),),
+    families=(("list of heads without output", TinyModule("_tiny_textbook", "SideBySide")),),
 )

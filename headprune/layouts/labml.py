@@ -6,18 +6,20 @@ from typing import Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.core.mixin import mix_in
+from headprune.layouts._empty import textbook_without_heads
+from headprune.layouts._once import once
 from headprune.layouts._tiny import TinyModule
 
 _WAYS = ("query", "key", "value")
 
 
-def _head_dim(module: Any) -> int:
-    """The width of a head of a module that computes scaled dot-product attention for any number of heads."""
+@once
+def _is_attention(module: Any) -> bool:
+    """Whether it computes scaled dot-product attention for any number of heads."""
     from torch.nn import Module
 
+    from headprune.layouts._proofs import WIDTH, is_attention
     from headprune.layouts._stand_in import stand_in
-    from headprune.layouts._textbook import WIDTH, is_attention
 
     def build(n: int, ways: Any) -> Any:
         made = {
@@ -32,17 +34,15 @@ def _head_dim(module: Any) -> int:
 
     parts = [getattr(module, name) for name in _WAYS]
     split = all(isinstance(part, Module) and hasattr(part, "linear") for part in parts)
-    if not split or not is_attention(module, build, call) or "forward" in module.__dict__:
+    return split and is_attention(module, build, call)
+
+
+def _head_dim(module: Any) -> int:
+    """The width of a head, once the module has proved what it computes."""
+    if not _is_attention(module):
         must = "scaled dot-product attention for any number of heads, called with query=, key=, value=, sequence first"
         raise UnsupportedModel(f"{type(module).__name__}.forward", must, "something else")
     return int(module.d_k)
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._textbook import WithoutHeads
-
-    mix_in(module, WithoutHeads)
-    module.headprune_gate = "output"
 
 
 LAYOUT = AttentionLayout(
@@ -58,6 +58,6 @@ LAYOUT = AttentionLayout(
     requires=("heads", "d_k", "scale", "query.heads", "key.heads", "value.heads"),
     counts=tuple((f"{path}heads", "n_query_heads") for path in ("", "query.", "key.", "value.")),
     batch_axis=1,
-    empty=_without_heads,
-    families=(("labml", TinyModule("_textbook", "Prepared")),),
+    empty=textbook_without_heads("output"),
+    families=(("labml", TinyModule("_tiny_textbook", "Prepared")),),
 )

@@ -52,6 +52,7 @@ LAYOUT = AttentionLayout(
         HeadSlab("v_proj", "out", "value"),
         HeadSlab("o_proj", "in", "context"),
         HeadSlab("sinks", 0, "head", optional=True),
+        HeadSlab("g_proj", "out", "head", optional=True),  # a gate a head (Laguna)
     ),
     head_dim="head_dim",
     kind=kind,

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="Wo")
-
 
 FAMILIES = (
     (
@@ -44,6 +36,6 @@ LAYOUT = AttentionLayout(
     ),
     head_dim="head_dim",
     requires=("layer_idx", "out_drop"),
-    empty=_without_heads,
+    empty=without_heads("Wo"),
     families=FAMILIES,
 )

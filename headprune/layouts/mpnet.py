@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab
-from headprune.core.mixin import Mixin
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.mixin import Mixin, mix_in
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder
 
 
 class PresentHeadsOfBias(Mixin):
     """Put in front of a cut attention: takes its heads' part of the bias, which comes for all heads."""
 
-    def forward(self, hidden_states: Any, attention_mask: Any = None, position_bias: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, hidden_states: Any, attention_mask: Any = None, position_bias: Any = None, **kwargs: Any
+    ) -> Any:
+        from headprune.layouts._transformers import present_heads
+
         if position_bias is not None:
-            position_bias = position_bias[:, list(getattr(self, STATE_ATTRIBUTE).heads)]
+            position_bias = present_heads(self, position_bias, 1)
         return super().forward(hidden_states, attention_mask, position_bias, **kwargs)  # type: ignore[misc]
 
 
 def _adapt(module: Any, model: Any) -> None:
     """Takes its heads' part of the position bias, which the encoder keeps for all heads."""
-    from headprune.layouts._transformers import put_in_front
-
-    put_in_front(module, PresentHeadsOfBias)
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="o")
+    mix_in(module, PresentHeadsOfBias)
 
 
 FAMILIES = (
@@ -58,6 +55,6 @@ LAYOUT = AttentionLayout(
     requires=("num_attention_heads", "all_head_size"),
     counts=(("num_attention_heads", "n_query_heads"), ("all_head_size", "query_width")),
     adapt=_adapt,
-    empty=_without_heads,
+    empty=without_heads("o"),
     families=FAMILIES,
 )

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import images
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="o_proj")
-
 
 FAMILIES = (
     (
@@ -44,6 +36,6 @@ LAYOUT = AttentionLayout(
     requires=("relative_position_bias.window_area",),
     counts=(("num_attention_heads", "n_query_heads"),),
     windows=True,
-    empty=_without_heads,
+    empty=without_heads("o_proj"),
     families=FAMILIES,
 )

@@ -8,14 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import images
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module.self, gate=None)
-
 
 _SIZES: dict[str, Any] = {
     "size": 16,
@@ -49,6 +43,6 @@ LAYOUT = AttentionLayout(
     untouched=("self.continuous_position_bias_mlp.0",),
     counts=(("self.num_attention_heads", "n_query_heads"), ("self.all_head_size", "query_width")),
     windows=True,
-    empty=_without_heads,
+    empty=without_heads(None, "self"),
     families=FAMILIES,
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.mixin import mix_in
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder_decoder
 
 if TYPE_CHECKING:
@@ -20,16 +22,8 @@ def kind_of(module: Any, name: str) -> Kind:
 def _adapt(module: Any, model: Any) -> None:
     """The first layer's table stays whole; each layer takes its heads' part of the bias and passes the whole on."""
     from headprune.layouts._t5 import WithPositionBias
-    from headprune.layouts._transformers import put_in_front
 
-    put_in_front(module, WithPositionBias)
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._t5 import WithoutHeadsWithPositionBias
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="o", cross=kind_of(module, "") == "cross", kind=WithoutHeadsWithPositionBias)
+    mix_in(module, WithPositionBias)
 
 
 SIZES: dict[str, Any] = {
@@ -78,6 +72,6 @@ LAYOUT = AttentionLayout(
     untouched=("relative_attention_bias",),
     counts=(("n_heads", "n_query_heads"), ("inner_dim", "query_width")),
     adapt=_adapt,
-    empty=_without_heads,
+    empty=without_heads("o", kind="_t5.WithoutHeadsWithPositionBias", attends=kind_of),
     families=FAMILIES,
 )

@@ -24,7 +24,7 @@ def _head_dim(module: Any) -> int:
         return int(module.head_dim)
     kind = original_class(module)
     arguments = set(inspect.signature(kind.forward).parameters) - {"self", "x", "attn_mask", "is_causal"}  # type: ignore[attr-defined]
-    if arguments or "forward" in module.__dict__ or not hasattr(module, "qkv") or not is_plain(module):
+    if arguments or not hasattr(module, "qkv") or not is_plain(module):
         must = "timm's plain attention, because the heads' total width is no attribute 'attn_dim'"
         got = f"one that takes {', '.join(sorted(arguments))}" if arguments else "one that computes something else"
         raise UnsupportedModel(f"{kind.__name__}.forward", must, got)
@@ -63,7 +63,8 @@ LAYOUT = AttentionLayout(
     policies=("group", "balanced"),
     adapt=_adapt,
     families=(
-        ("timm.Attention", TinyModule("_timm", "Attention")),
-        ("timm.Attention before 1.0.24", TinyModule("_timm", "OlderAttention")),
+        ("timm.Attention", TinyModule("_tiny_timm", "Attention")),
+        ("timm.Attention before 1.0.24", TinyModule("_tiny_timm", "OlderAttention")),
+        ("timm.AttentionRope", TinyModule("_tiny_timm", "AttentionRope")),
     ),
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.core.mixin import Mixin, original_class
+from headprune.core.mixin import Mixin, has_own_forward, original_class
 from headprune.layouts._tiny import TinyModule
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _head_dim(module: Any) -> int:
     from torch.nn import MultiheadAttention
 
     kind = original_class(module)
-    if getattr(kind, "forward", None) is not MultiheadAttention.forward or "forward" in module.__dict__:
+    if getattr(kind, "forward", None) is not MultiheadAttention.forward or has_own_forward(module):
         hint = "Describe it with a layout of your own whose 'exposed' computes the same."
         raise UnsupportedModel(f"{kind.__name__}.forward", "that of torch.nn.MultiheadAttention", "another one", hint)
     return int(module.head_dim)
@@ -73,8 +73,8 @@ LAYOUT = AttentionLayout(
     products=_projecting,  # the projections of the input are no modules
     exposed=Exposed,
     families=(
-        ("torch.nn.MultiheadAttention", TinyModule("_torch_multi_head", "Mixed")),
-        ("torch.nn.TransformerEncoder", TinyModule("_torch_multi_head", "Encoder")),
-        ("torch.nn.TransformerDecoder", TinyModule("_torch_multi_head", "Decoder")),
+        ("torch.nn.MultiheadAttention", TinyModule("_tiny_torch_multi_head", "Mixed")),
+        ("torch.nn.TransformerEncoder", TinyModule("_tiny_torch_multi_head", "Encoder")),
+        ("torch.nn.TransformerDecoder", TinyModule("_tiny_torch_multi_head", "Decoder")),
     ),
 )

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import encoder_decoder
 from headprune.layouts.t5 import SIZES, kind_of
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="o", cross=kind_of(module, "") == "cross")
-
 
 LAYOUT = AttentionLayout(
     name="umt5",
@@ -33,6 +25,6 @@ LAYOUT = AttentionLayout(
         ("inner_dim", "query_width"),
         ("relative_attention_bias.embedding_dim", "n_query_heads"),
     ),
-    empty=_without_heads,
+    empty=without_heads("o", attends=kind_of),
     families=(("umt5", encoder_decoder("UMT5ForConditionalGeneration", **SIZES)),),
 )

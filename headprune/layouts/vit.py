@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab
-from headprune.core.mixin import Mixin
+from headprune.core.layout import AttentionLayout, HeadSlab
+from headprune.core.mixin import Mixin, mix_in
+from headprune.layouts._empty import without_heads
 from headprune.layouts._tiny import images
 
 if TYPE_CHECKING:
     from headprune.core.heads import Kind
 
 
+_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
+
+
 class PresentHeadsOfMask(Mixin):
     """Put in front of a cut attention whose mask comes for all heads."""
 
-    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        from headprune.layouts._transformers import present_heads
+
         if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] != 1:
-            attention_mask = attention_mask[:, list(getattr(self, STATE_ATTRIBUTE).heads)]
+            attention_mask = present_heads(self, attention_mask, 1)
         return super().forward(hidden_states, attention_mask, **kwargs)  # type: ignore[misc]
 
 
@@ -32,16 +38,9 @@ def _kind(module: Any, name: str) -> Kind:
 
 def _adapt(module: Any, model: Any) -> None:
     """Takes its heads' part of a position bias that the model keeps for all heads (BEiT)."""
-    from headprune.layouts._transformers import put_in_front
-
-    if any("relative_position_bias_table" in m._parameters for m in model.modules()):
-        put_in_front(module, PresentHeadsOfMask)
-
-
-def _without_heads(module: Any) -> None:
-    from headprune.layouts._transformers import without_heads
-
-    without_heads(module, gate="o_proj")
+    # By the settings: the table itself may lie outside of ``model``, where that is a part of a larger one.
+    if any(getattr(getattr(module, "config", None), name, False) for name in _BIASES):
+        mix_in(module, PresentHeadsOfMask)
 
 
 _SIZES: dict[str, Any] = {
@@ -81,6 +80,6 @@ LAYOUT = AttentionLayout(
         ("embed_dim", "query_width"),
     ),
     adapt=_adapt,
-    empty=_without_heads,
+    empty=without_heads("o_proj"),
     families=FAMILIES,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab
+from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.core.mixin import Mixin
 from headprune.layouts._tiny import speech
 
@@ -21,26 +21,26 @@ class CalledProjections(Mixin):
     ) -> Any:
         from torch.nn.functional import dropout
 
+        from headprune.layouts._transformers import present_heads
+
         size, length, _ = hidden_states.shape
-        state = getattr(self, STATE_ATTRIBUTE, None)
-        heads = list(range(self.num_heads) if state is None else state.heads)
         if position_bias is None:
             position_bias = self.compute_bias(length, length).repeat(size, 1, 1)  # [batch * all heads, query, key]
 
-        parts = hidden_states.unflatten(-1, (-1, self.head_dim))[:, :, heads].transpose(1, 2)
+        parts = present_heads(self, hidden_states.unflatten(-1, (-1, self.head_dim)), 2).transpose(1, 2)
         gates = self.gru_rel_pos_linear(parts).unflatten(-1, (2, 4)).sum(-1).sigmoid()  # [batch, heads, query, 2]
         strength = gates[..., :1] * (gates[..., 1:] * self.gru_rel_pos_const - 1.0) + 2.0
-        scores = strength * position_bias.unflatten(0, (size, -1))[:, heads]
+        scores = strength * present_heads(self, position_bias.unflatten(0, (size, -1)), 1)
         if attention_mask is not None:
             scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], float("-inf"))
 
-        shape = (size, length, len(heads), self.head_dim)
+        shape = (size, length, self.num_heads, self.head_dim)
         query = self.q_proj(hidden_states).view(shape).transpose(1, 2) * self.scaling
         key, value = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.k_proj, self.v_proj))
         weights = (scores + query @ key.transpose(-1, -2)).softmax(-1)
         weights = dropout(weights, self.dropout, self.training)
         output = self.out_proj((weights @ value).transpose(1, 2).flatten(2))
-        return output, weights.mean(1, keepdim=True).expand(shape[0], len(heads), length, length), position_bias
+        return output, weights.mean(1, keepdim=True).expand(size, self.num_heads, length, length), position_bias
 
 
 FAMILIES = (

@@ -1,5 +1,8 @@
 """x-transformers' `Attention`: `to_q to_k to_v to_out`; query head h shares key/value head h mod kv_heads.
 
+Only the policy ``group`` is allowed: its code finds a query head's key/value head by the place the query head is in,
+h mod kv_heads, which goes on to hold only where whole groups leave.
+
 Its kind is ``causal`` by its own flag and ``self`` otherwise: cross-attention is the same module with a context. What
 passes from one layer's heads to another's (value residuals, residual attention) and biases for all heads that a parent
 hands out (ALiBi, relative positions) are refused, as are latents, talking heads and gates over several heads.
@@ -90,7 +93,7 @@ LAYOUT = AttentionLayout(
     adapt=_adapt,
     empty="refuse",
     families=(
-        ("x_transformers.Encoder", TinyModule("_x_transformers", "Encoder")),
-        ("x_transformers.Decoder", TinyModule("_x_transformers", "Decoder")),
+        ("x_transformers.Encoder", TinyModule("_tiny_x_transformers", "Encoder")),
+        ("x_transformers.Decoder", TinyModule("_tiny_x_transformers", "Decoder")),
     ),
 )

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from headprune.attention.linear import projections
+from headprune.attention.linear import base_of, is_conv1d, projections
 from headprune.core.errors import UnsupportedModel
+from headprune.core.layout import Cached
 from headprune.core.scores import Cost, CostTable
 from headprune.core.slabs import freed_groups, kept_rows
 from headprune.model.expose import exposed
+from headprune.model.fit import lookup, slab_length
 from headprune.model.losses import Loss
 from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
-from headprune.model.sites import BoundSite, bind, find_sites, lookup, slab_length, unwrap
+from headprune.model.sites import BoundSite, bind, find_sites, unwrap
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
 
     def gate(site: BoundSite) -> Any:
         found = [lookup(site.module, s.path) for s in site.slabs if "value" in s.units]
-        values = [getattr(v, "base_layer", v) for v in found]
+        values = [base_of(v) for v in found]
 
         def count(module: nn.Module, args: tuple[Any, ...]) -> None:
             name, length = site.site.name, args[0].shape[1 - site.layout.batch_axis]
@@ -134,7 +136,7 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
         if all(isinstance(lookup(s.module, slab.path), Tensor) for slab in s.slabs if "value" in slab.units)
     ]
     for module in unwrap(model).modules():
-        if isinstance(module, nn.Linear) or hasattr(module, "nf"):
+        if isinstance(module, nn.Linear) or is_conv1d(module):
             handles.append(module.register_forward_hook(linear))
         elif isinstance(module, _ConvNd):
             handles.append(module.register_forward_hook(convolution))
@@ -153,7 +155,9 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
         macs_fixed=fixed[0] + sum(n * c.fixed for n, c in (*layers, *heads)),
         macs_per_token=sum(n * c.per_token for n, c in (*layers, *heads)),
         macs_per_pair=sum(n * c.per_pair for n, c in heads),
-        kv_bytes=sum(_cache_bytes(s, len(s.site.heads), s.site.geometry.n_kv_heads) for s in everywhere),
+        kv_bytes=sum(
+            _cache_bytes(s, len(s.site.heads), s.site.geometry.n_kv_heads) + _shared_bytes(s) for s in everywhere
+        ),
     )
     return CostTable(total, units[: len(bound)], seen.length)
 
@@ -182,11 +186,30 @@ def _products(bound: BoundSite, seen: _Seen) -> _Count:
 
 
 def _cache_bytes(bound: BoundSite, n_query_heads: int, n_kv_heads: int) -> int:
-    """Bytes a token of so many heads in a cache."""
-    site, cached = bound.site, bound.layout.cached
-    count = {"key/value": n_kv_heads, "query": n_query_heads, "none": 0}
-    n_heads = count[cached(bound.module) if callable(cached) else cached] if site.kind == "causal" else 0
-    return n_heads * (site.head_dim + site.value_dim) * next(bound.module.parameters()).element_size()
+    """Bytes a token that so many heads have in a cache for themselves."""
+    site, cached = bound.site, _cached(bound)
+    if cached is None or isinstance(cached, int):
+        return 0
+    n_heads = {"key/value": n_kv_heads, "query": n_query_heads}[cached]
+    return n_heads * (site.head_dim + site.value_dim) * _element_size(bound)
+
+
+def _shared_bytes(bound: BoundSite) -> int:
+    """Bytes a token that all heads of a site share in a cache, and that stay as long as one of them does."""
+    cached = _cached(bound)
+    return cached * _element_size(bound) if isinstance(cached, int) and bound.site.heads else 0
+
+
+def _cached(bound: BoundSite) -> Cached | None:
+    """What a cache holds of a site; None where it has none."""
+    if bound.site.kind != "causal":
+        return None
+    cached = bound.layout.cached
+    return cached(bound.module) if callable(cached) else cached
+
+
+def _element_size(bound: BoundSite) -> int:
+    return next(bound.module.parameters()).element_size()
 
 
 def unit_costs(bound: BoundSite, seen: _Seen | None = None) -> tuple[Cost, ...]:

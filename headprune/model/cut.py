@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.attention.linear import cut_features, projections, recount_, replace_features_
+from headprune.attention.linear import check_plain, cut_features, is_conv1d, projections, recount_, replace_features_
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
 from headprune.core.mixin import mix_in
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
+from headprune.model.refusals import check_cut
 from headprune.model.sites import BoundSite, lookup, unwrap
 
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
+_HOMES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass
 class Undo:
     """Everything a cut replaced, so that it can be put back as it was."""
 
-    parameters: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    children: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
+    contents: list[tuple[nn.Module, dict[str, dict[str, Any]]]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
     classes: list[tuple[nn.Module, type]] = field(default_factory=list)
 
@@ -37,20 +38,17 @@ class Undo:
         """Notes tensors, attributes, children and class of a module and of those in it; call before any change."""
         for part in module.modules():
             self.classes.append((part, type(part)))
-            self.children.append((part, dict(part._modules)))
-            self.parameters += [(part, n, p) for n, p in part._parameters.items()]
-            self.parameters += [(part, n, b) for n, b in part._buffers.items()]
+            self.contents.append((part, {home: dict(part.__dict__[home]) for home in _HOMES}))
             self.attributes.append((part, {k: v for k, v in part.__dict__.items() if k not in _KEPT_BY_TORCH}))
 
     def restore(self) -> None:
         """Puts everything back."""
         for module, kind in self.classes:
             module.__class__ = kind
-        for module, children in self.children:
-            module._modules.clear()
-            module._modules.update(children)
-        for module, name, tensor in self.parameters:
-            (module._parameters if name in module._parameters else module._buffers)[name] = tensor
+        for module, contents in self.contents:
+            for home, content in contents.items():
+                module.__dict__[home].clear()
+                module.__dict__[home].update(content)
         for module, plain in self.attributes:
             for name in [k for k in module.__dict__ if k not in _KEPT_BY_TORCH and k not in plain]:
                 del module.__dict__[name]
@@ -86,11 +84,10 @@ class _Cut:
                 yield part, cut_features(part, self.slab.axis, self.rows, self.where)
             return
         parent, _, name = self.slab.path.rpartition(".")
+        owner = self.bound.module.get_submodule(parent)
+        check_plain(self.target, self.where, kind=nn.Parameter if name in owner._parameters else Tensor)
         index = torch.tensor(self.rows, dtype=torch.long, device=self.target.device)
-        yield (
-            self.bound.module.get_submodule(parent),
-            {name: self.target.detach().index_select(int(self.slab.axis), index)},
-        )
+        yield owner, {name: self.target.detach().index_select(int(self.slab.axis), index)}
 
     def shorten_(self) -> None:
         """Keeps the kept modules of a list."""
@@ -112,8 +109,8 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
         What puts the model back.
 
     Raises:
-        UnsupportedModel: a projection that cannot be cut, a parameter shared with one that is not cut, or a site
-            that must keep a head.
+        UnsupportedModel: a projection that cannot be cut, a parameter shared with one that is not cut, a site that
+            must keep a head, or what ``check_cut`` refuses.
     """
     work: list[tuple[BoundSite, tuple[int, ...], HeadGeometry]] = []
     cuts: list[_Cut] = []
@@ -129,6 +126,7 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
         before, positions = b.site.geometry, [b.site.heads.index(h) for h in keep]
         work.append((b, keep, before.keep(positions)))
         cuts += [_Cut(b, s, _rows(s, before, positions)) for s in b.slabs]
+    check_cut(model, [(c.bound, c.slab.path) for c in cuts])
     plan = _new_tensors(model, cuts)
     undo = Undo()
     try:
@@ -199,7 +197,7 @@ def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, di
 
 
 def _install(owner: nn.Module, tensors: dict[str, Tensor]) -> None:
-    if "weight" in tensors and (isinstance(owner, nn.Linear) or hasattr(owner, "nf")):
+    if "weight" in tensors and (isinstance(owner, nn.Linear) or is_conv1d(owner)):
         replace_features_(owner, tensors)
         return
     for name, tensor in tensors.items():

@@ -7,15 +7,17 @@ from torch import nn
 
 
 def example_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """A small made-up batch of tokens (one row padded), images or waves; None for a model that takes something else."""
+    """A small made-up batch of tokens (one row padded), or of images or waves in the weights' dtype; None for a model
+    that takes something else."""
     config = getattr(model, "config", None)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     takes = getattr(model, "main_input_name", "input_ids")
     generator = torch.Generator().manual_seed(0)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if isinstance(size, int) and isinstance(channels, int):
-        return {"pixel_values": torch.rand(2, channels, size, size, generator=generator)}
+        return {"pixel_values": torch.rand(2, channels, size, size, generator=generator).to(dtype)}
     if takes == "input_values":
-        return {"input_values": torch.randn(2, 4000, generator=generator)}
+        return {"input_values": torch.randn(2, 4000, generator=generator).to(dtype)}
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int) or takes != "input_ids":
         return None

@@ -57,10 +57,11 @@ def check_plan(model: nn.Module, sites: Iterable[AttentionSite], plan: PruningPl
     hint = "Score and select on this model, or load the model that the plan was made for; if it was made for some sites"
     hint += " only, pass the same sites=."
     if have != want:
-        differing = sorted(k for k in have.keys() | want.keys() if have.get(k) != want.get(k))
-        first = differing[0]
+        differing = [k for k in have.keys() | want.keys() if have.get(k) != want.get(k)]
+        first = min(differing, key=lambda k: (k in have, k))  # what is missing says most
         must = f"for a model with {want.get(first, 'no')} heads at {first!r}, like the plan's"
-        got = f"{have.get(first, 'no')} heads there ({len(differing)} of {len(have | want)} sites differ)"
+        there = f"{have[first]} heads there" if first in have else "one without such a site"
+        got = f"{there} ({len(differing)} of {len(have | want)} sites differ)"
         raise PlanMismatch("plan", must, got, hint)
     if not isinstance(plan, PruningPlan) or plan.model is None:
         return []

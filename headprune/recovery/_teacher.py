@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from tqdm.auto import tqdm
 
 from headprune.core.errors import HeadPruneError, InvalidValue, PlanMismatch, UnsupportedModel
 from headprune.core.heads import AttentionSite
-from headprune.model.expose import exposed
+from headprune.model.contexts import reading, wide
 from headprune.model.fingerprint import fingerprint
-from headprune.model.running import batch_size, device_of, to_device, token_mask, undisturbed
+from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind
 
 _MUST = "the model that the pruned one was cut from"
@@ -50,42 +49,6 @@ def _words(model: nn.Module, bound: Sequence[BoundSite]) -> str:
     return f"{type(model).__name__} with {sum(b.site.n_query_heads for b in bound)} heads at {len(bound)} sites"
 
 
-class _Mean:
-    """A forward pre-hook that averages columns of a projection's input over the tokens that are no padding."""
-
-    def __init__(self, bound: BoundSite, columns: Sequence[int]) -> None:
-        self.bound, self.columns = bound, columns
-        self.batch: Any = None
-        self.total: Tensor | None = None
-        self.count = 0
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x = args[0].detach()
-        if self.bound.layout.batch_axis == 1 and x.ndim == 3:
-            x = x.transpose(0, 1)
-        mask = token_mask(self.batch, (x.shape[0], x.shape[1]))
-        # Chosen, not multiplied by 0: attention may leave NaN at padding.
-        tokens = x.flatten(0, -2) if mask is None or x.ndim != 3 else x[mask]
-        wide = torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64
-        index = torch.tensor(self.columns, dtype=torch.long, device=x.device)
-        total = tokens.index_select(1, index).to(wide).sum(0)
-        self.total = total if self.total is None else self.total + total
-        self.count += len(tokens)
-
-    def mean(self) -> Tensor:
-        name = self.bound.site.name
-        if self.total is None:
-            must = f"a module that runs when {type(self.bound.module).__name__} does"
-            raise UnsupportedModel(f"{name}.{self.bound.layout.gate}", must, "one that no batch reached")
-        if not self.count:
-            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
-        mean = self.total / self.count
-        if not bool(torch.isfinite(mean).all()):
-            hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(f"the teacher's mean head output at {name}", "finite", "NaN or infinite", hint)
-        return mean
-
-
 def mean_contexts(
     teacher: nn.Module,
     wanted: Sequence[tuple[BoundSite, Sequence[int]]],
@@ -110,21 +73,41 @@ def mean_contexts(
     Raises:
         InvalidValue: no batches, nothing but padding, or means that are not finite.
     """
-    means = [_Mean(bound, columns) for bound, columns in wanted]
+    totals: list[Tensor | None] = [None] * len(wanted)
+    counts = [0] * len(wanted)
+
+    def take(number: int, x: Tensor, counted: Tensor | None) -> None:
+        # Chosen, not multiplied by 0: attention may leave NaN at padding.
+        tokens = x.flatten(0, 1) if counted is None else x[counted]
+        columns = torch.tensor(wanted[number][1], dtype=torch.long, device=x.device)
+        total = tokens.index_select(1, columns).to(wide(x)).sum(0)
+        before = totals[number]
+        totals[number] = total if before is None else before + total
+        counts[number] += len(tokens)
+
     device = device_of(teacher)
     examples = 0
-    with ExitStack() as stack:
-        stack.enter_context(undisturbed(teacher))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(exposed(m.bound for m in means))
-        for mean in means:
-            stack.callback(mean.bound.gate.register_forward_pre_hook(mean).remove)
+    bound = [b for b, _ in wanted]
+    with undisturbed(teacher), torch.no_grad(), reading(teacher, bound, take) as begin:
         for number, batch in enumerate(tqdm(batches, desc="teacher", disable=not progress, leave=False)):
             examples += batch_size(batch, f"batch {number}")
             batch = to_device(batch, device)
-            for mean in means:
-                mean.batch = batch
+            begin(batch)
             run(teacher, batch)
     if not examples:
         raise InvalidValue("batches", "at least one batch", "an empty iterable")
-    return [m.mean() for m in means], examples
+    return [_mean(*of_site) for of_site in zip(bound, totals, counts, strict=True)], examples
+
+
+def _mean(bound: BoundSite, total: Tensor | None, count: int) -> Tensor:
+    name = bound.site.name
+    if total is None:
+        must = f"a module that runs when {type(bound.module).__name__} does"
+        raise UnsupportedModel(f"{name}.{bound.layout.gate}", must, "one that no batch reached")
+    if not count:
+        raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
+    mean = total / count
+    if not bool(torch.isfinite(mean).all()):
+        hint = "Look for NaN or infinite values in the batches."
+        raise InvalidValue(f"the teacher's mean head output at {name}", "finite", "NaN or infinite", hint)
+    return mean

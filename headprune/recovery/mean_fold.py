@@ -53,7 +53,7 @@ class MeanFold(Recovery):
     def recover_(self, job: Job) -> Outcome:
         """Raises:
         PlanMismatch: the teacher is not what the model was cut from.
-        UnsupportedModel: an output projection that is no plain one, or one whose bias belongs to another module too.
+        UnsupportedModel: no output projection, one that is no plain one, or one whose bias belongs to another module.
         InvalidValue: no data; the model is as it was, here as in every other case.
         """
         assert job.teacher is not None
@@ -82,6 +82,8 @@ def _folds(model: nn.Module, pairs: list[tuple[BoundSite, BoundSite]]) -> tuple[
             continue
         seen.add(id(gate))
         held += len(gone) - len(heads)
+        if heads and not theirs.layout.gate:
+            raise UnsupportedModel(ours.site.name, "an attention with an output projection", "one without")
         if heads:
             slab = next(s for s in theirs.layout.slabs if s.path == theirs.layout.gate)
             positions = [theirs.site.heads.index(h) for h in heads]

@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
+    "draw_agreement": "headprune.report.agreement",
     "render_html": "headprune.report.html",
     "render_markdown": "headprune.report.markdown",
     "write_report": "headprune.report.write",
 }
 
-__all__ = ["render_html", "render_markdown", "write_report"]
+__all__ = ["draw_agreement", "render_html", "render_markdown", "write_report"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,6 +31,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from headprune.report.agreement import draw_agreement
     from headprune.report.html import render_html
     from headprune.report.markdown import render_markdown
     from headprune.report.write import write_report

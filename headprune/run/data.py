@@ -96,8 +96,8 @@ def load_rows(recipe: Recipe) -> RawData:
     return RawData(splits, label, labels, facts, parts, source.warnings)
 
 
-def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation) -> Data:
-    """Encodes every row with the model's own tokenizer or image processor."""
+def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype: torch.dtype = torch.float32) -> Data:
+    """Encodes every row with the model's own tokenizer or image processor; pixels get the model's ``dtype``."""
     section = recipe.data
     pixels = None
     if recipe.task == "image_classification" and preparation.processor is None and section.normalise is not False:
@@ -110,7 +110,7 @@ def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation) -> Data:
         for i, example in enumerate(rows if recipe.task == "causal_lm" else ()):
             if len(example["input_ids"]) < 2:
                 raise InvalidValue(f"data: {name}, row {i}", "at least two tokens long", len(example["input_ids"]))
-    return Data(examples, Collate(preparation.pad), recipe.seed)
+    return Data(examples, Collate(preparation.pad, dtype=dtype), recipe.seed)
 
 
 def _columns(section: DataSection, task: Task, label: str) -> dict[str, str]:

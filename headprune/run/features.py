@@ -111,10 +111,12 @@ class Collate:
     Args:
         pad: The token number at padded places.
         side: Where padding goes; ``left`` for generation.
+        dtype: Of the pixels: not every model casts them to that of its weights.
     """
 
     pad: int = 0
     side: str = "right"
+    dtype: torch.dtype = torch.float32
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         if not examples:
@@ -123,7 +125,7 @@ class Collate:
 
     def _column(self, name: str, values: list[Any]) -> Tensor:
         if isinstance(values[0], Tensor):
-            return torch.stack(values)
+            return torch.stack(values).to(self.dtype)
         if not isinstance(values[0], list):
             return torch.tensor(values)
         longest, fill = max(map(len, values)), self.pad if name == "input_ids" else _PADDING.get(name, 0)

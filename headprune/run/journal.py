@@ -21,7 +21,7 @@ SCORES = "scores.json"
 MODEL = "model"
 BASE = "base"
 ROWS = "rows.json"
-_FILES = (RECORD, PLAN, SCORES, ROWS, "report.html", "report.md")
+_FILES = (RECORD, PLAN, SCORES, "scores.samples.safetensors", ROWS, "report.html", "report.md")
 _FOLDERS = {MODEL: "headprune.json", BASE: "config.json"}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.run.adapters import is_adapter, merged
 from headprune.run.recipe import Recipe, Task
 
 _AUTO = {
@@ -125,7 +126,17 @@ def load_model(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
         loaded = Loaded(_fresh(recipe, labels)) if recipe.model.path is None else _from_path(recipe, labels)
     finally:
         torch.random.set_rng_state(outside)
-    return Loaded(loaded.model.to(getattr(torch, recipe.model.dtype)).eval(), loaded.warnings)
+    model = loaded.model if recipe.model.dtype is None else loaded.model.to(getattr(torch, recipe.model.dtype))
+    return Loaded(model.eval(), (*loaded.warnings, *_precision_notes(recipe, model)))
+
+
+def _precision_notes(recipe: Recipe, model: nn.Module) -> tuple[str, ...]:
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    trained = recipe.train is not None or any(step.method == "finetune" for step in recipe.recover)
+    if dtype.itemsize > 2 or not trained:
+        return ()
+    name = str(dtype).removeprefix("torch.")
+    return (f"the weights are trained in {name}, where small steps are lost; model.dtype: float32 keeps them",)
 
 
 def model_config(recipe: Recipe) -> Any:
@@ -156,7 +167,9 @@ def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     if (Path(resolve_path(path)) / MANIFEST).is_file():
         return Loaded(_cut_before(recipe, labels, kind))
     more = {} if recipe.task == "causal_lm" else {"ignore_mismatched_sizes": True}
-    settings = {**_head(recipe.task, labels), **more, "dtype": getattr(torch, recipe.model.dtype)}
+    _refuse_remote_code(_loaded(transformers.AutoConfig, path, "model.path"), path, "model.path")
+    dtype = getattr(torch, recipe.model.dtype) if recipe.model.dtype else "auto"
+    settings = {**_head(recipe.task, labels), **more, "dtype": dtype}
     loaded: tuple[nn.Module, Any] = _loaded(kind, path, "model.path", output_loading_info=True, **settings)
     model, info = loaded
     missing, mismatched = set(info["missing_keys"]), {key[0] for key in info["mismatched_keys"]}
@@ -201,6 +214,10 @@ def _cut_before(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:
 
 def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
     folder = resolve_path(path, where)
+    if is_adapter(Path(folder)):
+        hint = "Merge them first: headprune prune --merge-adapters does, and so does, in Python, "
+        hint += "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(merged)."
+        raise InvalidValue(where, "a folder with a whole model", f"{path!r}, PEFT adapters only", hint)
     try:
         return kind.from_pretrained(folder, **settings)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -235,10 +252,11 @@ def _fresh(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
 
 
 def open_model(path: str, where: str = "MODEL") -> nn.Module:
-    """Any model in a folder or on the hub: one that headprune cut, or one that Transformers loads by its own class.
+    """Any model in a folder or on the hub, in its own dtype: one that headprune cut, one that Transformers loads by its
+    own class, or PEFT adapters, merged into their base.
 
     Raises:
-        InvalidValue: no model there.
+        InvalidValue: no model there, or one that runs code of its own.
         CheckpointError: a damaged folder of ours.
     """
     import transformers
@@ -248,13 +266,28 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
     folder = Path(resolve_path(path, where))
     if (folder / MANIFEST).is_file():
         return from_pretrained(folder)
+    if is_adapter(folder):
+        return merged(folder, where, _loaded)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InvalidValue(where, "a model folder", f"{path!r} without config.json")
     config = _loaded(transformers.AutoConfig, path, where)
+    _refuse_remote_code(config, path, where)
     name = next(iter(config.architectures or ()), None)
     kind = getattr(transformers, str(name), transformers.AutoModel)
-    model: nn.Module = _loaded(kind, path, where, dtype=torch.float32)
+    model: nn.Module = _loaded(kind, path, where, dtype="auto")
     return model.eval()
+
+
+def _refuse_remote_code(config: Any, path: str, where: str) -> None:
+    """Words for a folder that ``format="remote-code"`` wrote: the plain class would fail on its shapes."""
+    if getattr(config, "headprune_heads", None) is None:
+        return
+    auto = next((n for n in config.auto_map if n not in ("AutoModel", "AutoModelForPreTraining")), "AutoModel")
+    hint = "headprune's commands run no code out of a folder. "
+    hint += f"In Python: transformers.{auto}.from_pretrained({path!r}, trust_remote_code=True). "
+    hint += "To go on cutting, keep a folder in the format 'headprune' too."
+    got = f"{path!r}, a checkpoint in the format 'remote-code', which runs the modelling file beside its weights"
+    raise InvalidValue(where, "a model that Transformers or headprune opens by itself", got, hint)
 
 
 def longest_input(model: nn.Module) -> int | None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headprune.core.heads import Policy
 from headprune.core.plan import Budget
 
 Task = Literal["text_classification", "regression", "token_classification", "causal_lm", "image_classification"]
@@ -27,13 +28,13 @@ class ModelSection(Section):
         path: A local folder, a hub name, or ``package:NAME/FOLDER``, a folder inside an installed package.
         class_name: A Transformers class.
         config: Keyword arguments of that class's configuration.
-        dtype: Of the weights.
+        dtype: Of the weights; where it is left out, that of the checkpoint, and float32 for a fresh model.
     """
 
     path: str | None = None
     class_name: str | None = None
     config: dict[str, Any] = {}
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
 
 
 class DataSection(Section):
@@ -137,12 +138,14 @@ class SelectSection(BudgetSection):
     Args:
         selector: Registered name.
         settings: The selector's settings.
+        policy: Which heads may leave where several query heads share a key/value head (see ``headprune.find_sites``).
         sites: Budgets by kind of attention (self, causal, cross) or by a pattern over the sites' names; each group
             meets its own by itself, and sites that are not named keep every head.
     """
 
     selector: str = "global_topk"
     settings: dict[str, Any] = {}
+    policy: Policy = "group"
     sites: dict[str, BudgetSection] = {}
 
     @property

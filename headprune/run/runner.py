@@ -32,10 +32,11 @@ def run_recipe(
 ) -> RunRecord:
     """Runs a recipe and leaves everything in one folder.
 
-    The folder gets ``record.json`` (written again after every stage), ``rows.json``, ``scores.json``, ``plan.json``,
-    the cut model in ``model/`` with its tokenizer or image processor, ``report.html`` and ``report.md``, and, where the
-    run trained it, the uncut model in ``base/``. ``rows.json`` says which rows were used: for every purpose the split
-    they come from and their numbers there, under the same ``digest`` as in the record's ``rows``.
+    The folder gets ``record.json`` (written again after every stage), ``rows.json``, ``scores.json`` with its samples
+    beside it (``scores.samples.safetensors``), ``plan.json``, the cut model in ``model/`` with its tokenizer or image
+    processor, ``report.html`` and ``report.md``, and, where the run trained it, the uncut model in ``base/``.
+    ``rows.json`` says which rows were used: for every purpose the split they come from and their numbers there, under
+    the same ``digest`` as in the record's ``rows``.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
@@ -102,7 +103,8 @@ def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
         plan = stages.choose_heads(subject, scored.chosen)
         plan.save(folder / PLAN)
         journal.note(plan=plan)
-        journal.tell(plan.title)
+        for line in (plan.title, *plan.notes):
+            journal.tell(line)
     with journal.stage("compare"):
         stages.compare_plans(subject, scored, plan)
     with journal.stage("prune"):

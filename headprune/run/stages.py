@@ -49,7 +49,7 @@ def score_heads(subject: Subject) -> Scored:
     weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     batches = subject.data.batches("calibration", wanted.batch_size)
-    found = score(subject.model, batches, [chosen, *weights, *draws], progress=False)
+    found = score(subject.model, batches, [chosen, *weights, *draws], sites=subject.sites, progress=False)
     first, rest = found[0], found[1:]
     subject.journal.note(scores=first, seeds={"random": seeds} if seeds else {})
     subject.journal.tell(first.title)

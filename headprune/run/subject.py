@@ -13,10 +13,11 @@ from torch import nn
 
 from headprune import recovery
 from headprune.bench.quality import evaluate
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.files import write_atomic
+from headprune.core.heads import Policy
 from headprune.core.record import QualityRow
-from headprune.model.sites import find_sites
+from headprune.model.sites import Sites, find_sites
 from headprune.recovery._api import recover_
 from headprune.run.data import Data, encode_rows, load_rows
 from headprune.run.journal import BASE, ROWS, Journal
@@ -56,6 +57,11 @@ class Subject:
         return self.data.collate(self.data.examples["test"][:_EXAMPLE_ROWS])
 
     @cached_property
+    def sites(self) -> Sites:
+        """The attention modules, with the policy that the recipe cuts them under."""
+        return find_sites(self.model, policy=self.recipe.select.policy)
+
+    @cached_property
     def _batches(self) -> dict[str, list[Any]]:
         return {split: self.data.evaluation(split, _EVALUATION_BATCH) for split in ("test", "validation")}
 
@@ -75,8 +81,10 @@ class Subject:
 def quiet() -> None:
     """Keeps the libraries from writing between our lines."""
     import datasets
+    import huggingface_hub
     import transformers
 
+    huggingface_hub.utils.logging.set_verbosity_error()  # every retry of a name that cannot be reached
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -101,10 +109,11 @@ def prepare_subject(recipe: Recipe, journal: Journal) -> Subject:
         loaded = load_model(recipe, raw.labels)
         model = loaded.model.to(device)
         journal.note(warnings=(*raw.warnings, *loaded.warnings))
-        data = encode_rows(recipe, raw, preparation)
+        data = encode_rows(recipe, raw, preparation, dtype=next(model.parameters()).dtype)
         _check_length(model, data)
+        sites = _located(model, recipe.select.policy)  # refused now, not after the training
         if recipe.select.sites:
-            divided(find_sites(model), recipe.select.budgets)  # refused now, not after the training
+            divided(sites, recipe.select.budgets)
         journal.tell(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
     if recipe.train is not None:
         with journal.stage("train"):
@@ -116,6 +125,18 @@ def prepare_subject(recipe: Recipe, journal: Journal) -> Subject:
             if journal.folder is not None:
                 _save_base(model, preparation, journal.folder / BASE)
     return Subject(recipe, journal, data, model, preparation)
+
+
+def _located(model: nn.Module, policy: Policy) -> Sites:
+    """The model's sites; a policy that one of its layouts does not have is the recipe's mistake."""
+    if policy == "group":
+        return find_sites(model)
+    try:
+        return find_sites(model, policy=policy)
+    except UnsupportedModel as error:
+        find_sites(model)  # raises where nothing was found at all
+        hint = f"There it must be {error.must}."
+        raise InvalidValue("select.policy", f"one that {error.where} has", repr(policy), hint) from error
 
 
 def _check_length(model: nn.Module, data: Data) -> None:

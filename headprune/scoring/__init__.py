@@ -4,20 +4,28 @@
 settings of your own.
 """
 
+import importlib
 from typing import Any
 
 from headprune.core.registry import Registry
 
 registry = Registry("scorer", "headprune.scoring", "headprune.scorers")
 
+_HOME = {
+    "Stable": "headprune.scoring._stopping",
+    "agreement": "headprune.scoring._agreement",
+    "fisher_matrix": "headprune.scoring.fisher",
+    "gate_gradients": "headprune.scoring._gradients",
+    "ggn_matrix": "headprune.scoring.ggn",
+    "rank_average": "headprune.scoring._agreement",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "gate_gradients":
-        from headprune.scoring._gradients import gate_gradients
-
-        return gate_gradients
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     return registry.class_named(name)
 
 
 def __dir__() -> list[str]:
-    return sorted(["gate_gradients", "registry", *map(registry.attribute, registry)])
+    return sorted([*_HOME, "registry", *map(registry.attribute, registry)])

@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
+from headprune.core.samples import Samples
 from headprune.core.scores import HeadScores
 from headprune.model.fingerprint import fingerprint
 from headprune.model.losses import Loss, default_loss
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, unwrap
 from headprune.scoring import registry
-from headprune.scoring._base import Problem, Scorer
+from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._stopping import Stable, read_until
 
 
 @overload
@@ -26,6 +28,7 @@ def score(
     *,
     loss: Loss | None = ...,
     sites: Iterable[AttentionSite] | None = ...,
+    until: Stable | None = ...,
     progress: bool | None = ...,
 ) -> HeadScores: ...
 
@@ -38,6 +41,7 @@ def score(
     *,
     loss: Loss | None = ...,
     sites: Iterable[AttentionSite] | None = ...,
+    until: Stable | None = ...,
     progress: bool | None = ...,
 ) -> tuple[HeadScores, ...]: ...
 
@@ -49,6 +53,7 @@ def score(
     *,
     loss: Loss | None = None,
     sites: Iterable[AttentionSite] | None = None,
+    until: Stable | None = None,
     progress: bool | None = None,
 ) -> HeadScores | tuple[HeadScores, ...]:
     """Measures how important each head is; the model is left exactly as it was.
@@ -62,10 +67,13 @@ def score(
         scorer: A registered name, a configured scorer, or several of them; several share their passes over the data.
         loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads.
         sites: Default ``find_sites(model)``.
+        until: ``hp.Stable(k=...)`` stops reading batches when the set of the k lowest is settled; the notes of the
+            scores say after how many examples. The batches must come in random order.
         progress: Show a progress bar; None shows it on a terminal.
 
     Returns:
-        HeadScores, or a tuple of them if several scorers were asked for.
+        HeadScores, or a tuple of them if several scorers were asked for; with the per-example numbers of scorers that
+        have them (``scores.samples``).
 
     Raises:
         UnknownName: no such scorer.
@@ -84,6 +92,8 @@ def score(
     scorers = [s for _, s in named]
     if not scorers:
         raise InvalidValue("scorer", "a scorer or several", "an empty list")
+    if not isinstance(until, Stable | None):
+        raise InvalidValue("score(until=)", "hp.Stable(k=...)", type(until).__name__)
     if isinstance(batches, (Mapping, Tensor, str)):
         hint = "Wrap a single batch in a list: [batch]."
         raise InvalidValue("batches", "an iterable of batches", f"a single {type(batches).__name__}", hint)
@@ -93,10 +103,11 @@ def score(
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
     with undisturbed(model):
         problem = Problem(model, bound, batches, loss or default_loss, progress)
-        if sum(s.needs_data for s in scorers) > 1:
+        problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
+        if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
         problem.measure()
-        estimates = [s.estimate(problem) for s in scorers]
+        estimates = read_until(problem, named, until) if until else [s.estimate(problem) for s in scorers]
     mark = fingerprint(model, [b.site for b in bound])
     results = tuple(
         HeadScores(
@@ -110,6 +121,8 @@ def score(
             data=problem.data if s.needs_data else None,
             seed=e.seed,
             costs=problem.costs,
+            samples=None if e.samples is None else Samples.of(e.samples.detach().cpu().numpy()),
+            notes=_notes(s, e),
         )
         for (name, s), e in zip(named, estimates, strict=True)
     )
@@ -119,3 +132,10 @@ def score(
 def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:
     sizes = [len(b.site.units) for b in bound]
     return tuple(tuple(map(float, row)) for row in flat.split(sizes))
+
+
+def _notes(scorer: Scorer, estimate: Estimate) -> tuple[str, ...]:
+    """The scorer's notes, and what it may have left to us: why there is no standard error."""
+    if scorer.needs_data and estimate.n_examples == 1 and not any("tandard error" in n for n in estimate.notes):
+        return (*estimate.notes, "No standard error: the scores rest on a single example.")
+    return estimate.notes

@@ -31,12 +31,18 @@ class Estimate:
         standard_errors: ``[units]``, or None where the scorer has none.
         n_examples: Examples that it rests on.
         seed: Of what was drawn, None where nothing was.
+        samples: ``[rows, units]``, fp64 on the CPU: independent numbers whose mean has the sampling error of the
+            values. One row an example in data order, whose mean is the values, where the formula is a mean over
+            examples; else one row a block of examples (jackknife pseudo-values). None where nothing was sampled.
+        notes: What the user should know: no standard error from one example, a fallback to a slower way.
     """
 
     values: Tensor
     standard_errors: Tensor | None = None
     n_examples: int = 0
     seed: int | None = None
+    samples: Tensor | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,14 +44,16 @@ def gate_gradients(
 def unit_gradients(problem: Problem) -> Tensor:
     """G of a problem, computed once and then shared by all scorers; fp64 on the CPU."""
     if "gradients" not in problem.shared:
-        rows = []
-        for number, batch in problem.passes("gate gradients"):
-            size = batch_size(batch)
-            gradients = _backward(problem, number, batch, [(size, len(b.site.heads)) for b in problem.bound])
-            rows.append(torch.cat([_units(b, g) for b, g in zip(problem.bound, gradients, strict=True)], 1).cpu())
-        problem.shared["gradients"] = torch.cat(rows).double()
+        rows = [loss_gradients(problem, number, batch) for number, batch in problem.passes("gate gradients")]
+        problem.shared["gradients"] = torch.cat(rows)
     found: Tensor = problem.shared["gradients"]
     return found
+
+
+def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -> Tensor:
+    """``[examples, units]``: the rows of G that a batch gives, with every gate at ``at``; fp64 on the CPU."""
+    shapes = gate_shapes(problem, batch)
+    return by_unit(problem, _backward(problem, number, batch, shapes, at)).cpu().double()
 
 
 def token_gradients(problem: Problem) -> Tensor:
@@ -63,31 +65,82 @@ def token_gradients(problem: Problem) -> Tensor:
         shapes = [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
         gradients = _backward(problem, number, batch, shapes)
         absolute = [_units(b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
-        rows.append(torch.cat(absolute, 1).cpu())
-    return torch.cat(rows).double()
+        rows.append(torch.cat(absolute, 1).cpu().double())
+    return torch.cat(rows)
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()  # whatever the caller has set: a gate made or reshaped without it is no part of the graph
-def _backward(problem: Problem, number: int, batch: Any, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def _backward(
+    problem: Problem, number: int, batch: Any, shapes: Sequence[tuple[int, ...]], at: float = 1.0
+) -> list[Tensor]:
     """Gradients of the summed losses with respect to gates of the given shapes, one a site."""
+    gates = open_gates(problem, shapes, at)
+    with gated(problem.model, gates, sites_of(problem.bound)):
+        losses = checked_losses(problem.loss, problem.model, batch, number)
+        return gate_slopes(problem, losses.sum(), gates)
+
+
+def gate_shapes(problem: Problem, batch: Any) -> list[tuple[int, ...]]:
+    """The shape of gates with one row an example, for every site."""
+    return [(batch_size(batch), len(b.site.heads)) for b in problem.bound]
+
+
+def open_gates(problem: Problem, shapes: Sequence[tuple[int, ...]], at: float = 1.0) -> dict[str, Tensor]:
+    """Gates that ask for their gradient, by site; the graph begins at the first of them, because weights are frozen."""
     gates = {}
     for b, shape in zip(problem.bound, shapes, strict=True):
         weight = next(b.module.parameters())
         wide = torch.promote_types(weight.dtype, torch.float32)
-        gates[b.site.name] = torch.ones(shape, device=weight.device, dtype=wide, requires_grad=True)
-    with gated(problem.model, gates, sites_of(problem.bound)):
-        losses = checked_losses(problem.loss, problem.model, batch, number)
-        if not losses.requires_grad:
-            must = "connected to the model's output (not detached, not under no_grad)"
-            raise InvalidValue("loss(model, batch)", must, "a tensor without a graph")
-        found = torch.autograd.grad(losses.sum(), list(gates.values()), allow_unused=True)
-    for b, gradient in zip(problem.bound, found, strict=True):
-        if gradient is None and b.site.heads:
+        gates[b.site.name] = torch.full(shape, at, device=weight.device, dtype=wide, requires_grad=True)
+    return gates
+
+
+def gate_slopes(
+    problem: Problem, total: Tensor, gates: Mapping[str, Tensor], what: str = "the loss", keep_graph: bool = False
+) -> list[Tensor]:
+    """Gradients of a number with respect to the gates of ``open_gates``, one a site; see ``gradients_of``."""
+    found = gradients_of(problem, total, [[gate] for gate in gates.values()], what, keep_graph)
+    return [gradient for (gradient,) in found]
+
+
+def gradients_of(
+    problem: Problem,
+    total: Tensor,
+    inputs: Sequence[Sequence[Tensor]],
+    what: str = "the loss",
+    keep_graph: bool = False,
+) -> list[list[Tensor]]:
+    """Gradients of a number with respect to tensors of every site, in the order of the sites.
+
+    Args:
+        problem: The problem.
+        total: A sum over examples.
+        inputs: For every site, tensors that ask for their gradient: its gate, or what it read whenever it ran.
+        what: What the number is made of, for messages.
+        keep_graph: Whether another number of the same graph follows.
+
+    Raises:
+        InvalidValue: the number has no graph, or does not depend on a site.
+    """
+    if not total.requires_grad:
+        must = "connected to the model's output (not detached, not under no_grad)"
+        raise InvalidValue("loss(model, batch)", must, "a tensor without a graph")
+    flat = [x for of_site in inputs for x in of_site]
+    found = iter(torch.autograd.grad(total, flat, allow_unused=True, retain_graph=keep_graph))
+    gradients = []
+    for b, of_site in zip(problem.bound, inputs, strict=True):
+        pairs = [(x, next(found)) for x in of_site]
+        if b.site.heads and all(gradient is None for _, gradient in pairs):
             hint = "Leave this site out with sites=, or use a loss that depends on it."
-            raise InvalidValue("the loss", f"one that depends on {b.site.name}", "no dependence on it", hint)
-    pairs = zip(gates.values(), found, strict=True)
-    return [torch.zeros_like(gate) if gradient is None else gradient for gate, gradient in pairs]
+            raise InvalidValue(what, f"one that depends on {b.site.name}", "no dependence on it", hint)
+        gradients.append([torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs])
+    return gradients
+
+
+def by_unit(problem: Problem, gradients: Sequence[Tensor]) -> Tensor:
+    """``[..., units]`` of all sites, side by side, from one tensor ``[..., heads]`` a site."""
+    return torch.cat([_units(b, g) for b, g in zip(problem.bound, gradients, strict=True)], -1)
 
 
 def _units(bound: BoundSite, gradient: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
+from headprune.scoring._averages import averaged, in_blocks
+from headprune.scoring._averages import mean_and_error as mean_and_error
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
 from headprune.scoring._gradients import token_gradients, unit_gradients
 
@@ -43,26 +45,14 @@ class Taylor(Scorer):
             raise InvalidValue("Taylor.block", "a count of examples, with reduce='batch' only", self.block)
 
     def estimate(self, problem: Problem) -> Estimate:
-        samples = token_gradients(problem) if self.reduce == "token" else unit_gradients(problem)
-        n_examples = len(samples)
-        if self.reduce == "batch":
-            samples = torch.stack([chunk.mean(0).abs() for chunk in samples.split(self.block)])
-        elif self.reduce == "signed":
-            samples = -samples
+        gradients = token_gradients(problem) if self.reduce == "token" else unit_gradients(problem)
+        if self.reduce == "signed":
+            samples = -gradients
         else:
-            samples = samples.abs()
-        values, errors = mean_and_error(samples)
+            samples = in_blocks(gradients, self.block if self.reduce == "batch" else 1).abs()
         if self.normalize == "l2":
-            norms = _layer_norms(values, [len(b.site.units) for b in problem.bound])
-            values, errors = values / norms, None if errors is None else errors / norms
-        return Estimate(values, errors, n_examples)
-
-
-def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Mean over the first axis and its standard error, None for a single sample."""
-    if len(samples) < 2:
-        return samples.mean(0), None
-    return samples.mean(0), samples.std(0) / len(samples) ** 0.5
+            samples = samples / _layer_norms(samples.mean(0), [len(b.site.units) for b in problem.bound])
+        return averaged(samples, len(gradients), row="block of examples" if self.reduce == "batch" else "example")
 
 
 def _layer_norms(values: Tensor, sizes: list[int]) -> Tensor:

@@ -38,10 +38,15 @@ def pose(scores: HeadScores, budget: Budget) -> Problem:
         length = budget.length or scores.costs.length
         costs = tuple(tuple(_price(c, budget.kind, length) for c in row) for row in scores.costs.units)
         total = _price(scores.costs.total, budget.kind, length)
-    if total == 0:
-        lacks = {"keep_heads": "no attention heads left", "keep_kv": "no KV cache"}.get(budget.kind, "no such cost")
+    if total == 0 or (budget.kind == "keep_kv" and not any(map(any, costs))):
+        lacks = {"keep_heads": "no attention heads left", "keep_kv": "no KV cache that shrinks with its heads"}
         hint = "Budget by keep_heads, keep_params or keep_macs." if budget.kind == "keep_kv" else ""
-        raise InvalidValue(f"Budget.{budget.kind}", "over what the model has", f"a model with {lacks}", hint)
+        raise InvalidValue(
+            f"Budget.{budget.kind}",
+            "over what the model has",
+            f"a model with {lacks.get(budget.kind, 'no such cost')}",
+            hint,
+        )
     fixed = total - sum(map(sum, costs))
     return Problem(scores, budget, costs, fixed, allowance(budget.amount, total) - fixed)
 

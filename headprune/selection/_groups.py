@@ -62,4 +62,5 @@ def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
         values=chosen(scores.values),
         standard_errors=None if errors is None else chosen(errors),
         costs=costs,
+        samples=None,
     )

@@ -26,24 +26,34 @@ def check_cache_budget(sites: Sequence[AttentionSite], budget: Budget) -> None:
 
 
 def cache_notes(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[str, ...]:
-    """One line for each policy other than ``group``: the key/value heads that stay, and what a cache of them keeps."""
+    """What a cache keeps where single query heads may leave: a line for each policy other than ``group``, and one for
+    layers with one key/value head in all (MQA), whatever their policy."""
+    shared = [s for s in sites if any(len(g) > 1 for g in s.groups)]
     notes = []
+    if single := [s for s in shared if s.n_kv_heads == 1]:
+        stay, cache, _ = _left(single, mask)
+        note = "MQA: the one key/value head of a layer stays as long as one of its query heads does, "
+        notes.append(f"{note}{stay} of {len(single)}; a cache of them {cache}.")
     for policy in ("balanced", "free"):
-        grouped = [s for s in sites if s.policy == policy and any(len(g) > 1 for g in s.groups)]
+        grouped = [s for s in shared if s.policy == policy and s.n_kv_heads > 1]
         if not grouped:
             continue
-        before = after = whole = left = 0
-        uneven = False
-        for site in grouped:
-            counts = [sum(h in mask.kept(site.name) for h in group) for group in site.groups]
-            width, stays = site.head_dim + site.value_dim, sum(n > 0 for n in counts)
-            before, after = before + len(counts), after + stays
-            whole, left = whole + width * len(counts), left + width * stays
-            uneven = uneven or len({n for n in counts if n}) > 1
-        cache = "stays as it is" if left == whole else f"shrinks to {100 * left / whole:.0f} %"
-        note = f"{policy}: {after} of {before} shared key/value heads stay, those that a kept head reads; "
-        note += f"a cache that holds each of them once {cache}."
+        stay, cache, uneven = _left(grouped, mask)
+        note = f"{policy}: {stay} of {sum(len(s.groups) for s in grouped)} shared key/value heads stay, those that a "
+        note += f"kept head reads; a cache that holds each of them once {cache}."
         if uneven:
             note += " Where groups are of unlike size, every step repeats keys and values for each query head."
         notes.append(note)
     return tuple(notes)
+
+
+def _left(sites: Sequence[AttentionSite], mask: HeadMask) -> tuple[int, str, bool]:
+    """Key/value heads that are still read, what that makes of a cache, and whether groups become unlike in size."""
+    stay = whole = left = 0
+    uneven = False
+    for site in sites:
+        counts = [sum(h in mask.kept(site.name) for h in group) for group in site.groups]
+        width, read = site.head_dim + site.value_dim, sum(n > 0 for n in counts)
+        stay, whole, left = stay + read, whole + width * len(counts), left + width * read
+        uneven = uneven or len({n for n in counts if n}) > 1
+    return stay, "stays as it is" if left == whole else f"shrinks to {100 * left / whole:.0f} %", uneven

@@ -38,6 +38,7 @@ def bundled(scores: HeadScores) -> HeadScores:
         values=tuple(values),
         standard_errors=tuple(errors) if scores.standard_errors is not None else None,
         costs=replace(scores.costs, units=tuple(costs)) if scores.costs is not None else None,
+        samples=None,
     )
 
 

@@ -20,7 +20,7 @@ from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
 from headprune.surgery.formats import card, companions, own, plain, proof, remote_code
 from headprune.surgery.formats.building import fresh
 from headprune.surgery.formats.manifest import MANIFEST as MANIFEST
-from headprune.surgery.formats.weights import INDEX, SHARDS, WEIGHTS, read
+from headprune.surgery.formats.weights import INDEX, SHARDS, WEIGHTS, check_shard_size, read
 
 Format = Literal["headprune", "transformers", "remote-code"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -77,6 +77,7 @@ def save_pretrained(
         raise CheckpointError(str(folder), "a folder", "a file")
     if processor is not None:
         companions.check(processor)
+    check_shard_size(max_shard_size)
     bound = bind(model, sites)
     if format == "headprune":
         manifest = own.write(model, bound, folder, max_shard_size)
@@ -89,7 +90,7 @@ def save_pretrained(
     built = fresh(model)
     before = None if built is None else sum(p.numel() for p in built.parameters())
     text = card.section(model, (b.site for b in bound), _loading(model, format, folder), plan, before)
-    card.write(folder, text, card.base_model(model))
+    card.write(folder, text, card.hub_name(model))
     return folder
 
 
@@ -111,7 +112,7 @@ def _reason_against(tried: Callable[[nn.Module, list[BoundSite]], Any], *cut: An
     try:
         tried(*cut)
     except UnsupportedModel as error:
-        return f"must be {error.must}, got {error.got}"
+        return f"it is {error.must}, got {error.got}"
     return None
 
 
@@ -150,7 +151,7 @@ def from_pretrained(
         raise
     except HeadPruneError as error:
         hint = "Pass from_pretrained(folder, model=...) the full-size model that it was cut from."
-        raise CheckpointError(str(folder), "a checkpoint of this model", str(error), hint) from error
+        raise CheckpointError(str(folder), "a checkpoint of this model", str(error).rstrip("."), hint) from error
     try:
         own.fill_(model, manifest, tensors, folder)
     except BaseException:
@@ -180,10 +181,12 @@ def _write_for_others(
     for original_names in (True, False):
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
             place = Path(name)
-            kind: Any = type(model) if alone else remote_code.write_code(model, place)
+            kind, body = (type(model), None) if alone else remote_code.write_code(model, place)
             config = config if alone else remote_code.config_of_cut(model, description)
             try:
                 proof.written_and_proven(kind, config, model, place, max_shard_size, original_names, example)
+                if body is not None:
+                    proof.same_tensors(body, model.base_model, place)
             except VerificationFailed as error:
                 failure = failure or error
                 continue

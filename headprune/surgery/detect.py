@@ -1,49 +1,29 @@
 """``propose_layouts``: layouts for attention modules that nobody described, each proven on an example or refused.
 
-The search runs on a copy in fp64. Where softmax attention happens is seen by running the model (``trace.py``), what
-may be heads is guessed from sizes (``guess.py``), and a guess counts once it has passed the whole proof (``prove.py``).
+The search runs on a copy in fp64. Where softmax attention happens, over how many heads and of which projections, is
+seen by running the model (``flow.py``, ``trace.py``, ``reach.py``); what else is made of heads is guessed from sizes
+(``guess.py``); and a guess counts once it has passed the whole proof (``search.py``, ``prove.py``). What fails is
+refused by name (``properties.py``).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from headprune.core.errors import HeadPruneError, UnsupportedModel, VerificationFailed
-from headprune.core.heads import AttentionSite, Policy
+from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel, VerificationFailed
 from headprune.core.layout import AttentionLayout
 from headprune.core.mixin import original_class
-from headprune.model.running import batch_size
-from headprune.model.sites import Sites, find_sites, geometry, reason_against
-from headprune.surgery.guess import guesses, kind_of
-from headprune.surgery.properties import why_not
-from headprune.surgery.prove import ROUNDING, Scratch, cut_difference, masks, prove
+from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
+from headprune.model.sites import Sites, find_sites
+from headprune.surgery.prove import Scratch, prove
+from headprune.surgery.search import Refusal, build, search, told_apart
 from headprune.surgery.trace import Core, cores
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Attention modules of one build for which no layout could be proven.
-
-    Args:
-        modules: Their qualified names.
-        kind: Their class.
-        property: Why, one of ``surgery.properties.PROPERTIES``.
-        reason: What was seen.
-    """
-
-    modules: tuple[str, ...]
-    kind: str
-    property: str
-    reason: str
-
-    def __str__(self) -> str:
-        more = f" and {len(self.modules) - 1} more" if len(self.modules) > 1 else ""
-        return f"{self.modules[0] or 'the model itself'}{more} ({self.kind}): {self.property}: {self.reason}"
 
 
 class Proposals(tuple[AttentionLayout, ...]):
@@ -93,6 +73,10 @@ def propose_layouts(model: nn.Module, example: Any, layouts: Iterable[AttentionL
     Returns:
         The layouts; ``.refused`` says which modules were not taken and why, printing it shows both.
 
+    Raises:
+        InvalidValue: an example that the model does not take, or a single one.
+        UnsupportedModel: a model that cannot be copied.
+
     >>> import torch
     >>> from torch import nn
     >>> class Mine(nn.Module):
@@ -109,37 +93,71 @@ def propose_layouts(model: nn.Module, example: Any, layouts: Iterable[AttentionL
     1: 4 heads of width 4 (detected_mine, self)
     """
     layouts = tuple(layouts)
+    _check(model, example)
     try:
         scratch = Scratch(model, example)
-        seen = cores(scratch)
     except VerificationFailed as error:
-        return Proposals((), {}, [Refusal(("",), type(model).__name__, "does not run in fp64", str(error))])
-    modules = dict(scratch.model.named_modules())
+        _check_own_run(model, example)
+        name = "random in evaluation mode" if error.got == "random outputs" else "does not run in fp64"
+        return Proposals((), {}, [Refusal(("",), type(model).__name__, name, str(error))])
+    seen = cores(scratch)
     taken = _taken(scratch.model, layouts)
-    alike: dict[Any, list[Core]] = {}
-    for core in sorted(seen, key=lambda c: -c.name.count(".")):  # inner ones first
-        alike.setdefault(_build(modules[core.name]), []).append(core)
+    if not seen and not taken:
+        none = Refusal(("",), type(model).__name__, "no softmax attention", "none was seen on this example")
+        return Proposals((), {}, [none])
     proven: dict[str, tuple[tuple[str, ...], float]] = {}
     chosen: list[AttentionLayout] = []
     refused: list[Refusal] = []
-    for cores_alike in alike.values():
-        group = [c for c in cores_alike if not _covered(c.name, taken)]
+    groups = _alike(scratch, seen, taken)
+    for group in groups:
+        group = [c for c in group if not _covered(c.name, taken)]
         if not group:
             continue
-        answer = _search(scratch, group)
+        answer = search(scratch, group)
+        if not isinstance(answer, Refusal):
+            answer = told_apart(scratch, answer, group, groups)
         if isinstance(answer, Refusal):
             refused.append(answer)
             continue
         layout, difference = answer
         same = next((c for c in chosen if replace(c, name=layout.name) == layout), None)
-        layout = same or replace(layout, name=_name(original_class(modules[group[0].name]), proven))
+        kind = original_class(scratch.model.get_submodule(group[0].name))
+        layout = same or replace(layout, name=_name(kind, proven))
         before, worst = proven.get(layout.name, ((), 0.0))
         proven[layout.name] = (*before, *(c.name for c in group)), max(worst, difference)
         taken += [c.name for c in group]
         chosen += [] if same else [layout]
-    order = list(modules)
+    order = [name for name, _ in scratch.model.named_modules()]
     proven = {n: (tuple(sorted(m, key=order.index)), d) for n, (m, d) in proven.items()}
     return _apart(scratch, Proposals(chosen, proven, refused), layouts)
+
+
+def _check(model: nn.Module, example: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidValue("model", "a torch.nn.Module", type(model).__name__)
+    n_examples = batch_size(example, "example")
+    if n_examples < 2:
+        hint = "With one, gates that land on the wrong axis are not told from right ones."
+        raise InvalidValue("example", "a batch of two or more examples", n_examples, hint)
+
+
+def _check_own_run(model: nn.Module, example: Any) -> None:
+    """Whether it was the example's fault that the model did not run."""
+    try:
+        with undisturbed(model), torch.no_grad():
+            call(model, to_device(example, device_of(model)))
+    except Exception as error:
+        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise InvalidValue("example", "a batch that the model takes", got) from error
+
+
+def _alike(scratch: Scratch, seen: list[Core], taken: list[str]) -> list[list[Core]]:
+    """Cores of one build together, inner ones first: of one class, with parameters, heads and widths of one size."""
+    groups: dict[Any, list[Core]] = {}
+    for core in sorted(seen, key=lambda c: -c.name.count(".")):
+        key = build(scratch, core), core.heads, core.softmax.head_dim
+        groups.setdefault(key, []).append(core)
+    return list(groups.values())
 
 
 def _taken(model: nn.Module, layouts: tuple[AttentionLayout, ...]) -> list[str]:
@@ -152,11 +170,6 @@ def _covered(name: str, taken: list[str]) -> bool:
     return any(t == name or name.startswith(f"{t}.") or not t or t.startswith(own) for t in taken)
 
 
-def _build(module: nn.Module) -> Any:
-    """What modules of one build have in common: class, parameters and their shapes."""
-    return original_class(module), tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
-
-
 def _name(kind: type, used: Iterable[str]) -> str:
     snake = re.sub(r"(?<=[a-zA-Z0-9])(?=[A-Z][a-z])", "_", kind.__name__).lower()
     name, n = f"detected_{snake}", 1
@@ -164,59 +177,6 @@ def _name(kind: type, used: Iterable[str]) -> str:
         n += 1
         name = f"detected_{snake}_{n}"
     return name
-
-
-def _search(scratch: Scratch, group: list[Core]) -> tuple[AttentionLayout, float] | Refusal:
-    """The first guess that proves itself on all modules of one build, with the difference; or why there is none."""
-    first, failures = group[0], []
-    for guess in guesses(scratch.model.get_submodule(first.name), first, batch_size(scratch.example)):
-        try:
-            sites = sites_by(scratch.model, guess, [c.name for c in group])
-        except HeadPruneError:
-            continue  # the sizes do not fit
-        try:
-            if not cut_difference(scratch, sites, masks(sites)[0]) <= ROUNDING:
-                raise VerificationFailed("the pruned model", "equal to the gated one", "other outputs")
-            difference = prove(scratch, sites)
-        except Exception as error:  # whatever the model's own code raises when it is cut wrongly
-            failures.append(error)
-            continue
-        return _with_policies(scratch, guess, sites), difference
-    return Refusal(
-        tuple(c.name for c in group),
-        original_class(scratch.model.get_submodule(first.name)).__name__,
-        *why_not(scratch.model.get_submodule(first.name), first, failures),
-    )
-
-
-def _with_policies(scratch: Scratch, layout: AttentionLayout, sites: Sites) -> AttentionLayout:
-    """The layout with those policies of shared key/value heads that are proven too."""
-    if layout.policies == ("group",) or all(s.policy == "balanced" for s in sites):
-        return layout
-    try:
-        prove(scratch, sites_by(scratch.model, layout, [s.name for s in sites], "balanced"))
-    except Exception:
-        return replace(layout, policies=("group",))
-    return layout
-
-
-def sites_by(model: nn.Module, layout: AttentionLayout, names: Iterable[str], policy: Policy = "group") -> Sites:
-    """The sites at these modules, of this layout and no other.
-
-    Raises:
-        UnsupportedModel: a module that it does not fit.
-    """
-    sites = []
-    for name in names:
-        module = model.get_submodule(name)
-        against = reason_against(layout, module)
-        if against is not None:
-            raise UnsupportedModel(name, f"of layout {layout.name!r}", type(module).__name__, against)
-        now = geometry(layout, module)
-        mine: Policy = "balanced" if now.n_kv_heads == 1 < now.n_query_heads else policy
-        numbers = now.n_query_heads, now.n_kv_heads, now.head_dim, now.value_dim, tuple(range(now.n_query_heads))
-        sites.append(AttentionSite(name, layout.name, kind_of(module, name), *numbers, policy=mine))
-    return Sites(sites, [layout])
 
 
 def _apart(scratch: Scratch, proposals: Proposals, layouts: tuple[AttentionLayout, ...]) -> Proposals:
@@ -232,7 +192,7 @@ def _apart(scratch: Scratch, proposals: Proposals, layouts: tuple[AttentionLayou
             try:
                 if own and {s.name for s in own} != set(meant):
                     prove(scratch, own)
-            except Exception as error:
+            except HeadPruneError as error:
                 refused.append(Refusal(meant, layout.name, "head counts kept elsewhere", f"not on all alike: {error}"))
                 own = Sites((), ())
             if not own:  # it failed, or earlier ones take all of its modules

@@ -1,7 +1,8 @@
 """Guesses of how a module with an attention keeps its heads, the likeliest first; ``detect.py`` proves or drops them.
 
-Names are hints for the order only. What counts are sizes: a projection's features are explained as a whole number of
-query heads, key/value heads or both; every other parameter is made of heads along one axis, or of none.
+How many heads there are, which projections make queries, keys and values, and which of their features reach which head
+was seen (``trace.py``). What is left to guess is the packing of fused projections, which other tensors are made of
+heads, and which attributes count them. Names are hints for the order only.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headprune.core.heads import Kind
+from headprune.core.heads import Grouping, Kind
 from headprune.core.layout import AttentionLayout, Count, HeadSlab
+from headprune.core.slabs import HeadGeometry, kept_rows
 from headprune.model.sites import lookup
+from headprune.surgery.reach import Reach, of_all
 from headprune.surgery.trace import Core, Projection, is_projection
 
 #: How many guesses of slabs one module is worth; each costs a forward pass or two, a wrong one mostly less.
@@ -31,42 +34,60 @@ class _Sizes:
     n_kv: int
     head_dim: int
     value_dim: int
+    grouping: Grouping = "contiguous"
+
+    def width(self, unit: str) -> int:
+        """Features of all heads together."""
+        one = {"query": self.head_dim, "gated_query": 2 * self.head_dim, "key": self.head_dim, "head": 1, "kv_head": 1}
+        return (self.n_kv if unit in ("key", "value", "kv_head") else self.n_query) * one.get(unit, self.value_dim)
+
+    def rows(self, slab: HeadSlab, head: int) -> list[int]:
+        """The features of a slab that belong to a query head."""
+        contiguous = self.grouping == "contiguous"
+        size = self.n_query // self.n_kv
+        kv_of = tuple(h // size if contiguous else h % self.n_kv for h in range(self.n_query))
+        now = HeadGeometry(self.n_query, self.n_kv, self.head_dim, self.value_dim, None, kv_of)
+        return kept_rows(now, slab.units, slab.packing, [head], [kv_of[head]])
 
 
-def guesses(module: nn.Module, core: Core, n_examples: int) -> Iterator[AttentionLayout]:
-    """Layouts that fit the sizes of ``module``, the likeliest first; at most some hundred."""
-    seen = set()
-    for gate in [p for p in core.after if p.linear][:2]:
-        for layout in islice(_of_gate(module, core, gate, n_examples), 3 * _GUESSES):
-            if layout not in seen:
-                seen.add(layout)
-                yield layout
+def head_counts(core: Core, n_examples: int) -> list[int]:
+    """How many query heads there may be: what was seen or, where a value's width was not, an axis of the scores."""
+    if core.heads:
+        return [core.heads]
+    shape, features = core.softmax.shape, core.gate.given[-1] if core.gate and core.gate.given else 0
+    axes = (*shape[1:-1], shape[0] // n_examples, shape[0]) if shape else ()
+    return list(dict.fromkeys(n for n in axes if 0 < n <= features and features % n == 0))
 
 
-def _of_gate(module: nn.Module, core: Core, gate: Projection, n_examples: int) -> Iterator[AttentionLayout]:
-    batch_axis, windows = _batch(gate.given, n_examples)
+def guesses(
+    module: nn.Module, core: Core, gate: Projection, n_query: int, reached: Reach, n_examples: int
+) -> Iterator[AttentionLayout]:
+    """Layouts with so many query heads that fit what was seen of ``module``, the likeliest first."""
     children = tuple(name for name, _ in module.named_children())
-    for sizes in _sizes(module, core, gate, n_examples):
-        for slabs, untouched in islice(_slabs(module, core, gate, sizes), _GUESSES):
-            used = (*slabs, HeadSlab(gate.path, "in", "context"))
+    seen = set()
+    for sizes in _sizes(core, gate, n_query):
+        for slabs, untouched in islice(_slabs(module, core, gate, sizes, reached), _GUESSES):
             per_head = tuple(p for p in untouched if _shape(module, p) == (sizes.head_dim,))
             layout = AttentionLayout(
                 name="detected",
                 gate=gate.path,
-                slabs=used,
+                slabs=(*slabs, HeadSlab(gate.path, "in", "context")),
                 head_dim=sizes.head_dim,
                 value_dim=None if sizes.value_dim == sizes.head_dim else sizes.value_dim,
                 kind=kind_of,
                 untouched=tuple(p for p in untouched if p not in per_head),
                 per_head=per_head,
-                batch_axis=batch_axis,
-                windows=windows,
+                grouping=sizes.grouping,
                 policies=("group", "balanced") if sizes.n_kv < sizes.n_query else ("group",),
                 empty="refuse",  # whether a cache works without heads is nothing that a batch could prove
             )
-            for counts in _counts(module, sizes, {s.path for s in used}):
-                requires = tuple(dict.fromkeys((*children, *(path for path, _ in counts))))
-                yield replace(layout, counts=counts, requires=requires)
+            for axis, windows in _batches(gate.given, n_examples):
+                for counts in _counts(module, sizes):
+                    requires = tuple(dict.fromkeys((*children, *(path for path, _ in counts))))
+                    found = replace(layout, counts=counts, requires=requires, batch_axis=axis, windows=windows)
+                    if found not in seen:
+                        seen.add(found)
+                        yield found
 
 
 def kind_of(module: Any, name: str) -> Kind:
@@ -90,63 +111,36 @@ def numbers(module: nn.Module) -> dict[str, int]:
     return found
 
 
-def config_numbers(module: nn.Module) -> dict[str, int]:
-    """Whole-number settings about heads of the configuration that a module or one in it holds."""
-    configs = (getattr(part, "config", None) for part in module.modules())
-    found = (getattr(c, "__dict__", {}) for c in configs if c is not None)
-    return {k: v for values in found for k, v in values.items() if type(v) is int and "head" in k}
+def _batches(given: tuple[int, ...], n: int) -> list[tuple[int, bool]]:
+    """Where the examples may lie in the output projection's input, and whether in windows."""
+    axes = [axis for axis in (0, 1) if len(given) > axis and given[axis] == n and (axis == 0 or len(given) > 2)]
+    if axes:
+        return [(axis, False) for axis in axes]
+    return [(0, len(given) > 2 and given[0] % n == 0)]
 
 
-def _batch(given: tuple[int, ...], n: int) -> tuple[int, bool]:
-    if not given or given[0] == n or len(given) < 3:
-        return 0, False
-    if given[1] == n:
-        return 1, False
-    return 0, given[0] % n == 0
-
-
-def _sizes(module: nn.Module, core: Core, gate: Projection, n_examples: int) -> Iterator[_Sizes]:
-    context = gate.given[-1] if gate.given else 0
-    rows = {p.made[-1] for p in core.before if p.linear and p.made}
-    for n_query in _head_counts(module, core, context, n_examples):
-        value_dim = context // n_query
-        widths = dict.fromkeys([value_dim, *(r // n_query for r in sorted(rows) if r % n_query == 0)])
-        for head_dim in widths:
-            smaller = {r // w for r in rows for w in (head_dim, value_dim) if r % w == 0}
-            fused = head_dim + value_dim
-            smaller |= {(r - n_query * head_dim) // fused for r in rows if (r - n_query * head_dim) % fused == 0}
-            shared = sorted((k for k in smaller if 0 < k < n_query and n_query % k == 0), reverse=True)
-            for n_kv in (n_query, *shared):
-                yield _Sizes(n_query, n_kv, head_dim, value_dim)
-
-
-def _head_counts(module: nn.Module, core: Core, context: int, n_examples: int) -> list[int]:
-    """How many query heads there may be: what the softmax was given tells it, attributes may."""
-    hints: list[int] = []
-    if len(core.scores) >= 4:
-        hints += [core.scores[1], core.scores[-3], core.scores[2]]
-    elif len(core.scores) == 3:
-        hints.append(core.scores[0] // n_examples)
-    named = {**config_numbers(module), **numbers(module)}
-    for path, value in named.items():
-        if value > 0 and "head" in path:
-            hints += [context // value, value] if re.search(r"dim|size|width", path) else [value, context // value]
-    hints += [value for path, value in named.items() if "head" not in path]
-    return list(dict.fromkeys(h for h in hints if 1 < h <= context and context % h == 0))[:6]
+def _sizes(core: Core, gate: Projection, n_query: int) -> Iterator[_Sizes]:
+    value_dim = gate.given[-1] // n_query
+    made = {p.path: p.made[-1] for p in core.before if p.linear and p.made}
+    scoring = [made[p] for p in core.scoring if p in made]
+    seen = core.softmax.head_dim
+    widths = [seen] if seen else []
+    if seen is None or n_query * seen not in scoring:
+        widths += [value_dim, *(rows // n_query for rows in scoring if rows % n_query == 0)]
+    for head_dim in dict.fromkeys(w for w in widths if w):
+        divisors = [k for k in range(n_query, 0, -1) if n_query % k == 0]
+        for n_kv in divisors:
+            yield _Sizes(n_query, n_kv, head_dim, value_dim)
+            if 1 < n_kv < n_query:
+                yield _Sizes(n_query, n_kv, head_dim, value_dim, "interleaved")
 
 
 def _slabs(
-    module: nn.Module, core: Core, gate: Projection, sizes: _Sizes
+    module: nn.Module, core: Core, gate: Projection, sizes: _Sizes, reached: Reach
 ) -> Iterator[tuple[tuple[HeadSlab, ...], tuple[str, ...]]]:
     """Slabs beside the gate's, and the paths that no cut touches."""
     projections = [n for n, part in module.named_modules() if is_projection(part) and n != gate.path]
-    order, later = [p.path for p in core.before], {p.path for p in core.after}
-    projections.sort(key=lambda n: order.index(n) if n in order else len(order))
-    options: list[list[HeadSlab | str]] = [
-        # What is called after the softmax alone (a feed-forward network) is no head's, though it may be cut as well.
-        [path] if path in later and path not in order else _of_projection(module, path, i, sizes)
-        for i, path in enumerate(projections)
-    ]
+    options = [_of_projection(core, path, reached, sizes) for path in projections]
     owned = tuple(f"{path}." for path in (*projections, gate.path))
     for path, tensor in _tensors(module):
         if not path.startswith(owned):
@@ -155,7 +149,10 @@ def _slabs(
                 options.append(found)
     for chosen in _by_rank(options):
         slabs = tuple(c for c in chosen if isinstance(c, HeadSlab))
-        if any(s.path in order and s.units != ("head",) for s in slabs):
+        units = {p: {u for s in slabs if s.path in p for u in s.units} for p in (core.scoring, core.valued)}
+        missing = (core.scoring and not units[core.scoring]) or (core.valued and "value" not in units[core.valued])
+        keyless = sizes.n_kv < sizes.n_query and "key" not in units[core.scoring]
+        if slabs and not missing and not keyless:
             yield slabs, tuple(c for c in chosen if isinstance(c, str))
 
 
@@ -171,44 +168,71 @@ def _by_rank(options: list[list[HeadSlab | str]]) -> Iterator[tuple[HeadSlab | s
         yield tuple(o[i] for o, i in zip(options, choice, strict=True))
 
 
-def _of_projection(module: nn.Module, path: str, index: int, sizes: _Sizes) -> list[HeadSlab | str]:
-    part = module.get_submodule(path)
-    weight: Any = part.weight
-    if weight.ndim != 2:
+def _of_projection(core: Core, path: str, reached: Reach, sizes: _Sizes) -> list[HeadSlab | str]:
+    """What a projection may be: slabs whose every feature reaches the heads that it should, or none of the heads'."""
+    reaching = reached.get(path)
+    called = {p.path: p for p in (*core.before, *core.after)}
+    if path not in called or not called[path].linear or (reached and reaching is None):
         return [path]
-    rows = int(weight.shape[1 if hasattr(part, "nf") else 0])
-    q, k, v = sizes.n_query * sizes.head_dim, sizes.n_kv * sizes.head_dim, sizes.n_kv * sizes.value_dim
-    plain = {"query": q, "key": k, "value": v}
-    first = _role(path, index)
-    found: list[HeadSlab | str] = []
-    for unit in dict.fromkeys([first, "key", "value", "query"]):
-        same = any(plain[s.units[0]] == rows for s in found if isinstance(s, HeadSlab)) and sizes.n_kv == sizes.n_query
-        if plain[unit] == rows and not same:
-            found.append(HeadSlab(path, "out", unit))
-    fused: tuple[tuple[str, ...], ...] = (("query", "key", "value"), ("key", "value"), ("query", "key"))
-    for units in (*fused, ("query", "query"), ("query", "query", "key", "value")):
-        if sum(plain[u] for u in units) == rows:
-            found += [HeadSlab(path, "out", units), HeadSlab(path, "out", units, "grouped")]
-    if rows == sizes.n_query:
-        found.append(HeadSlab(path, "out", "head"))
-    return [*found, path]
+    rows = called[path].made[-1]
+    part: list[HeadSlab | str] = []
+    for units, packing in _roles(core, path):
+        slab = HeadSlab(path, "out", units[0] if len(units) == 1 else units, packing)  # type: ignore[arg-type]
+        if sum(map(sizes.width, units)) == rows and _reaches_only(slab, reaching, sizes):
+            part.append(slab)
+    if path in (*core.scoring, *core.valued):
+        if reaching is not None and not reaching.any():
+            return [*part, path]  # it only chooses what is masked, or the example does not show it
+        return part or ([path] if reaching is not None and of_all(reaching) else [])
+    return [path, *part] if reaching is None or not reaching.any() else [*part, path]
 
 
-def _role(path: str, index: int) -> str:
+def _reaches_only(slab: HeadSlab, reaching: Tensor | None, sizes: _Sizes) -> bool:
+    """Whether no head is changed by features beyond those that the slab says are its own."""
+    if reaching is None:
+        return True
+    rows = [set(sizes.rows(slab, head)) for head in range(sizes.n_query)]
+    return all(set(reaching[h].nonzero().flatten().tolist()) <= own for h, own in enumerate(rows))
+
+
+def _roles(core: Core, path: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Units and packings that a projection may have by where its output went; the likeliest first."""
+    fused: list[tuple[str, ...]] = []
+    if path in core.scoring and path in core.valued:
+        fused = [("query", "key", "value")] if path in core.both else []
+        fused += [("key", "value"), ("query", "query", "key", "value")]
+        yield ("key",), "sequential"
+    elif path in core.scoring:
+        query_first = _is_query(path, core.scoring.index(path))
+        yield from (((unit,), "sequential") for unit in (("query", "key") if query_first else ("key", "query")))
+        fused = [("query", "key")] if path in core.both else []
+        fused += [("gated_query",), ("query", "query")] if query_first else []
+    elif path in core.valued:
+        yield ("value",), "sequential"
+    else:  # gates and the like
+        yield from (((unit,), "sequential") for unit in ("head", "query", "value", "kv_head"))
+    for units in fused:
+        yield units, "sequential"
+        yield units, "grouped"
+
+
+def _is_query(path: str, index: int) -> bool:
     leaf = path.lower()
-    for unit, word in (("query", r"quer|(^|[._])w?_?q([._]|$)|to_q"), ("key", r"key|(^|[._])w?_?k([._]|$)|to_k")):
-        if re.search(word, leaf):
-            return unit
-    if re.search(r"val|(^|[._])w?_?v([._]|$)|to_v", leaf):
-        return "value"
-    return ("query", "key", "value")[min(index, 2)]
+    if re.search(r"quer|(^|[._])w?_?q([._]|$)|to_q", leaf):
+        return True
+    return index == 0 and not re.search(r"key|(^|[._])w?_?k([._]|$)|to_k", leaf)
 
 
 def _of_tensor(path: str, tensor: Tensor, sizes: _Sizes) -> list[HeadSlab | str]:
-    heads: list[HeadSlab | str] = [HeadSlab(path, d, "head") for d, n in enumerate(tensor.shape) if n == sizes.n_query]
-    if len(tensor.shape) == 1 and tensor.shape[0] == sizes.n_query * sizes.head_dim and sizes.head_dim > 1:
-        return [path, HeadSlab(path, 0, "query")]
-    return [*heads, path]
+    axes = list(enumerate(tensor.shape))
+    heads: list[HeadSlab | str] = [HeadSlab(path, d, "head") for d, n in axes if n == sizes.n_query]
+    found: list[HeadSlab | str] = []
+    for unit in ("query", "key", "value"):
+        width = sizes.width(unit) if sizes.head_dim > 1 else 0
+        found += [HeadSlab(path, d, unit) for d, n in axes if n == width and HeadSlab(path, d, "query") not in found]
+    if 1 < sizes.n_kv < sizes.n_query:
+        found += [HeadSlab(path, d, "kv_head") for d, n in axes if n == sizes.n_kv]
+    return [*heads, path, *found]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -226,27 +250,33 @@ def _shape(module: nn.Module, path: str) -> tuple[int, ...]:
     return tuple(found.shape) if isinstance(found, Tensor) else ()
 
 
-def _counts(module: nn.Module, sizes: _Sizes, slabs: set[str]) -> Iterator[tuple[tuple[str, Count], ...]]:
-    """Which attributes a cut keeps true: those that are named for heads, then more of those that fit, then fewer."""
+def _counts(module: nn.Module, sizes: _Sizes) -> Iterator[tuple[tuple[str, Count], ...]]:
+    """Which attributes a cut keeps true: those that are named for heads, then all that fit, then fewer and none."""
+    n_query, n_kv = sizes.n_query, sizes.n_kv
+    group = n_query // n_kv
     heads: list[tuple[str, Count]] = []
-    others: list[tuple[str, Count]] = []
+    named: list[tuple[str, Count]] = []
+    shared: list[tuple[str, tuple[Count, ...]]] = []
     widths: list[tuple[str, Count]] = []
     for path, value in numbers(module).items():
         leaf = path.rpartition(".")[2]
-        named = "head" in leaf and not re.search(r"dim|size|width", leaf)
-        if sizes.n_kv < sizes.n_query and value == sizes.n_query // sizes.n_kv and re.search(r"group|rep", leaf):
-            heads.append((path, "group_size"))
-        elif value == sizes.n_kv and re.search(r"kv|key", leaf) and named:
-            heads.append((path, "n_kv_heads"))
-        elif value == sizes.n_query:
-            (heads if named or leaf in ("h", "n_head", "heads") else others).append((path, "n_query_heads"))
-        elif value == sizes.n_kv and named:
-            heads.append((path, "n_kv_heads"))
-        elif value == sizes.n_query * sizes.head_dim:
+        by_name = "head" in leaf and not re.search(r"dim|size|width", leaf)
+        if value == n_query:
+            heads.append((path, "n_query_heads"))
+            named += [heads[-1]] if by_name else []
+        elif n_kv < n_query and value in (n_kv, group):
+            fits: list[Count] = ["n_kv_heads"] if value == n_kv else []
+            fits += ["group_size"] if value == group else []
+            shared.append((path, tuple(reversed(fits) if re.search(r"rep|group_size|per", leaf) else fits)))
+        elif value == n_query * sizes.head_dim:
             widths.append((path, "query_width"))
-        elif value == sizes.n_query * sizes.value_dim:
+        elif value == n_query * sizes.value_dim:
             widths.append((path, "value_width"))
-    sets = [heads, [*heads, *widths]]
-    sets += [[*heads, w] for w in widths] if len(widths) > 1 else []
-    sets += [[*heads, *others], [*heads, *others, *widths], []]
+    sets: list[list[tuple[str, Count]]] = []
+    for choice in islice(product(*(fits for _, fits in shared)), 8):
+        both = [(path, count) for (path, _), count in zip(shared, choice, strict=True)]
+        for own in (named, heads):
+            sets += [[*own, *both], [*own, *both, *widths]]
+            sets += [[*own, *both, w] for w in widths] if len(widths) > 1 else []
+    sets += [*([*heads, pair] for pair in [(p, c) for p, fits in shared for c in fits]), heads, []]
     yield from dict.fromkeys(map(tuple, sets))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.core.errors import VerificationFailed
+from headprune.core.errors import UnsupportedModel, VerificationFailed
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.gating.context import gated
 from headprune.model.cut import cut_
@@ -36,13 +36,18 @@ class Scratch:
         model: Stays as it is.
         example: A batch it takes.
 
+    Attributes:
+        full: The outputs of all heads.
+        random: Whether other random numbers give other outputs, although it is in evaluation mode.
+
     Raises:
+        UnsupportedModel: it cannot be copied.
         VerificationFailed: it does not run in fp64, or not twice alike.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         with torch.random.fork_rng(devices=[]):
-            self.model = double_(copy.deepcopy(unwrap(model))).eval()
+            self.model = double_(_copied(unwrap(model))).eval()
         self.example = _as_double(to_device(example, device_of(self.model)))
         fresh = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self._shake()
@@ -55,6 +60,7 @@ class Scratch:
             raise VerificationFailed("the example", "one on which the model's outputs are finite", "none that is")
         if largest(self.run(), self.full) > 0:
             raise VerificationFailed("the model", "one that gives the same outputs twice", "random outputs")
+        self.random = largest(self.run(seed=1), self.full) > 0
 
     def _shake(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -73,17 +79,17 @@ class Scratch:
             got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise VerificationFailed("the model", "one that runs in fp64 on the example", got) from error
 
-    def run(self, graph: bool = False) -> list[Tensor]:
+    def run(self, graph: bool = False, seed: int = 0) -> list[Tensor]:
         """Every output that is a number."""
-        with self.running(), Doubled(), torch.set_grad_enabled(graph):
+        with self.running(seed), Doubled(), torch.set_grad_enabled(graph):
             return outputs(call(self.model, self.example))
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, seed: int = 0) -> Iterator[None]:
         """The same random numbers each time, and fp64 where a model makes a tensor and names no type."""
         usual = torch.get_default_dtype()
         with undisturbed(self.model, frozen=False):
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             torch.set_default_dtype(torch.float64)
             try:
                 yield
@@ -118,7 +124,12 @@ def largest(got: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def cut_difference(scratch: Scratch, sites: Sites, mask: HeadMask, gradients: bool = False) -> float:
-    """|gated - pruned| for one mask, of outputs and, if asked, of gradients; the scratch model is put back."""
+    """|gated - pruned| for one mask, of outputs and, if asked, of gradients; the scratch model is put back.
+
+    Raises:
+        UnsupportedModel: what must not be cut.
+        VerificationFailed: the pruned model does not run.
+    """
     inside = tuple(f"{s.name}." if s.name else "" for s in sites)
     with gated(scratch.model, mask, sites):
         expected = scratch.run()
@@ -127,6 +138,9 @@ def cut_difference(scratch: Scratch, sites: Sites, mask: HeadMask, gradients: bo
     try:
         worst = largest(scratch.run(), expected)
         return max(worst, largest(scratch.gradients(inside), wanted)) if gradients else worst
+    except Exception as error:  # whatever the model's own code raises when it is cut wrongly
+        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise VerificationFailed("the pruned model", "one that runs on the example", got) from error
     finally:
         undo.restore()
 
@@ -158,22 +172,57 @@ def prove(scratch: Scratch, sites: Sites, by_example: bool = True) -> float:
 
 
 def masks(sites: Iterable[AttentionSite]) -> list[HeadMask]:
-    """Ragged ones, each unit alone gone (at all sites together), and two units left; none that leaves no head."""
+    """Ragged ones, each part alone gone (at all sites together), and two parts left; none that leaves no head.
+
+    All of them are such as the sites' policies allow. A part is a unit; under ``balanced`` also one head of each group.
+    """
     sites = [s for s in sites if s.heads]
     counts = {s.name: s.n_query_heads for s in sites}
-    found: list[dict[str, Iterable[tuple[int, ...]]]] = []
+    found: list[dict[str, Iterable[int]]] = []
     for seed in range(3):
         draw = random.Random(seed)
-        found.append(
-            {s.name: draw.sample(s.units, 1 + (i + seed) % max(1, len(s.units) - 1)) for i, s in enumerate(sites)}
-        )
+        found.append({s.name: _ragged(s, draw, i + seed) for i, s in enumerate(sites)})
+    present = {s.name: list(s.heads) for s in sites}
+    alone = {s.name: [sorted(set(s.heads) - set(p)) for p in _parts(s)] for s in sites}
     found += [
-        {s.name: [u for j, u in enumerate(s.units) if j != gone] or s.units for s in sites}
-        for gone in range(max((len(s.units) for s in sites), default=0))
+        {name: (*keeps, present[name])[min(gone, len(keeps))] or present[name] for name, keeps in alone.items()}
+        for gone in range(max(map(len, alone.values()), default=0))
     ]
-    found.append({s.name: s.units[-2:] for s in sites})
-    keeps = [{name: sorted(h for unit in units for h in unit) for name, units in keep.items()} for keep in found]
-    return [HeadMask.from_keep(k, counts) for k in keeps]
+    found.append({s.name: _last_two(s) for s in sites})
+    return [HeadMask.from_keep(keep, counts) for keep in found]
+
+
+def first_gone(sites: Iterable[AttentionSite]) -> HeadMask:
+    """The mask without each site's first part: what is tried first, for few heads may broadcast where more do not."""
+    return masks(sites)[3]
+
+
+def _balanced(site: AttentionSite) -> bool:
+    return site.policy == "balanced" and site.bundles is None and len(site.groups) > 1
+
+
+def _parts(site: AttentionSite) -> list[tuple[int, ...]]:
+    """The smallest sets of heads that may leave a site alone."""
+    if not _balanced(site):
+        return list(site.units)
+    across = [tuple(group[i] for group in site.groups) for i in range(min(map(len, site.groups)))]
+    return [*(across if len(across) > 1 else []), *site.groups]
+
+
+def _ragged(site: AttentionSite, draw: random.Random, number: int) -> list[int]:
+    """Heads that stay: so many units or, under ``balanced``, so many heads of some groups, drawn at random."""
+    if not _balanced(site):
+        kept = draw.sample(site.units, 1 + number % max(1, len(site.units) - 1))
+        return sorted(h for unit in kept for h in unit)
+    groups = draw.sample(site.groups, 1 + number % len(site.groups))
+    n_heads = 1 + draw.randrange(min(map(len, groups)))
+    return sorted(h for group in groups for h in draw.sample(group, n_heads))
+
+
+def _last_two(site: AttentionSite) -> list[int]:
+    if _balanced(site):
+        return sorted(group[-1] for group in site.groups[-2:])
+    return sorted(h for unit in site.units[-2:] for h in unit)
 
 
 def _check_effects(scratch: Scratch, sites: Sites) -> None:
@@ -207,6 +256,19 @@ def _objective(output: Tensor) -> Tensor:
     output = output[output.isfinite()]
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
     return (output * weights).sum() + (output**2).mean()
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+        must = "a model of Python code, which can be watched"
+        raise UnsupportedModel(type(model).__name__, must, "one with modules compiled by torch.jit")
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        hint = "Replace torch.nn.utils.weight_norm by torch.nn.utils.parametrizations.weight_norm, or remove it."
+        must = "a model that copy.deepcopy copies, for cuts are tried on a copy"
+        raise UnsupportedModel(type(model).__name__, must, got, hint if "weight_norm" in got else "") from error
 
 
 def _finite(found: list[Tensor]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
 from headprune.core.heads import AttentionSite, HeadMask
@@ -93,25 +93,27 @@ def prune_(
         with gated(model, mask, located):
             expected = sample_outputs(model, example)
     before = sum(p.numel() for p in model.parameters())
-    undo = cut_(model, bound, mask)
-    proof = None
-    if expected is not None:
-        try:
-            difference = compare(expected, sample_outputs(model, example))
-            if not difference.holds:
-                must = f"equal to the gated one up to {difference.tolerance:.1e}"
-                hint = "The model is unchanged. Its layout does not fit it: please report it."
-                raise VerificationFailed("the pruned model", must, f"a difference of {difference.maximum:.3e}", hint)
-        except BaseException:
-            undo.restore()
-            raise
-        dtype = str(expected[0].dtype).removeprefix("torch.")
-        numbers = (difference.maximum, difference.scale, difference.tolerance)
-        proof = Proof("outputs", *numbers, dtype, n_examples)
-    after = sum(p.numel() for p in model.parameters())
     gone = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
-    now = Sites((b.site for b in bind(model, located)), located.layouts.values())
+    undo = cut_(model, bound, mask)
+    try:
+        proof = None if expected is None else _prove(model, example, expected, n_examples)
+        after = sum(p.numel() for p in model.parameters())
+        now = Sites((b.site for b in bind(model, located)), located.layouts.values())
+    except BaseException:
+        undo.restore()
+        raise
     return PruneReport(tuple(g for g in gone if g[1]), now, before, after, proof, tuple(notes))
+
+
+def _prove(model: nn.Module, example: Any, expected: list[Tensor], n_examples: int) -> Proof:
+    """The comparison of the cut model with the gated one's outputs."""
+    difference = compare(expected, sample_outputs(model, example))
+    if not difference.holds:
+        must = f"equal to the gated one up to {difference.tolerance:.1e}"
+        hint = "The model is unchanged. Its layout does not fit it: please report it."
+        raise VerificationFailed("the pruned model", must, f"a difference of {difference.maximum:.3e}", hint)
+    dtype = str(expected[0].dtype).removeprefix("torch.")
+    return Proof("outputs", difference.maximum, difference.scale, difference.tolerance, dtype, n_examples)
 
 
 def prune_heads_(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import headprune as hp
 from headprune.cli.main import app
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-COMMANDS = ("run", "ls", "show", "validate", "inspect", "score", "prune", "bench", "report")
+COMMANDS = ("run", "ls", "show", "validate", "inspect", "score", "agree", "prune", "bench", "report")
 
 
 def call(*arguments: object) -> Any:
@@ -144,7 +143,7 @@ def test_validate_many_with_all_their_errors(tmp_path: Path) -> None:
     result = call("validate", "digits-vit", bad)
     assert result.exit_code == 2
     assert "digits-vit: valid" in result.stdout
-    for words in ("Did you mean 'score'?", "Did you mean 'taylor'?", "task: must be given", "model: must be given"):
+    for words in ("Did you mean 'score'?", "Did you mean 'taylor'", "task: must be given", "model: must be given"):
         assert words in result.stderr
     first, second = json.loads(call("validate", "digits-vit", bad, "--json").stdout)
     assert (first["valid"], second["valid"]) == (True, False)
@@ -179,7 +178,7 @@ def test_inspect_says_why_a_module_is_not_taken(monkeypatch: pytest.MonkeyPatch)
     result = call("inspect", "odd")
     assert result.exit_code == 0
     assert "2 heads in 2 prune units" in result.stdout
-    assert re.search(r"not taken: 1 \(OddAttention; nearest layout '\w+': it has no ", result.stderr)
+    assert "not taken: 1 (OddAttention; near to no layout, made of W_q)" in result.stderr
     (other,) = json.loads(call("inspect", "odd", "--json").stdout)["not_taken"]
     assert (other["module"], other["class"]) == ("1", "OddAttention")
 
@@ -189,7 +188,8 @@ def test_inspect_says_why_a_module_is_not_taken(monkeypatch: pytest.MonkeyPatch)
 
 def test_run_leaves_everything_and_prints_the_record(finished: Path) -> None:
     names = {p.name for p in finished.iterdir()}
-    files = {"record.json", "rows.json", "plan.json", "scores.json", "report.html", "report.md"}
+    files = {"record.json", "rows.json", "plan.json", "scores.json", "scores.samples.safetensors"}
+    files |= {"report.html", "report.md"}
     assert names == files | {"model", "base"}
     assert call("report", finished / "record.json", "--out", finished.parent / "again").exit_code == 0
     again = (finished.parent / "again" / "report.html").read_text()

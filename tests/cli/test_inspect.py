@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import headprune as hp
 from headprune.cli.main import app
+from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
 
 
@@ -42,6 +43,45 @@ def test_policies_and_units_of_grouped_queries(monkeypatch: pytest.MonkeyPatch) 
     text = call(monkeypatch, model, "--policy", "balanced").stdout
     assert "6 / 3" in text
     assert "group, [balanced]" in text
+
+
+def test_what_a_policy_costs_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = registry.get("llama").tiny(0, "llama")
+    lines = {p: call(monkeypatch, model, "--policy", p).stdout for p in ("group", "balanced", "free")}
+    assert all("KV bytes/token" in text and " 96 " in text for text in lines.values())
+    assert all("288 bytes of KV cache a token" in text for text in lines.values())
+    assert "group: a key/value head leaves with all its query heads, and the cache shrinks by it" in lines["group"]
+    assert "balanced: the cache keeps every key/value head that a kept head reads, once" in lines["balanced"]
+    assert "free: the cache keeps" in lines["free"]
+    assert "every step repeats keys and values for each query head" in lines["free"]
+    assert found(monkeypatch, model)["totals"]["kv_bytes_per_token"] == 288
+    bert, _ = registry.get("bert").tiny(0, "bert")
+    assert found(monkeypatch, bert)["cache"] == []
+    assert "KV cache" not in call(monkeypatch, bert).stdout
+
+
+def test_one_key_head_for_all_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = registry.get("falcon").tiny(0, "falcon-mqa")
+    text = call(monkeypatch, model).stdout
+    assert "one key/value head stays" in text
+    assert "[balanced]" not in text
+    assert "(MQA): it stays as long as one of them does, whatever the policy" in text
+
+
+def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = registry.get("bart").tiny(0, "bart")
+    before = {n: (t.shape, type(m)) for n, m in model.named_modules() for t in m.parameters()}
+    answers = found(monkeypatch, model)["layouts"]["bart"]["no_heads_left"]
+    assert answers == {"self": "yes", "causal": "yes", "cross": "yes"}
+    assert {n: (t.shape, type(m)) for n, m in model.named_modules() for t in m.parameters()} == before
+    model(**batch)
+    refusing, _ = registry.get("t5").tiny(0, "t5")
+    monkeypatch.setattr("headprune.model.cut.cut_", _refused)
+    assert "a layer may lose all its heads: no: must be left with a head" in call(monkeypatch, refusing).stdout
+
+
+def _refused(*_: Any) -> Any:
+    raise UnsupportedModel("here", "left with a head", "none kept")
 
 
 @pytest.mark.parametrize(("layout", "family"), [("llama", "llama"), ("falcon", "falcon-mqa")])
@@ -78,7 +118,7 @@ def test_every_module_that_is_not_taken_is_named_with_its_reason(monkeypatch: py
     groups = found(monkeypatch, model)["not_taken"]
     assert [g["modules"] for g in groups] == [[str(i) for i in range(1, 14)]]
     errors = call(monkeypatch, model).stderr
-    assert "not taken: 1 and 12 more (OddAttention; nearest layout" in errors
+    assert "not taken: 1 and 12 more (OddAttention; near" in errors
     assert "propose_layouts" in errors
 
 

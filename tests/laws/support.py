@@ -20,8 +20,10 @@ from headprune.model.sites import Sites, find_sites
 
 #: Equal up to the rounding of fp64: sums over fewer heads are done in another order.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-#: Layouts whose laws are tried in every corner; test_families.py holds all registered layouts and families to them.
+#: Layouts whose laws are tried in every corner; families.py names all that are held to them.
 DEEP = ["bert", "gpt2", "llama", "multi_head_attention", "vit"]
+#: Those of them whose models are Transformers' own.
+TRANSFORMERS = [name for name in DEEP if name != "multi_head_attention"]
 #: The same bits.
 EXACT = {"rtol": 0.0, "atol": 0.0}
 

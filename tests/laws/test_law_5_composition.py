@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.layout import STATE_ATTRIBUTE
-from tests.laws.support import CLOSE, EXACT, Subject, objective, picture, set_implementation
+from tests.laws.support import CLOSE, EXACT, TRANSFORMERS, Subject, objective, picture, set_implementation
 
 EMPTY = ["first", "middle", "last", "all"]
 
@@ -128,9 +128,8 @@ def test_a_layer_without_heads_can_be_copied_trained_and_cut_again(subject: Subj
 
 
 @pytest.mark.parametrize("which", EMPTY)
+@pytest.mark.parametrize("subject", TRANSFORMERS, indirect=True)
 def test_output_attentions_of_a_layer_without_heads(subject: Subject, which: str) -> None:
-    if not hasattr(subject.model, "set_attn_implementation"):
-        pytest.skip("no Transformers model")
     set_implementation(subject.model, "eager")
     mask = emptied(subject, which)
     hp.prune_(subject.model, mask)
@@ -151,9 +150,8 @@ def test_removing_the_last_unit_of_a_layer_unit_by_unit(subject: Subject) -> Non
 
 
 @pytest.mark.parametrize("which", ["first", "all"])
+@pytest.mark.parametrize("subject", TRANSFORMERS, indirect=True)  # the other one's class no pickle can name
 def test_a_layer_without_heads_survives_a_pickle(subject: Subject, which: str) -> None:
-    if subject.layout.name == "multi_head_attention":
-        pytest.skip("its tiny model is a class inside a function, which no pickle can name")
     hp.prune_(subject.model, emptied(subject, which))
     twin = pickle.loads(pickle.dumps(subject.model))
     assert_same_bits(twin, subject.model)

@@ -111,8 +111,10 @@ def test_coverage_examines_one_class(model_type: str, status: str, reason: str) 
 
 def test_coverage_draws_the_same_classes_for_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     coverage = script("coverage")
-    row = {"class": "X", "sites": 1, "layouts": ["bert"], "difference": 1e-15, "status": "exact", "reason": ""}
-    monkeypatch.setattr(coverage, "examine_apart", lambda model_type, seconds: {"model_type": model_type, **row})
+    row = {"class": "X", "sites": 1, "unreached": 0, "layouts": ["bert"], "difference": 1e-15, "status": "exact"}
+    monkeypatch.setattr(
+        coverage, "examine_apart", lambda model_type, seconds: {"model_type": model_type, "reason": "", **row}
+    )
     records = []
     for name in ("one", "two"):
         out, page = tmp_path / f"{name}.json", tmp_path / f"{name}.md"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -17,9 +19,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import CheckpointError, InvalidValue
+from headprune.core.errors import CheckpointError, InvalidValue, VerificationFailed
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
+from headprune.surgery.formats import remote_code
 from tests.laws.support import picture
 
 WEIGHTS, MANIFEST = "model.safetensors", "headprune.json"
@@ -229,7 +232,7 @@ def test_a_configuration_that_builds_nothing(folder: Path, change: dict[str, Any
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_hidden_layers": 2}, r"layer\.2\.attention.*got no heads there"),
+        ({"num_hidden_layers": 2}, r"layer\.2\.attention.*got one without such a site"),
         ({"num_attention_heads": 8}, "with 4 heads at .*got 8 heads there"),
         ({"vocab_size": 51}, r"word_embeddings\.weight: must be of shape \[51, 16\], got \[50, 16\]"),
         ({"num_labels": 4, "id2label": {str(i): str(i) for i in range(4)}, "label2id": {}}, r"classifier.*\[4"),
@@ -481,3 +484,33 @@ def test_an_altered_configuration_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"gelu"', '"relu"'))
     with pytest.raises(CheckpointError, match=r"config.json: must be the file that headprune.json describes"):
         hp.from_pretrained(tmp_path)
+
+
+# ---------------------------------------------------------------- a modelling file beside the weights
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_auto_model_opens_a_remote_code_folder_without_its_head(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # Transformers adds its folder of modules
+    model, batch = model_and_batch(name)
+    sites = hp.find_sites(model)
+    units = [[0], [], list(range(len(sites[2].units)))]
+    keep = {s.name: [h for u in us for h in s.units[u]] for s, us in zip(sites, units, strict=True)}
+    hp.prune_(model, HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
+    hp.save_pretrained(model, tmp_path / "small", format="remote-code")
+    body = hf.AutoModel.from_pretrained(tmp_path / "small", trust_remote_code=True).eval()
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    expected = model.base_model(**inputs).last_hidden_state
+    assert_close(body(**inputs).last_hidden_state, expected, rtol=0, atol=0)
+
+
+def test_a_body_that_does_not_come_back_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = model_and_batch("llama")
+    hp.prune_heads_(model, {0: [0, 1]})
+    monkeypatch.setattr(remote_code, "_BODY", Template(remote_code._BODY.template.replace("$PREFIX", "elsewhere.")))
+    with pytest.raises(VerificationFailed, match="LlamaModel out of the written folder"):
+        hp.save_pretrained(model, tmp_path / "small", format="remote-code")
+    assert list(tmp_path.iterdir()) == []

@@ -7,12 +7,14 @@ import os
 
 import pytest
 
+from headprune.core.agreement import Agreement, Measure, Pair
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import sha256_file, write_atomic
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
+from headprune.core.samples import Samples
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
 
 SITES = (
@@ -54,6 +56,8 @@ EXAMPLES = [
     MASK,
     SCORES,
     dataclasses.replace(SCORES, standard_errors=None, costs=None, seed=None, data=None),
+    dataclasses.replace(SCORES, samples=Samples.of([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]), notes=("one", "two")),
+    Agreement(("a", "b"), 2, 5, 0.95, (Pair(0, 1, Measure(0.5, 0.25, 0.75), Measure(-1), Measure(0)),), ("note",)),
     Budget(keep_heads=3),
     Budget(keep_heads=1),
     Budget(keep_heads=1.0),

@@ -138,6 +138,7 @@ def test_an_installed_selector_is_found_by_name_and_by_value(tmp_path, monkeypat
     point = importlib.metadata.EntryPoint("first", "fake_selector:First", selectors.group)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [point] if group == point.group else [])
     monkeypatch.setattr(selectors, "_loaded", {})
+    monkeypatch.setattr(selectors, "_points", None)
     site = hp.AttentionSite("x", "bert", "self", 3, 3, 8, 8, (0, 1, 2))
     scores = hp.HeadScores((site,), ((1.0, 2.0, 3.0),), None, "fake", EMPTY, 1, ModelFingerprint("s", "w"))
     plan = hp.select(scores, hp.Budget(keep_heads=1), "first")

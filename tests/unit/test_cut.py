@@ -130,6 +130,22 @@ def test_an_empty_that_fails_is_undone() -> None:
     assert picture(model) == before
 
 
+def test_what_an_adapt_adds_before_it_fails_is_taken_away() -> None:
+    model, _ = odd_model()
+
+    def adapt(module: nn.Module, whole: nn.Module) -> None:
+        module.register_parameter("more", nn.Parameter(torch.zeros(1)))
+        module.register_buffer("seen", torch.zeros(1))
+        module.add_module("another", nn.Identity())
+        raise Boom
+
+    sites = hp.find_sites(model, layouts=[replace(ODD, adapt=adapt)])
+    before = picture(model)
+    with pytest.raises(Boom):
+        hp.prune_(model, hp.HeadMask.from_keep({"2": [0, 1]}, {"0": 6, "2": 6}), sites=sites)
+    assert picture(model) == before
+
+
 def test_a_layout_may_refuse_to_lose_every_head() -> None:
     model, x = odd_model()
     sites = hp.find_sites(model, layouts=[replace(ODD, empty="refuse")])
@@ -191,7 +207,7 @@ def share_a_module(model: Pair) -> None:
         (share_a_bias, r"one shared with \['other'\]"),
         (share_between_two_ways_of_cutting, "shared and cut in two ways"),
         (share_with_a_site_that_is_not_cut, r"one shared with \['twin.W_q'\]"),
-        (share_a_module, "one shared with another slab"),
+        (share_a_module, "of this attention alone"),
     ],
 )
 def test_what_is_shared_beyond_the_cut_is_refused_before_any_change(share: Callable[[Pair], None], words: str) -> None:

@@ -1,8 +1,7 @@
-"""Checkpoints that others open, sharded ones of our own, what travels along, and the model card."""
+"""Checkpoints that load without this package."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,20 +14,15 @@ import torch
 import transformers as hf
 from torch import nn
 from torch.testing import assert_close
-from typer.testing import CliRunner
 
 import headprune as hp
-from headprune.cli.main import app
 from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel, VerificationFailed
 from headprune.core.heads import HeadMask
-from headprune.core.plan import Budget, PruningPlan
 from headprune.layouts import registry
 from headprune.surgery import checkpoint
 from headprune.surgery.checkpoint import applicable_formats
-from headprune.surgery.formats import building, card, companions, proof
+from headprune.surgery.formats import building, proof
 from tests.laws.support import shaken
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def tiny(name: str, family: str | None = None) -> tuple[Any, dict[str, Any]]:
@@ -48,7 +42,8 @@ def cut(name: str, units: list[list[int]], policy: Any = "group") -> tuple[Any, 
 UNIFORM, UNEVEN, EMPTY = [[0, 1], [1, 2], [0, 2]], [[0], [0, 1, 2], [1, 2]], [[], [0, 2], [1]]
 
 
-# ---------------------------------------------------------------- formats that load without this package
+def test_the_public_names() -> None:
+    assert checkpoint.FORMATS == ("headprune", "transformers", "remote-code")
 
 
 CASES = {
@@ -277,246 +272,3 @@ def test_another_format_in_the_same_folder_replaces_the_files(tmp_path: Path) ->
     assert files == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     hp.save_pretrained(model, tmp_path)
     assert [len(s.heads) for s in hp.find_sites(hp.from_pretrained(tmp_path))] == [4, 4, 4]
-
-
-# ---------------------------------------------------------------- several files
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    model, _ = cut("bert", EMPTY)
-    return hp.save_pretrained(model, tmp_path / "sharded", max_shard_size="3KB")
-
-
-def test_shards_come_back_bit_for_bit(sharded: Path) -> None:
-    model, batch = cut("bert", EMPTY)
-    index = json.loads((sharded / "model.safetensors.index.json").read_text())
-    files = sorted(p.name for p in sharded.glob("model-*-of-*.safetensors"))
-    assert set(index["weight_map"].values()) == set(files)
-    assert len(files) > 2
-    assert not (sharded / "model.safetensors").exists()
-    loaded = hp.from_pretrained(sharded)
-    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
-    assert_close(loaded(**batch).logits, model(**batch).logits, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("damage", ["missing", "flipped", "swapped", "index", "no index"])
-def test_a_damaged_shard_is_refused_in_words(sharded: Path, damage: str) -> None:
-    first, second, *_ = sorted(sharded.glob("model-*-of-*.safetensors"))
-    index = sharded / "model.safetensors.index.json"
-    words = "a file with other contents. Copy the folder again"
-    if damage == "missing":
-        second.unlink()
-        words = f"{second.name}: must be the model's weights, got no such file"
-    elif damage == "flipped":
-        second.write_bytes(second.read_bytes()[:-1] + b"\xff")
-    elif damage == "swapped":
-        a, b = first.read_bytes(), second.read_bytes()
-        first.write_bytes(b)
-        second.write_bytes(a)
-    elif damage == "index":
-        index.write_text(index.read_text().replace(first.name, second.name))
-    else:
-        index.unlink()
-        words = "the index of the model's weights, got no such file"
-    with pytest.raises(CheckpointError, match=words):
-        hp.from_pretrained(sharded)
-
-
-def test_a_manifest_that_names_a_file_elsewhere(sharded: Path) -> None:
-    text = (sharded / "headprune.json").read_text()
-    (sharded / "headprune.json").write_text(text.replace('"model-00001', '"../model-00001'))
-    with pytest.raises(CheckpointError, match=r"a manifest of files in its folder, got \.\./model-00001"):
-        hp.from_pretrained(sharded)
-
-
-def test_one_file_takes_the_place_of_shards(sharded: Path) -> None:
-    hp.save_pretrained(hp.from_pretrained(sharded), sharded)
-    assert not list(sharded.glob("model-*")) + list(sharded.glob("*.index.json"))
-    assert [len(s.heads) for s in hp.find_sites(hp.from_pretrained(sharded))] == [0, 2, 1]
-
-
-def test_a_shard_size_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="max_shard_size: must be bytes, or text such as '5GB', got 'big'"):
-        hp.save_pretrained(tiny("bert")[0], tmp_path, max_shard_size="big")
-
-
-@pytest.mark.parametrize("form", ["transformers", "remote-code"])
-def test_the_other_formats_come_in_shards_too(form: Any, tmp_path: Path) -> None:
-    hp.save_pretrained(cut("llama", UNIFORM)[0], tmp_path, format=form, max_shard_size=4000)
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
-
-
-# ---------------------------------------------------------------- what travels along
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    made = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return hf.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
-
-
-def test_the_tokenizer_travels_along(tmp_path: Path) -> None:
-    model, _ = cut("bert", UNEVEN)
-    hp.save_pretrained(model, tmp_path / "a", processor=[tokenizer()])
-    assert hf.AutoTokenizer.from_pretrained(tmp_path / "a")("b a")["input_ids"] == [2, 1]
-    with pytest.raises(InvalidValue, match=r"processor: must be a tokenizer or processor .* got int"):
-        hp.save_pretrained(model, tmp_path / "b", processor=3)
-    assert not (tmp_path / "b").exists()
-
-
-def test_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
-    tokenizer().save_pretrained(source)
-    for name in ("preprocessor_config.json", "merges.txt", "chat_template.jinja", "spiece.model"):
-        (source / name).write_text(name)
-    (source / "additional_chat_templates").mkdir()
-    (source / "additional_chat_templates" / "tool.jinja").write_text("tool")
-    for name in ("model.safetensors", "config.json", "README.md", "optimizer.pt"):
-        (source / name).write_text("not these")
-    copied = companions.copy(str(source), out)
-    wanted = {"tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "merges.txt", "spiece.model"}
-    assert set(copied) == wanted | {"chat_template.jinja", "additional_chat_templates/tool.jinja"}
-    assert all((out / name).read_bytes() == (source / name).read_bytes() for name in copied)
-
-
-# ---------------------------------------------------------------- the model card
-
-
-def test_the_card_states_what_was_cut(tmp_path: Path) -> None:
-    model, _ = cut("llama", EMPTY)
-    model.config._name_or_path = "someone/some-llama"
-    mask = HeadMask.full(hp.find_sites(model))
-    plan = PruningPlan(mask, Budget(keep_heads=0.5), "global_topk", scorer="taylor", notes=("ties broken",))
-    hp.save_pretrained(model, tmp_path, plan=plan)
-    text = (tmp_path / "README.md").read_text()
-    whole = sum(p.numel() for p in tiny("llama")[0].parameters())
-    left = sum(p.numel() for p in model.parameters())
-    assert text.startswith("---\nbase_model: someone/some-llama\ntags:\n- headprune\n---\n")
-    for fact in (
-        "Base model: someone/some-llama",
-        f"Parameters: {whole:,} before, {left:,} after",
-        "selector global_topk, scorer taylor, keep 50 % of the heads",
-        "ties broken",
-        "left 6 of 18 heads",
-        "| `model.layers.0.self_attn` | 0 of 6 | none |",
-        "| `model.layers.1.self_attn` | 4 of 6 | 0-1, 4-5 |",
-        f"hp.from_pretrained('{tmp_path.name}')",
-    ):
-        assert fact in text
-
-
-def test_a_card_that_is_there_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
-    model, _ = cut("vit", UNIFORM)
-    hp.save_pretrained(model, tmp_path)
-    first = (tmp_path / "README.md").read_text()
-    assert first.startswith("---\nlicense: mit\n---\n# Mine\n\n<!-- headprune: begin -->\n")
-    (tmp_path / "README.md").write_text(first + "After it.\n")
-    hp.save_pretrained(model, tmp_path, format="transformers")
-    second = (tmp_path / "README.md").read_text()
-    assert second.count(card.BEGIN) == second.count(card.END) == 1
-    assert second.endswith("<!-- headprune: end -->\nAfter it.\n")
-    assert "from transformers import ViTForImageClassification" in second
-    assert "hp.from_pretrained" not in second
-
-
-def test_a_local_path_does_not_get_into_the_card(tmp_path: Path) -> None:
-    model, _ = cut("vit", UNIFORM)
-    model.config._name_or_path = str(tmp_path / "trained")
-    hp.save_pretrained(model, tmp_path / "small")
-    text = (tmp_path / "small" / "README.md").read_text()
-    assert str(tmp_path) not in text
-    assert "Base model: trained" in text
-
-
-# ---------------------------------------------------------------- the command
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    model, _ = tiny("llama")
-    model.save_pretrained(tmp_path / "base")
-    tokenizer().save_pretrained(tmp_path / "base")
-    for name, units in (("uniform", UNIFORM), ("uneven", UNEVEN)):
-        sites = hp.find_sites(model)
-        keep = {s.name: [h for i in us for h in s.units[i]] for s, us in zip(sites, units, strict=True)}
-        plan = PruningPlan(HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
-        plan.save(tmp_path / f"{name}.json")
-    return tmp_path
-
-
-def prune(base: Path, plan: str, *more: str) -> Any:
-    arguments = ["--model", base / "base", "--plan", base / f"{plan}.json", "--out", base / "out", *more]
-    return CliRunner().invoke(app, ["prune", *map(str, arguments)])
-
-
-@pytest.mark.parametrize(
-    ("plan", "form", "written"),
-    [
-        ("uniform", "auto", "transformers"),
-        ("uneven", "auto", "headprune"),
-        ("uneven", "remote-code", "remote-code"),
-        ("uniform", None, "headprune"),
-    ],
-)
-def test_prune_says_which_formats_apply(base: Path, plan: str, form: str | None, written: str) -> None:
-    result = prune(base, plan, *(["--format", form] if form else []))
-    assert result.exit_code == 0, result.output
-    assert "format headprune: yes" in result.output
-    assert ("format transformers: yes" in result.output) == (plan == "uniform")
-    assert "format remote-code: yes" in result.output
-    assert f"(format {written}, " in result.output
-    files = {p.name for p in (base / "out").iterdir()}
-    assert {"tokenizer.json", "tokenizer_config.json", "README.md"} <= files
-    assert ("headprune.json" in files) == (written == "headprune")
-    if written == "remote-code":
-        assert "class HeadPrunedLlamaForCausalLM" in result.output, "what others will run is shown"
-
-
-def test_prune_refuses_a_format_that_would_corrupt(base: Path) -> None:
-    result = prune(base, "uneven", "--format", "transformers")
-    assert result.exit_code == 2
-    assert "the same number of heads in every layer, got layers with 2, 6, 4 heads" in result.output
-    assert "Those that can: headprune, remote-code" in result.output
-    assert not (base / "out").exists()
-    result = prune(base, "uneven", "--format", "gguf")
-    assert result.exit_code == 2
-    assert "--format: must be auto, headprune, transformers or remote-code, got 'gguf'" in result.output
-
-
-# ---------------------------------------------------------------- the table in the docs
-
-
-def benchmark() -> Any:
-    spec = importlib.util.spec_from_file_location("formats_benchmark", ROOT / "benchmarks" / "formats.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FORMATS = benchmark()
-FAMILIES = sorted((family, layout) for layout in registry.names() for family, _ in registry.get(layout).families)
-
-
-def test_the_table_has_every_family() -> None:
-    lines = FORMATS.documented().splitlines()
-    assert lines[2] == FORMATS.HEADER
-    assert [line.split("|")[1].strip() for line in lines[4:]] == [f for f, _ in FAMILIES], "run benchmarks/formats.py"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), FAMILIES, ids=[f for f, _ in FAMILIES])
-def test_the_table_is_true(family: str, layout: str) -> None:
-    documented = FORMATS.documented()
-    if not documented.startswith(f"Transformers {hf.__version__}."):
-        pytest.skip("the table was measured with another version of Transformers")
-    assert f"| {family} | {' | '.join(FORMATS.row(layout, family))} |" in documented, "run benchmarks/formats.py"
-
-
-def test_the_public_names() -> None:
-    assert checkpoint.FORMATS == ("headprune", "transformers", "remote-code")

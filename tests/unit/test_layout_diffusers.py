@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
-from headprune.layouts._textbook import Processed, Processor
+from headprune.layouts._tiny_textbook import Processed, Processor
 from headprune.layouts.diffusers import LAYOUT
 from headprune.model.sites import reason_against
 from tests.laws.support import CLOSE, ragged, shaken

@@ -1,4 +1,4 @@
-"""What is particular to single layouts of encoders, vision and speech, beyond the laws of test_families.py."""
+"""What is particular to single layouts of encoders, vision and speech, beyond the laws of families."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
 from headprune.layouts.vit import PresentHeadsOfMask
 from headprune.model.double import Doubled
+from headprune.model.running import outputs
 from headprune.model.sites import reason_against
-from tests.laws.support import CLOSE, Subject, family_subject, logits, shaken
+from tests.laws.support import CLOSE, Subject, family_subject, logits, ragged, shaken
 
 FAMILIES = [(layout, family) for layout in registry.names() for family, _ in registry.get(layout).families]
 
@@ -152,6 +153,19 @@ def test_both_position_biases_of_beit_at_once() -> None:
         assert small.shared_position_bias.relative_position_bias_table.shape[1] == 4
 
 
+def test_a_part_of_beit_is_cut_for_the_table_that_lies_outside_of_it() -> None:
+    subject = subject_named("beit-shared-bias")
+    small = copy.deepcopy(subject.model)
+    layer, name = small.beit.layers, "beit.layers."
+    kept = ragged(hp.find_sites(layer))
+    hp.prune_(layer, kept)
+    whole = subject.mask({s.name: kept.kept(s.name.removeprefix(name)) for s in subject.sites})
+    with Doubled():
+        with hp.gated(subject.model, whole):
+            expected = subject.run()
+        assert_close(subject.run(small), expected, **CLOSE)
+
+
 def test_a_vision_transformer_without_position_biases_keeps_its_code() -> None:
     subject = subject_named("vit")
     hp.prune_(subject.model, subject.ragged())
@@ -186,3 +200,73 @@ def test_logits_of_the_tiny_models_depend_on_every_tower() -> None:
             plain = logits(subject.model, subject.batch)
             with hp.gated(subject.model, mask):
                 assert (logits(subject.model, subject.batch) - plain).abs().max() > 1e-4
+
+
+# --- what BERT's likes add --------------------------------------------------------------------------------------------
+
+_BERT: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+_BIASES = [(True, True), (True, False), (False, True), (False, False)]
+
+
+def cut_untouched(model: nn.Module, batch: dict[str, Any], gone: int | None = None) -> None:
+    """A model that never ran is cut, and again: equal to the gated one; site ``gone`` keeps no head."""
+    model = shaken(model).double().eval()
+    sites = hp.find_sites(model)
+    small, mask = copy.deepcopy(model), ragged(sites)
+    if gone is not None:
+        mask &= hp.HeadMask.from_keep({sites[gone].name: []}, {s.name: 4 for s in sites})
+    for more in (mask, mask & hp.HeadMask.from_keep({s.name: [0, 2] for s in sites}, {s.name: 4 for s in sites})):
+        hp.prune_(small, more)
+        with Doubled():
+            with hp.gated(model, more):
+                expected = outputs(model(**batch))
+            assert_close(outputs(small(**batch)), expected, **CLOSE)
+            assert (expected[0] - outputs(model(**batch))[0]).abs().max() > 1e-3
+
+
+def boxes() -> torch.Tensor:
+    return torch.randint(0, 10, (2, 7, 4)).sort(-1).values
+
+
+@pytest.mark.parametrize("gone", [None, 0])
+@pytest.mark.parametrize(("relative", "spatial"), _BIASES)
+def test_position_biases_of_layoutlmv3_come_for_all_heads(relative: bool, spatial: bool, gone: int | None) -> None:
+    biases = {"has_relative_attention_bias": relative, "has_spatial_attention_bias": spatial}
+    sizes = {"max_2d_position_embeddings": 16, "coordinate_size": 2, "shape_size": 4, "visual_embed": False}
+    model = transformers.LayoutLMv3Model(transformers.LayoutLMv3Config(**_BERT, **biases, **sizes))
+    cut_untouched(model, {"input_ids": torch.randint(3, 50, (2, 7)), "bbox": boxes()}, gone)
+
+
+@pytest.mark.parametrize(("relative", "spatial"), _BIASES)
+def test_position_biases_of_layoutlmv2_come_for_all_heads(relative: bool, spatial: bool) -> None:
+    """Of its encoder, which needs no detectron2."""
+    from transformers.models.layoutlmv2.modeling_layoutlmv2 import LayoutLMv2Encoder
+
+    biases = {"has_relative_attention_bias": relative, "has_spatial_attention_bias": spatial}
+    config = transformers.LayoutLMv2Config(**_BERT, **biases, fast_qkv=False)
+    states = torch.randn(2, 7, 16, dtype=torch.float64)
+    masked = torch.tensor([[0] * 7, [0] * 4 + [1] * 3])[:, None, None]
+    places = {"bbox": boxes(), "position_ids": torch.arange(7).expand(2, 7)}
+    cut_untouched(LayoutLMv2Encoder(config), {"hidden_states": states, "attention_mask": masked, **places})
+
+
+@pytest.mark.parametrize("attention", ["block_sparse", "original_full"])
+def test_big_bird_is_refused_because_it_may_make_its_attention_anew(attention: str) -> None:
+    model = transformers.BigBirdModel(transformers.BigBirdConfig(**_BERT, attention_type=attention, block_size=4))
+    with pytest.raises(UnsupportedModel, match="it has 'attention_type'"):
+        hp.find_sites(model)
+
+
+def test_lxmert_is_refused_because_it_counts_its_width_by_another_name() -> None:
+    layers = {"l_layers": 1, "x_layers": 1, "r_layers": 1}
+    sizes = {k: v for k, v in _BERT.items() if k != "num_hidden_layers"}
+    with pytest.raises(UnsupportedModel, match=r"it has no 'self\.all_head_size'"):
+        hp.find_sites(transformers.LxmertModel(transformers.LxmertConfig(**sizes, **layers)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
-from headprune.layouts._timm import Attention, OlderAttention
+from headprune.layouts._tiny_timm import Attention, AttentionRope, OlderAttention
 from headprune.layouts.timm import LAYOUT
 from headprune.model.sites import reason_against
 from tests.laws.support import CLOSE, ragged, shaken
@@ -73,6 +74,55 @@ def test_newer_code_keeps_its_class_and_older_code_is_replaced() -> None:
         assert getattr(small[0], "attn_dim", 9) == 9
 
 
+#: Heads to keep under a policy, and what is left: query heads, key/value heads and query heads a key/value head.
+POLICIES: dict[Any, tuple[list[int], tuple[int, int, int]]] = {
+    "group": ([0, 1, 4, 5], (4, 2, 2)),
+    "balanced": ([1, 2, 4], (3, 3, 1)),
+}
+
+
+def check_grouped_queries(attention: Any, policy: Any, **more: Any) -> None:
+    """Six query heads in three groups: counts stay true, keys and values shrink with whole groups only."""
+    keep, (n_query, n_kv, group) = POLICIES[policy]
+    model = nn.Sequential(shaken(attention, norms=False)).double().eval()
+    small, x, sites = copy.deepcopy(model), torch.randn(2, 5, 12).double(), hp.find_sites(model, policy=policy)
+    assert sites[0].units == {"group": ((0, 1), (2, 3), (4, 5)), "balanced": tuple((h,) for h in range(6))}[policy]
+    mask = hp.HeadMask.from_keep({"0": keep}, {"0": 6})
+    full = model[0](x, **more)
+    with hp.gated(model, mask, sites):
+        expected = model[0](x, **more)
+    hp.prune_(small, mask, sites=sites)
+    assert_close(small[0](x, **more), expected, **CLOSE)
+    assert (full - expected).abs().max() > 1e-6
+    cut = small[0]
+    assert (cut.num_heads, cut.num_kv_heads, cut.num_kv_groups, cut.attn_dim) == (n_query, n_kv, group, 2 * n_query)
+    assert cut.q_proj.weight.shape == (2 * n_query, 12)
+    assert cut.k_proj.weight.shape == cut.v_proj.weight.shape == (2 * n_kv, 12)
+    assert type(cut) is type(attention)
+
+
+MASK = torch.arange(5) < torch.tensor([[5], [3]])[:, None, None]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_grouped_queries(policy: Any, norms: bool) -> None:
+    check_grouped_queries(AttentionRope(12, 6, norms), policy)
+    check_grouped_queries(AttentionRope(12, 6, norms), policy, attn_mask=MASK)
+
+
+def test_groups_of_unlike_size_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="group, balanced"):
+        hp.find_sites(nn.Sequential(AttentionRope(12, 6)), policy="free")
+
+
+def test_grouped_queries_without_heads() -> None:
+    model = nn.Sequential(shaken(AttentionRope(12, 6, norms=True))).double().eval()
+    hp.prune_(model, hp.HeadMask.from_keep({"0": []}, {"0": 6}))
+    out = model(torch.randn(2, 5, 12).double())
+    assert_close(out, model[0].proj.bias.expand_as(out), **CLOSE)
+
+
 @pytest.fixture
 def timm() -> Any:
     return pytest.importorskip("timm", exc_type=ImportError)
@@ -108,3 +158,30 @@ def test_real_models(timm: Any, name: str) -> None:
         hp.prune_(small, mask, sites=sites)
         assert_close(small(x), expected, **CLOSE)
         assert (full - expected).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["kernel", "by hand"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_real_grouped_queries(timm: Any, policy: Any, fused: bool) -> None:
+    if "num_kv_heads" not in inspect.signature(timm.layers.AttentionRope.__init__).parameters:
+        pytest.skip("this version of timm has no grouped queries")
+    norms = {"qk_norm": True, "norm_layer": nn.LayerNorm}
+    for options in ({}, norms, {"gated": True}):
+        attention = timm.layers.AttentionRope(12, num_heads=6, num_kv_heads=3, qkv_fused=False, **options)
+        attention.fused_attn = fused
+        check_grouped_queries(attention, policy)
+        check_grouped_queries(attention, policy, attn_mask=MASK)
+        angles = torch.randn(2, 4, 4).double()  # of all tokens but the first, which is the prefix
+        check_grouped_queries(attention, policy, rope=angles[0])
+
+
+def test_the_stand_ins_compute_what_the_real_ones_do(timm: Any) -> None:
+    if "num_kv_heads" not in inspect.signature(timm.layers.AttentionRope.__init__).parameters:
+        pytest.skip("this version of timm has no grouped queries")
+    x = torch.randn(2, 5, 12)
+    for ours, theirs in (
+        (Attention(12, 6), timm.layers.Attention(12, 6, qkv_bias=True)),
+        (AttentionRope(12, 6), timm.layers.AttentionRope(12, 6, num_kv_heads=3, qkv_fused=False)),
+    ):
+        theirs.load_state_dict(ours.state_dict())
+        assert_close(theirs(x), ours(x))

@@ -1,4 +1,4 @@
-"""What is particular to one decoder's layout; the laws of all of them are in tests/laws/test_families.py."""
+"""What is particular to one decoder's layout; the laws of all of them are in tests/laws."""
 
 from __future__ import annotations
 
@@ -135,15 +135,20 @@ def test_a_layer_of_phi3_has_a_configuration_of_its_own() -> None:
 def test_a_latent_cache_does_not_shrink() -> None:
     subject = family_subject("deepseek_v3", "deepseek_v3")
     scores = hp.score(subject.model, [{**subject.batch, "labels": subject.batch["input_ids"]}])
-    with pytest.raises(InvalidValue, match=r"Budget\.keep_kv"):
+    with pytest.raises(InvalidValue, match=r"Budget\.keep_kv: .*no KV cache that shrinks with its heads"):
         hp.select(scores, hp.Budget(keep_kv=0.5))
+    assert {cost.kv_bytes for row in scores.costs.units for cost in row} == {0}
 
     def held(model: nn.Module) -> int:
         cache = model(**subject.batch, use_cache=True).past_key_values
-        return sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
+        return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
 
     small = assert_exact(subject, subject.ragged())
     assert held(small) == held(subject.model)
+    for model in (small, subject.model):
+        assert measure_costs(model, bind(model), subject.batch).total.kv_bytes * 3 * 7 == held(model) > 0
+    hp.prune_(small, subject.mask({subject.sites[0].name: []}) & subject.ragged())
+    assert measure_costs(small, bind(small), subject.batch).total.kv_bytes * 2 == scores.costs.total.kv_bytes
 
 
 @pytest.mark.parametrize("family", ["falcon", "falcon-mqa", "falcon-alibi"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
-from tests.laws import test_families as laws
-from tests.laws.support import CLOSE, EXACT, Subject, as_double, picture, shaken
+from tests.laws import families, test_law_1_families, test_law_2_families, test_law_3_families, test_law_5_families
+from tests.laws.families import assert_equal, far, run
+from tests.laws.support import CLOSE, EXACT, Subject, as_double, objective, picture, shaken
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
@@ -49,11 +51,11 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 
 LAWS = [
-    laws.test_law_1_gates_of_one_change_no_bit_and_leave_no_trace,
-    laws.test_law_2_a_gate_of_zero_is_a_zeroed_head_and_has_an_effect,
-    laws.test_law_3_padding_on_the_left,
-    laws.test_law_5_one_after_the_other_is_both_at_once,
-    laws.test_law_5_nothing_pruned_nothing_changed,
+    test_law_1_families.test_law_1_gates_of_one_change_no_bit_and_leave_no_trace,
+    test_law_2_families.test_law_2_a_gate_of_zero_is_a_zeroed_head_and_has_an_effect,
+    test_law_3_families.test_law_3_padding_on_the_left,
+    test_law_5_families.test_law_5_one_after_the_other_is_both_at_once,
+    test_law_5_families.test_law_5_nothing_pruned_nothing_changed,
 ]
 
 
@@ -64,7 +66,7 @@ def test_laws(subject: Subject, law: Any) -> None:
 
 @pytest.mark.parametrize("which", ["first", "last", "all"])
 def test_a_layer_without_heads(subject: Subject, which: str) -> None:
-    laws.test_law_5_a_layer_without_heads_is_exact_or_refused(subject, which)
+    test_law_5_families.test_law_5_a_layer_without_heads_is_exact_or_refused(subject, which)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -73,9 +75,10 @@ def test_gated_is_pruned(subject: Subject, implementation: str) -> None:
     for seed in range(2):
         mask, small = subject.ragged(seed), subject.copy()
         with hp.gated(subject.model, mask):
-            expected = laws.run(subject.model, subject.batch)
+            expected, full = run(subject.model, subject.batch), families.gradients(subject.model, subject.batch)
         hp.prune_(small, mask)
-        laws.assert_equal(laws.run(small, subject.batch), expected, **CLOSE)
+        assert_equal(run(small, subject.batch), expected, **CLOSE)
+        families.assert_same_gradients(subject, small, full, mask)
         for name, module in small.named_modules():
             if hasattr(module, "lora_A"):
                 counts = {"in": module.in_features, "out": module.out_features}
@@ -89,7 +92,7 @@ def test_gated_is_pruned(subject: Subject, implementation: str) -> None:
 
 @pytest.mark.parametrize("policy", ["balanced", "free"])
 def test_policies_of_grouped_queries(policy: str) -> None:
-    laws.test_law_3_policies_of_grouped_queries(subject_of("llama"), policy)
+    test_law_3_families.test_law_3_policies_of_grouped_queries(subject_of("llama"), policy)
 
 
 def test_what_survives(subject: Subject) -> None:
@@ -105,9 +108,9 @@ def test_merging_before_is_merging_after(subject: Subject) -> None:
     mask, base = subject.ragged(), copy.deepcopy(subject.model)
     after, before = subject.copy(), subject.copy()
     hp.prune_(after, mask)
-    expected = laws.run(after, subject.batch)
+    expected = run(after, subject.batch)
     after = after.merge_and_unload()
-    laws.assert_equal(laws.run(after, subject.batch), expected, **CLOSE)
+    assert_equal(run(after, subject.batch), expected, **CLOSE)
     before = before.merge_and_unload()
     names = [s.name.removeprefix("base_model.model.") for s in subject.sites]
     keep = {n: mask.kept(f"base_model.model.{n}") for n in names}
@@ -116,11 +119,11 @@ def test_merging_before_is_merging_after(subject: Subject) -> None:
         assert_close(a, b, msg=name, **CLOSE)
     base.merge_adapter()
     hp.prune_(base, mask)
-    laws.assert_equal(laws.run(base, subject.batch), expected, **CLOSE)
+    assert_equal(run(base, subject.batch), expected, **CLOSE)
     base.unmerge_adapter()
-    laws.assert_equal(laws.run(base, subject.batch), expected, **CLOSE)
+    assert_equal(run(base, subject.batch), expected, **CLOSE)
     with base.disable_adapter():
-        assert laws.far(laws.run(base, subject.batch), expected)
+        assert far(run(base, subject.batch), expected)
 
 
 def test_every_adapter_is_cut() -> None:
@@ -132,9 +135,9 @@ def test_every_adapter_is_cut() -> None:
         subject.model.set_adapter(adapter)
         small.set_adapter(adapter)
         with hp.gated(subject.model, mask):
-            seen.append(laws.run(subject.model, subject.batch))
-        laws.assert_equal(laws.run(small, subject.batch), seen[-1], **CLOSE)
-    assert laws.far(seen[0], seen[1])
+            seen.append(run(subject.model, subject.batch))
+        assert_equal(run(small, subject.batch), seen[-1], **CLOSE)
+    assert far(seen[0], seen[1])
 
 
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True, "second": False}], ids=["dora", "bias"])
@@ -175,28 +178,28 @@ def test_costs_count_the_adapters(subject: Subject) -> None:
 def test_checkpoints(layout: str, tmp_path: Path) -> None:
     subject = subject_of(layout)
     hp.prune_(subject.model, subject.ragged())
-    expected = laws.run(subject.model, subject.batch)
+    expected = run(subject.model, subject.batch)
     hp.save_pretrained(subject.model, tmp_path / "ours")
     fresh = wrapped(layout, seed=3)[0].double()
     loaded = copy.deepcopy(hp.from_pretrained(tmp_path / "ours", fresh))
-    laws.assert_equal(laws.run(loaded, subject.batch), expected, **EXACT)
+    assert_equal(run(loaded, subject.batch), expected, **EXACT)
 
     subject.model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     base = copy.deepcopy(subject.model).unload()
     hp.save_pretrained(base, tmp_path / "base")
     again = peft.PeftModel.from_pretrained(hp.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
-    laws.assert_equal(laws.run(again, subject.batch), expected, **CLOSE)
+    assert_equal(run(again, subject.batch), expected, **CLOSE)
 
     merged = subject.model.merge_and_unload()
     hp.save_pretrained(merged, tmp_path / "merged")
     # Copied, because tensors read from a file are aligned in another way, in which MKL may round in another way.
     loaded = copy.deepcopy(hp.from_pretrained(tmp_path / "merged"))
-    laws.assert_equal(laws.run(loaded, subject.batch), laws.run(merged, subject.batch), **EXACT)
+    assert_equal(run(loaded, subject.batch), run(merged, subject.batch), **EXACT)
 
 
 def test_adapters_of_a_cut_model_train(subject: Subject) -> None:
     hp.prune_(subject.model, subject.ragged())
-    laws.objective(laws.run(subject.model, subject.batch)[-1]).backward()
+    objective(run(subject.model, subject.batch)[-1]).backward()
     moved = [n for n, p in subject.model.named_parameters() if p.grad is not None]
     assert moved
     assert all("lora_" in n for n in moved)
@@ -206,10 +209,10 @@ def test_adapters_added_to_a_cut_model(subject: Subject) -> None:
     base = copy.deepcopy(subject.model).unload()
     names = {s.name.removeprefix("base_model.model."): subject.ragged().kept(s.name) for s in subject.sites}
     hp.prune_(base, hp.HeadMask.from_keep(names, dict.fromkeys(names, subject.sites[0].n_query_heads)))
-    expected = laws.run(base, subject.batch)
+    expected = run(base, subject.batch)
     config = peft.LoraConfig(target_modules=TARGETS[subject.family], fan_in_fan_out=subject.family == "gpt2")
     model = peft.get_peft_model(base, config)
-    laws.assert_equal(laws.run(model, subject.batch), expected, **CLOSE)
+    assert_equal(run(model, subject.batch), expected, **CLOSE)
     assert {s.heads for s in hp.find_sites(model)} == set(names.values())
 
 
@@ -228,3 +231,24 @@ def test_magnitude_is_that_of_the_merged_weights(subject: Subject) -> None:
     merged = hp.score(subject.copy().merge_and_unload(), [subject.batch], "magnitude")
     for a, b in zip(adapted.values, merged.values, strict=True):
         assert_close(a, b, **CLOSE)
+
+
+def test_the_lines_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two blocks of docs/checkpoints.md: cut together and saved apart, or merged first."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
+    together, first = re.findall(r"```python\n(.*?)```", text.partition("## LoRA adapters")[2], re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    adapted, batch = wrapped("bert", init_lora_weights=False)
+    adapted.save_pretrained("adapters")
+    base = copy.deepcopy(adapted).unload().eval()
+    names: dict[str, Any] = {"base": copy.deepcopy(base), "batches": [batch]}
+    exec(together, names)
+    small, again = hp.from_pretrained("small/base"), names["again"].eval()
+    assert sum(len(s.heads) for s in hp.find_sites(small)) == sum(len(s.heads) for s in hp.find_sites(again)) == 6
+    cut = copy.deepcopy(adapted).eval()
+    hp.prune_(cut, hp.select(names["scores"], hp.Budget(keep_heads=0.5)))
+    assert_close(again(**batch).logits, cut(**batch).logits)
+    merged: dict[str, Any] = {"base": copy.deepcopy(base), "peft": peft}
+    exec(first, merged)
+    assert_close(merged["model"](**batch).logits, adapted.eval()(**batch).logits)
+    assert not any("lora" in name for name, _ in merged["model"].named_modules())

@@ -35,7 +35,7 @@ def test_something_that_is_no_plan(plan: Any) -> None:
     ("counts", "words"),
     [
         ({"0": 3}, r"with 3 heads at '0', like the plan's, got 2 heads there \(1 of 1 sites differ\)"),
-        ({"0": 2, "1": 2}, r"with 2 heads at '1', like the plan's, got no heads there \(1 of 2"),
+        ({"0": 2, "1": 2}, r"with 2 heads at '1', like the plan's, got one without such a site \(1 of 2"),
         ({"zero": 2}, "2 of 2 sites differ"),
     ],
 )

@@ -447,3 +447,13 @@ def test_what_was_folded_is_remembered_by_a_checkpoint(tmp_path):
         hp.prune_(cut, second)
         assert hp.recover_(cut, [batch], "mean_fold", teacher).metrics["heads"] == 2
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_an_attention_without_an_output_projection_is_refused():
+    teacher, batches = build("head_list_bare")
+    model = copy.deepcopy(teacher)
+    prune_(model, some_heads(model))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedModel, match="with an output projection"):
+        hp.recover_(model, batches, "mean_fold", teacher=teacher)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())

@@ -218,3 +218,15 @@ def test_single_errors(changes: dict[str, Any], path: str, words: str) -> None:
 def test_settings_that_depend_on_each_other_are_judged_together() -> None:
     recipe = check_recipe(good(score__settings={"block": 8, "reduce": "batch"}))
     assert recipe.score.settings == {"block": 8, "reduce": "batch"}
+
+
+def test_a_policy_is_a_key_of_select() -> None:
+    assert check_recipe(good()).select.policy == "group"
+    assert check_recipe(good(select__policy="free")).select.policy == "free"
+    assert problems(good(select__policy="fre"))["select.policy"].endswith("Did you mean 'free'?")
+
+
+def test_the_dtype_of_the_weights_is_their_own_unless_given() -> None:
+    assert check_recipe(good()).model.dtype is None
+    assert check_recipe(good(model__dtype="bfloat16")).model.dtype == "bfloat16"
+    assert "model.dtype" in problems(good(model__dtype="int8"))

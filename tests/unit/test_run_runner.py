@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import headprune as hp
@@ -416,3 +417,50 @@ def test_positions_for_padding_are_not_for_tokens() -> None:
     model(torch.full((1, 10), 3))
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         model(torch.full((1, 11), 3))
+
+
+# --- dtypes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, torch.bfloat16), ("float32", torch.float32)])
+def test_a_checkpoint_keeps_its_dtype_unless_the_recipe_has_another(
+    given: str | None, expected: torch.dtype, bert: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    half = tmp_path / "half"
+    AutoModel.from_pretrained(bert).bfloat16().save_pretrained(half)
+    AutoTokenizer.from_pretrained(bert).save_pretrained(half)
+    model = {"path": str(half), **({"dtype": given} if given else {})}
+    record = quiet_run(recipe(bert, tmp_path, model=model, recover=[{"method": "mean_fold"}]))
+    assert record.status == "done"
+    name = str(expected).removeprefix("torch.")
+    assert {p.dtype for p in record.proofs} == {name}
+    for folder in ("base", "model"):
+        weights = safetensors.torch.load_file(tmp_path / "out" / folder / "model.safetensors")
+        assert {t.dtype for t in weights.values()} == {expected}
+    trained = [w for w in record.warnings if "trained in" in w]
+    assert trained == (
+        []
+        if given
+        else [f"the weights are trained in {name}, where small steps are lost; model.dtype: float32 keeps them"]
+    )
+
+
+def test_pixels_are_of_the_weights_dtype(tmp_path: Path) -> None:
+    """Swin, unlike ViT, casts nothing by itself."""
+    sizes = {"image_size": 8, "patch_size": 1, "num_channels": 1, "embed_dim": 8, "window_size": 2}
+    swin = {**sizes, "depths": [1, 1], "num_heads": [2, 4]}
+    raw = {
+        "name": "test",
+        "description": "for tests",
+        "task": "image_classification",
+        "device": "cpu",
+        "out": str(tmp_path / "out"),
+        "model": {"class_name": "SwinForImageClassification", "config": swin, "dtype": "float16"},
+        "data": {"path": "sklearn:digits", "holdout": 60, "test_holdout": 1600, "calibration": 8},
+        "score": {"random_draws": 1},
+        "select": {"keep_heads": 0.5},
+        "report": False,
+    }
+    assert quiet_run(check_recipe(raw)).status == "done"

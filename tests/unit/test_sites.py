@@ -15,7 +15,9 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
 from headprune.layouts import registry
-from headprune.model.sites import bind, reason_against
+from headprune.model.fit import reason_against
+from headprune.model.missed import attention_like, closest_reason
+from headprune.model.sites import bind
 from tests.laws.support import CLOSE, EXACT, picture, ragged, subject_of
 
 
@@ -242,10 +244,35 @@ def test_unknown_attention_is_listed_with_what_is_missing() -> None:
     text = str(caught.value)
     assert "a (StrangeAttention; nearest layout " in text
     assert ": it has no '" in text
-    assert "b (SelfAttention; nearest layout" in text
+    assert "b (SelfAttention; near to no layout, made of parameters alone)" in text
     assert "c (" not in text
+    assert "propose_layouts" in text
     with pytest.raises(UnsupportedModel, match="and 3 more"):
         hp.find_sites(nn.ModuleList(StrangeAttention() for _ in range(11)))
+
+
+def test_attention_is_known_by_its_parts_too() -> None:
+    class Mixer(nn.Module):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            for name in names:
+                self.add_module(name, nn.Linear(4, 4))
+
+    alike = [("q", "k", "v", "out_proj"), ("to_q", "to_k", "to_v"), ("Wq", "Wk", "Wv"), ("query_1", "keys", "value")]
+    others = [("q", "k", "out"), ("query_key_value", "dense"), ("kernel", "quality", "volume"), ("a", "b", "c")]
+    model = nn.ModuleList(Mixer(*names) for names in (*alike, *others))
+    assert [name for name, _ in attention_like(model)] == ["0", "1", "2", "3"]
+    with pytest.raises(UnsupportedModel, match=r"0 \(Mixer; near to no layout, made of q, k, v, out_proj\)"):
+        hp.find_sites(model)
+
+
+def test_the_nearest_layout_lacks_less_than_it_finds() -> None:
+    layouts = [registry.get(name) for name in registry.names()]
+    attention = subject_of("llama").model.model.layers[0].self_attn
+    del attention.q_proj
+    assert closest_reason(attention, layouts) == "nearest layout 'llama': it has no 'q_proj'"
+    del attention.k_proj, attention.v_proj
+    assert closest_reason(attention, layouts) == "near to no layout, made of o_proj"
 
 
 def test_a_projection_with_something_odd_in_its_place_is_no_crash() -> None:

@@ -14,6 +14,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.version import __version__
 
 CARD = "README.md"
+_OTHERS = "The other words of this card are those of the model before the cut; what they measured was measured on it."
 BEGIN, END = "<!-- headprune: begin -->", "<!-- headprune: end -->"
 
 LOADING = {
@@ -38,7 +39,7 @@ def section(
     left, full = sum(len(s.heads) for s in sites), sum(s.n_query_heads for s in sites)
     after = sum(p.numel() for p in model.parameters())
     lines = ["## Attention heads", ""]
-    lines.append(f"[headprune](https://pypi.org/project/headprune) {__version__} left {left} of {full} heads.")
+    lines.append(f"headprune {__version__} left {left} of {full} heads.")
     lines += ["", f"- Model: `{type(model).__name__}`"]
     if base := base_model(model):
         lines.append(f"- Base model: {base}")
@@ -48,22 +49,31 @@ def section(
     else:
         lines.append(f"- Parameters: {after:,}")
     if plan is not None:
-        lines.append(f"- Plan: selector {plan.selector}, scorer {plan.scorer or 'none'}, {plan.budget or 'no budget'}")
+        budget = plan.wanted or "no budget"
+        policy = f", policy {plan.policy}" if any(s.n_kv_heads < s.n_query_heads for s in sites) else ""
+        lines.append(f"- Plan: selector {plan.selector}, scorer {plan.scorer or 'none'}, {budget}{policy}")
         lines += [f"- Note: {note}" for note in plan.notes]
     lines += ["", "| attention | heads left | which |", "| --- | --- | --- |"]
     lines += [f"| `{s.name}` | {len(s.heads)} of {s.n_query_heads} | {_ranges(s.heads)} |" for s in sites]
     return "\n".join([*lines, "", "```python", loading, "```"])
 
 
-def write(folder: Path, text: str, base: str = "") -> Path:
-    """Puts the section into ``README.md``: in place of an earlier one, else at its end; other text stays."""
+def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -> Path:
+    """Puts the section into ``README.md``: in place of an earlier one, else at its end; other text stays.
+
+    Args:
+        folder: Where the card is or will be.
+        text: The section.
+        hub_name: The base model's repository, which a new card names where hubs read it.
+        old: The text that stays; by default that of the card that is there.
+    """
     path = folder / CARD
     block = f"{BEGIN}\n{text}\n{END}\n"
-    if not path.is_file():
-        known = [f"base_model: {base}"] if _is_hub_name(base) else []
+    if old is None and not path.is_file():
+        known = [f"base_model: {hub_name}"] if hub_name else []
         head = "\n".join(["---", *known, "tags:", "- headprune", "---", ""])
         return write_atomic(path, f"{head}\n{block}".encode())
-    old = path.read_bytes().decode()
+    old = path.read_bytes().decode() if old is None else old
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
@@ -72,10 +82,29 @@ def write(folder: Path, text: str, base: str = "") -> Path:
     return write_atomic(path, f"{old}{gap}{block}".encode())
 
 
+def carry(folder: Path, original: Path) -> None:
+    """Lets the words of the base model's card, above all its licence, stay around the section of this one."""
+    ours = (folder / CARD).read_bytes().decode().partition(BEGIN)[2].partition(END)[0].strip("\n")
+    before, begin, rest = original.read_bytes().decode(errors="replace").partition(BEGIN)
+    words = before + rest.partition(END)[2].removeprefix("\n") if begin else before  # without an earlier cut's section
+    if ours and words.strip():
+        title = "## Attention heads\n"
+        write(folder, ours.replace(title, f"{title}\n{_OTHERS}\n", 1), old=words)
+
+
 def base_model(model: Any) -> str:
     """What the model was loaded from: its name on the hub, or the last part of a folder's path; or nothing."""
-    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
-    return name if _is_hub_name(name) else Path(name).name
+    return hub_name(model) or Path(_origin(model)).name
+
+
+def hub_name(model: Any) -> str:
+    """The repository of the hub that the model was loaded from; empty for a folder's."""
+    name = _origin(model)
+    return name if _is_hub_name(name) else ""
+
+
+def _origin(model: Any) -> str:
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
 def _is_hub_name(name: str) -> bool:

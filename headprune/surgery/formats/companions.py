@@ -1,4 +1,4 @@
-"""What lies beside the weights of a model and must travel with it: tokenizer and processor files."""
+"""What lies beside the weights of a model and must travel with it: tokenizer, processor and licence, and its card."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from headprune.core.errors import InvalidValue
+from headprune.surgery.formats import card
 
-#: Files of tokenizers, image processors, feature extractors and processors, as Transformers names them.
+#: Files of tokenizers, image processors, feature extractors and processors, as Transformers names them, and licences.
 PATTERNS = (
     *("tokenizer*.json", "tokenizer*.model", "*.spm", "*.bpe.model", "spiece.model", "*.tiktoken", "tekken.json"),
     *("vocab*.json", "vocab*.txt", "merges.txt", "bpe.codes", "added_tokens.json", "special_tokens_map.json"),
     *("normalizer.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("feature_extractor_config.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/*"),
+    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
 )
 
 
@@ -37,7 +39,8 @@ def check(processor: Any) -> None:
 
 
 def copy(source: str, folder: Path) -> list[str]:
-    """Copies the tokenizer and processor files of a model's folder, or of a model of the hub, as they are.
+    """Copies the files that go with a model, from its folder or from the hub, as they are; the text of its card
+    goes around the section of the card that is in ``folder``.
 
     Returns:
         The names of the files.
@@ -46,11 +49,13 @@ def copy(source: str, folder: Path) -> list[str]:
     if not home.is_dir():
         from huggingface_hub import snapshot_download
 
-        home = Path(snapshot_download(source, allow_patterns=list(PATTERNS)))
+        home = Path(snapshot_download(source, allow_patterns=[*PATTERNS, card.CARD]))
     names = sorted({path.relative_to(home) for path in _matching(home) if path.is_file()})
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(home / name, folder / name)
+    if (home / card.CARD).is_file() and (folder / card.CARD).is_file():
+        card.carry(folder, home / card.CARD)
     return [name.as_posix() for name in names]
 
 

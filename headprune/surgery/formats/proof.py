@@ -71,6 +71,24 @@ def written_and_proven(
         raise VerificationFailed(where, f"{must}, up to {difference.tolerance:.1e}", off)
 
 
+def same_tensors(kind: Any, part: Any, folder: Path) -> None:
+    """Loads a part of a written model by itself and compares its tensors.
+
+    Raises:
+        VerificationFailed: it does not load, or a tensor is not what was saved, to the last bit.
+    """
+    where = f"{type(part).__name__} out of the written folder, loaded by Transformers"
+    try:
+        with quiet():
+            loaded = kind.from_pretrained(folder, dtype=part.dtype, local_files_only=True).state_dict()
+    except Exception as error:
+        got = f"no model: {' '.join(str(error).split())[:300]}"
+        raise VerificationFailed(where, "the saved model's part", got) from error
+    for name, tensor in part.state_dict().items():
+        if name not in loaded or not torch.equal(loaded[name], tensor.cpu()):
+            raise VerificationFailed(where, "the saved model's part", f"another tensor {name!r}")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Transformers without progress bars, as they are not ours to show."""

@@ -28,6 +28,15 @@ from headprune.model.sites import BoundSite
 from headprune.surgery.formats.building import fresh, is_known
 
 _WHERE = "format 'remote-code'"
+_BODY = Template('''
+
+class $CUT($CLASS):
+    """The same without the model's head, for what reads features: ``AutoModel``."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        resize_all(self, "$PREFIX")
+''')
 #: Set by us or by a run, and without effect on what the module computes from its tensors.
 _IGNORED = frozenset({STATE_ATTRIBUTE, FOLDED_ATTRIBUTE, "training", "config"})
 
@@ -77,9 +86,20 @@ def auto_classes(model: nn.Module) -> list[str]:
     return names
 
 
-def write_code(model: Any, folder: Path) -> Any:
-    """Writes the modelling file; returns the class that it defines."""
-    names = {"CLASS": type(model).__name__, "CUT": _class_name(model), "IN_FRONT": _sources(model)}
+def body_of(model: Any) -> nn.Module | None:
+    """The model without its head, where that is a class of its own that an Auto class loads."""
+    body: nn.Module = model.base_model
+    return body if body is not model and is_known(body) and auto_classes(body) else None
+
+
+def write_code(model: Any, folder: Path) -> tuple[Any, Any]:
+    """Writes the modelling file; returns the class that it defines, and that of the model without its head or None."""
+    body, name = body_of(model), type(model).__name__
+    names = {"CLASS": name, "CUT": _class_name(model), "IN_FRONT": _sources(model), "IMPORTS": name, "BODY": ""}
+    if body is not None:
+        names["IMPORTS"] += f", {type(body).__name__}"
+        whole = {"CUT": _class_name(body), "CLASS": type(body).__name__, "PREFIX": f"{model.base_model_prefix}."}
+        names["BODY"] = _BODY.substitute(whole)
     template = files("headprune.surgery.formats").joinpath("modeling_template.txt").read_text(encoding="utf-8")
     path = write_atomic(folder / f"{_file_name(model)}.py", Template(template).substitute(names).encode())
     spec = importlib.util.spec_from_file_location(f"_written_{path.stem}", path)
@@ -88,13 +108,14 @@ def write_code(model: Any, folder: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Transformers looks there for a class's module
     spec.loader.exec_module(module)
-    return getattr(module, names["CUT"])
+    return getattr(module, names["CUT"]), None if body is None else getattr(module, _class_name(body))
 
 
 def config_of_cut(model: Any, description: dict[str, Any]) -> Any:
     """The model's configuration with what the modelling file reads."""
     config = copy.deepcopy(model.config)
-    config.auto_map = {name: f"{_file_name(model)}.{_class_name(model)}" for name in auto_classes(model)}
+    whole = [m for m in (body_of(model), model) if m is not None]
+    config.auto_map = {name: f"{_file_name(model)}.{_class_name(m)}" for m in whole for name in auto_classes(m)}
     config.headprune_heads = description
     return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -44,6 +45,17 @@ def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[Alias, 
     return stored, tuple(aliases)
 
 
+def check_shard_size(size: int | str, where: str = "max_shard_size") -> None:
+    """Refuses what is no size, before anything is written."""
+    number = re.fullmatch(r"([0-9.]+)[KMGT]B", size.upper()) if isinstance(size, str) else None
+    try:
+        known = float(number[1]) if number else size
+    except ValueError:  # "1.2.3GB"
+        known = size
+    if not isinstance(known, (int, float)) or isinstance(known, bool) or known <= 0:
+        raise CheckpointError(where, "bytes, or text such as '5GB'", repr(size))
+
+
 @contextmanager
 def written(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Iterator[tuple[str, list[Shard]]]:
     """Writes the tensors beside their places and yields their hashes; they take their places when the block ends well.
@@ -56,10 +68,7 @@ def written(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str)
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    try:
-        split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise CheckpointError("max_shard_size", "bytes, or text such as '5GB'", repr(max_shard_size)) from error
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     with ExitStack() as places:
         shards = []
         for file, names in split.filename_to_tensors.items():

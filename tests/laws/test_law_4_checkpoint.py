@@ -18,9 +18,8 @@ from headprune.core.heads import HeadMask
 from headprune.core.layout import STATE_ATTRIBUTE
 from headprune.layouts import registry
 from headprune.model.running import call, outputs
-from tests.laws.support import DEEP, EXACT, picture, ragged
+from tests.laws.support import DEEP, EXACT, TRANSFORMERS, picture, ragged
 
-TRANSFORMERS = [name for name in DEEP if name != "multi_head_attention"]
 DECODERS = ["gpt2", "llama"]
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -22,7 +22,7 @@ from headprune.model.running import call
 from headprune.model.sites import lookup, slabs_of
 from headprune.scoring import Taylor, registry
 from headprune.scoring._base import Scorer
-from tests.laws.support import CLOSE, DEEP, Subject, as_double, set_implementation, subject_of
+from tests.laws.support import CLOSE, TRANSFORMERS, Subject, as_double, set_implementation, subject_of
 
 SCORERS: list[Any] = [registry.get(name)() for name in registry.names() if name != "random"]
 SCORERS += [Taylor(reduce="token"), Taylor(reduce="signed"), Taylor(normalize="l2"), Taylor(reduce="batch", block=2)]
@@ -141,11 +141,9 @@ def test_the_length_of_other_examples() -> None:
 # ---------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_attention_implementation(name: str) -> None:
     subject = subject_of(name)
-    if not hasattr(subject.model, "set_attn_implementation"):
-        pytest.skip("not a Transformers model: it has one implementation")
     found = []
     for implementation in ("sdpa", "eager"):
         set_implementation(subject.model, implementation)
@@ -205,7 +203,11 @@ def test_scores_follow_a_permutation_of_heads(subject: Subject) -> None:
     orders = renumbered_(subject, other)
     assert_close(subject.run(other), subject.run(), **CLOSE)
     for found, old in zip(score(subject, SCORERS, [batch], other), expected, strict=True):
+        tolerance = CLOSE
+        if found.scorer == "shapley":  # its drawn orders name heads by their places: equal up to what is drawn
+            spread = max(e for row in old.standard_errors or () for e in row)
+            tolerance = {"rtol": 0.0, "atol": 5 * spread}
         for site, row, before in zip(subject.sites, found.values, old.values, strict=True):
             moved = [before[unit] for unit in orders[site.name]]
-            assert_close(torch.tensor(row).double(), torch.tensor(moved).double(), **CLOSE)
+            assert_close(torch.tensor(row).double(), torch.tensor(moved).double(), **tolerance)
         assert found.values != old.values

@@ -1,4 +1,5 @@
-"""Law 3 in generation, for every family that generates: caches, left padding, beams, layers without heads; fp64."""
+"""Law 3 in generation, over every family that generates: both kernels, caches, left padding, beams, layers without
+heads; fp64."""
 
 from __future__ import annotations
 
@@ -6,45 +7,41 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import StaticCache
 
 import headprune as hp
-from headprune.core.errors import UnsupportedModel
-from headprune.layouts import registry
 from headprune.model.double import Doubled
 from headprune.model.running import call, outputs
-from tests.laws.support import CLOSE, Subject, family_subject, set_implementation
+from tests.laws import families
+from tests.laws.families import implementations, model_class, over, use
+from tests.laws.support import CLOSE, Subject, set_implementation
 
 NEW_TOKENS = 4
 
 
-def generates(build: Any) -> bool:
+def generates(layout: str, family: str) -> bool:
     """Whether a family's model does; told by its class, which is not built for this."""
-    kind = getattr(transformers, getattr(build, "model", ""), None)
-    return kind is not None and hasattr(kind, "can_generate") and bool(kind.can_generate())
+    kind = model_class(layout, family)
+    return hasattr(kind, "can_generate") and bool(kind.can_generate())
 
 
-FAMILIES = [
-    (layout, family)
-    for layout in registry.names()
-    for family, build in registry.get(layout).families
-    if generates(build)
-]
-BEAMS = ["t5", "bart"]
+FAMILIES = [pair for pair in families.FAMILIES if generates(*pair)]
+#: Families that have another kernel than eager attention, and run with it where nothing else is said.
+BOTH = [pair for pair in FAMILIES if "sdpa" in implementations(*pair)]
+#: Transformers builds ALiBi from a mask of two axes, and hands it one of four where the cache is static.
+NO_STATIC = {"falcon-alibi"}
+STATIC = [pair for pair in FAMILIES if model_class(*pair)._can_compile_fullgraph and pair[1] not in NO_STATIC]
+BEAMS = ["t5", "bart", "whisper", "llama", "falcon"]
 FLEX = ["bart", "gpt_neox", "opt", "t5"]
 MASKS = ["ragged", "without heads"]
 
 
-@pytest.fixture(params=FAMILIES, ids=lambda pair: pair[1])
-def subject(request: pytest.FixtureRequest) -> Subject:
-    return family_subject(*request.param)
-
-
-def family(name: str) -> Subject:
-    return family_subject(*next(pair for pair in FAMILIES if pair[1] == name))
+def named(names: list[str]) -> list[tuple[str, str]]:
+    found = [pair for pair in FAMILIES if pair[1] in names]
+    assert len(found) == len(names)
+    return found
 
 
 def cut(subject: Subject, which: str) -> tuple[hp.HeadMask, nn.Module]:
@@ -55,12 +52,7 @@ def cut(subject: Subject, which: str) -> tuple[hp.HeadMask, nn.Module]:
     else:
         first = {site.kind: site.name for site in reversed(subject.sites)}
         mask = subject.mask({name: [] for name in first.values()})
-    try:
-        hp.prune_(small, mask, sites=subject.sites)
-    except UnsupportedModel as error:
-        if which == "ragged" or "left with a head" not in str(error):
-            raise
-        pytest.skip(f"every layer keeps a head: {error.must}")
+    hp.prune_(small, mask, sites=subject.sites)
     return mask, small
 
 
@@ -91,6 +83,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("which", MASKS)
+@over(FAMILIES)
 def test_greedy_with_a_left_padded_ragged_batch(subject: Subject, which: str) -> None:
     mask, small = cut(subject, which)
     inputs = left_padded(subject)
@@ -104,16 +97,23 @@ def test_greedy_with_a_left_padded_ragged_batch(subject: Subject, which: str) ->
     assert changed > 1e-6, "heads that are gone change what is generated"
 
 
+@over(BOTH)
+def test_greedy_with_eager_attention(subject: Subject) -> None:
+    inputs = left_padded(subject)
+    by_default = generate(subject.model, inputs)
+    use(subject.model, "eager")
+    mask, small = cut(subject, "ragged")
+    with hp.gated(subject.model, mask, subject.sites):
+        expected = generate(subject.model, inputs)
+    assert_same(generate(small, inputs), expected)
+    assert (torch.stack(by_default.logits) - torch.stack(expected.logits)).abs().max() > 1e-6
+
+
 @pytest.mark.parametrize("which", MASKS)
+@over(STATIC)
 def test_static_cache(subject: Subject, which: str) -> None:
-    if not subject.model._can_compile_fullgraph:  # type: ignore[union-attr]
-        pytest.skip("Transformers has no static cache for this model")
     static = {"cache_implementation": "static", "disable_compile": True}
     inputs = left_padded(subject)
-    try:
-        generate(subject.model, inputs, **static)
-    except ValueError as error:
-        pytest.skip(f"the uncut model fails with a static cache: {error}")
     mask, small = cut(subject, which)
     with hp.gated(subject.model, mask, subject.sites):
         expected = generate(subject.model, inputs)
@@ -125,9 +125,8 @@ def test_static_cache(subject: Subject, which: str) -> None:
 
 
 @pytest.mark.parametrize("which", MASKS)
-@pytest.mark.parametrize("name", BEAMS)
-def test_beam_search_reorders_both_caches(name: str, which: str) -> None:
-    subject = family(name)
+@over(named(BEAMS))
+def test_beam_search_reorders_every_cache(subject: Subject, which: str) -> None:
     mask, small = cut(subject, which)
     inputs = left_padded(subject)
     beams = {"num_beams": 3, "num_return_sequences": 2}
@@ -144,10 +143,9 @@ def test_beam_search_reorders_both_caches(name: str, which: str) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # said as PyTorch imports inductor
 @pytest.mark.parametrize("which", MASKS)
-@pytest.mark.parametrize("name", FLEX)  # test_law_3_gated_is_pruned.py has bert, llama and vit
-def test_flex_attention_forward(name: str, which: str) -> None:
+@over(named(FLEX))  # test_law_3_gated_is_pruned.py has bert, llama and vit
+def test_flex_attention_forward(subject: Subject, which: str) -> None:
     """Uncompiled, for inductor would take half a minute a model. One example: T5's bias does not fit more in flex."""
-    subject = family(name)
     batch = {k: v[:1] for k, v in subject.batch.items()}
     set_implementation(subject.model, "flex_attention")
     mask, small = cut(subject, which)

@@ -1,0 +1,99 @@
+"""What every output projection reads, the heads' outputs side by side, and which of its tokens are no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.heads import Kind
+from headprune.core.layout import STATE_ATTRIBUTE, HeadState
+from headprune.model.expose import exposed
+from headprune.model.running import batch_size
+from headprune.model.sites import BoundSite
+
+#: ``take(number of the site, contexts [rows, tokens, heads * width], counted [rows, tokens] or None)``
+Take: TypeAlias = Callable[[int, Tensor, Tensor | None], None]
+
+
+@contextmanager
+def reading(model: nn.Module, bound: Sequence[BoundSite], take: Take) -> Iterator[Callable[[Any], None]]:
+    """For as long as the block lasts, ``take`` gets what a site's output projection reads whenever it runs.
+
+    Contexts are ``[rows, tokens, heads * width]`` of the present heads, batch first, without a graph. A row is an
+    example; with windows it is a window, and those of an example follow one another. ``counted`` is True where a token
+    is no padding, None where nothing is known. A module that runs several times in a pass hands over each of its runs.
+    A layout without an output projection is read at its output.
+
+    Yields:
+        A function that must be given each batch before the model runs on it: padding is told from it.
+    """
+    batches: list[Any] = [None]
+
+    def seen(number: int, b: BoundSite, x: Tensor) -> None:
+        x = _by_row(b, x.detach(), batches[0])
+        windows = b.layout.windows
+        take(number, x, None if windows else query_mask(model, b.site.kind, batches[0], (x.shape[0], x.shape[1])))
+
+    def hook(number: int, b: BoundSite) -> Any:
+        def read_input(module: nn.Module, args: tuple[Any, ...]) -> None:
+            seen(number, b, args[0])
+
+        def read_output(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            seen(number, b, _of_present_heads(module, out if isinstance(out, Tensor) else out[0]))
+
+        if b.layout.gate:
+            return b.gate.register_forward_pre_hook(read_input)
+        return b.gate.register_forward_hook(read_output)
+
+    with ExitStack() as stack:
+        stack.enter_context(exposed(bound))
+        for number, b in enumerate(bound):
+            if b.site.heads:
+                stack.callback(hook(number, b).remove)
+        yield lambda batch: batches.__setitem__(0, batch)
+
+
+def query_mask(model: nn.Module, kind: Kind, batch: Any, shape: tuple[int, int]) -> Tensor | None:
+    """``[batch, queries]``: True where a query is no padding; None where the batch does not tell.
+
+    The queries of an encoder-decoder's decoder (kinds ``causal`` and ``cross``) follow ``decoder_attention_mask``;
+    without one, labels of -100 are padding; with neither and no inputs of its own, the decoder reads the encoder's.
+    All other queries follow ``attention_mask``. A mask of another shape tells nothing.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    mask = batch.get("attention_mask")
+    if kind != "self" and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        labels, own = batch.get("labels"), batch.get("decoder_input_ids")
+        if isinstance(labels, Tensor) and labels.ndim == 2:
+            mask = labels != -100
+        elif own is not None or batch.get("decoder_inputs_embeds") is not None:
+            mask = None
+        mask = mask if batch.get("decoder_attention_mask") is None else batch["decoder_attention_mask"]
+    return mask.bool() if isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The type to add up in."""
+    return torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def _by_row(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
+    if x.ndim == 2:  # one token an example, or one example
+        return x.unsqueeze(1 if len(x) == batch_size(batch) else 0)
+    if x.ndim == 3:
+        return x.transpose(0, 1) if b.layout.batch_axis == 1 else x
+    return x.flatten(1, -2)
+
+
+def _of_present_heads(module: nn.Module, out: Tensor) -> Tensor:
+    """Without an output projection a cut attention keeps its width: heads that have left put out zeros."""
+    state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
+    if state is None:
+        return out
+    index = torch.tensor(state.heads, device=out.device)
+    return out.unflatten(-1, (state.n_query_heads, -1)).index_select(-2, index).flatten(-2)

@@ -1,0 +1,43 @@
+"""From numbers a row, one row an example, to an estimate: their mean, its standard error, and what to say about it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headprune.scoring._base import Estimate
+
+#: Rows that differ by less, relative to the largest number in them, differ by rounding.
+_SAME = 1e-6
+
+
+def averaged(samples: Tensor, n_examples: int | None = None, seed: int | None = None, row: str = "example") -> Estimate:
+    """The mean of the rows ``[rows, units]`` with its standard error, and notes where that is missing or says nothing.
+
+    Args:
+        samples: The rows.
+        n_examples: Default: one a row.
+        seed: Of what was drawn.
+        row: What a row is, in words.
+    """
+    values, errors = mean_and_error(samples)
+    notes = []
+    if errors is None:
+        notes.append(f"No standard error: the scores rest on a single {row}.")
+    elif bool((samples - samples[0]).abs().max() <= _SAME * samples.abs().max()):
+        notes.append(f"Every {row} gave the same numbers, so that a standard error of 0 promises nothing about others.")
+    if not bool(values.any()):
+        notes.append("Every score is 0, so that they tell no head from another.")
+    return Estimate(values, errors, n_examples or len(samples), seed, samples, tuple(notes))
+
+
+def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Mean over the first axis and its standard error, None for a single sample."""
+    if len(samples) < 2:
+        return samples.mean(0), None
+    return samples.mean(0), samples.std(0) / len(samples) ** 0.5
+
+
+def in_blocks(samples: Tensor, size: int) -> Tensor:
+    """Means of blocks of rows in their order, ``[blocks, units]``; the last block may be smaller."""
+    return samples if size == 1 else torch.stack([block.mean(0) for block in samples.split(size)])

@@ -1,0 +1,128 @@
+"""What a model puts out, read as distributions, and labels drawn from them; needs no labels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import InvalidValue
+from headprune.model.losses import is_causal_lm, problem_type
+from headprune.model.running import batch_size, call, tensors
+
+_ANSWERS = ("labels", "start_positions", "end_positions")
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """A model's output as ``positions`` distributions an example.
+
+    Args:
+        kind: ``single_label_classification`` (a softmax over the last axis), ``multi_label_classification`` (a
+            sigmoid each) or ``regression``.
+        logits: ``[batch, positions, classes]``, with their graph.
+        counted: ``[batch, positions]``: which positions the default loss averages over.
+    """
+
+    kind: str
+    logits: Tensor
+    counted: Tensor
+
+
+def distributions(model: nn.Module, batch: Any, where: str) -> Distributions:
+    """Runs a model and reads its output; labels, if there are any, only say which positions count.
+
+    Raises:
+        InvalidValue: an output that is no logits, or a batch that the model itself does not take.
+    """
+    mapping = batch if isinstance(batch, Mapping) else {}
+    seq2seq = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    if mapping and not seq2seq:  # there the decoder's inputs are made from the labels
+        batch = {k: v for k, v in mapping.items() if k not in _ANSWERS}
+    try:
+        output = call(model, batch)
+    except TypeError as error:  # a batch with targets in it that only a loss of the user's can take apart
+        hint = "ggn calls the model itself: give it batches without targets, which it does not need."
+        raise InvalidValue(
+            where, f"what {type(model).__name__} takes", f"a batch that it refuses: {error}", hint
+        ) from error
+    mask = mapping.get("decoder_attention_mask" if seq2seq else "attention_mask")
+    if isinstance(output, Mapping) and "start_logits" in output:
+        return _ends(torch.stack([output["start_logits"], output["end_logits"]], 1), mask)
+    logits = output.get("logits") if isinstance(output, Mapping) else output
+    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or not logits.is_floating_point():
+        got = f"a {type(output).__name__}" if not isinstance(logits, Tensor) else f"a tensor {list(logits.shape)}"
+        hint = "Use fisher with a loss of your own, or a model with a head."
+        raise InvalidValue(
+            f"the model's output for {where}", "logits [batch, classes] or [batch, tokens, ...]", got, hint
+        )
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    if logits.ndim == 2:
+        labels = mapping.get("labels")
+        kind = problem_type(model, labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long), logits)
+        return Distributions(kind, logits.unsqueeze(1), torch.ones_like(logits[:, :1], dtype=torch.bool))
+    return _tokens(model, logits, mapping.get("labels"), mask)
+
+
+def _ends(logits: Tensor, mask: Any) -> Distributions:
+    """Where an answer begins and ends: padding takes no part, as in the default loss."""
+    if isinstance(mask, Tensor) and mask.shape == logits[:, 0].shape:
+        logits = logits.masked_fill(mask.unsqueeze(1) == 0, float("-inf"))
+    return Distributions("single_label_classification", logits, torch.ones_like(logits[..., 0], dtype=torch.bool))
+
+
+def _tokens(model: nn.Module, logits: Tensor, labels: Any, mask: Any) -> Distributions:
+    """A distribution for every token; in a causal model the last one, and any after padding, predicts nothing."""
+    shape = logits.shape[:2]
+    counted = torch.ones(shape, dtype=torch.bool, device=logits.device)
+    here = mask.bool() if isinstance(mask, Tensor) and mask.shape == shape else counted
+    counted = counted & here
+    if isinstance(labels, Tensor) and labels.shape == shape:
+        counted = counted & (labels != _IGNORED)
+    if is_causal_lm(model):
+        logits, counted = logits[:, :-1], counted[:, 1:] & here[:, :-1]
+    return Distributions("single_label_classification", logits, counted)
+
+
+def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:
+    """``[draws, counted positions]``: labels from the model's own predictions, in the order of ``logits[counted]``.
+
+    Each example has a generator of its own and inverts its cumulated probabilities, so that its labels depend on its
+    seed, on its logits and on nothing else.
+    """
+    labels = []
+    for logits, counted, seed in zip(found.logits.detach(), found.counted, seeds, strict=True):
+        wide = torch.float32 if logits.device.type == "mps" else torch.float64
+        cumulated = logits[counted].to(wide).softmax(-1).cumsum(-1)
+        generator = torch.Generator().manual_seed(seed)
+        places = torch.rand(len(cumulated), draws, generator=generator, dtype=torch.float64).to(cumulated)
+        index = torch.searchsorted(cumulated, places * cumulated[:, -1:], right=True)
+        labels.append(index.clamp(max=logits.shape[-1] - 1))
+    return torch.cat(labels).T
+
+
+def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
+    """A seed an example from what it contains, padding left out: the model's main input, or all tensors but answers."""
+    mapping = batch if isinstance(batch, Mapping) else {}
+    main = mapping.get(getattr(model, "main_input_name", ""))
+    mask = mapping.get("attention_mask")
+    size = batch_size(batch)
+    others = {k: v for k, v in mapping.items() if k not in _ANSWERS} if mapping else batch
+    parts = [main] if isinstance(main, Tensor) else [t for t in tensors(others) if t.ndim and len(t) == size]
+    parts = [part.detach().cpu() for part in parts]
+    here = mask.bool().cpu() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    seeds = []
+    for example in range(size):
+        digest = hashlib.blake2b(str(seed).encode(), digest_size=8)
+        for part in parts:
+            row = part[example]
+            if here is not None and part.shape[:2] == here.shape:
+                row = row[here[example]]
+            digest.update(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        seeds.append(int.from_bytes(digest.digest(), "little") % 2**63)
+    return seeds

@@ -1,0 +1,228 @@
+"""Sequential stopping: reads data only until the set of the k least important units is settled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.core.errors import InvalidValue
+from headprune.model.running import DataDigest, batch_size
+from headprune.scoring._base import Estimate, Problem, Scorer
+
+#: Share of a look's error that chooses which pairs are close; the rest tests them.
+_CHOOSING = 0.1
+#: Relative difference of means in fp64 that rounding makes.
+_SAME = 1e-13
+
+
+@dataclass(frozen=True)
+class Stable:
+    """Stop as soon as the set of the ``k`` least important units is settled.
+
+    The data are looked at when ``first`` examples have been read and then whenever there are ``growth`` times as many.
+    At each look every unit inside the set is compared with every unit outside by the studentised mean of their paired
+    per-example differences, and the set is settled if all of these exceed a critical value. The critical value is
+    that of the two-step self-normalised test of many inequalities (Chernozhukov, Chetverikov and Kato 2019, "Inference
+    on Causal and Structural Parameters using Many Moment Inequalities"): pairs that are clearly ordered are set aside
+    first, and the union bound is paid for the close ones alone. So it is close to a single comparison where one pair
+    decides, whatever the number of heads. The error ``1 - confidence`` is divided over looks as 1/(j (j + 1)), which
+    sums to one, so that any number of looks is paid for (error spending: Lan and DeMets 1983).
+
+    The claim is about all data that those read are a random part of, so the batches must come in random order; sorted
+    ones (by length, by label) void it. With several scorers reading goes on until all of them are settled at one look,
+    each at the confidence given. Units that are equal in every example on both sides of the border are never told
+    apart: all data are read. Only ``batches`` are ever read, and no more of them than were needed.
+
+    Args:
+        k: Units in the set: what a budget will remove.
+        confidence: Probability that the set is that of all data, at the least.
+        first: Examples before the first look; fewer than about 50 make studentised means unreliable.
+        growth: How much more is read before the next look.
+
+    >>> Stable(k=12)
+    Stable(k=12, confidence=0.95, first=64, growth=1.5)
+    """
+
+    k: int
+    confidence: float = 0.95
+    first: int = 64
+    growth: float = 1.5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise InvalidValue("Stable.k", "a count of units >= 1", repr(self.k))
+        if not 0 < self.confidence < 1:
+            raise InvalidValue("Stable.confidence", "between 0 and 1", self.confidence, "For example 0.95.")
+        if self.first < 2:
+            raise InvalidValue("Stable.first", "at least 2 examples", self.first)
+        if not self.growth > 1:
+            raise InvalidValue("Stable.growth", "above 1", self.growth)
+
+    def error(self, look: int) -> float:
+        """What the look of this number, counted from 1, may spend of the error."""
+        return (1 - self.confidence) / (look * (look + 1))
+
+
+def settled(samples: Tensor, k: int, error: float) -> bool:
+    """Whether the k columns of the lowest means are, up to ``error``, those of the lowest expectations.
+
+    ``T[x, y]`` speaks for x being lower than y. If the true set is S, then all T[x, y] with y in S, x outside have
+    expectations of at most zero. Every S but the measured one must be rejected, each at the level ``error``; sets that
+    contradict a clearly ordered pair (T of twice the first critical value) are rejected at once, and for all others
+    only the close pairs can matter.
+
+    Args:
+        samples: ``[examples, units]``.
+        k: Size of the set.
+        error: Probability of a wrong yes, at most.
+    """
+    n, n_units = samples.shape
+    means = samples.mean(0)
+    covariance = (samples - means).T @ (samples - means) / n
+    variance = covariance.diagonal()[:, None] + covariance.diagonal()[None] - 2 * covariance
+    gap = means[None] - means[:, None]
+    equal = gap.abs() <= _SAME * means.abs().max()  # columns that tie must not be told apart by rounding
+    studentised = torch.where(equal, torch.zeros_like(gap), gap * (n / variance.clamp(min=0)) ** 0.5)
+    n_pairs = k * (n_units - k)
+    clear = 2 * _critical(_CHOOSING * error, n_pairs, n)
+    lower = studentised >= clear
+    surely_in = lower.sum(1) >= n_units - k
+    surely_out = lower.sum(0) >= k
+    close = (studentised.abs() < clear) & ~surely_in[:, None] & ~surely_out[None] & ~torch.eye(n_units).bool()
+    n_close = min(int((close | close.T).triu().sum()), n_pairs)  # one direction of a pair at most is false
+    if math.isinf(clear):  # too few examples for any claim, whatever they look like
+        return False
+    critical = _critical((1 - 2 * _CHOOSING) * error, n_close, n) if n_close else 0.0
+    inside = torch.zeros(n_units, dtype=torch.bool)
+    inside[lowest(means, k)] = True
+    return bool((studentised[inside][:, ~inside] > critical).all())
+
+
+def lowest(values: Tensor, k: int) -> Tensor:
+    """Indices of the k lowest; ties as in ``HeadScores.ranked``, the later one first."""
+    return len(values) - 1 - torch.argsort(values.flip(0), stable=True)[:k]
+
+
+def _critical(error: float, n_pairs: int, n: int) -> float:
+    """Of the largest of ``n_pairs`` self-normalised sums of ``n`` terms; infinite where n is too small for any."""
+    z = float(torch.special.ndtri(torch.tensor(error / n_pairs, dtype=torch.float64)))
+    return -z / math.sqrt(1 - z * z / n) if z * z < n else math.inf
+
+
+def read_until(problem: Problem, scorers: list[tuple[str, Scorer]], until: Stable) -> list[Estimate]:
+    """Estimates from as many batches as it takes; ``problem.data`` becomes the digest of those.
+
+    Raises:
+        InvalidValue: no data, a ``k`` that does not split the units, or a scorer whose score is no mean of one number
+            an example.
+    """
+    n_units = sum(len(b.site.units) for b in problem.bound)
+    if until.k >= n_units:
+        raise InvalidValue("Stable.k", f"below the number of units, {n_units}", until.k)
+    for name, scorer in scorers:
+        if not scorer.needs_data:
+            raise _refusal(name, "it uses no data")
+    digest = DataDigest()
+    parts: list[list[Estimate]] = []
+    rows: list[Tensor] = []
+    done = False
+    for chunk in _chunks(problem, until, digest):
+        part = _part(problem, chunk)
+        found = [_checked(name, scorer.estimate(part)) for name, scorer in scorers]
+        if not parts and len(chunk) > 1:
+            _check_additive(_part(problem, chunk[:1]), scorers, found)
+        parts.append(found)
+        rows = [torch.cat([_rows(estimate) for estimate in column]) for column in zip(*parts, strict=True)]
+        done = all(settled(samples, until.k, until.error(len(parts))) for samples in rows)
+        if done:
+            break
+    problem.data = digest.hexdigest()
+    note = _note(len(rows[0]), len(parts), done, until)
+    return [_joined(column, samples, note) for column, samples in zip(zip(*parts, strict=True), rows, strict=True)]
+
+
+def _chunks(problem: Problem, until: Stable, digest: DataDigest) -> Iterator[list[Any]]:
+    """The batches between one look and the next; the first chunk has two batches at least, if there are two."""
+    if problem.batches is None:
+        raise InvalidValue("batches", "given, because until= reads data", None)
+    seen, target = 0, float(until.first)
+    chunk: list[Any] = []
+    first = True
+    for number, batch in enumerate(problem.batches):
+        seen += batch_size(batch, f"batch {number}")
+        digest.add(batch)
+        chunk.append(batch)
+        if seen >= target and (len(chunk) > 1 or not first):
+            yield chunk
+            chunk, first, target = [], False, max(target, seen) * until.growth
+    if chunk:
+        yield chunk
+    elif not seen:
+        raise InvalidValue("batches", "at least one batch", "an empty iterable")
+
+
+def _part(problem: Problem, batches: list[Any]) -> Problem:
+    """The problem for some of the batches; nothing that was gathered from others is carried over."""
+    return replace(problem, batches=batches, shared={k: v for k, v in problem.shared.items() if k == "scorers"})
+
+
+def _rows(estimate: Estimate) -> Tensor:
+    assert estimate.samples is not None
+    return estimate.samples
+
+
+def _checked(name: str, estimate: Estimate) -> Estimate:
+    """Refuses what is no mean over examples."""
+    if estimate.samples is None:
+        raise _refusal(name, "it has no per-example numbers")
+    if len(estimate.samples) != estimate.n_examples or not _alike(
+        estimate.samples.mean(0), estimate.values.to(estimate.samples)
+    ):
+        raise _refusal(name, "its score is no mean of one number an example")
+    errors = _errors(estimate.samples)
+    if errors is not None and estimate.standard_errors is not None and not _alike(errors, estimate.standard_errors):
+        raise _refusal(name, "its error has other parts than the choice of examples")
+    return estimate
+
+
+def _check_additive(first: Problem, scorers: list[tuple[str, Scorer]], found: list[Estimate]) -> None:
+    """Refuses scorers whose numbers for an example depend on the other examples, for example by a common norm.
+
+    It costs one batch more; such numbers cannot be put together from parts of the data.
+    """
+    rounding = torch.finfo(next(first.model.parameters()).dtype).eps ** 0.5  # batches of another size round differently
+    for (name, scorer), together in zip(scorers, found, strict=True):
+        alone = _rows(_checked(name, scorer.estimate(first)))
+        if not _alike(alone, _rows(together)[: len(alone)], rounding):
+            raise _refusal(name, "its number for an example depends on the other examples")
+
+
+def _alike(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> bool:
+    """Equal up to a part of the largest number."""
+    return bool(torch.allclose(a, b, rtol=0, atol=tolerance * float(b.abs().max())))
+
+
+def _refusal(name: str, reason: str) -> InvalidValue:
+    must = "used with scorers whose score is a mean of one number an example"
+    return InvalidValue("score(until=)", must, f"{name!r}: {reason}", "Leave until= out, or take taylor or fisher.")
+
+
+def _errors(samples: Tensor) -> Tensor | None:
+    return samples.std(0) / len(samples) ** 0.5 if len(samples) > 1 else None
+
+
+def _joined(parts: tuple[Estimate, ...], samples: Tensor, note: str) -> Estimate:
+    said = dict.fromkeys(n for p in parts for n in p.notes) if len(samples) > 1 else {}
+    return Estimate(samples.mean(0), _errors(samples), len(samples), parts[0].seed, samples, (*said, note))
+
+
+def _note(n: int, looks: int, done: bool, until: Stable) -> str:
+    what = f"the set of the {until.k} lowest"
+    if done:
+        return f"{what} is settled at confidence {until.confidence:g} after {n} examples (look {looks})"
+    return f"all {n} examples were read and {what} is not settled at confidence {until.confidence:g}"

@@ -1,0 +1,44 @@
+"""Size of a head's activations: what it hands to the output projection, or what that makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headprune.scoring._activations import ActivationScorer, Gathers, Magnitudes, unit_columns
+from headprune.scoring._base import one_of
+
+
+@dataclass(frozen=True)
+class ActivationNorm(ActivationScorer):
+    """``I_u = |a_u|`` with ``a_j = sqrt(mean_i (mean_t |x_itj|)^2)``: one forward pass, no labels.
+
+    x_itj is channel j of the output projection's input at token t of example i; the norm runs over the channels of
+    the unit's heads. With ``of="output"``, ``I_u = sqrt(mean_i (mean_t |W_u x_itu|)^2)``, the size of what the unit
+    adds to the layer's output: it sees W_O, and channels that cancel.
+
+    Source: Muralidharan et al. 2024, "Compact Language Models via Pruning and Knowledge Distillation" (Minitron),
+    section 2.2: absolute values, mean over the sequence, l2 over the batch, norm over the head. We take the root of
+    the mean over examples in place of the sum (a factor that all heads share) and leave padding out. The standard
+    error is a jackknife over 20 blocks of examples.
+
+    Args:
+        of: ``channels`` (the paper) or ``output``.
+    """
+
+    of: str = "channels"
+
+    def __post_init__(self) -> None:
+        one_of("ActivationNorm.of", self.of, ("channels", "output"))
+
+    @property
+    def gathers(self) -> Gathers:
+        return Magnitudes, self.of
+
+    def site_values(self, statistic: Magnitudes, weights: Tensor) -> Tensor:
+        size = statistic.size(weights)
+        if self.of == "output":
+            return size
+        return torch.stack([size[unit].norm() for unit in unit_columns(statistic.bound)])

@@ -1,0 +1,31 @@
+"""What a head does alone: how much the loss falls when it is the only one switched on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headprune.scoring._ablation import Replay, differences, nothing, unit_rows
+from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring.taylor import mean_and_error
+
+
+@dataclass(frozen=True)
+class AddOneIn(Scorer):
+    """``I_h = mean_i [l_i(no head) - l_i(h alone)]``: the other end of ``leave_one_out``, labels.
+
+    The first marginal of the heads' Shapley value (Held & Yang 2022, "Shapley Head Pruning"), as ``leave_one_out`` is
+    the last. High for a head that needs no other one; a head that reads what others wrote scores nothing here. Cost and
+    settings are those of ``leave_one_out``.
+
+    Args:
+        max_bytes: Bound on the memory for what is kept of a pass and for heads that run at once, about.
+        replay: False runs a whole pass a head.
+    """
+
+    max_bytes: int = 2**30
+    replay: bool = True
+
+    def estimate(self, problem: Problem) -> Estimate:
+        rows, replay = unit_rows(problem), Replay(self.max_bytes, self.replay)
+        samples = -differences(problem, "add one in", rows, rows.new_zeros(rows.shape[1]), replay, nothing)
+        return Estimate(*mean_and_error(samples), len(samples), None, samples, replay.notes)

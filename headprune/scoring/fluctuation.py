@@ -1,0 +1,51 @@
+"""How much a head's channels vary over tokens, weighed by what reads them: what their mean cannot stand in for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headprune.scoring._activations import ActivationScorer, Gathers, Moments, output_weight, unit_columns
+from headprune.scoring._base import one_of
+
+
+@dataclass(frozen=True)
+class Fluctuation(ActivationScorer):
+    """``S_j = Var(x_j) |W_:,j|^2``, z-scored over the layer's channels, mean over a unit: one forward pass, no labels.
+
+    x_j is channel j of the output projection's input over all tokens, W the projection. A channel that does not vary
+    can be replaced by its mean, a bias, at no loss: goes with recovery by ``mean_fold``.
+
+    Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning" (FLAP), section 3.2 (WIFV) and 3.3
+    (standardisation, so that layers can be ranked together). Their running variance reads a mean that it has already
+    overwritten and comes out low; ours equals the two-pass variance (n - 1), whatever the batches. We take it over
+    single tokens, padding left out. The standard error is a jackknife over 20 blocks of examples.
+
+    Args:
+        normalize: ``zscore`` (the paper), or ``none``.
+    """
+
+    normalize: str = "zscore"
+
+    def __post_init__(self) -> None:
+        one_of("Fluctuation.normalize", self.normalize, ("zscore", "none"))
+
+    @property
+    def gathers(self) -> Gathers:
+        return (Moments,)
+
+    def site_values(self, statistic: Moments, weights: Tensor) -> Tensor:
+        variance = statistic.variance(weights)
+        channels = variance * output_weight(statistic.bound).to(variance).square().sum(0)
+        if self.normalize == "zscore":
+            centred = channels - channels.mean()
+            spread = channels.std() if len(channels) > 1 else channels.new_zeros(())
+            channels = centred / spread if float(spread) > 0 else torch.zeros_like(centred)
+        return torch.stack([channels[unit].mean() for unit in unit_columns(statistic.bound)])
+
+    def notes(self, statistics: Iterable[Moments]) -> tuple[str, ...]:
+        still = [s.bound.site.name for s in statistics if not bool(s.variance(torch.ones_like(s.count)).any())]
+        return (f"Nothing varies over the tokens at {', '.join(still)}: all scores there are 0.",) if still else ()

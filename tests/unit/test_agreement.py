@@ -1,0 +1,184 @@
+"""Agreement of scores: against SciPy and by hand, its intervals, what it refuses; ranks put together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+from scipy.stats import kendalltau, rankdata, spearmanr
+
+import headprune as hp
+from headprune.core.agreement import Agreement
+from headprune.core.codec import EMPTY
+from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
+from headprune.core.heads import AttentionSite
+from headprune.core.samples import Samples
+from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.report import draw_agreement
+from headprune.scoring import rank_average
+
+SITES = tuple(AttentionSite(f"layer.{i}", "bert", "self", 6, 6, 8, 8, tuple(range(6))) for i in range(2))
+MARK = ModelFingerprint("s", "w")
+
+
+def fixed(values: Any, scorer: str = "magnitude", **changes: Any) -> HeadScores:
+    rows = tuple(tuple(map(float, row)) for row in np.reshape(values, (2, 6)))
+    return replace(HeadScores(SITES, rows, None, scorer, EMPTY, 0, MARK), **changes)
+
+
+def sampled(matrix: Any, scorer: str = "taylor", data: str = "data") -> HeadScores:
+    return fixed(matrix.mean(0), scorer, samples=Samples.of(matrix), n_examples=len(matrix), data=data)
+
+
+def noise(seed: int, n: int = 40) -> Any:
+    return np.random.default_rng(seed).normal(size=(n, 12)) + 0.2 * np.arange(12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_measures_are_scipys_and_sets_by_hand(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(5, size=12), rng.normal(size=12)  # ties on one side
+    pair = hp.agreement(fixed(a), fixed(b), k=4).pairs[0]
+    assert pair.spearman.value == pytest.approx(spearmanr(a, b).statistic)
+    assert pair.kendall.value == pytest.approx(kendalltau(a, b).statistic)
+    first, second = ({(u.site, u.unit) for u in fixed(x).ranked()[:4]} for x in (a, b))
+    assert pair.jaccard.value == pytest.approx(len(first & second) / len(first | second))
+    assert (pair.spearman.low, pair.kendall.high) == (None, None)
+
+
+def test_equal_and_opposite_orders() -> None:
+    order = np.arange(12)
+    same, opposite = hp.agreement(fixed(order), fixed(order**3), fixed(-order), k=6).pairs[:2]
+    assert [m.value for m in (same.spearman, same.kendall, same.jaccard)] == pytest.approx([1, 1, 1])
+    assert [m.value for m in (opposite.spearman, opposite.kendall, opposite.jaccard)] == pytest.approx([-1, -1, 0])
+
+
+def test_intervals_are_those_of_a_literal_bootstrap() -> None:
+    """Examples resampled together: the same rows for both scorers."""
+    a, b = noise(0), noise(0) ** 2 + noise(1)
+    pair = hp.agreement(sampled(a), sampled(b, "fisher"), draws=1000).pairs[0]
+    rng, found = np.random.default_rng(5), []
+    for _ in range(1000):
+        rows = rng.integers(40, size=40)
+        found.append(spearmanr(a[rows].mean(0), b[rows].mean(0)).statistic)
+    width = 1.959964 * np.std(found, ddof=1)
+    value = pair.spearman.value
+    assert width > 0.05
+    # Both standard deviations come from 1,000 draws, 2 to 3 % each.
+    assert_allclose([pair.spearman.low, pair.spearman.high], [value - width, min(value + width, 1)], atol=0.15 * width)
+
+
+def test_scores_of_the_same_examples_share_their_resamples() -> None:
+    """The same numbers twice agree in every resample; as numbers of other data they do not."""
+    together = hp.agreement(sampled(noise(0)), sampled(noise(0))).pairs[0].spearman
+    apart = hp.agreement(sampled(noise(0)), sampled(noise(0), data="other")).pairs[0].spearman
+    assert (together.low, together.high) == (1.0, 1.0)
+    assert apart.low is not None
+    assert apart.low < 0.97
+
+
+def test_scores_without_samples_are_held_fixed() -> None:
+    found = hp.agreement(sampled(noise(0)), fixed(np.arange(12)), fixed(noise(2).mean(0), "old", n_examples=9))
+    by_name = {found.label(p): p for p in found.pairs}
+    assert by_name["taylor - magnitude"].spearman.low is not None
+    assert by_name["magnitude - old"].spearman.low is None
+    assert found.notes == ("old is held fixed: scores of 'old' without them",)
+
+
+def test_more_data_make_narrower_intervals() -> None:
+    wide, narrow = (hp.agreement(sampled(noise(0, n)), fixed(np.arange(12))).pairs[0].kendall for n in (40, 4000))
+    assert wide.high - wide.low > 2 * (narrow.high - narrow.low)  # type: ignore[operator]
+
+
+def test_it_is_a_value_with_a_table() -> None:
+    found = hp.agreement(sampled(noise(0)), fixed(np.arange(12)), sampled(noise(1)), k=3)
+    assert found.names == ("taylor (1)", "magnitude", "taylor (2)")
+    assert Agreement.from_json(found.to_json()) == found
+    pair = found.between("magnitude", "taylor (1)")
+    assert pair == found.pairs[0]
+    with pytest.raises(UnknownName, match="Did you mean"):
+        found.between("magnitude", "tailor (1)")
+    lines = str(found).splitlines()
+    assert len(lines) == 5
+    assert "Jaccard of the 3 lowest" in lines[1]
+    for text in (str(found), found._repr_html_()):
+        assert str(pair.spearman) in text
+        assert "taylor (1) - magnitude" in text
+    from rich.console import Console
+
+    with (console := Console(width=200)).capture() as captured:
+        console.print(found.__rich__())
+    assert str(pair.kendall) in captured.get()
+    assert (
+        hp.agreement(fixed(np.arange(12)), fixed(np.arange(12)), names=["<b>", "[b]"])._repr_html_().count("<b>") == 0
+    )
+
+
+def test_equal_scores_have_no_order() -> None:
+    found = hp.agreement(fixed(np.ones(12), "flat"), sampled(noise(0)))
+    assert math.isnan(found.pairs[0].spearman.value)
+    assert "not defined" in str(found)
+    assert "all scores of flat are equal: they have no order" in found.notes
+    assert math.isnan(Agreement.from_json(found.to_json()).pairs[0].kendall.value)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_picture(ending: str, tmp_path: Path) -> None:
+    found = hp.agreement(sampled(noise(0)), fixed(np.ones(12)), sampled(noise(1)), names=["one", "two", "three"])
+    path = draw_agreement(found, tmp_path / f"a.{ending}")
+    data = path.read_bytes()
+    assert len(data) > 5000
+    assert data.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+    with pytest.raises(InvalidValue, match=r"ends in one of .*png.*got '\.doc'"):
+        draw_agreement(found, tmp_path / "a.doc")
+    assert [p.name for p in tmp_path.iterdir()] == [f"a.{ending}"]
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    a = fixed(np.arange(12))
+    with pytest.raises(InvalidValue, match="two scores or more, got 1"):
+        hp.agreement(a)
+    with pytest.raises(InvalidValue, match=r"given HeadScores, .*got list"):
+        hp.agreement([a, a])  # type: ignore[arg-type]
+    with pytest.raises(PlanMismatch, match="scores of one model, got magnitude and other of different models"):
+        hp.agreement(a, fixed(np.arange(12), "other", model=ModelFingerprint("t", "w")))
+    with pytest.raises(PlanMismatch, match=r"same sites and units, got layer\.1 with 6 units in one of"):
+        hp.agreement(a, a.of("layer.0"))
+    for k in (0, 12):
+        with pytest.raises(InvalidValue, match="a count of units from 1 to 11"):
+            hp.agreement(a, a, k=k)
+    with pytest.raises(InvalidValue, match="one name a score, 2, got 1"):
+        hp.agreement(a, a, names=["a"])
+    with pytest.raises(InvalidValue, match="different from one another"):
+        hp.agreement(a, a, names=["a", "a"])
+    other = fixed(np.arange(12), model=ModelFingerprint("s", "x"))
+    assert "the scores are of models with other weights" in hp.agreement(a, other).notes
+    with pytest.raises(PlanMismatch, match="models with other weights"):
+        rank_average([a, other])
+
+
+def test_ranks_are_averaged() -> None:
+    a, b = np.array([5, 5, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]), 1000.0 * np.arange(12)
+    found = rank_average([fixed(a), fixed(b, "random")])
+    assert_allclose(np.ravel(found.values), (rankdata(a) + rankdata(b)) / 2)
+    assert (found.scorer, found.standard_errors, found.n_examples) == ("rank_average", None, 0)
+    assert [s["scorer"] for s in found.settings["of"]] == ["magnitude", "random"]
+    assert HeadScores.from_json(found.to_json()) == found
+    assert hp.select(found, hp.Budget(keep_heads=6)).mask.n_kept == 6
+
+
+def test_averaged_ranks_have_standard_errors_and_know_their_examples() -> None:
+    a, b = noise(0), noise(0) + noise(1)
+    found = rank_average([sampled(a), sampled(b, "fisher"), fixed(np.arange(12))], draws=1000)
+    assert (found.n_examples, found.data, found.seed) == (40, "data", 0)
+    rng, drawn = np.random.default_rng(3), []
+    for _ in range(1000):
+        rows = rng.integers(40, size=40)
+        drawn.append((rankdata(a[rows].mean(0)) + rankdata(b[rows].mean(0)) + np.arange(1, 13)) / 3)
+    assert found.standard_errors is not None
+    assert_allclose(np.ravel(found.standard_errors), np.std(drawn, axis=0), rtol=0.15)

@@ -1,0 +1,192 @@
+"""Losses of many gate settings: equal to a pass for each, for every family, and at a fraction of the work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.gating.candidates import CandidateLosses
+from headprune.layouts import registry
+from headprune.model.double import Doubled
+from headprune.model.running import batch_size, call, outputs
+from headprune.model.sites import bind
+from tests.laws.support import Subject, family_subject, picture
+
+FAMILIES = [(layout, family) for layout in registry.names() for family, _ in registry.get(layout).families]
+
+#: Whose passes cannot be played back: examples see each other, or the model takes only the batch whose lengths it has.
+WHOLE_PASSES = {"clip", "siglip", "d2l", "annotated transformer", "labml"}
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    size = batch_size(batch)
+    with Doubled():
+        found = outputs(call(model, batch))
+    found = [t for t in found if t.ndim and t.shape[0] == size]
+    return torch.stack([t.reshape(size, -1).square().mean(1) for t in found]).sum(0)
+
+
+def settings_of(subject: Subject) -> Tensor:
+    """Every unit alone closed, two random settings, and one that changes nothing."""
+    heads = [(s.name, h) for s in subject.sites for h in s.heads]
+    units = [{(s.name, h) for h in unit} for s in subject.sites for unit in s.units]
+    rows = [[float(head not in unit) for head in heads] for unit in units]
+    random = torch.rand(2, len(heads), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.cat([torch.tensor(rows, dtype=torch.float64), random, torch.ones_like(random[:1])])
+
+
+def gated_losses(subject: Subject, settings: Tensor) -> Tensor:
+    """What ``gated`` says, one setting after another."""
+    found = []
+    for row in settings:
+        parts = row.split([len(s.heads) for s in subject.sites])
+        gates = {s.name: part for s, part in zip(subject.sites, parts, strict=True)}
+        with hp.gated(subject.model, gates, subject.sites):
+            found.append(loss(subject.model, subject.batch))
+    return torch.stack(found)
+
+
+@pytest.fixture(autouse=True)
+def _no_graph() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize(("layout", "family"), FAMILIES, ids=[family for _, family in FAMILIES])
+def test_equals_gated_passes_and_leaves_no_trace(layout: str, family: str) -> None:
+    subject = family_subject(layout, family)
+    loss(subject.model, subject.batch)  # Transformers installs hooks of its own in a first pass
+    before = picture(subject.model)
+    settings = settings_of(subject)
+    candidates = CandidateLosses(subject.model, bind(subject.model, subject.sites), loss)
+    got, base = candidates(subject.batch, settings)
+    assert picture(subject.model) == before
+    assert_close(got, gated_losses(subject, settings), rtol=1e-10, atol=1e-10)
+    assert torch.equal(got[-1], base)
+    assert bool(candidates.notes) == (family in WHOLE_PASSES), candidates.notes
+
+
+@pytest.mark.parametrize(("layout", "family"), [("bert", "bert"), ("llama", "llama"), ("t5", "t5"), ("gpt2", "gpt2")])
+def test_any_base_and_any_memory(layout: str, family: str) -> None:
+    subject = family_subject(layout, family)
+    settings = settings_of(subject)
+    bound = bind(subject.model, subject.sites)
+    base = settings[0] * 0.5
+    expected = gated_losses(subject, settings)
+    for max_bytes in (1, 2**16, 2**30):
+        candidates = CandidateLosses(subject.model, bound, loss, max_bytes=max_bytes)
+        got, start = candidates(subject.batch, settings, base)
+        assert_close(got, expected, rtol=1e-10, atol=1e-10)
+        assert_close(start, gated_losses(subject, base[None])[0], rtol=1e-10, atol=1e-10)
+        assert candidates.notes == ()
+
+
+def test_what_no_gate_changes_runs_once_and_settings_share_passes() -> None:
+    subject = family_subject("bert", "bert")
+    layers = subject.model.bert.encoder.layer  # type: ignore[union-attr]
+    rows: dict[int, int] = dict.fromkeys(range(len(layers)), 0)
+    settings = settings_of(subject)[:-3]
+    bound = bind(subject.model, subject.sites)
+    candidates = CandidateLosses(subject.model, bound, loss)
+    candidates(subject.batch, settings)  # with its proof
+    for i, layer in enumerate(layers):
+        layer.intermediate.register_forward_hook(
+            lambda m, a, out, i=i: rows.__setitem__(i, rows[i] + out.shape[0])  # type: ignore[misc]
+        )
+    candidates(subject.batch, settings)
+    size, n_heads = batch_size(subject.batch), len(subject.sites[0].heads)
+    assert rows == {i: size * (1 + n_heads * (i + 1)) for i in range(len(layers))}
+
+
+def test_a_model_whose_calls_depend_on_the_batch_size_has_whole_passes_and_a_note() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attentions = nn.ModuleList(hp.MultiHeadAttention(8, 2) for _ in range(3))
+            self.scale = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for attention in self.attentions:
+                for _ in range(len(x) // 2):  # more calls for more examples
+                    x = self.scale(x)
+                x = x + attention(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Counting().double()
+    x = torch.randn(5, 3, 8, dtype=torch.float64)
+    subject = Subject(registry.get("multi_head_attention"), model, {"x": x}, hp.find_sites(model))
+    settings = settings_of(subject)
+    candidates = CandidateLosses(model, bind(model, subject.sites), loss)
+    got, _ = candidates({"x": x}, settings)
+    assert_close(got, gated_losses(subject, settings), rtol=1e-10, atol=1e-10)
+    assert "as no pass could be played back" in candidates.notes[0]
+
+
+def test_an_input_changed_in_place_is_not_confused() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(8, 8)
+            self.attentions = nn.ModuleList(hp.MultiHeadAttention(8, 2) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            x[:, 0] = 0
+            for attention in self.attentions:
+                x += attention(x)
+                x *= 0.9
+            return x
+
+    torch.manual_seed(0)
+    model = InPlace().double()
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    subject = Subject(registry.get("multi_head_attention"), model, {"x": x}, hp.find_sites(model))
+    settings = settings_of(subject)
+    candidates = CandidateLosses(model, bind(model, subject.sites), loss)
+    got, _ = candidates({"x": x}, settings)
+    assert_close(got, gated_losses(subject, settings), rtol=1e-10, atol=1e-10)
+    assert candidates.notes == ()
+
+
+def test_an_exception_in_a_pass_leaves_no_trace() -> None:
+    subject = family_subject("llama", "llama")
+    loss(subject.model, subject.batch)
+    before = picture(subject.model)
+    calls = []
+
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    candidates = CandidateLosses(subject.model, bind(subject.model, subject.sites), failing)
+    with pytest.raises(KeyboardInterrupt):
+        candidates(subject.batch, settings_of(subject))
+    assert picture(subject.model) == before
+
+
+def test_a_cut_model_is_the_same_as_its_gated_original() -> None:
+    subject = family_subject("llama", "llama")
+    mask = hp.HeadMask.from_keep(
+        {s.name: s.units[0] + s.units[2] for s in subject.sites}, {s.name: s.n_query_heads for s in subject.sites}
+    )
+    small = copy.deepcopy(subject.model)
+    hp.prune_(small, mask, sites=subject.sites)
+    sites = hp.find_sites(small)
+    n_heads = sum(len(s.heads) for s in sites)
+    settings = torch.ones(n_heads, n_heads, dtype=torch.float64) - torch.eye(n_heads, dtype=torch.float64)
+    cut = CandidateLosses(small, bind(small, sites), loss)(subject.batch, settings)[0]
+    index = [i for i, (s, h) in enumerate((s, h) for s in subject.sites for h in s.heads) if h in mask.kept(s.name)]
+    wide = torch.zeros(n_heads, sum(len(s.heads) for s in subject.sites), dtype=torch.float64)
+    wide[:, index] = settings
+    full = CandidateLosses(subject.model, bind(subject.model, subject.sites), loss)(subject.batch, wide)[0]
+    assert_close(cut, full, rtol=1e-10, atol=1e-10)

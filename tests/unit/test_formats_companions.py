@@ -1,0 +1,157 @@
+"""What travels along with the weights (tokenizers, the model card), and the command that writes it all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+from typer.testing import CliRunner
+
+import headprune as hp
+from headprune.cli.main import app
+from headprune.core.errors import InvalidValue
+from headprune.core.heads import HeadMask
+from headprune.core.plan import Budget, PruningPlan
+from headprune.surgery.formats import card, companions
+from tests.unit.test_formats import EMPTY, UNEVEN, UNIFORM, cut, tiny
+
+# ---------------------------------------------------------------- what travels along
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
+
+
+def test_the_tokenizer_travels_along(tmp_path: Path) -> None:
+    model, _ = cut("bert", UNEVEN)
+    hp.save_pretrained(model, tmp_path / "a", processor=[tokenizer()])
+    assert hf.AutoTokenizer.from_pretrained(tmp_path / "a")("b a")["input_ids"] == [2, 1]
+    with pytest.raises(InvalidValue, match=r"processor: must be a tokenizer or processor .* got int"):
+        hp.save_pretrained(model, tmp_path / "b", processor=3)
+    assert not (tmp_path / "b").exists()
+
+
+def test_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    tokenizer().save_pretrained(source)
+    for name in ("preprocessor_config.json", "merges.txt", "chat_template.jinja", "spiece.model"):
+        (source / name).write_text(name)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("tool")
+    for name in ("model.safetensors", "config.json", "README.md", "optimizer.pt"):
+        (source / name).write_text("not these")
+    copied = companions.copy(str(source), out)
+    wanted = {"tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "merges.txt", "spiece.model"}
+    assert set(copied) == wanted | {"chat_template.jinja", "additional_chat_templates/tool.jinja"}
+    assert all((out / name).read_bytes() == (source / name).read_bytes() for name in copied)
+
+
+# ---------------------------------------------------------------- the model card
+
+
+def test_the_card_states_what_was_cut(tmp_path: Path) -> None:
+    model, _ = cut("llama", EMPTY)
+    model.config._name_or_path = "someone/some-llama"
+    mask = HeadMask.full(hp.find_sites(model))
+    plan = PruningPlan(mask, Budget(keep_heads=0.5), "global_topk", scorer="taylor", notes=("ties broken",))
+    hp.save_pretrained(model, tmp_path, plan=plan)
+    text = (tmp_path / "README.md").read_text()
+    whole = sum(p.numel() for p in tiny("llama")[0].parameters())
+    left = sum(p.numel() for p in model.parameters())
+    assert text.startswith("---\nbase_model: someone/some-llama\ntags:\n- headprune\n---\n")
+    for fact in (
+        "Base model: someone/some-llama",
+        f"Parameters: {whole:,} before, {left:,} after",
+        "selector global_topk, scorer taylor, keep 50 % of the heads",
+        "ties broken",
+        "left 6 of 18 heads",
+        "| `model.layers.0.self_attn` | 0 of 6 | none |",
+        "| `model.layers.1.self_attn` | 4 of 6 | 0-1, 4-5 |",
+        f"hp.from_pretrained('{tmp_path.name}')",
+    ):
+        assert fact in text
+
+
+def test_a_card_that_is_there_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
+    model, _ = cut("vit", UNIFORM)
+    hp.save_pretrained(model, tmp_path)
+    first = (tmp_path / "README.md").read_text()
+    assert first.startswith("---\nlicense: mit\n---\n# Mine\n\n<!-- headprune: begin -->\n")
+    (tmp_path / "README.md").write_text(first + "After it.\n")
+    hp.save_pretrained(model, tmp_path, format="transformers")
+    second = (tmp_path / "README.md").read_text()
+    assert second.count(card.BEGIN) == second.count(card.END) == 1
+    assert second.endswith("<!-- headprune: end -->\nAfter it.\n")
+    assert "from transformers import ViTForImageClassification" in second
+    assert "hp.from_pretrained" not in second
+
+
+def test_a_local_path_does_not_get_into_the_card(tmp_path: Path) -> None:
+    model, _ = cut("vit", UNIFORM)
+    model.config._name_or_path = str(tmp_path / "trained")
+    hp.save_pretrained(model, tmp_path / "small")
+    text = (tmp_path / "small" / "README.md").read_text()
+    assert str(tmp_path) not in text
+    assert "Base model: trained" in text
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    model, _ = tiny("llama")
+    model.save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    for name, units in (("uniform", UNIFORM), ("uneven", UNEVEN)):
+        sites = hp.find_sites(model)
+        keep = {s.name: [h for i in us for h in s.units[i]] for s, us in zip(sites, units, strict=True)}
+        plan = PruningPlan(HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
+        plan.save(tmp_path / f"{name}.json")
+    return tmp_path
+
+
+def prune(base: Path, plan: str, *more: str) -> Any:
+    arguments = ["--model", base / "base", "--plan", base / f"{plan}.json", "--out", base / "out", *more]
+    return CliRunner().invoke(app, ["prune", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("plan", "form", "written"),
+    [
+        ("uniform", "auto", "transformers"),
+        ("uneven", "auto", "headprune"),
+        ("uneven", "remote-code", "remote-code"),
+        ("uniform", None, "headprune"),
+    ],
+)
+def test_prune_says_which_formats_apply(base: Path, plan: str, form: str | None, written: str) -> None:
+    result = prune(base, plan, *(["--format", form] if form else []))
+    assert result.exit_code == 0, result.output
+    assert "format headprune: yes" in result.output
+    assert ("format transformers: yes" in result.output) == (plan == "uniform")
+    assert "format remote-code: yes" in result.output
+    assert f"(format {written}, " in result.output
+    files = {p.name for p in (base / "out").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "README.md"} <= files
+    assert ("headprune.json" in files) == (written == "headprune")
+    if written == "remote-code":
+        assert "class HeadPrunedLlamaForCausalLM" in result.output, "what others will run is shown"
+
+
+def test_prune_refuses_a_format_that_would_corrupt(base: Path) -> None:
+    result = prune(base, "uneven", "--format", "transformers")
+    assert result.exit_code == 2
+    assert "the same number of heads in every layer, got layers with 2, 6, 4 heads" in result.output
+    assert "Those that can: headprune, remote-code" in result.output
+    assert not (base / "out").exists()
+    result = prune(base, "uneven", "--format", "gguf")
+    assert result.exit_code == 2
+    assert "--format: must be auto, headprune, transformers or remote-code, got 'gguf'" in result.output

@@ -1,0 +1,250 @@
+"""What the rest of a model does with an attention that fits: refused in words before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import UnsupportedModel
+from headprune.layouts import registry
+from headprune.surgery import prune
+from tests.laws.support import EXACT, logits, picture, ragged, subject_of
+
+
+def refused(model: nn.Module, sites: Any, mask: hp.HeadMask, words: str, where: str = "") -> None:
+    before = picture(model)
+    with pytest.raises(UnsupportedModel, match=words) as caught:
+        hp.prune_(model, mask, sites=sites)
+    assert caught.value.where.startswith(where)
+    assert picture(model) == before
+
+
+# --- shared modules ---------------------------------------------------------------------------------------------------
+
+
+def tiny(layout: str) -> tuple[Any, Any]:
+    model, batch = registry.get(layout).tiny(0, layout)
+    return model.eval(), batch
+
+
+def share_an_output_projection(model: Any) -> None:
+    first, second, *_ = model.model.layers
+    second.self_attn.o_proj = first.self_attn.o_proj
+
+
+def share_keys(model: Any) -> None:
+    first, second, *_ = model.model.layers
+    second.self_attn.k_proj = first.self_attn.k_proj
+
+
+def use_it_outside(model: Any) -> None:
+    model.extra = model.model.layers[0].self_attn.o_proj
+
+
+@pytest.mark.parametrize(
+    ("share", "also"),
+    [
+        (share_an_output_projection, "model.layers.1.self_attn.o_proj"),
+        (share_keys, "model.layers.1.self_attn.k_proj"),
+        (use_it_outside, "extra"),
+    ],
+)
+def test_a_projection_in_two_places_is_not_cut_for_one(share: Callable[[Any], None], also: str) -> None:
+    model, _ = tiny("llama")
+    share(model)
+    sites = hp.find_sites(model)
+    keep = hp.HeadMask.from_keep({sites[0].name: [0, 1]}, {s.name: s.n_query_heads for s in sites})
+    refused(model, sites, keep, rf"one that is also \['{also}'\]", sites[0].name)
+
+
+def test_an_output_that_two_layers_share_is_refused_with_its_counts() -> None:
+    model, _ = tiny("bert")
+    first, second, *_ = model.bert.encoder.layer
+    second.attention.output = first.attention.output
+    refused(model, None, ragged(hp.find_sites(model)), "of this attention alone", "bert.encoder.layer.0.attention")
+
+
+def test_a_module_that_holds_a_cut_tensor_counts_too() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(2, 3))
+
+    model = nn.ModuleList(hp.MultiHeadAttention(8, 2) for _ in range(2))
+    model[0].table = model[1].table = Table()
+    base = registry.get("multi_head_attention")
+    slabs = (*base.slabs, hp.HeadSlab("table.bias", 0, "head"))
+    layout = hp.AttentionLayout(
+        "tabled", base.gate, slabs, base.head_dim, counts=base.counts, requires=base.requires, per_head=base.per_head
+    )
+    sites = hp.find_sites(model, layouts=[layout])
+    keep = hp.HeadMask.from_keep({"0": [1]}, {"0": 2, "1": 2})
+    refused(model, sites, keep, r"one that is also \['1.table'\]", "0.table")
+
+
+@pytest.mark.parametrize("share", [share_an_output_projection, use_it_outside])
+def test_gates_on_a_projection_in_two_places_are_refused(share: Callable[[Any], None]) -> None:
+    model, batch = tiny("llama")
+    share(model)
+    sites, before = hp.find_sites(model), picture(model)
+    with pytest.raises(UnsupportedModel, match="of this attention alone"):
+        hp.gated(model, {sites[0].name: torch.zeros(6)}).__enter__()
+    assert picture(model) == before
+    with hp.gated(model, {sites[2].name: torch.zeros(6)}):  # the third layer shares nothing
+        model(**batch)
+
+
+def test_a_whole_attention_in_two_places_is_gated_and_cut() -> None:
+    model, batch = tiny("llama")
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    sites = hp.find_sites(model)
+    report = hp.prune_(model, ragged(sites), {**batch, "use_cache": False}, sites)  # of the cache it has one place
+    assert report.n_removed
+    assert model.model.layers[1].self_attn is model.model.layers[0].self_attn
+
+
+@pytest.mark.parametrize("example", [False, True])
+def test_an_error_after_the_cut_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch, example: bool) -> None:
+    subject = subject_of("bert")
+    before, calls, real = picture(subject.model), [], prune.bind
+
+    def bind(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:  # of the sites as they are now
+            assert picture(subject.model) != before
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(prune, "bind", bind)
+    with pytest.raises(KeyboardInterrupt):
+        hp.prune_(subject.model, subject.ragged(), subject.batch if example else None)
+    assert picture(subject.model) == before
+
+
+# --- weights that are no plain tensors of the model ------------------------------------------------------------------
+
+
+class Rounded(Tensor):
+    """A weight that is kept in int8 and computed with in floats, in the way of torchao."""
+
+    @staticmethod
+    def __new__(cls, full: Tensor) -> Rounded:
+        made: Any = Tensor._make_wrapper_subclass(cls, full.shape, dtype=full.dtype)
+        return made
+
+    def __init__(self, full: Tensor) -> None:
+        self.stored = (full / 0.01).round().to(torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        full = [a.stored.to(a.dtype) * 0.01 if isinstance(a, Rounded) else a for a in args]
+        return function(*full, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("quantised", [Rounded, lambda weight: (weight * 100).to(torch.int8)], ids=["subclass", "int8"])
+def test_a_quantised_bare_tensor_is_not_cut(quantised: Callable[[Tensor], Tensor]) -> None:
+    model = nn.Sequential(nn.MultiheadAttention(16, 4))
+    weight = quantised(model[0].in_proj_weight.detach())
+    model[0].in_proj_weight = nn.Parameter(weight, requires_grad=False)
+    mask = hp.HeadMask.from_keep({"0": [0, 1]}, {"0": 4})
+    before = [(n, id(t), type(t), t.shape) for n, t in model.named_parameters()]
+    with pytest.raises(UnsupportedModel, match=r"plain floating-point nn\.Parameter.*quantised"):
+        hp.prune_(model, mask)
+    assert [(n, id(t), type(t), t.shape) for n, t in model.named_parameters()] == before
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it calls here
+def test_the_words_for_a_projection_that_torch_quantised() -> None:
+    model = torch.ao.quantization.quantize_dynamic(tiny("bert")[0], {nn.Linear})
+    with pytest.raises(UnsupportedModel, match="before it is quantised"):
+        hp.find_sites(model)
+
+
+def test_offloaded_weights_are_not_cut_but_gated() -> None:
+    model, batch = tiny("llama")
+    plain = copy.deepcopy(model)
+    model = cpu_offload(model)
+    sites = hp.find_sites(model)
+    mask = ragged(sites)
+    with torch.no_grad():
+        with hp.gated(plain, mask):
+            expected = logits(plain, batch)
+        with hp.gated(model, mask):
+            assert_close(logits(model, batch), expected, **EXACT)
+        refused(model, sites, mask, "in memory, got weights that accelerate offloads", sites[0].name)
+        assert_close(logits(model, batch), logits(plain, batch), **EXACT)
+
+
+def test_a_model_on_meta_is_cut() -> None:
+    """Checkpoints are read so: the model is cut before it has weights."""
+    model = tiny("llama")[0].to("meta")
+    assert hp.prune_(model, ragged(hp.find_sites(model))).n_removed
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+class WithTorchAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.attention(x, x, x, need_weights=False)[0])
+        return out
+
+
+def test_adapters_around_a_whole_attention_are_refused_until_they_are_merged() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    config = peft.LoraConfig(r=4, target_modules=["attention"], init_lora_weights=False)
+    model = peft.get_peft_model(WithTorchAttention(), config).eval()
+    (site,) = sites = hp.find_sites(model)
+    mask = hp.HeadMask.from_keep({site.name: [0, 1]}, {site.name: 4})
+    shapes = {n: t.shape for n, t in model.state_dict().items()}
+    with pytest.raises(UnsupportedModel, match=r"lora_A.*Merge the adapters first"):
+        hp.prune_(model, mask, sites=sites)
+    assert {n: t.shape for n, t in model.state_dict().items()} == shapes  # PEFT makes the parameters anew by itself
+    merged = model.merge_and_unload()
+    assert hp.prune_(merged, hp.HeadMask.from_keep({"attention": [0, 1]}, {"attention": 4}), x).n_removed == 2
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+def test_prefixes_for_all_heads_are_refused_and_prompts_are_not() -> None:
+    peft = pytest.importorskip("peft")
+    common = {"task_type": "SEQ_CLS", "num_virtual_tokens": 2}
+    model, _ = tiny("bert")
+    prefixed = peft.get_peft_model(copy.deepcopy(model), peft.PrefixTuningConfig(**common)).eval()
+    sites = hp.find_sites(prefixed)
+    refused(prefixed, sites, ragged(sites), "prefixes for all heads from the adapter 'default'", sites[0].name)
+    prompted = peft.get_peft_model(model, peft.PromptTuningConfig(**common)).eval()
+    assert hp.prune_(prompted, ragged(hp.find_sites(prompted))).n_removed
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_made_inside_a_block_keeps_the_class_that_a_cut_put_in_front(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    """Where an attention has no output projection, the gates stand in front of the attention itself."""
+    subject = subject_of("head_list_bare")
+    hp.prune_(subject.model, subject.ragged())
+    with hp.gated(subject.model, {s.name: torch.ones(len(s.heads)) for s in hp.find_sites(subject.model)}):
+        twin = copied(subject.model)
+    assert [type(m) for m in twin.modules()] == [type(m) for m in subject.model.modules()]
+    assert_close(subject.run(twin), subject.run(), **EXACT)

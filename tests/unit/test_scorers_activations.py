@@ -1,0 +1,530 @@
+"""Scorers that read activations and attention maps, against literal loops; what they need and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.attention import MultiHeadAttention
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.model.contexts import query_mask
+from headprune.model.double import Doubled
+from headprune.model.running import call, outputs
+from headprune.scoring import ActivationNorm, Attattr, Confidence, Entropy, Fluctuation, Obs, Wanda
+from headprune.scoring._activations import jackknife
+from tests.laws.support import Subject, as_double, family_subject, picture, set_implementation
+from tests.reference import activations as reference
+
+MAIN = [
+    ("bert", "bert"),
+    ("gpt2", "gpt2"),
+    ("llama", "llama"),
+    ("t5", "t5"),
+    ("multi_head_attention", "multi_head_attention"),
+]
+OVER = pytest.mark.parametrize("family", MAIN, ids=[family for _, family in MAIN])
+
+CONTEXTS: list[tuple[Any, Any]] = [
+    (ActivationNorm(), reference.activation_norm),
+    (ActivationNorm(of="output"), reference.output_norm),
+    (Fluctuation(), reference.fluctuation),
+    (Fluctuation(normalize="none"), lambda *args: reference.fluctuation(*args, normalize=False)),
+    (Wanda(), reference.wanda),
+    (Obs(), reference.obs),
+]
+ACTIVATIONS = [scorer for scorer, _ in CONTEXTS]
+MAPS = [Entropy(), Confidence()]
+#: Rounding of fp64, relative to the largest score of a layer.
+TIGHT = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _doubled() -> Iterator[None]:
+    """Norms, angles and softmaxes in fp64, which Transformers takes in fp32 whatever the model's type."""
+    with Doubled():
+        yield
+
+
+def data(subject: Subject, n: int) -> dict[str, Any]:
+    parts = [as_double(subject.layout.tiny(seed, subject.family)[1]) for seed in range(1 + n // 3)]
+    return {k: torch.cat([p[k] for p in parts])[:n] for k in parts[0]}
+
+
+def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    n = len(next(iter(batch.values())))
+    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, n, size)]
+
+
+def score(subject: Subject, scorers: Any, batches: Any = None, **options: Any) -> Any:
+    options = {"sites": subject.sites, "progress": False, **options}
+    return hp.score(subject.model, batches or [subject.batch], scorers, **options)
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Small, so that ``exp(-loss)`` is a probability worth attributing."""
+    first = next(o for o in outputs(call(model, batch)) if o.ndim > 1)
+    return first.flatten(1).logsumexp(-1) * 0.3
+
+
+def close(found: Any, expected: Any, tolerance: float = TIGHT) -> None:
+    """Values and standard errors agree, relative to the layer's largest score."""
+    assert (found.scorer, found.settings, found.n_examples) == (expected.scorer, expected.settings, expected.n_examples)
+    for layer, (row, other) in enumerate(zip(found.values, expected.values, strict=True)):
+        atol = tolerance * max(map(abs, other))
+        assert atol > 0
+        assert_close(torch.tensor(row), torch.tensor(other), rtol=0, atol=atol, msg=lambda m, f=found: f"{f}: {m}")
+        if found.standard_errors is not None:
+            mine, theirs = found.standard_errors[layer], expected.standard_errors[layer]
+            assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=0, atol=10 * atol)
+
+
+# ---------------------------------------------------------------- against literal loops
+
+
+@pytest.mark.parametrize("family", [*MAIN, ("albert", "albert")], ids=[f for _, f in MAIN] + ["one module, two runs"])
+def test_statistics_of_contexts_are_those_of_literal_loops(family: tuple[str, str]) -> None:
+    """Values, and standard errors as by leaving out one example at a time; a module that runs twice counts twice."""
+    subject = family_subject(*family)
+    batch = data(subject, 4)
+    scores = score(subject, ACTIVATIONS, split(batch, 3))
+    for number, site in enumerate(subject.sites):
+        found = reference.contexts(subject.model, batch, site)
+        weight = reference.weight_of(subject.model, site)
+        for mine, (_, literal) in zip(scores, CONTEXTS, strict=True):
+            values, errors = reference.jackknifed(lambda x, f=literal: f(weight, site, x), found)  # noqa: B023
+            # Squared distances of a least-squares problem lose half the digits that its solution has.
+            loose = {"rtol": 1e-8, "atol": 1e-10} if mine.scorer == "obs" else {"rtol": 1e-10, "atol": 1e-12}
+            assert_close(list(mine.values[number]), values, **loose)
+            assert_close(list(mine.standard_errors[number]), errors, **loose)
+
+
+def test_obs_is_what_a_refit_cannot_win_back() -> None:
+    """By a means of its own: the ridge problem solved by gradient, not by the formula."""
+    subject = family_subject("bert", "bert")
+    site = subject.sites[0]
+    rows = torch.cat(reference.contexts(subject.model, subject.batch, site))
+    weight = reference.weight_of(subject.model, site)
+    penalty = 0.05 * rows.square().mean()
+    free = torch.ones(rows.shape[1], dtype=torch.bool)
+    free[reference.channels(site, site.units[1])] = False
+    kept = weight[:, free].clone().requires_grad_()
+
+    def error() -> Tensor:
+        change = (weight.clone() * 0).index_copy(1, free.nonzero()[:, 0], kept) - weight
+        return (rows @ change.T).square().sum() / len(rows) + penalty * change.square().sum()
+
+    optimizer = torch.optim.LBFGS([kept], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = error()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert_close(score(subject, Obs(ridge=0.05)).values[0][1], float(error().detach()), rtol=1e-8, atol=0)
+
+
+@OVER
+def test_statistics_of_maps_are_those_of_literal_loops(family: tuple[str, str]) -> None:
+    subject = family_subject(*family)
+    batch = data(subject, 4)
+    scores = score(subject, [Entropy(), Confidence(exclude=())], split(batch, 3))
+    if hasattr(subject.model, "config"):
+        set_implementation(subject.model, "eager")
+    for number, site in enumerate(subject.sites):
+        for mine, measure in zip(scores, (reference.minus_entropy, max), strict=True):
+            rows = torch.tensor(reference.of_queries(subject.model, batch, site, subject.sites, measure))
+            assert_close(list(mine.values[number]), rows.mean(0).tolist(), rtol=1e-6, atol=1e-8)
+            errors = (rows.double().std(0) / 2).tolist()
+            assert_close(list(mine.standard_errors[number]), errors, rtol=1e-5, atol=1e-7)
+
+
+def test_confidence_leaves_tokens_out_on_both_sides() -> None:
+    subject = family_subject("bert", "bert")
+    batch = data(subject, 3)
+    gone = int(batch["input_ids"][0, 2])
+    site, total = subject.sites[0], torch.zeros(3, 4)
+    found = score(subject, Confidence(exclude=(gone,)), [batch])
+    set_implementation(subject.model, "eager")
+    for i in range(3):
+        maps = reference.maps(subject.model, reference.example(batch, i), site, subject.sites)
+        kept = [t for t in range(7) if batch["attention_mask"][i, t] and batch["input_ids"][i, t] != gone]
+        total[i] = maps[:, kept][:, :, kept].amax(-1).mean(-1)
+    assert_close(list(found.values[0]), total.mean(0).tolist(), rtol=1e-6, atol=1e-8)
+    assert found.values != score(subject, Confidence(), [batch]).values
+
+
+def test_confidence_leaves_out_the_end_of_the_sequence_by_itself() -> None:
+    subject = family_subject("t5", "t5")
+    batch = data(subject, 3)
+    batch["input_ids"][:, 3] = subject.model.config.eos_token_id
+    batch["decoder_input_ids"][:, 2] = subject.model.config.eos_token_id
+    named = score(subject, Confidence(exclude=(subject.model.config.eos_token_id,)), [batch])
+    found = score(subject, Confidence(), [batch])
+    everything = score(subject, Confidence(exclude=()), [batch])
+    assert found.values == named.values
+    kinds = ["encoder" if s.kind == "self" else s.kind for s in subject.sites]
+    assert set(kinds) == {"encoder", "causal", "cross"}
+    for mine, whole in zip(found.values, everything.values, strict=True):
+        assert mine != whole
+
+
+@OVER
+def test_attention_attribution_is_that_of_finite_differences(family: tuple[str, str]) -> None:
+    subject = family_subject(*family)
+    batch = reference.example(subject.batch, 2)
+    batch = {k: v[:, :4] if v.ndim > 1 else v for k, v in batch.items()}
+    found = score(subject, Attattr(steps=2), [batch], loss=own_loss)
+    if hasattr(subject.model, "config"):
+        set_implementation(subject.model, "eager")
+    else:  # shows its weights, so that it takes its softmax in the open
+        for module in subject.model.modules():
+            if isinstance(module, MultiHeadAttention):
+                module.register_forward_pre_hook(lambda m, a, k: (a, {**k, "need_weights": True}), with_kwargs=True)
+                module.register_forward_hook(lambda m, a, out: out[0])
+    for number in {0, len(subject.sites) - 1}:
+        site = subject.sites[number]
+        whole = reference.attention_attribution(subject.model, batch, own_loss, number, steps=2)
+        heads = whole.amax((1, 2))
+        expected = [float(sum(heads[site.heads.index(h)] for h in unit)) for unit in site.units]
+        assert_close(list(found.values[number]), expected, rtol=1e-5, atol=1e-9)
+
+
+# ---------------------------------------------------------------- what scores do not depend on
+
+
+@OVER
+def test_batch_size_and_order(family: tuple[str, str]) -> None:
+    """Also over more examples than there are blocks; standard errors then depend on the order, and only they do."""
+    subject = family_subject(*family)
+    scorers = [*ACTIVATIONS, *MAPS]
+    batch = data(subject, 30)
+    expected = score(subject, scorers, split(batch, 64))
+    for size in (1, 7):
+        for mine, theirs in zip(score(subject, scorers, split(batch, size)), expected, strict=True):
+            close(mine, theirs)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    mixed = score(subject, scorers, split({k: v[order] for k, v in batch.items()}, 7))
+    for mine, theirs in zip(mixed, expected, strict=True):
+        for row, other in zip(mine.values, theirs.values, strict=True):
+            assert_close(torch.tensor(row), torch.tensor(other), rtol=0, atol=TIGHT * max(map(abs, other)))
+
+
+def test_padding_of_an_encoder_decoder_is_told_on_both_sides() -> None:
+    subject = family_subject("t5", "t5")
+    scorers = [*ACTIVATIONS, *MAPS]
+    batch = data(subject, 3)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
+    batch["decoder_attention_mask"] = mask
+
+    def longer(x: Tensor, by: int, value: int) -> Tensor:
+        return nn.functional.pad(x, (0, by), value=value)
+
+    padded = {
+        "input_ids": longer(batch["input_ids"], 2, 7),
+        "attention_mask": longer(batch["attention_mask"], 2, 0),
+        "decoder_input_ids": longer(batch["decoder_input_ids"], 4, 7),
+        "decoder_attention_mask": longer(mask, 4, 0),
+    }
+    expected = score(subject, scorers, [batch])
+    for mine, theirs in zip(score(subject, scorers, [padded]), expected, strict=True):
+        close(mine, theirs)
+    labelled = {k: v for k, v in padded.items() if k != "decoder_attention_mask"}
+    labelled["labels"] = longer(batch["decoder_input_ids"], 4, 7).masked_fill(
+        padded["decoder_attention_mask"] == 0, -100
+    )
+    for mine, theirs in zip(score(subject, scorers, [labelled]), expected, strict=True):
+        close(mine, theirs)
+    without = {k: v for k, v in padded.items() if k != "decoder_attention_mask"}
+    assert score(subject, Wanda(), [without]).values[2] != expected[4].values[2]
+
+
+@pytest.mark.parametrize("family", MAIN[:4], ids=[family for _, family in MAIN[:4]])
+def test_attention_implementation(family: tuple[str, str]) -> None:
+    subject = family_subject(*family)
+    scorers = [*ACTIVATIONS, *MAPS, Attattr(steps=2)]
+    found = []
+    for implementation in ("sdpa", "eager"):
+        set_implementation(subject.model, implementation)
+        found.append(score(subject, scorers, loss=own_loss))
+        assert subject.model.config._attn_implementation == implementation
+    for mine, theirs in zip(*found, strict=True):
+        close(mine, theirs)
+
+
+OTHERS = [
+    ("swin", "swin"),  # windows
+    ("head_list_bare", "list of heads without output"),  # read at its output
+    ("torch_multi_head", "torch.nn.MultiheadAttention"),  # an output projection that is not called, sequence first
+]
+
+
+@pytest.mark.parametrize("family", OTHERS, ids=[family for _, family in OTHERS])
+def test_other_layouts_are_read_example_by_example(family: tuple[str, str]) -> None:
+    subject = family_subject(*family)
+    expected = score(subject, ACTIVATIONS, [subject.batch])
+    for mine, theirs in zip(score(subject, ACTIVATIONS, split(subject.batch, 1)), expected, strict=True):
+        close(mine, theirs)
+        assert min(min(row) for row in mine.standard_errors) > 0
+
+
+@pytest.mark.parametrize("family", [("bert", "bert"), OTHERS[1]], ids=["bert", OTHERS[1][1]])
+def test_heads_that_are_left_are_read_in_their_place(family: tuple[str, str]) -> None:
+    subject = family_subject(*family)
+    before = score(subject, [Wanda(), ActivationNorm(), Entropy()][: 3 if family[0] == "bert" else 2])
+    first = subject.sites[0]
+    hp.prune_(subject.model, subject.without({first.name: [0, 2]}), sites=subject.sites)
+    sites = hp.find_sites(subject.model)
+    for mine, whole in zip(score(subject, [b.scorer for b in before], sites=sites), before, strict=True):
+        assert_close(list(mine.values[0]), [whole.values[0][1], whole.values[0][3]], rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------- standard errors
+
+
+def test_the_jackknife_of_blocks_of_unlike_size() -> None:
+    """For a mean it is the textbook's formula for groups of m_j, and for single examples the examples themselves."""
+    values = torch.randn(23, 3, dtype=torch.float64)
+    sums = torch.stack([values[g::5].sum(0) for g in range(5)])
+    sizes = [len(values[g::5]) for g in range(5)]
+    counts = torch.tensor(sizes).double()
+
+    def mean(weights: Tensor) -> Tensor:
+        return weights @ sums / (weights @ counts)
+
+    rows = jackknife(mean, torch.zeros(5).double(), [*sizes])
+    assert_close(rows.mean(0), values.mean(0))
+    expected = torch.zeros(3).double()
+    for g, size in enumerate(sizes):
+        h = 23 / size
+        without = (values.sum(0) - sums[g]) / (23 - size)
+        pseudo = h * values.mean(0) - (h - 1) * without
+        expected += (pseudo - values.mean(0)) ** 2 / (h - 1) / 5
+    # Moving the rows so that their mean is the score takes a little off where sizes differ.
+    assert_close(rows.var(0) / 5, expected, rtol=5e-3, atol=0)
+    alone = jackknife(lambda w: w @ values / w.sum(), torch.zeros(23).double(), [1] * 23)
+    assert_close(alone, values)
+
+
+@pytest.mark.parametrize(
+    "scorer", [Wanda(), Obs(blocks=4), Fluctuation(normalize="none")], ids=lambda s: type(s).__name__
+)
+def test_standard_errors_are_the_spread_over_other_data(scorer: Any) -> None:
+    """The spread of scores over 60 data sets of 24 examples, which come from the same distribution."""
+    subject = family_subject("multi_head_attention", "multi_head_attention")
+    found, errors = [], []
+    for seed in range(60):
+        batch = {"x": torch.randn(24, 7, 16, generator=torch.Generator().manual_seed(seed)).double()}
+        one = score(subject, scorer, [batch])
+        found.append(one.values[0])
+        errors.append(one.standard_errors[0])
+    ratio = torch.tensor(errors).square().mean(0).sqrt() / torch.tensor(found).std(0)
+    # 60 draws know a spread to 9 %, and a jackknife of 4 blocks is itself rough.
+    assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=0.35)
+
+
+def test_samples_are_a_row_a_block_or_an_example() -> None:
+    subject = family_subject("bert", "bert")
+    batch = data(subject, 30)
+    rows = [len(s.samples.matrix) for s in score(subject, [Wanda(), Obs(), Obs(blocks=1), Entropy()], [batch])]
+    assert rows == [20, 8, 1, 30]
+    assert score(subject, Obs(blocks=1), [batch]).standard_errors is None
+
+
+def test_one_example_has_no_standard_error_and_says_so() -> None:
+    subject = family_subject("bert", "bert")
+    for scores in score(subject, [*ACTIVATIONS, *MAPS], split(subject.batch, 1)[:1]):
+        assert scores.standard_errors is None
+        assert any("standard error" in note for note in scores.notes), scores.scorer
+
+
+# ---------------------------------------------------------------- one pass, no trace
+
+
+def test_one_forward_pass_for_all_of_them() -> None:
+    subject = family_subject("bert", "bert")
+    runs = []
+    subject.model.classifier.register_forward_hook(lambda *_: runs.append(1))
+    counts = []
+    for scorers in ([Wanda()], [Wanda(), *ACTIVATIONS, Obs(blocks=2)]):
+        runs.clear()
+        score(subject, scorers, split(subject.batch, 1))
+        counts.append(len(runs))
+    assert counts[0] == counts[1] >= 3
+
+
+def test_nothing_is_left_behind() -> None:
+    for family in (("llama", "llama"), ("multi_head_attention", "multi_head_attention")):
+        subject = family_subject(*family)
+        before = picture(subject.model)
+        kernels = [m.config._attn_implementation for m in subject.model.modules() if hasattr(m, "config")]
+        score(subject, [*ACTIVATIONS, *MAPS, Attattr(steps=1)], loss=own_loss)
+        assert picture(subject.model) == before
+        assert [m.config._attn_implementation for m in subject.model.modules() if hasattr(m, "config")] == kernels
+
+
+def test_an_error_puts_the_kernel_back() -> None:
+    subject = family_subject("bert", "bert")
+    before, kernel = picture(subject.model), subject.model.config._attn_implementation
+    assert kernel == "sdpa"
+
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        if model.config._attn_implementation == "eager":
+            raise KeyError("while it is eager")
+        return own_loss(model, batch)
+
+    for scorer in (Entropy(), Attattr()):
+        with pytest.raises(KeyError, match="while it is eager"):
+            score(subject, scorer, loss=failing)
+        assert subject.model.config._attn_implementation == kernel
+        assert picture(subject.model) == before
+
+
+def test_our_own_attention_still_returns_what_was_asked_for() -> None:
+    """A model that reads the weights gets them during the pass too."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = MultiHeadAttention(8, 2)
+            self.seen: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            out, weights = self.attention(x, need_weights=True)
+            self.seen.append(weights.ndim)
+            return out
+
+    model = Reads().double()
+    hp.score(model, [torch.randn(3, 4, 8).double()], ["entropy", "confidence"], progress=False)
+    assert set(model.seen) == {4}
+
+
+# ---------------------------------------------------------------- what they need and refuse
+
+
+def test_no_labels_are_needed() -> None:
+    subject = family_subject("bert", "bert")
+    bare = {k: v for k, v in subject.batch.items() if k != "labels"}
+    with_labels = score(subject, [*ACTIVATIONS, *MAPS])
+    for mine, theirs in zip(score(subject, [*ACTIVATIONS, *MAPS], [bare]), with_labels, strict=True):
+        assert mine.values == theirs.values
+    with pytest.raises(InvalidValue, match="labels"):
+        score(subject, Attattr(), [bare])
+
+
+@pytest.mark.parametrize("name", ["obs", "activation_norm", "fluctuation", "wanda", "entropy", "confidence", "attattr"])
+def test_no_data(name: str) -> None:
+    subject = family_subject("bert", "bert")
+    with pytest.raises(InvalidValue, match="needs data"):
+        hp.score(subject.model, None, name)
+
+
+@pytest.mark.parametrize("scorer", [Entropy(), Attattr()])
+def test_a_fused_kernel_is_refused_in_words(scorer: Any) -> None:
+    subject = family_subject("torch_multi_head", "torch.nn.MultiheadAttention")
+    with pytest.raises(UnsupportedModel, match=r"attention map of first.*fused kernel"):
+        score(subject, scorer, loss=own_loss)
+
+
+def test_a_map_that_is_not_in_use_is_refused() -> None:
+    """Weights that are returned but computed beside the point: the gate's gradient gives them away."""
+
+    class Beside(MultiHeadAttention):  # type: ignore[misc]
+        def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            out, weights = super().forward(query, *args, **{**kwargs, "need_weights": True})
+            return out, weights.clone() + 0 * query.sum()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Beside(8, 2)).double()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        return (out[0] if isinstance(out, tuple) else out).square().mean((1, 2))
+
+    with pytest.raises(UnsupportedModel, match="gradient is not the gate's"):
+        hp.score(model, [torch.randn(3, 4, 8).double()], Attattr(steps=1), loss=loss, progress=False)
+
+
+def test_tokens_that_do_not_vary() -> None:
+    subject = family_subject("bert", "bert")
+    batch = {"input_ids": torch.full((3, 1), 5), "attention_mask": torch.ones(3, 1, dtype=torch.long)}
+    found = score(subject, Fluctuation(), [batch])
+    assert found.values == ((0.0,) * 4,) * len(found.values)
+    assert any("Nothing varies over the tokens at" in note for note in found.notes)
+
+
+def test_nothing_but_padding() -> None:
+    subject = family_subject("bert", "bert")
+    batch = {**subject.batch, "attention_mask": torch.zeros(3, 7, dtype=torch.long)}
+    for scorer in (Wanda(), Entropy()):
+        with pytest.raises(InvalidValue, match="with a token that"):
+            score(subject, scorer, [batch])
+
+
+def test_numbers_that_are_not_finite() -> None:
+    subject = family_subject("bert", "bert")
+    with torch.no_grad():
+        subject.model.bert.encoder.layer[0].attention.self.value.bias[0] = torch.nan
+    with pytest.raises(InvalidValue, match="finite"):
+        score(subject, Wanda())
+
+
+def test_a_site_that_never_runs() -> None:
+    subject = family_subject("bert", "bert")
+    subject.model.spare = MultiHeadAttention(8, 2).double()
+    for scorer in (Wanda(), Entropy(), Attattr(steps=1)):
+        with pytest.raises(UnsupportedModel, match=r"spare.*no batch reached"):
+            score(subject, scorer, sites=None, loss=own_loss)
+
+
+def test_obs_without_a_ridge_needs_channels_that_do_not_depend_on_each_other() -> None:
+    subject = family_subject("bert", "bert")
+    with pytest.raises(InvalidValue, match=r"Obs\.ridge"):
+        score(subject, Obs(ridge=0.0), [{k: v[2:] for k, v in subject.batch.items()}])
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: Obs(ridge=-1.0), "Obs.ridge"),
+        (lambda: Obs(blocks=0), "Obs.blocks"),
+        (lambda: ActivationNorm(of="heads"), "ActivationNorm.of"),
+        (lambda: Fluctuation(normalize="l2"), "Fluctuation.normalize"),
+        (lambda: Attattr(steps=0), "Attattr.steps"),
+        (lambda: Attattr(of="logit"), "Attattr.of"),
+    ],
+)
+def test_settings_are_checked(make: Any, where: str) -> None:
+    with pytest.raises(InvalidValue, match=where):
+        make()
+
+
+def test_queries_of_a_decoder_follow_its_own_mask() -> None:
+    subject = family_subject("t5", "t5")
+    mask, other = torch.tensor([[1, 1, 0]]), torch.tensor([[1, 0, 0]])
+    labels = torch.tensor([[4, 5, -100]])
+    ids = torch.ones(1, 3, dtype=torch.long)
+    cases: list[tuple[Any, dict[str, Any], list[int] | None]] = [
+        ("self", {"attention_mask": mask, "decoder_attention_mask": other}, [1, 1, 0]),
+        ("cross", {"attention_mask": mask, "decoder_attention_mask": other}, [1, 0, 0]),
+        ("causal", {"attention_mask": other, "labels": labels}, [1, 1, 0]),
+        ("causal", {"attention_mask": other, "labels": labels, "decoder_attention_mask": mask}, [1, 1, 0]),
+        ("causal", {"attention_mask": other, "decoder_input_ids": ids}, None),
+        ("causal", {"attention_mask": other}, [1, 0, 0]),
+        ("self", {"attention_mask": mask[:, :2]}, None),
+    ]
+    for kind, batch, expected in cases:
+        found = query_mask(subject.model, kind, batch, (1, 3))
+        assert (None if found is None else found.int().tolist()[0]) == expected, (kind, batch)
+    alone = query_mask(
+        family_subject("gpt2", "gpt2").model, "causal", {"attention_mask": mask, "labels": labels}, (1, 3)
+    )
+    assert alone is not None
+    assert alone.int().tolist() == [[1, 1, 0]]

@@ -1,0 +1,299 @@
+"""Sequential stopping: the set is that of all data, no more batches are read than needed, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import InvalidValue
+from headprune.model.losses import default_loss
+from headprune.model.sites import bind
+from headprune.scoring import LeaveOneOut, Shapley, Taylor, registry
+from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._stopping import Stable, lowest, read_until, settled
+from tests.laws.support import as_double, subject_of
+
+UNITS = 8
+
+
+@dataclass(frozen=True)
+class Columns(Scorer):
+    """The numbers of an example are the example itself: a scorer without a model."""
+
+    def estimate(self, problem: Problem) -> Estimate:
+        samples = torch.cat([batch for _, batch in problem.passes("columns")])
+        return Estimate(samples.mean(0), None, len(samples), None, samples)
+
+
+class Stream:
+    """Batches that can be counted."""
+
+    def __init__(self, data: Tensor, size: int = 10) -> None:
+        self.batches, self.read = data.split(size), 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self.batches:
+            self.read += 1
+            yield batch
+
+
+def problem_of(batches: Any) -> Problem:
+    model = nn.Sequential(hp.MultiHeadAttention(2 * UNITS, UNITS))
+    return Problem(model, bind(model), batches, default_loss, progress=False)
+
+
+def stopped(data: Tensor, until: Stable, size: int = 10) -> Estimate:
+    return read_until(problem_of(data.split(size)), [("columns", Columns())], until)[0]
+
+
+def draw(seed: int, n: int, heavy: bool) -> Tensor:
+    """Units whose examples are hard together; ``heavy``: skewed, and the larger the noisier, as gradients are."""
+    generator = torch.Generator().manual_seed(seed)
+    levels = 2 * torch.rand(UNITS, generator=generator, dtype=torch.float64)
+    noise = torch.randn(n, UNITS + 1, generator=generator, dtype=torch.float64)
+    noise = noise[:, :UNITS] + noise[:, UNITS:]
+    return (levels + 0.5) * (0.7 * noise).exp() if heavy else levels + noise
+
+
+def members(values: Tensor, k: int) -> set[int]:
+    return set(lowest(values, k).tolist())
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+def test_of_200_streams_at_least_95_percent_of_those_that_stop_are_right(heavy: bool) -> None:
+    stops = wrong = hasty = 0
+    for seed in range(200):
+        data = draw(seed, 1000, heavy)
+        found, true = stopped(data, Stable(k=3)), members(data.mean(0), 3)
+        if found.n_examples < len(data):
+            stops += 1
+            wrong += members(found.values, 3) != true
+        else:
+            assert members(found.values, 3) == true
+        hasty += members(data[:70].mean(0), 3) != true
+    assert stops >= 80, "hardly a stream stops early, so that the test shows nothing"
+    assert wrong <= 0.05 * stops
+    assert hasty >= 0.15 * 200, "the first look is nearly always right, so that the test shows nothing"
+
+
+def test_looks_are_paid_for() -> None:
+    until = Stable(k=2, confidence=0.9)
+    spent = [until.error(look) for look in range(1, 2000)]
+    assert sum(spent) < 0.1
+    assert sum(spent) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_single_comparison_has_its_level() -> None:
+    """Two units that are equal in expectation: a wrong yes, of either, comes as often as two one-sided tests allow."""
+    generator = torch.Generator().manual_seed(0)
+    n_yes = sum(settled(torch.randn(100, 2, generator=generator).double(), 1, 0.1) for _ in range(2000))
+    assert 0.10 <= n_yes / 2000 <= 0.20
+
+
+def test_repeated_looks_at_noise_settle_nothing() -> None:
+    """Two units that are equal in expectation, ten looks: at most 5 % wrong each way; uncorrected ones do worse."""
+    until, n_stopped, n_uncorrected = Stable(k=4), 0, 0
+    looks = [int(70 * 1.5**j) for j in range(10)]
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        data = torch.randn(looks[-1], UNITS, generator=generator, dtype=torch.float64)
+        data += torch.tensor([0.0, 0, 0, 9, 9, 20, 20, 20])
+        n_stopped += any(settled(data[:n], until.k, until.error(look + 1)) for look, n in enumerate(looks))
+        n_uncorrected += any(settled(data[:n], until.k, 0.05) for n in looks)
+    assert n_stopped <= 0.1 * 200
+    assert n_uncorrected > 0.2 * 200
+
+
+def test_far_units_do_not_make_close_ones_harder() -> None:
+    """The union bound is paid for close pairs alone: with many far units a gap is settled that it would not cover."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(400, 60, generator=generator, dtype=torch.float64)
+    noise = (noise - noise.mean(0)) / noise.std(0)
+    level = torch.cat([torch.zeros(30), torch.full((30,), 100.0)]).double()
+    level[29], level[30] = 50.0, 50.25
+    data = noise + level
+    gap = (data[:, 30] - data[:, 29]).mean() / (data[:, 30] - data[:, 29]).std() * 400**0.5
+    assert 2.5 < gap < 4.5
+    assert settled(data, 30, 0.05)
+    assert not settled(data, 30, 1e-6)
+
+
+def test_no_more_batches_are_read_than_were_needed() -> None:
+    data = draw(0, 2000, False) + 10 * torch.arange(UNITS)
+    stream = Stream(data)
+    problem = problem_of(stream)
+    (found,) = read_until(problem, [("columns", Columns())], Stable(k=3))
+    assert (stream.read, found.n_examples) == (7, 70)
+    assert found.notes == ("the set of the 3 lowest is settled at confidence 0.95 after 70 examples (look 1)",)
+    again = problem_of(data[:70].split(10))
+    whole = Columns().estimate(again)
+    assert_close(found.values, whole.values)
+    assert_close(found.samples, data[:70])
+    assert problem.data == again.data
+    assert_close(found.standard_errors, data[:70].std(0) / 70**0.5)
+
+
+def test_looks_grow() -> None:
+    seen = []
+
+    @dataclass(frozen=True)
+    class Counting(Columns):
+        def estimate(self, problem: Problem) -> Estimate:
+            found = super().estimate(problem)
+            seen.append(found.n_examples)
+            return found
+
+    read_until(problem_of(torch.ones(400, UNITS).double().split(10)), [("counting", Counting())], Stable(k=3))
+    # 70, then one batch again to see that its numbers stand alone, then what is new: 110, 170, 260, 390, all.
+    assert seen == [70, 10, 40, 60, 90, 130, 10]
+
+
+@pytest.mark.parametrize("k", range(1, UNITS))
+def test_ties_across_the_border_read_everything_and_give_the_set_of_all_data(k: int) -> None:
+    data = torch.rand(300, 1, dtype=torch.float64).expand(-1, UNITS).clone()
+    found = stopped(data, Stable(k=k))
+    assert found.n_examples == 300
+    assert "all 300 examples were read and the set" in found.notes[0]
+    assert_close(found.values, data.mean(0))
+
+
+def test_ties_on_one_side_of_the_border_do_no_harm() -> None:
+    data = torch.randn(300, UNITS, dtype=torch.float64)
+    data[:, :3] = data[:, :1] - 10
+    data[:, 5] = 7.0
+    found = stopped(data, Stable(k=3))
+    assert found.n_examples == 70
+    assert members(found.values, 3) == {0, 1, 2}
+
+
+def test_constant_columns_are_compared_as_they_are() -> None:
+    found = stopped(torch.arange(UNITS, dtype=torch.float64).expand(300, -1), Stable(k=3))
+    assert found.n_examples == 70
+    assert members(found.values, 3) == {0, 1, 2}
+
+
+def test_too_few_examples_settle_nothing() -> None:
+    data = torch.arange(UNITS, dtype=torch.float64).expand(10, -1)
+    for n in (1, 2, 10):
+        assert not settled(data[:n], 3, 0.05)
+    found = stopped(data[:1], Stable(k=3))
+    assert (found.n_examples, found.standard_errors) == (1, None)
+
+
+# ---------------------------------------------------------------- a real model
+
+
+def batches_of(n: int) -> list[Any]:
+    layout = subject_of("bert").layout
+    return [as_double(layout.tiny(seed)[1]) for seed in range(n)]
+
+
+def clear_cut() -> Any:
+    """A tiny BERT with four heads that write almost nothing."""
+    model = subject_of("bert").model
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer[:2]:
+            weight = layer.attention.output.dense.weight
+            weight[:, : weight.shape[1] // 2] *= 1e-3
+    return model
+
+
+def test_a_real_model_stops_with_the_set_of_all_data() -> None:
+    model, data = clear_cut(), batches_of(60)
+    full = hp.score(model, data, progress=False)
+    short = hp.score(model, data, "taylor", until=hp.Stable(k=4), progress=False)
+    assert full.n_examples == 180
+    assert short.n_examples < 180
+
+    def low(scores: Any) -> list[tuple[int, int]]:
+        return sorted((u.site, u.unit) for u in scores.ranked()[:4])
+
+    assert low(short) == low(full) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    again = hp.score(model, data[: short.n_examples // 3], "taylor", progress=False)
+    assert (again.values, again.data) == (short.values, short.data)
+    assert again.samples == short.samples
+    assert f"after {short.n_examples} examples" in str(short)
+    generated = hp.score(model, iter(data), Taylor(), until=hp.Stable(k=4), progress=False)
+    assert (generated.values, generated.data) == (short.values, short.data)
+
+
+def test_several_scorers_stop_together() -> None:
+    model, data = clear_cut(), batches_of(60)
+    both = hp.score(model, data, ["taylor", "fisher"], until=hp.Stable(k=4, first=30), progress=False)
+    assert both[0].n_examples == both[1].n_examples < 180
+    assert both[0].data == both[1].data
+
+
+@pytest.mark.parametrize(
+    ("scorer", "words"),
+    [
+        ("magnitude", "'magnitude': it uses no data"),
+        (Taylor(reduce="batch", block=4), "'taylor': its score is no mean of one number an example"),
+        (Taylor(normalize="l2"), "'taylor': (its number for an example depends on|its score is no mean)"),
+        (Shapley(orders=2), "'shapley': its error has other parts than the choice of examples"),
+        (["taylor", "random"], "'random': it uses no data"),
+    ],
+)
+def test_scorers_that_are_no_mean_over_examples_are_refused(scorer: Any, words: str) -> None:
+    with pytest.raises(InvalidValue, match=rf"score\(until=\): must be used with scorers .*got {words}"):
+        hp.score(subject_of("bert").model, batches_of(30), scorer, until=hp.Stable(k=4), progress=False)
+
+
+@pytest.mark.parametrize("name", list(registry))
+def test_every_scorer_gives_what_it_gives_at_once_or_is_refused(name: str) -> None:
+    """Put together from the parts between looks, scores are those of one pass over the same batches."""
+    model, data = subject_of("bert").model, batches_of(6)
+    model.set_attn_implementation("eager")
+    until = hp.Stable(k=4, confidence=1 - 1e-12, first=5)  # never settled: several looks, all data
+    try:
+        found = hp.score(model, data, name, until=until, progress=False)
+    except InvalidValue as error:
+        assert error.where == "score(until=)"  # noqa: PT017
+        assert name not in ("taylor", "fisher", "taylor2", "ggn", "leave_one_out")
+        return
+    whole = hp.score(model, data, name, progress=False)
+    assert found.n_examples == whole.n_examples == 18
+    assert_close(torch.tensor(found.values), torch.tensor(whole.values), rtol=1e-8, atol=1e-10)
+    assert_close(torch.tensor(found.standard_errors), torch.tensor(whole.standard_errors), rtol=1e-8, atol=1e-10)
+    assert found.data == whole.data
+
+
+def test_a_call_leaves_no_trace() -> None:
+    model, data = clear_cut(), batches_of(30)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    hp.score(model, data, LeaveOneOut(), until=hp.Stable(k=4), progress=False)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"k": 0}, r"Stable\.k: must be a count of units >= 1"),
+        ({"k": True}, r"Stable\.k"),
+        ({"k": 2, "confidence": 1}, r"Stable\.confidence: must be between 0 and 1"),
+        ({"k": 2, "first": 1}, r"Stable\.first: must be at least 2"),
+        ({"k": 2, "growth": 1.0}, r"Stable\.growth: must be above 1"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidValue, match=words):
+        Stable(**settings)
+
+
+def test_bad_calls_are_refused() -> None:
+    model, data = subject_of("bert").model, batches_of(1)
+    with pytest.raises(InvalidValue, match=r"Stable\.k: must be below the number of units, 12, got 12"):
+        hp.score(model, data, until=hp.Stable(k=12), progress=False)
+    with pytest.raises(InvalidValue, match=r"score\(until=\): must be hp\.Stable\(k=\.\.\.\), got int"):
+        hp.score(model, data, until=4, progress=False)  # type: ignore[call-overload]
+    with pytest.raises(InvalidValue, match=r"batches: must be given"):
+        hp.score(model, None, until=hp.Stable(k=4), progress=False)
+    with pytest.raises(InvalidValue, match="at least one batch"):
+        hp.score(model, [], until=hp.Stable(k=4), progress=False)
