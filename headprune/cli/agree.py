@@ -22,10 +22,14 @@ def agree(
 ) -> None:
     """Compare scores of one model: Spearman, Kendall tau-b and Jaccard of the k lowest, with intervals."""
     with guarded(debug):
+        from headprune.core.errors import InvalidValue
         from headprune.core.scores import HeadScores
         from headprune.report.agreement import draw_agreement
         from headprune.scoring._agreement import agreement
 
+        twice = next((p for i, p in enumerate(files) if p.resolve() in {q.resolve() for q in files[:i]}), None)
+        if twice is not None:
+            raise InvalidValue("files", "different from one another", f"{twice} twice")
         scores = [HeadScores.load(path) for path in files]
         names = [path.stem for path in files]
         found = agreement(*scores, k=k, names=names if len(set(names)) == len(names) else [str(p) for p in files])

@@ -21,6 +21,14 @@ def score(
             "recipe's select.policy. A plan made from the scores keeps it."
         ),
     ] = None,
+    until_stable: Annotated[
+        int | None,
+        typer.Option(
+            "--until-stable",
+            metavar="K",
+            help="Stop reading calibration rows when the set of the K lowest is settled (score.until.k).",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -30,6 +38,7 @@ def score(
         from headprune.run.runner import score_recipe
 
         own = ["score.magnitude=false", "score.random_draws=0", *([f"select.policy={policy}"] if policy else [])]
+        own += [] if until_stable is None else [f"score.until.k={until_stable}"]
         scores = score_recipe(recipe, [*(settings or ()), *own], say=say)
         if out is not None:
             say(f"wrote {scores.save(out)}")

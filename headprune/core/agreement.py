@@ -19,11 +19,23 @@ MEASURES = {"spearman": -1.0, "kendall": -1.0, "jaccard": 0.0}
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of agreement and its interval; NaN where it is not defined, no interval where nothing was sampled."""
+    """A measure of agreement and its interval; NaN where it is not defined, no interval where nothing was sampled.
+
+    Two that are not defined are equal, unlike NaN, so that an agreement equals what is read back from its file.
+    """
 
     value: float
     low: float | None = None
     high: float | None = None
+
+    def _key(self) -> tuple[float | None, ...]:
+        return None if math.isnan(self.value) else self.value, self.low, self.high
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Measure) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     def __str__(self) -> str:
         if math.isnan(self.value):
@@ -80,6 +92,8 @@ class Agreement(Value):
         Raises:
             UnknownName: no such pair.
         """
+        if first == second:
+            raise UnknownName("Agreement.between", "two different names of those compared", f"{first!r} twice")
         for pair in self.pairs:
             if {self.names[pair.first], self.names[pair.second]} == {first, second}:
                 return pair

@@ -27,8 +27,8 @@ class Samples:
 
     One row an example in data order, or one a block of examples. Two are equal when their numbers are: what is
     compared, hashed and written into JSON is the SHA-256 of the matrix. The matrix itself is read when it is needed,
-    from the file beside the JSON: ``<name>.samples.safetensors``, or whichever such file in that folder says that it
-    holds this hash, so that a JSON file may be renamed.
+    for ``<name>.json`` from ``<name>.samples.safetensors`` beside it, or from whichever such file in that folder says
+    that it holds this hash, so that a JSON file may be renamed.
 
     Args:
         rows: Rows of the matrix.
@@ -134,7 +134,9 @@ def _load(path: Path, sha256: str) -> NDArray[np.float64] | str:
 
 
 def _companion(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix(".json") + _SUFFIX)
+    """Where the samples of a JSON file lie; ``x`` and ``x.json`` have files of their own."""
+    name = path.name
+    return path.with_name((name.removesuffix(".json") if name.endswith(".json") else f"{name}.bare") + _SUFFIX)
 
 
 def _sealed(data: NDArray[np.float64]) -> NDArray[np.float64]:

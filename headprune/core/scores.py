@@ -177,7 +177,9 @@ class HeadScores(Value):
             if (site.kind == sites if sites in KINDS else fnmatchcase(site.name, sites))
         ]
         if not places:
-            hint = did_you_mean(sites, [*KINDS, *(s.name for s in self.sites)])
+            kinds = dict.fromkeys(site.kind for site in self.sites)
+            hint = did_you_mean(sites, [*kinds, *(s.name for s in self.sites)])
+            hint = hint if hint.startswith("Did") else f"The scored sites are of kind {' and '.join(kinds)}."
             raise UnknownName("HeadScores.of", "a kind or a pattern of the scored sites", repr(sites), hint)
         costs = None if self.costs is None else replace(self.costs, units=_chosen(self.costs.units, places))
         samples, notes = self._samples_of(places)

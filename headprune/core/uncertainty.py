@@ -108,7 +108,9 @@ def check_samples(scores: HeadScores, what: str) -> None:
     if scores.samples is not None and scores.samples.rows > 1:
         return
     got, hint = f"scores of {scores.scorer!r} without them", "Score again: older files and some scorers have none."
-    if not scores.n_examples:
+    if scores.scorer == "rank_average":
+        hint = "Averaged ranks have standard errors alone: ask the scores that they were made of."
+    elif not scores.n_examples:
         got, hint = f"{scores.scorer!r}, which uses no data", "Such scores have no sampling error."
     elif scores.n_examples == 1:
         got, hint = "one example: no standard error", "Give more examples."

@@ -10,31 +10,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from headprune.attention.linear import effective_weight, feature_count
-from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.attention.linear import effective_weight, is_conv1d
+from headprune.core.errors import InvalidValue
 from headprune.core.layout import STATE_ATTRIBUTE
 from headprune.gating.context import _for_all_heads, _multiplied, _spread
+from headprune.gating.rows import Path, form, largest_row, over_rows, repeated_along, with_rows
 from headprune.gating.tape import CannotReplay, GateCall, Key, Tape, leaves
+from headprune.model.contexts import query_mask
 from headprune.model.expose import exposed
 from headprune.model.losses import Loss, checked_losses
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite
 
+_T = TypeVar("_T")
+
 #: What stands in for the outputs of closed heads.
 Stand: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 #: Tokens that a pass should have at least, to keep all arithmetic units busy, by device.
-_TOKENS = {"cpu": 2048}
+_TOKENS = {"cpu": 1024}
 _TOKENS_ELSEWHERE = 32768
 _EXAMPLES = 2  # that the proof runs on
 _AT_WORK = 8  # tensors of the largest recorded size that a pass holds at once, about
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
+
+
+@dataclass
+class _Known:
+    """What the proof found out about batches of one form.
+
+    Args:
+        rows: Their tensors that have a row for every example.
+        examples: Examples that the proof ran on.
+        axes: The axis of every tensor on the tape that holds examples, None where none does.
+        kept: Bytes of an example on the tape.
+        work: Bytes of an example that a pass holds at once, about.
+        largest: Numbers of an example in its largest tensor.
+        exact: Whether playing back is.
+    """
+
+    rows: frozenset[Path]
+    examples: int
+    axes: dict[tuple[Key, int], int | None] = field(default_factory=dict)
+    kept: int = 0
+    work: int = 0
+    largest: int = 1
+    exact: bool = True
 
 
 class CandidateLosses:
@@ -48,7 +76,7 @@ class CandidateLosses:
             modules tell. A batch that needs more is cut into smaller ones.
         replay: False runs a pass for every setting.
 
-    ``notes`` says why no pass is played back, where none is.
+    ``notes`` says why passes are not played back, where they are not.
     """
 
     def __init__(
@@ -59,8 +87,7 @@ class CandidateLosses:
         self.notes: tuple[str, ...] = ()
         self.tape = Tape(model, self.bound)
         self.replay = replay
-        self._axes: dict[tuple[Key, int], int | None] | None = None
-        self._bytes = (0, 0)  # of an example: kept of a pass, and at work in it
+        self._known: dict[Any, _Known] = {}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -87,69 +114,121 @@ class CandidateLosses:
             ``[settings, batch]`` and ``[batch]``.
         """
         base = settings.new_ones(settings.shape[-1]) if base is None else base
-        one = _Pass(self, batch, number, base, dict(fill or {}))
+        size = batch_size(batch)
+        known = self._known.get(form(batch))
+        rows = with_rows(batch, size)
+        whole = _Pass(self, batch, size, known or _Known(rows, 0), base, dict(fill or {}), number)
         with exposed(self.bound):
-            if self.replay and self._axes is None:
-                self._prove(one, settings)
             if not self.replay:
-                return one.naive(settings)
-            size = batch_size(batch)
-            rows = max(1, min(size, self.max_bytes // max(1, sum(self._bytes))))
-            parts = [one.part(start, min(start + rows, size)).replayed(settings) for start in range(0, size, rows)]
-            return torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
+                return whole.naive(settings)
+            if known is None or not known.rows <= rows or known.examples < min(_EXAMPLES, size):
+                whole.known = _Known(rows if known is None else rows & known.rows, min(_EXAMPLES, size))
+                self._known[form(batch)] = whole.known
+                self._guarded(whole, whole.prove)
+            if whole.known.exact:
+                found = self._guarded(whole, functools.partial(whole.in_parts, settings))
+                if found is not None:
+                    return found
+            return whole.naive(settings)
 
-    def _prove(self, one: _Pass, settings: Tensor) -> None:
-        """Runs two examples once and twice over: which axes hold examples, and whether playing back is exact."""
-        size = min(_EXAMPLES, batch_size(one.batch))
-        small = one.part(0, size)
+    def _guarded(self, whole: _Pass, run: Callable[[], _T]) -> _T | None:
+        """Runs what goes back to whole passes, with a note, where it fails."""
         try:
-            losses = small.record()
-            once = self._recorded()
-            self._compare(small.twice().record(), torch.cat([losses, losses]), "the losses of a batch taken twice")
-            self._axes = {place: _batch_axis(once.get(place), shape) for place, shape in self._recorded().items()}
-            small.record()
-            kept = {t.data_ptr(): t for out in self.tape.outputs.values() for t in leaves(out)}.values()
-            n_bytes = [t.numel() * t.element_size() // size for t in kept]
-            self._bytes = sum(n_bytes), _AT_WORK * max(n_bytes, default=0)
-            tried = settings[_tried(self, self.tape.order(), settings, one.base)]
-            self._compare(small.replayed(tried)[0], small.naive(tried)[0], "losses from the middle of a pass on")
-        except (CannotReplay, RuntimeError, TypeError, ValueError, KeyError) as error:
-            if isinstance(error, InvalidValue) and error.must == "finite":  # of a loss: nobody's batch size is at fault
+            return run()
+        except Exception as error:  # a model that is not made for parts or copies of a batch may raise anything
+            if isinstance(error, InvalidValue) and error.must == "finite":  # of a loss: no way to run it would help
                 raise
-            self.replay = False
-            self.notes = (f"every setting had a whole pass of its own, as no pass could be played back: {error}",)
-
-    def _recorded(self) -> dict[tuple[Key, int], tuple[int, ...]]:
-        """Shapes of all tensors on the tape."""
-        outputs = self.tape.outputs.items()
-        return {(key, i): tuple(t.shape) for key, output in outputs for i, t in enumerate(leaves(output))}
-
-    @staticmethod
-    def _compare(got: Tensor, expected: Tensor, what: str) -> None:
-        gap = float(((got - expected).abs() / expected.abs().clamp(min=1)).max()) if got.numel() else 0.0
-        if not gap <= _TOLERANCE.get(got.dtype, 1e-2):
-            raise CannotReplay(what, "those of whole passes of its examples alone", f"{gap:.1e} off")
+            whole.known.exact = False
+            since = f" from batch {whole.number} on" if whole.number else ""
+            why = str(error) or type(error).__name__
+            note = f"Every setting had a whole pass of its own{since}, as passes could not be played back: {why}"
+            self.notes = tuple(dict.fromkeys((*self.notes, note)))
+            return None
 
 
 class _Pass:
     """One batch under gates."""
 
-    def __init__(self, of: CandidateLosses, batch: Any, number: int, base: Tensor, fill: dict[int, Stand]) -> None:
-        self.of, self.batch, self.number, self.base, self.fill = of, batch, number, base, fill
-        self.size = batch_size(batch)
+    def __init__(
+        self,
+        of: CandidateLosses,
+        batch: Any,
+        size: int,
+        known: _Known,
+        base: Tensor,
+        fill: dict[int, Stand],
+        number: int,
+    ) -> None:
+        self.of, self.batch, self.size, self.known = of, batch, size, known
+        self.base, self.fill, self.number = base, fill, number
 
     def part(self, start: int, stop: int) -> _Pass:
         """Some of its examples."""
         if (start, stop) == (0, self.size):
             return self
-        batch = sliced(self.batch, start, stop, self.size)
+        batch = over_rows(self.batch, self.known.rows, lambda t: t[start:stop])
         fill = {site: f if isinstance(f, Tensor) else f[start:stop] for site, f in self.fill.items()}
-        return _Pass(self.of, batch, self.number, self.base, fill)
+        return _Pass(self.of, batch, stop - start, self.known, self.base, fill, self.number)
 
     def twice(self) -> _Pass:
         """All of its examples, and all again."""
         fill = {site: f if isinstance(f, Tensor) else f * 2 for site, f in self.fill.items()}
-        return _Pass(self.of, repeated(self.batch, 2), self.number, self.base, fill)
+        return _Pass(self.of, self._copied(2), 2 * self.size, self.known, self.base, fill, self.number)
+
+    def _copied(self, copies: int) -> Any:
+        return over_rows(self.batch, self.known.rows, lambda t: repeated_along(t, copies, 0))
+
+    def prove(self) -> None:
+        """Shows on two examples that parts, copies and passes from the middle on give the losses of whole passes.
+
+        Raises:
+            CannotReplay: they do not.
+        """
+        small, known, tape = self.part(0, self.known.examples), self.known, self.of.tape
+        losses = small.record()
+        once = small._recorded()
+        alone = [small.part(i, i + 1).naive(losses.new_zeros(0, len(self.base)))[1] for i in range(small.size)]
+        _compare(losses, torch.cat(alone), "the losses of two examples")
+        _compare(small.twice().record(), torch.cat([losses, losses]), "the losses of a batch taken twice")
+        known.axes = {place: _batch_axis(once.get(place), shape) for place, shape in small._recorded().items()}
+        small.record()
+        kept = {t.data_ptr(): t for out in tape.outputs.values() for t in leaves(out)}.values()
+        n_bytes = [t.numel() * t.element_size() // small.size for t in kept]
+        known.kept, known.work = sum(n_bytes), _AT_WORK * max(n_bytes, default=0)
+        known.largest = largest_row(self.batch, known.rows)
+        played, settings = [], []
+        for site in tape.order():
+            two = self._flipped(site)
+            played.append(small._play(site, two))
+            settings.append(two)
+        if settings:
+            expected = small.naive(torch.cat(settings))[0]
+            _compare(torch.cat(played), expected.to(played[0].dtype), "losses from the middle of a pass on")
+
+    def _flipped(self, site: int) -> Tensor:
+        """Two settings that differ from the base in a head of one site, another one if it has two."""
+        start, count = sum(self.of.sizes[:site]), self.of.sizes[site]
+        two = self.base.repeat(2, 1)
+        two[0, start] = 1 - two[0, start]
+        last = start + count - 1
+        two[1, last] = 1 - two[1, last] if count > 1 else (two[1, last] + two[0, last]) / 2
+        return two
+
+    def _recorded(self) -> dict[tuple[Key, int], tuple[int, ...]]:
+        """Shapes of all tensors on the tape."""
+        outputs = self.of.tape.outputs.items()
+        return {(key, i): tuple(t.shape) for key, output in outputs for i, t in enumerate(leaves(output))}
+
+    def in_parts(self, settings: Tensor) -> tuple[Tensor, Tensor]:
+        """Only what each setting changes, of as many examples at once as the memory allows."""
+        known = self.known
+        growth = max(1.0, largest_row(self.batch, known.rows) / known.largest) ** 2  # maps of attention grow so
+        rows = int(self.of.max_bytes / max(1.0, growth * (known.kept + known.work)))
+        rows = max(1, min(self.size, rows))
+        room = int(self.of.max_bytes / max(1.0, growth * known.work * rows))
+        starts = range(0, self.size, rows)
+        parts = [self.part(start, min(start + rows, self.size)).replayed(settings, max(1, room)) for start in starts]
+        return torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
 
     def naive(self, settings: Tensor) -> tuple[Tensor, Tensor]:
         """A pass for every setting."""
@@ -162,30 +241,24 @@ class _Pass:
         losses: Tensor = self.of.tape.record(run, self._caller(self.base[None], 1))
         return losses
 
-    def replayed(self, settings: Tensor) -> tuple[Tensor, Tensor]:
-        """Only what each setting changes."""
+    def replayed(self, settings: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Only what each setting changes, up to ``room`` settings at once."""
         base = self.record()
         tape = self.of.tape
         losses = base.expand(len(settings), -1).clone()
         firsts = _firsts(self.of, tape.order(), settings, self.base)
         for site, group in groupby(firsts, key=lambda first: first[0]):
             places = [index for _, index in group]
-            width = self._width(tape.gates[site])
+            context = tape.gates[site].given[0]
+            tokens = max(1, context.numel() // context.shape[-1])
+            width = max(1, min(-(-_TOKENS.get(context.device.type, _TOKENS_ELSEWHERE) // tokens), room))
             for start in range(0, len(places), width):
                 some = places[start : start + width]
                 losses[some] = self._play(site, settings[some]).to(losses.dtype)
         return losses, base
 
-    def _width(self, call: GateCall) -> int:
-        """Settings that run as one batch."""
-        context = call.given[0]
-        tokens = max(1, context.numel() // context.shape[-1])
-        wanted = _TOKENS.get(context.device.type, _TOKENS_ELSEWHERE)
-        room = self.of.max_bytes // max(1, self.of._bytes[1] * self.size)
-        return max(1, min(-(-wanted // tokens), room))
-
     def _play(self, site: int, settings: Tensor) -> Tensor:
-        copies, axes, tape = len(settings), self.of._axes or {}, self.of.tape
+        copies, axes, tape = len(settings), self.known.axes, self.of.tape
 
         def repeat(key: Key, tensor: Tensor) -> Tensor:
             places = [i for i, t in enumerate(leaves(tape.outputs[key])) if t is tensor]
@@ -196,7 +269,7 @@ class _Pass:
             return found.clone() if found is tensor and key in tape.mutable else found
 
         caller = self._caller(settings, copies)
-        run = functools.partial(self._losses, repeated(self.batch, copies))
+        run = functools.partial(self._losses, self._copied(copies))
         found = tape.play(run, site, functools.partial(self._changed, site, settings, caller), caller, repeat)
         return found.view(copies, self.size)
 
@@ -232,8 +305,12 @@ class _Pass:
         fill = self.fill[site]
         if isinstance(fill, Tensor):
             return fill.to(context).expand_as(context)
-        tokens = torch.arange(context.shape[1], device=context.device)
-        return repeated_along(torch.stack([x[tokens % len(x)] for x in fill]).to(context), copies, 0)
+        size, n_tokens = len(fill), context.shape[1]
+        mask = query_mask(self.of.model, self.of.bound[site].site.kind, self.batch, (size, n_tokens))
+        counted = torch.ones(size, n_tokens, dtype=torch.bool) if mask is None else mask.cpu()
+        places = (counted.cumsum(1) - 1).clamp(min=0)  # a token's number among those that are no padding
+        rows = [x[place.to(x.device) % len(x)] for x, place in zip(fill, places, strict=True)]
+        return repeated_along(torch.stack(rows).to(context), copies, 0)
 
     def _changed(self, site: int, settings: Tensor, caller: Callable[..., Any], call: GateCall) -> Tensor:
         """What the output projection returns under each setting: its recorded output and what changed heads add."""
@@ -275,14 +352,16 @@ def _output_gated(out: Any, spread: Tensor, bound: BoundSite, fill: Stand | None
 
 
 def _weight(bound: BoundSite) -> Tensor | None:
-    """The output projection's weight ``[out, heads * width]``, where it is one matrix."""
-    try:
-        feature_count(getattr(bound.gate, "base_layer", bound.gate), "in")
-    except UnsupportedModel:
+    """The output projection's weight ``[out, heads * width]``, if it does nothing but multiply by it."""
+    gate = bound.gate
+    own: Any = gate.__dict__["forward"].__wrapped__  # what stands there while a tape runs
+    linear = type(gate).forward is nn.Linear.forward
+    plain = linear or (is_conv1d(gate) and type(gate).__module__ == "transformers.pytorch_utils")
+    if not plain or getattr(own, "__func__", None) is not type(gate).forward:
         return None
-    if type(bound.gate)._compiled_call_impl is not None or bound.gate._forward_hooks or bound.gate._forward_pre_hooks:
+    if gate._forward_hooks or gate._forward_pre_hooks or gate._compiled_call_impl is not None:
         return None
-    return effective_weight(bound.gate).detach()
+    return effective_weight(gate).detach()
 
 
 def _firsts(of: CandidateLosses, order: list[int], settings: Tensor, base: Tensor) -> list[tuple[int, int]]:
@@ -298,11 +377,10 @@ def _firsts(of: CandidateLosses, order: list[int], settings: Tensor, base: Tenso
     return [(order[place], setting) for place, setting in sorted(found)]
 
 
-def _tried(of: CandidateLosses, order: list[int], settings: Tensor, base: Tensor) -> list[int]:
-    """Settings for the proof: two of the first site of every layout, and of the last site."""
-    by_site = {s: [i for _, i in group] for s, group in groupby(_firsts(of, order, settings, base), key=lambda f: f[0])}
-    sites = {of.bound[site].layout.name: site for site in reversed(by_site)}
-    return [i for site in {*sites.values(), *list(by_site)[-1:]} for i in by_site[site][:2]]
+def _compare(got: Tensor, expected: Tensor, what: str) -> None:
+    gap = float(((got - expected).abs() / expected.abs().clamp(min=1)).max()) if got.numel() else 0.0
+    if not gap <= _TOLERANCE.get(got.dtype, 1e-2):
+        raise CannotReplay(what, "those of whole passes of each example alone", f"{gap:.1e} off")
 
 
 def _batch_axis(once: tuple[int, ...] | None, twice: tuple[int, ...]) -> int | None:
@@ -315,29 +393,3 @@ def _batch_axis(once: tuple[int, ...] | None, twice: tuple[int, ...]) -> int | N
     if len(differ) != 1 or twice[differ[0]] != 2 * once[differ[0]]:
         raise CannotReplay("a recorded tensor", "longer on one axis for more examples", f"{once} and {twice}")
     return differ[0]
-
-
-def repeated_along(tensor: Tensor, copies: int, axis: int) -> Tensor:
-    """All examples once, then all again, ...: ``copies`` times along an axis whose major order is examples."""
-    return tensor if copies == 1 else torch.cat([tensor] * copies, axis)
-
-
-def repeated(batch: Any, copies: int) -> Any:
-    """A batch ``copies`` times; what has no row for each example stays."""
-    size = batch_size(batch)
-    return _over_rows(batch, size, lambda t: repeated_along(t, copies, 0))
-
-
-def sliced(batch: Any, start: int, stop: int, size: int) -> Any:
-    """Some examples of a batch of ``size``."""
-    return _over_rows(batch, size, lambda t: t[start:stop])
-
-
-def _over_rows(value: Any, size: int, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value) if value.ndim and value.shape[0] == size else value
-    if isinstance(value, Mapping):
-        return {k: _over_rows(v, size, function) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple(_over_rows(item, size, function) for item in value)
-    return value

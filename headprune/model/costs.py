@@ -212,6 +212,12 @@ def _element_size(bound: BoundSite) -> int:
     return next(bound.module.parameters()).element_size()
 
 
+def _norms(projection: nn.Module, axis: object) -> int:
+    """Parameters that a row of a weight has beside it: the norm of torch's weight_norm, if it lies on that axis."""
+    names = ("weight_g", "parametrizations.weight.original0")
+    return sum(p.numel() == p.shape[axis == "in"] for n, p in projection.named_parameters() if n in names)
+
+
 def unit_costs(bound: BoundSite, seen: _Seen | None = None) -> tuple[Cost, ...]:
     """What leaves the model with each unit of a site, in the order of ``AttentionSite.units``.
 
@@ -243,8 +249,9 @@ def unit_costs(bound: BoundSite, seen: _Seen | None = None) -> tuple[Cost, ...]:
                 continue
             params += n_rows if slab.axis == "out" and target.bias is not None else 0
             for part in projections(target, slab.axis, slab.path):  # type: ignore[arg-type]
-                macs, count = n_rows * part.get_parameter("weight").numel() // length, seen.rows_of(part)
-                params, fixed = params + macs, fixed + macs * count.fixed
+                weight: Any = part.weight  # with weight_norm not a parameter, but computed from two
+                macs, count = n_rows * weight.numel() // length, seen.rows_of(part)
+                params, fixed = params + macs + n_rows * _norms(part, slab.axis), fixed + macs * count.fixed
                 per_token += macs * count.per_token
         for layer in narrow:  # sees every head as a row of its own
             numbers = [n // len(site.heads) for n in seen.rows.get(id(layer), [])]

@@ -68,7 +68,8 @@ def predict(model: nn.Module, batch: Any) -> Any:
         raise InvalidValue("batch", "a mapping with the model's inputs and 'labels'", type(batch).__name__, _HINT)
     causal = is_causal_lm(model)
     if not causal and "labels" not in batch and "start_positions" not in batch:
-        raise InvalidValue("batch", "a mapping with 'labels'", f"only {sorted(map(str, batch))}", _HINT)
+        hint = f"{_HINT} The scorers ggn and obs need no labels."
+        raise InvalidValue("batch", "a mapping with 'labels'", f"only {sorted(map(str, batch))}", hint)
     if _is_encoder_decoder(model):  # the decoder's inputs are made from the labels
         return call(model, batch)
     return call(model, {k: v for k, v in batch.items() if k not in ("labels", "start_positions", "end_positions")})

@@ -95,6 +95,18 @@ class TrainSection(Section):
     schedule: str = "linear"
 
 
+class UntilSection(Section):
+    """When enough data were read; see ``headprune.Stable``.
+
+    Args:
+        k: Units in the set of the lowest that must be settled.
+        confidence: Probability that it is the set of all data.
+    """
+
+    k: Positive
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+
+
 class ScoreSection(Section):
     """How heads are scored, and what the plan is compared with.
 
@@ -102,6 +114,7 @@ class ScoreSection(Section):
         scorer: Registered name.
         settings: The scorer's settings.
         batch_size: Examples a batch; no score depends on it.
+        until: Read no more calibration rows than it takes to settle the set of the k lowest; all where left out.
         magnitude: Also cut by weight magnitude at the same budget.
         random_draws: Also cut at random, this often, at the same budget.
     """
@@ -109,6 +122,7 @@ class ScoreSection(Section):
     scorer: str = "taylor"
     settings: dict[str, Any] = {}
     batch_size: Positive = 32
+    until: UntilSection | None = None
     magnitude: bool = True
     random_draws: Annotated[int, Field(ge=0)] = 10
 

@@ -25,6 +25,7 @@ from headprune.run.recipe import RecoverStep
 from headprune.run.subject import Subject
 from headprune.run.validate import configured
 from headprune.scoring._api import score
+from headprune.scoring._stopping import Stable
 from headprune.selection._api import select
 from headprune.surgery.checkpoint import save_pretrained
 from headprune.surgery.prune import prune_
@@ -49,9 +50,12 @@ def score_heads(subject: Subject) -> Scored:
     weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     batches = subject.data.batches("calibration", wanted.batch_size)
-    found = score(subject.model, batches, [chosen, *weights, *draws], sites=subject.sites, progress=False)
-    first, rest = found[0], found[1:]
-    subject.journal.note(scores=first, seeds={"random": seeds} if seeds else {})
+    until = Stable(wanted.until.k, wanted.until.confidence) if wanted.until else None
+    first = score(subject.model, batches, chosen, sites=subject.sites, until=until, progress=False)
+    # The others read no data: one batch tells them what the units cost.
+    others = [*weights, *draws]
+    rest = score(subject.model, batches[:1], others, sites=subject.sites, progress=False) if others else ()
+    subject.journal.note(scores=first, seeds={"random": seeds} if seeds else {}, warnings=first.notes)
     subject.journal.tell(first.title)
     magnitude = rest[0] if weights and wanted.scorer != "magnitude" else None
     return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])

@@ -131,6 +131,7 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
     problems = [*(_model_problems(model) if isinstance(model, Mapping) else ()), *_data_problems(data)]
     score, select = _section(data, "score"), _section(data, "select")
     problems += check_method(scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer")
+    problems += _until_problems(score)
     selector = select.get("selector", "global_topk")
     problems += check_method(selection.registry, selector, select.get("settings"), "select", "selector")
     problems += _select_problems(select)
@@ -147,6 +148,16 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = data.get(name)
     return value if isinstance(value, Mapping) else {}
+
+
+def _until_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
+    from headprune import scoring
+
+    name = score.get("scorer", "taylor")
+    known = isinstance(name, str) and name in scoring.registry
+    if score.get("until") is None or not known or scoring.registry.get(name).needs_data:
+        return []
+    return [InvalidValue("score.until", "left out for a scorer that uses no data", name)]
 
 
 def _model_problems(model: Mapping[str, Any]) -> list[InvalidValue]:

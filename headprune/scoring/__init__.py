@@ -17,6 +17,7 @@ _HOME = {
     "fisher_matrix": "headprune.scoring.fisher",
     "gate_gradients": "headprune.scoring._gradients",
     "ggn_matrix": "headprune.scoring.ggn",
+    "mask_losses": "headprune.scoring._masks",
     "rank_average": "headprune.scoring._agreement",
 }
 

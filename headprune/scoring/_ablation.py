@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,11 +13,12 @@ from headprune.core.errors import InvalidValue
 from headprune.gating.candidates import CandidateLosses, Stand
 from headprune.model.contexts import reading, wide
 from headprune.model.losses import checked_losses
-from headprune.model.running import batch_size, device_of
-from headprune.scoring._base import Problem
+from headprune.model.running import device_of
+from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._distributions import content_seeds
 
-#: ``(index of the batch's first example, batch) -> {site number: what closed gates let through}``
-Fill: TypeAlias = Callable[[int, Any], Mapping[int, Stand]]
+#: ``batch -> {site number: what closed gates let through}``
+Fill: TypeAlias = Callable[[Any], Mapping[int, Stand]]
 
 
 def unit_rows(problem: Problem) -> Tensor:
@@ -33,27 +35,57 @@ def unit_rows(problem: Problem) -> Tensor:
 def differences(problem: Problem, what: str, settings: Tensor, base: Tensor, replay: Replay, fill: Fill) -> Tensor:
     """``[examples, settings]``: each setting's loss minus the base's, in fp64 on the CPU."""
     losses = replay.of(problem)
-    rows, seen = [], 0
+    rows = []
     for number, batch in problem.passes(what):
-        found, start = losses(batch, settings, base, fill(seen, batch), number)
+        refuse_caches(batch, number)
+        found, start = losses(batch, settings, base, fill(batch), number)
         rows.append((found - start).T.double().cpu())
-        seen += batch_size(batch)
-    replay.notes = losses.notes
     return torch.cat(rows)
 
 
 class Replay:
-    """How the passes of one estimate are run, and afterwards what is to be said about that."""
+    """How the passes of one estimate are run; what was found out about the model serves all of them."""
 
-    def __init__(self, max_bytes: int, replay: bool) -> None:
+    def __init__(self, max_bytes: int, replay: bool = True) -> None:
         self.max_bytes, self.replay = max_bytes, replay
-        self.notes: tuple[str, ...] = ()
+        self._losses: CandidateLosses | None = None
 
     def of(self, problem: Problem) -> CandidateLosses:
-        return CandidateLosses(problem.model, problem.bound, problem.loss, self.max_bytes, self.replay)
+        if self._losses is None:
+            self._losses = CandidateLosses(problem.model, problem.bound, problem.loss, self.max_bytes, self.replay)
+        return self._losses
+
+    def told(self, estimate: Estimate) -> Estimate:
+        """The estimate with notes about how it was made."""
+        return replace(estimate, notes=(*estimate.notes, *(self._losses.notes if self._losses else ())))
 
 
-def nothing(start: int, batch: Any) -> Mapping[int, Stand]:
+def idle(estimate: Estimate, problem: Problem) -> Estimate:
+    """The estimate with a note about sites whose heads change no loss."""
+    sizes = [len(b.site.units) for b in problem.bound]
+    sites = zip(problem.bound, estimate.values.split(sizes), strict=True)
+    names = [b.site.name for b, values in sites if len(values) and not bool(values.any())]
+    if not names or len(names) == sum(size > 0 for size in sizes):
+        return estimate
+    note = f"No head of {', '.join(names)} changes any loss: does the loss depend on that layer?"
+    return replace(estimate, notes=(*estimate.notes, note))
+
+
+def byte_count(where: str, value: int) -> None:
+    """Refuses a bound on memory that is none."""
+    if value < 1:
+        raise InvalidValue(where, "a count of bytes", value)
+
+
+def refuse_caches(batch: Any, number: int) -> None:
+    """Refuses keys and values of earlier tokens: every pass would add to them."""
+    for name in ("past_key_values", "cache_params", "past_key_value"):
+        if isinstance(batch, Mapping) and batch.get(name) is not None:
+            hint = "Give the earlier tokens as tokens."
+            raise InvalidValue(f"batch {number}[{name!r}]", "left out, for every pass would add to it", "a cache", hint)
+
+
+def nothing(batch: Any) -> Mapping[int, Stand]:
     """Closed gates let nothing through."""
     return {}
 
@@ -67,61 +99,58 @@ def mean_contexts(problem: Problem) -> Fill:
         count, total = means[site]
         means[site] = count + len(flat), total.to(flat) + flat.sum(0)
 
-    _read(problem, "mean outputs of heads", problem.passes("mean outputs of heads"), take)
+    _read(problem, problem.passes("mean outputs of heads"), take)
     fill: dict[int, Stand] = {site: total / count for site, (count, total) in enumerate(means) if count}
-    return lambda start, batch: fill
+    return lambda batch: fill
 
 
 def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
-    """Closed gates let through what the head puts out on another example, drawn among the first ``pool``.
+    """Closed gates let through what the head puts out on another example, drawn from a pool of ``pool``.
 
-    Token t of an example takes token t of the other, which begins anew where it ends; padding is no part of it.
+    Both draws go by what examples contain, not by their places in the data. Token t takes token t of the other
+    example, which begins anew where it ends; padding is counted in neither.
     """
     for b in problem.bound:
         if b.layout.windows or b.layout.batch_axis or not b.layout.gate:
             must = "'zero' or 'mean' where examples are no rows of the output projection's input"
             raise InvalidValue("LeaveOneOut.replacement", must, f"'resample' for {b.site.name} ({b.layout.name})")
-    kept: list[list[Tensor]] = [[] for _ in problem.bound]
+    marks = [content_seeds(problem.model, batch, seed) for _, batch in problem.passes("choosing other examples")]
+    chosen = sorted({mark for batch in marks for mark in batch})[:pool]
+    if len(chosen) < 2:
+        hint = "Use replacement='mean', or more data."
+        raise InvalidValue("batches", "at least two unlike examples for 'resample'", len(chosen), hint)
+    kept: list[dict[int, Tensor]] = [{} for _ in problem.bound]
+    here: list[int] = []
 
     def take(site: int, contexts: Tensor, counted: Tensor | None) -> None:
-        rows = contexts if counted is None else [x[mask] for x, mask in zip(contexts, counted, strict=True)]
-        kept[site] += [x.clone() for x in rows]
+        for row, mark in enumerate(here):
+            if mark in chosen and mark not in kept[site]:
+                tokens = contexts[row] if counted is None else contexts[row][counted[row]]
+                if len(tokens):
+                    kept[site][mark] = tokens.clone()
 
-    def first() -> Iterator[tuple[int, Any]]:
-        seen = 0
+    def holding() -> Iterator[tuple[int, Any]]:
         for number, batch in problem.passes("outputs of other examples"):
-            yield number, batch
-            seen += batch_size(batch)
-            if seen >= pool:
-                return
+            here[:] = marks[number]
+            if not set(here).isdisjoint(chosen):
+                yield number, batch
 
-    _read(problem, "outputs of other examples", first(), take)
-    kept = [[x for x in rows[:pool] if len(x)] for rows in kept]
-    generator = torch.Generator().manual_seed(seed)
-    drawn: list[int] = []
+    _read(problem, holding(), take)
 
-    def fill(start: int, batch: Any) -> Mapping[int, Stand]:
-        stop = start + batch_size(batch)
-        while len(drawn) < stop:
-            drawn.append(int(torch.randint(2**31, (), generator=generator)))
-        return {
-            site: tuple(rows[_other(example, drawn[example], len(rows))] for example in range(start, stop))
-            for site, rows in enumerate(kept)
-            if rows
-        }
+    def fill(batch: Any) -> Mapping[int, Stand]:
+        own = content_seeds(problem.model, batch, seed)
+        return {site: tuple(rows[_other(mark, sorted(rows))] for mark in own) for site, rows in enumerate(kept) if rows}
 
     return fill
 
 
-def _other(example: int, number: int, n_rows: int) -> int:
-    """One of the pool's rows, but not the example itself."""
-    if example >= n_rows or n_rows == 1:
-        return number % n_rows
-    place = number % (n_rows - 1)
-    return place + (place >= example)
+def _other(mark: int, pool: list[int]) -> int:
+    """One of the pool, but not the example itself."""
+    others = [other for other in pool if other != mark] or pool
+    return others[mark % len(others)]
 
 
-def _read(problem: Problem, what: str, batches: Iterator[tuple[int, Any]], take: Any) -> None:
+def _read(problem: Problem, batches: Iterator[tuple[int, Any]], take: Any) -> None:
     with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
         for number, batch in batches:
             begin(batch)

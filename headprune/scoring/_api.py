@@ -78,7 +78,7 @@ def score(
     Raises:
         UnknownName: no such scorer.
         InvalidValue: no data, no labels, a loss that is not finite (the message names the batch).
-        UnsupportedModel: no known attention in the model.
+        UnsupportedModel: no known attention in the model, or weights that were offloaded.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -101,6 +101,7 @@ def score(
     bound = bind(model, sites)
     if not any(b.site.heads for b in bound):
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
+    _check_weights(model)
     with undisturbed(model):
         problem = Problem(model, bound, batches, loss or default_loss, progress)
         problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
@@ -127,6 +128,14 @@ def score(
         for (name, s), e in zip(named, estimates, strict=True)
     )
     return results[0] if isinstance(scorer, (str, Scorer)) else results
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Refuses offloaded weights: hooks such as Accelerate's fetch them while their module runs, which is not enough."""
+    elsewhere = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if elsewhere is not None:
+        hint = "Load the whole model onto one device, without offloading to the CPU or to disk."
+        raise UnsupportedModel("the model", "one whose weights are in memory", f"{elsewhere} on the meta device", hint)
 
 
 def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -65,18 +65,19 @@ class Problem:
     data: str | None = None
     costs: CostTable | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
+    _order: tuple[str, ...] | None = field(default=None, init=False)  # of a whole pass
 
     def passes(self, what: str) -> Iterator[tuple[int, Any]]:
         """Yields ``(number, batch on the model's device)`` for one pass over the data, with a progress bar.
 
         Raises:
-            InvalidValue: no data was given, or there is no batch in it.
+            InvalidValue: no data was given, there is no batch in it, or an earlier pass gave other batches.
         """
         if self.batches is None:
             raise InvalidValue("batches", f"given, because {what} needs data", None)
         device = device_of(self.model)
         digest = DataDigest()
-        count = -1
+        order: list[str] = []  # the digest of all batches so far, after each
         disable = None if self.progress is None else not self.progress
         total = operator.length_hint(self.batches) or None
         # tqdm.auto asks for an iterator of its own, and a DataLoader starts its workers for each: give it one.
@@ -84,13 +85,18 @@ class Problem:
         for count, batch in enumerate(bar):
             batch_size(batch, f"batch {count}")
             digest.add(batch)
+            order.append(digest.hexdigest())
+            if self._order is not None and self._order[count : count + 1] != (order[-1],):
+                raise _other_batches(what, f"others from batch {count} on")
             yield count, to_device(batch, device)
-        if count < 0:
+        if not order:
             raise InvalidValue("batches", "at least one batch", "an empty iterable")
-        self.data = digest.hexdigest()
+        if self._order is not None and len(order) < len(self._order):
+            raise _other_batches(what, f"{len(order)} batches after {len(self._order)}")
+        self.data, self._order = order[-1], tuple(order)
 
     def measure(self) -> None:
-        """Measures what the model costs on its first batch."""
+        """Measures what the model costs on the first example; on the first batch where it takes no single example."""
         if self.batches is None:
             return
         iterator = iter(self.batches)
@@ -99,7 +105,15 @@ class Problem:
             raise InvalidValue("batches", "at least one batch", "an empty iterable")
         if iterator is self.batches:  # a generator: put the batch back
             self.batches = itertools.chain([first], iterator)
-        self.costs = measure_costs(self.model, self.bound, first, None if self.loss is default_loss else self.loss)
+        loss = None if self.loss is default_loss else self.loss
+        one = None if any(b.layout.batch_axis for b in self.bound) else _first_example(first)
+        if one is not None:
+            try:
+                self.costs = measure_costs(self.model, self.bound, one, loss)
+                return
+            except Exception:  # what is wrong with the batch itself shows again below, as the user gave it
+                pass
+        self.costs = measure_costs(self.model, self.bound, first, loss)
 
     def keep(self) -> None:
         """Makes the data readable more than once."""
@@ -118,9 +132,34 @@ class Scorer(ABC):
         assert dataclasses.is_dataclass(self)
         return FrozenDict(dataclasses.asdict(self))
 
+    @property
+    def by_example(self) -> bool:
+        """Whether an example's row depends on that example alone, so that data may be read piece by piece."""
+        return True
+
     @abstractmethod
     def estimate(self, problem: Problem) -> Estimate:
         """Importance of every unit of the problem's sites."""
+
+
+def _first_example(batch: Any) -> Any:
+    """A batch of the first example alone: of every tensor with one row an example the first row."""
+    size = batch_size(batch)
+
+    def first(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[:1] if value.ndim and value.shape[0] == size and not value.is_nested else value
+        if isinstance(value, Mapping):
+            return {k: first(v) for k, v in value.items()}
+        return tuple(map(first, value)) if isinstance(value, (tuple, list)) else value
+
+    return first(batch)
+
+
+def _other_batches(what: str, got: str) -> InvalidValue:
+    """Rows of one example would be put together with those of another."""
+    hint = "Pass a list, or a DataLoader that does not shuffle or augment."
+    return InvalidValue("batches", "the same in every pass, in the same order", f"{got} in the pass for {what}", hint)
 
 
 def one_of(where: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headprune.scoring._ablation import Replay, differences, nothing, unit_rows
+from headprune.scoring._ablation import Replay, byte_count, differences, nothing, unit_rows
+from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
-from headprune.scoring.taylor import mean_and_error
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,10 @@ class AddOneIn(Scorer):
     max_bytes: int = 2**30
     replay: bool = True
 
+    def __post_init__(self) -> None:
+        byte_count("AddOneIn.max_bytes", self.max_bytes)
+
     def estimate(self, problem: Problem) -> Estimate:
         rows, replay = unit_rows(problem), Replay(self.max_bytes, self.replay)
         samples = -differences(problem, "add one in", rows, rows.new_zeros(rows.shape[1]), replay, nothing)
-        return Estimate(*mean_and_error(samples), len(samples), None, samples, replay.notes)
+        return replay.told(averaged(samples))

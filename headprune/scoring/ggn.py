@@ -7,7 +7,7 @@ What the model puts out is read as distributions: of classes, of a number (regre
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,9 @@ class Ggn(Scorer):
             rows, sampled = self.rows(problem, number, batch)
             samples.append(rows.square().sum(1) / 2)
             drawn |= sampled
-        return averaged(torch.cat(samples), seed=self.seed if drawn else None)
+        found = averaged(torch.cat(samples), seed=self.seed if drawn else None)
+        ignored = () if problem.loss is default_loss else ("loss= was not asked: ggn reads the output alone.",)
+        return replace(found, notes=(*found.notes, *ignored))
 
     @torch.inference_mode(False)
     @torch.enable_grad()

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headprune.core.errors import InvalidValue
-from headprune.scoring._ablation import Fill, Replay, differences, mean_contexts, nothing, other_contexts, unit_rows
+from headprune.scoring._ablation import (
+    Fill,
+    Replay,
+    byte_count,
+    differences,
+    idle,
+    mean_contexts,
+    nothing,
+    other_contexts,
+    unit_rows,
+)
+from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
-from headprune.scoring.taylor import mean_and_error
 
 
 @dataclass(frozen=True)
@@ -24,8 +34,8 @@ class LeaveOneOut(Scorer):
         replacement: What a head that is gone leaves: ``zero``; ``mean``, its mean output over the tokens of the data
             (so that its bias stays, one pass more; what `mean_fold` recovers); ``resample``, its output on another
             example (Chan et al. 2022, "Causal Scrubbing"), which keeps everything but the information.
-        pool: With ``resample``, the first so many examples are those that others are drawn from.
-        seed: Of those draws.
+        pool: With ``resample``, so many examples are those that others are drawn from.
+        seed: Of those draws, which go by what examples contain: the order of the data plays no part.
         max_bytes: Bound on the memory for what is kept of a pass and for heads that run at once, about.
         replay: False runs a whole pass a head.
 
@@ -42,15 +52,18 @@ class LeaveOneOut(Scorer):
         one_of("LeaveOneOut.replacement", self.replacement, ("zero", "mean", "resample"))
         if self.pool < 2 or (self.pool != 16 and self.replacement != "resample"):
             raise InvalidValue("LeaveOneOut.pool", "a count of examples >= 2, with 'resample' only", self.pool)
-        if self.max_bytes < 1:
-            raise InvalidValue("LeaveOneOut.max_bytes", "a count of bytes", self.max_bytes)
+        byte_count("LeaveOneOut.max_bytes", self.max_bytes)
+
+    @property
+    def by_example(self) -> bool:
+        return self.replacement == "zero"  # what others put out stands in otherwise
 
     def estimate(self, problem: Problem) -> Estimate:
         rows, replay = unit_rows(problem), Replay(self.max_bytes, self.replay)
         base = rows.new_ones(rows.shape[1])
         samples = differences(problem, "leave one out", base - rows, base, replay, self._fill(problem))
         seed = self.seed if self.replacement == "resample" else None
-        return Estimate(*mean_and_error(samples), len(samples), seed, samples, replay.notes)
+        return idle(replay.told(averaged(samples, seed=seed)), problem)
 
     def _fill(self, problem: Problem) -> Fill:
         if self.replacement == "zero":

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.scoring._ablation import Replay, differences, nothing, unit_rows
+from headprune.scoring._ablation import Replay, byte_count, differences, nothing, unit_rows
+from headprune.scoring._averages import averaged, mean_and_error
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
-from headprune.scoring.taylor import mean_and_error
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,17 @@ class Shapley(Scorer):
             raise InvalidValue("Shapley.step", "a count >= 1", self.step)
         if not 0 <= self.truncation < 1:
             raise InvalidValue("Shapley.truncation", "a part of the whole, 0 <= truncation < 1", self.truncation)
+        byte_count("Shapley.max_bytes", self.max_bytes)
 
     def estimate(self, problem: Problem) -> Estimate:
         problem.keep()
-        rows, replay = unit_rows(problem), Replay(self.max_bytes, True)
+        rows, replay = unit_rows(problem), Replay(self.max_bytes)
         every, none = rows.new_ones(rows.shape[1]), rows.new_zeros(rows.shape[1])
         if self.method == "two_sided":
             first = -differences(problem, "shapley, heads alone", rows, none, replay, nothing)
             last = differences(problem, "shapley, heads left out", every - rows, every, replay, nothing)
             samples = (first + last) / 2
-            return Estimate(*mean_and_error(samples), len(samples), None, samples, replay.notes)
+            return replay.told(averaged(samples))
         generator = torch.Generator().manual_seed(self.seed)
         whole = differences(problem, "shapley, no head", none[None], every, replay, nothing)[:, 0]
         samples, pairs = 0.0 * whole[:, None].expand(-1, len(rows)), []
@@ -70,11 +71,15 @@ class Shapley(Scorer):
             pair = (both[0] + both[1]) / 2
             samples = samples + pair / self.orders
             pairs.append(pair.mean(0))
-        values, error = mean_and_error(samples)
-        _, between = mean_and_error(torch.stack(pairs))
-        parts = [e.square() for e in (error, between) if e is not None]
-        total = torch.stack(parts).sum(0).sqrt() if parts else None
-        return Estimate(values, total, len(samples), self.seed, samples, replay.notes)
+        found = replay.told(averaged(samples, seed=self.seed))
+        _, drawn = mean_and_error(torch.stack(pairs))
+        if drawn is None:
+            note = "One pair of orders: the standard error is that over examples alone, not over orders."
+            return replace(found, notes=(*found.notes, note))
+        if found.standard_errors is None:
+            note = "The standard error is that over orders alone."
+            return replace(found, standard_errors=drawn, notes=(*found.notes, note))
+        return replace(found, standard_errors=(found.standard_errors.square() + drawn.square()).sqrt())
 
     def _shares(self, problem: Problem, rows: Tensor, order: Tensor, whole: Tensor, replay: Replay) -> Tensor:
         """``[examples, units]``: what each unit adds when units are opened in this order.

@@ -68,6 +68,7 @@ def test_bad_input(files: list[Path], tmp_path: Path) -> None:
         ([files[0]], "two scores or more"),
         ([files[0], tmp_path / "missing.json"], "a readable HeadScores file"),
         ([files[0], stranger], "scores of one model"),
+        ([files[0], tmp_path / "sub" / ".." / files[0].name], "files: must be different from one another"),
         ([*files, "--k", 12], "a count of units from 1 to 11"),
         ([*files, "--out", tmp_path / "a.doc"], "a picture that ends in one of"),
     ):

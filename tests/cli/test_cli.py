@@ -204,6 +204,22 @@ def test_run_does_not_overwrite(recipe_file: Path, finished: Path) -> None:
     assert "--overwrite" in result.stderr
 
 
+def test_scoring_stops_when_the_set_is_settled(recipe_file: Path) -> None:
+    more = ["--set", "data.calibration=256", "--set", "score.batch_size=16", "--json"]
+    scores = [
+        hp.HeadScores.from_json(result.stdout)
+        for options in (["--until-stable", 3], ["--set", "score.until.k=3"], [])
+        if (result := call("score", recipe_file, *options, *more)).exit_code == 0
+    ]
+    assert len(scores) == 3
+    assert scores[0] == scores[1]
+    assert "the set of the 3 lowest is" in scores[0].notes[-1]
+    assert scores[2].notes == ()
+    refused = call("score", recipe_file, "--until-stable", 0)
+    assert refused.exit_code == 2
+    assert "score.until.k: must be greater than or equal to 1" in refused.stderr
+
+
 def test_score_then_prune_then_bench(recipe_file: Path, finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "scores.json"
     result = call("score", recipe_file, "--out", out, "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,30 @@ def test_equal_scores_have_no_order() -> None:
     assert "not defined" in str(found)
     assert "all scores of flat are equal: they have no order" in found.notes
     assert math.isnan(Agreement.from_json(found.to_json()).pairs[0].kendall.value)
+
+
+def test_measures_that_are_not_defined_are_equal() -> None:
+    """NaN is not equal to itself; an agreement is equal to what is read back, and so is its hash."""
+    found = hp.agreement(fixed(np.ones(12), "flat"), sampled(noise(0)))
+    read = Agreement.from_json(found.to_json())
+    assert (read, hash(read)) == (found, hash(found))
+    assert pickle.loads(pickle.dumps(found)) == found
+    other = replace(found.pairs[0], spearman=replace(found.pairs[0].spearman, value=0.0))
+    assert found.pairs[0] != other
+    assert found.pairs[0].spearman != math.nan
+
+
+def test_a_name_has_no_agreement_with_itself() -> None:
+    found = hp.agreement(fixed(np.arange(12)), sampled(noise(0)))
+    with pytest.raises(UnknownName, match="two different names of those compared, got 'taylor' twice"):
+        found.between("taylor", "taylor")
+
+
+def test_averaged_ranks_say_what_to_ask_instead() -> None:
+    found = rank_average([sampled(noise(0)), fixed(np.arange(12))])
+    with pytest.raises(InvalidValue, match="ask the scores that they were made of") as caught:
+        found.stable(3)
+    assert "Score again" not in str(caught.value)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

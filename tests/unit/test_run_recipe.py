@@ -220,6 +220,17 @@ def test_settings_that_depend_on_each_other_are_judged_together() -> None:
     assert recipe.score.settings == {"block": 8, "reduce": "batch"}
 
 
+def test_reading_may_stop_when_a_set_is_settled() -> None:
+    until = check_recipe(good(score__until={"k": 3, "confidence": 0.9})).score.until
+    assert until is not None
+    assert (until.k, until.confidence) == (3, 0.9)
+    assert check_recipe(good()).score.until is None
+    found = problems(good(score__scorer="magnitude", score__until__k=3))
+    assert "left out for a scorer that uses no data, got magnitude" in found["score.until"]
+    assert "given" in problems(good(score__until={"confidence": 0.9}))["score.until.k"]
+    assert set(problems(good(score__until={"k": 0, "confidence": 1.0}))) == {"score.until.k", "score.until.confidence"}
+
+
 def test_a_policy_is_a_key_of_select() -> None:
     assert check_recipe(good()).select.policy == "group"
     assert check_recipe(good(select__policy="free")).select.policy == "free"

@@ -216,6 +216,73 @@ def test_scores_do_not_depend_on_batches_or_padding(name: str, scorer: Any) -> N
         assert found.n_examples == whole.n_examples
 
 
+@pytest.mark.parametrize("replacement", ["mean", "resample"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_stands_in_does_not_depend_on_order_or_padding_on_the_left(name: str, replacement: str) -> None:
+    subject = subject_of(name)
+    scorer = LeaveOneOut(replacement=replacement, **({"pool": 2} if replacement == "resample" else {}))
+    whole = flat(score(subject, scorer))
+    turned = {k: v.flip(0) for k, v in subject.batch.items()}
+    assert_close(flat(score(subject, scorer, [turned])), whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
+    shifted = {k: nn.functional.pad(v, (3, 0)) if v.ndim == 2 else v for k, v in subject.batch.items()}
+    shifted["position_ids"] = (shifted["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert_close(flat(score(subject, scorer, [shifted])), whole, rtol=0, atol=1e-12 * max(1, float(whole.abs().max())))
+
+
+def test_a_cache_in_a_batch_is_refused() -> None:
+    from transformers import DynamicCache
+
+    subject = subject_of("gpt2")
+    with pytest.raises(InvalidValue, match=r"past_key_values.*left out, for every pass would add to it"):
+        score(subject, "leave_one_out", [{**subject.batch, "past_key_values": DynamicCache()}])
+
+
+def test_resampling_needs_two_unlike_examples() -> None:
+    subject = subject_of("bert")
+    one = {k: v[:1].repeat(2, *[1] * (v.ndim - 1)) for k, v in subject.batch.items()}
+    with pytest.raises(InvalidValue, match="at least two unlike examples"):
+        score(subject, LeaveOneOut(replacement="resample"), [one])
+
+
+def test_what_the_numbers_cannot_say_is_said() -> None:
+    subject, _ = small_game()
+    one = {"input": subject.batch["input"][:1]}
+    for scorer in (LeaveOneOut(), AddOneIn(), Shapley(orders=2), Shapley(method="two_sided")):
+        assert any("single example" in note for note in score(subject, scorer, [one]).notes), scorer
+        same = {"input": one["input"].repeat(4, 1, 1)}
+        assert any("same numbers" in note for note in score(subject, scorer, [same]).notes), scorer
+    assert any("not over orders" in note for note in score(subject, Shapley(orders=1)).notes)
+
+    def first_layer(model: nn.Module, batch: Any) -> Tensor:
+        return model[0](batch["input"]).square().mean((1, 2))  # type: ignore[index]
+
+    notes = score(subject, LeaveOneOut(), loss=first_layer).notes
+    assert any("No head of 1 changes any loss" in note for note in notes)
+    constant = score(subject, LeaveOneOut(), loss=lambda m, b: call(m, b).new_zeros(len(b["input"])))
+    assert any("Every score is 0" in note for note in constant.notes)
+
+
+def test_losses_of_masks_are_those_of_gated_models(subject: Subject) -> None:
+    loss, masks = loss_of(subject), [subject.ragged(seed) for seed in range(3)]
+    swapped = subject.mask({s.name: [h for u in s.units[1:] for h in u] for s in subject.sites[-1:]})
+
+    def under(mask: hp.HeadMask) -> Tensor:
+        with torch.no_grad(), hp.gated(subject.model, mask, subject.sites):
+            return loss(subject.model, subject.batch)
+
+    subject.model.eval()
+    for base in (None, masks[0]):
+        found = hp.scoring.mask_losses(
+            *(subject.model, split(subject.batch, 2), [*masks, swapped]),
+            base=base,
+            loss=loss,
+            sites=subject.sites,
+            progress=False,
+        )
+        start = under(base or subject.mask({}))
+        assert_close(found, torch.stack([under(m) - start for m in [*masks, swapped]]), **EXACT)
+
+
 def test_settings_are_checked() -> None:
     for make, where in [
         (lambda: LeaveOneOut(replacement="noise"), "LeaveOneOut.replacement"),
@@ -224,6 +291,8 @@ def test_settings_are_checked() -> None:
         (lambda: Shapley(method="exact"), "Shapley.method"),
         (lambda: Shapley(orders=0), "Shapley.orders"),
         (lambda: Shapley(truncation=1.0), "Shapley.truncation"),
+        (lambda: AddOneIn(max_bytes=0), "AddOneIn.max_bytes"),
+        (lambda: Shapley(max_bytes=0), "Shapley.max_bytes"),
     ]:
         with pytest.raises(InvalidValue, match=where):
             make()

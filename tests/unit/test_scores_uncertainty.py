@@ -82,6 +82,16 @@ def test_samples_are_found_by_their_hash_when_a_file_was_renamed(tmp_path: Path)
     assert loaded.lowest(3) == second.lowest(3) != first.lowest(3)
 
 
+def test_files_with_and_without_an_ending_have_samples_of_their_own(tmp_path: Path) -> None:
+    first, second = scores_of(noise(20)), scores_of(noise(20, seed=1))
+    first.save(tmp_path / "x")
+    second.save(tmp_path / "x.json")
+    for name, scores in (("x", first), ("x.json", second)):
+        loaded = HeadScores.load(tmp_path / name)
+        assert loaded.samples is not None
+        assert (loaded.samples.matrix == scores.samples.matrix).all()  # type: ignore[union-attr]
+
+
 def test_a_record_finds_the_samples_of_its_scores(tmp_path: Path) -> None:
     scores = scores_of(noise(20))
     scores.save(tmp_path / "scores.json")
@@ -175,6 +185,8 @@ def test_the_parts_of_an_encoder_decoder_stand_alone() -> None:
     assert scores.of("c*").sites == SITES[1:]
     with pytest.raises(UnknownName, match=r"HeadScores\.of: .*got 'crosss'\. Did you mean 'cross'"):
         scores.of("crosss")
+    with pytest.raises(UnknownName, match=r"got 'cross'\. The scored sites are of kind self\."):
+        scores.of("self").of("cross")
 
 
 # ---------------------------------------------------------------- what they say

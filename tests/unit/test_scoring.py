@@ -13,8 +13,10 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
+from headprune.model.costs import measure_costs
 from headprune.model.losses import default_loss
 from headprune.model.running import call
+from headprune.model.sites import bind
 from headprune.scoring import LeaveOneOut, Magnitude, Random, Taylor, gate_gradients
 from tests.laws.support import Subject, as_double, logits, picture, subject_of
 from tests.reference import scores as reference
@@ -334,6 +336,114 @@ def test_several_scorers_share_their_passes() -> None:
     handle.remove()
 
 
+class Changing:
+    """An iterable that gives other batches each time, as a DataLoader that shuffles does."""
+
+    def __init__(self, *passes: list[Any]) -> None:
+        self.passes = iter(passes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(next(self.passes))
+
+
+def test_batches_that_change_between_passes_are_refused() -> None:
+    """Rows of several passes are put together: scores of other examples side by side, or their differences."""
+    subject = subject_of("bert")
+    batches = split(data(subject), 3)
+    for second, words in (
+        (batches[::-1], "others from batch 0 on"),
+        ([batches[0], batches[2], batches[1]], "others from batch 1 on"),
+        (batches[:2], "2 batches after 3"),
+        ([*batches, batches[0]], "others from batch 3 on"),
+    ):
+        loader = Changing(batches, batches, second)  # the first pass measures costs
+        with pytest.raises(InvalidValue, match=rf"batches: must be the same in every pass.*{words}.*does not shuffle"):
+            score(subject, ["taylor", LeaveOneOut(replay=False)], loader)
+    generator = torch.Generator().manual_seed(0)
+    rows = [reference.example(data(subject), i) for i in range(7)]
+    loader = torch.utils.data.DataLoader(rows, 1, shuffle=True, generator=generator, collate_fn=lambda r: r[0])
+    with pytest.raises(InvalidValue, match="the same in every pass"):
+        score(subject, hp.scoring.Shapley(orders=1), loader)
+    assert score(subject, "taylor", loader).n_examples == 7, "one pass may read in any order"
+    both = score(subject, ["taylor", "fisher"], loader)
+    assert both[0].data == both[1].data
+    same = Counted(batches)
+    score(subject, ["taylor", LeaveOneOut(replay=False)], same)
+    assert same.passes == 3
+
+
+def test_costs_are_measured_on_one_example() -> None:
+    subject = subject_of("bert")
+    sizes: list[int] = []
+    handle = subject.model.register_forward_hook(lambda m, a, k, o: sizes.append(len(k["input_ids"])), with_kwargs=True)
+    found = score(subject, "taylor", [data(subject)])
+    assert sizes == [1, 7]
+    handle.remove()
+    assert found.costs == score(subject, "taylor", split(data(subject), 1)).costs
+
+
+def test_a_loss_that_needs_several_examples_is_costed_on_the_batch() -> None:
+    subject, sizes = subject_of("bert"), []
+
+    def paired(model: nn.Module, batch: Any) -> Tensor:
+        sizes.append(reference.n_examples(batch))
+        if sizes[-1] < 2:
+            raise ValueError("a single example")
+        return default_loss(model, batch)
+
+    found = hp.score(subject.model, [data(subject)], loss=paired, progress=False)
+    assert sizes == [1, 7, 7]
+    assert found.costs == score(subject, "taylor", [data(subject)]).costs
+
+
+def test_costs_of_models_whose_tokens_come_first_are_those_of_their_length() -> None:
+    subject = subject_of("labml")
+    found = hp.score(subject.model, [subject.batch], "magnitude", progress=False)
+    whole = measure_costs(subject.model, bind(subject.model), subject.batch)
+    assert found.costs == whole
+    assert whole.length > 1
+
+
+@pytest.mark.parametrize("parametrised", [True, False], ids=["parametrised", "legacy"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_weight_norm_is_scored_and_costed(parametrised: bool) -> None:
+    norm = nn.utils.parametrizations.weight_norm if parametrised else nn.utils.weight_norm
+    subject = subject_of("bert")
+    plain = score(subject, "taylor")
+    attention = subject.model.bert.encoder.layer[0].attention
+    norm(attention.output.dense)
+    found = score(subject, "taylor")
+    assert_close(flat(found), flat(plain), **EXACT)
+    assert found.costs is not None
+    assert plain.costs is not None
+    assert found.costs.units == plain.costs.units
+    norm(attention.self.query)
+    costs = score(subject, "taylor").costs
+    assert costs is not None
+    # A head's rows of the query projection have a norm each.
+    per_head = subject.sites[0].head_dim
+    assert [c.params - per_head for c in costs.units[0]] == [c.params for c in plain.costs.units[0]]
+    assert costs.units[1] == plain.costs.units[1]
+
+
+def test_offloaded_weights_are_refused() -> None:
+    subject = subject_of("bert")
+    subject.model.bert.encoder.layer[1].to("meta")
+    words = r"weights are in memory, got bert\.encoder\.layer\.1\..* meta device"
+    for scorer in ("taylor", "leave_one_out", "magnitude"):
+        with pytest.raises(UnsupportedModel, match=words):
+            score(subject, scorer)
+
+
+def test_ggn_says_that_it_asks_no_loss() -> None:
+    subject = subject_of("bert")
+    quiet = hp.score(subject.model, [subject.batch], "ggn", progress=False)
+    told = hp.score(subject.model, [subject.batch], "ggn", loss=lambda m, b: 2 * default_loss(m, b), progress=False)
+    assert told.values == quiet.values
+    assert quiet.notes == ()
+    assert told.notes == ("loss= was not asked: ggn reads the output alone.",)
+
+
 def test_one_scorer_in_a_list_is_a_tuple_of_one() -> None:
     subject = subject_of("vit")
     assert score(subject, ["taylor"]) == (score(subject, "taylor"),)
@@ -449,7 +559,8 @@ def test_an_empty_batch(bert: Subject) -> None:
 def test_no_labels(bert: Subject) -> None:
     bert.batch.pop("labels")
     for scorer in SCORERS[:3]:
-        with pytest.raises(InvalidValue, match=r"with 'labels', got only \['attention_mask', 'input_ids'\].*loss="):
+        words = r"with 'labels', got only \['attention_mask', 'input_ids'\].*loss=.*ggn and obs need no labels"
+        with pytest.raises(InvalidValue, match=words):
             score(bert, scorer)
 
 

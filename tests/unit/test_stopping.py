@@ -70,17 +70,17 @@ def members(values: Tensor, k: int) -> set[int]:
 def test_of_200_streams_at_least_95_percent_of_those_that_stop_are_right(heavy: bool) -> None:
     stops = wrong = hasty = 0
     for seed in range(200):
-        data = draw(seed, 1000, heavy)
+        data = draw(seed, 2000, heavy)
         found, true = stopped(data, Stable(k=3)), members(data.mean(0), 3)
         if found.n_examples < len(data):
             stops += 1
             wrong += members(found.values, 3) != true
         else:
             assert members(found.values, 3) == true
-        hasty += members(data[:70].mean(0), 3) != true
+        hasty += members(data[:200].mean(0), 3) != true
     assert stops >= 80, "hardly a stream stops early, so that the test shows nothing"
     assert wrong <= 0.05 * stops
-    assert hasty >= 0.15 * 200, "the first look is nearly always right, so that the test shows nothing"
+    assert hasty >= 0.1 * 200, "the first look is nearly always right, so that the test shows nothing"
 
 
 def test_looks_are_paid_for() -> None:
@@ -91,16 +91,70 @@ def test_looks_are_paid_for() -> None:
 
 
 def test_a_single_comparison_has_its_level() -> None:
-    """Two units that are equal in expectation: a wrong yes, of either, comes as often as two one-sided tests allow."""
+    """Two units that are equal in expectation: a wrong yes, of either, comes as often as two one-sided tests allow.
+
+    The allowance for rare events makes it rarer, the less the more examples there are.
+    """
     generator = torch.Generator().manual_seed(0)
-    n_yes = sum(settled(torch.randn(100, 2, generator=generator).double(), 1, 0.1) for _ in range(2000))
-    assert 0.10 <= n_yes / 2000 <= 0.20
+    n_yes = sum(settled(torch.randn(4000, 2, generator=generator).double(), 1, 0.1) for _ in range(1000))
+    assert 0.08 <= n_yes / 1000 <= 0.20
+
+
+def rare_event(generator: torch.Generator, n: int) -> Tensor:
+    """A unit of 0.01 in every example, and one of 1 in 2 % of the examples: the first is the lower one."""
+    rare = (torch.rand(n, generator=generator) < 0.02).double()
+    noise = 1e-3 * torch.randn(n, 2, generator=generator, dtype=torch.float64)
+    return noise + torch.stack([torch.full_like(rare, 0.01), rare], 1)
+
+
+def far_tail(generator: torch.Generator, n: int) -> Tensor:
+    """A log-normal unit whose mean is 1.2 and whose median is 0.05, and one of 1."""
+    noise = torch.randn(n, 2, generator=generator, dtype=torch.float64)
+    return torch.stack([1.2 * (2.5 * noise[:, 0] - 3.125).exp(), 1 + 0.1 * noise[:, 1]], 1)
+
+
+@pytest.mark.parametrize("stream", [rare_event, far_tail])
+def test_what_has_not_been_seen_settles_nothing(stream: Any) -> None:
+    """A small variance of what was read promises nothing: 64 equal differences may miss an event of 2 %."""
+    wrong = misled = 0
+    for seed in range(200):
+        data = stream(torch.Generator().manual_seed(seed), 2000)
+        true, found = members(data.mean(0), 1), stopped(data, Stable(k=1), size=50)
+        wrong += members(found.values, 1) != true
+        seen = data[:64] - data[:64].mean(0)
+        studentised = (data[:64, 1] - data[:64, 0]).mean() / (seen[:, 1] - seen[:, 0]).std() * 8
+        low = int(studentised < 0)
+        misled += bool(studentised.abs() > 3) and {low} != true
+    assert misled >= 0.1 * 200, "plain studentised means are right, so that the test shows nothing"
+    assert wrong <= 0.05 * 200
+
+
+@pytest.mark.parametrize(("rare", "first"), [(0.02, 184), (0.01, 368), (0.5, 8)])
+def test_a_look_is_worth_nothing_before_a_rare_event_would_show(rare: float, first: int) -> None:
+    """Where 2 % are to be seen, (1 - 0.02)^n must be below the error."""
+    data = torch.arange(UNITS).double() + 1e-6 * torch.randn(400, UNITS, dtype=torch.float64)
+    limit = next(n for n in range(1, 1000) if (1 - rare) ** n <= 0.025)
+    assert limit == pytest.approx(first, abs=3)
+    settles = [settled(data[:n], 3, 0.025, rare) for n in (limit - 1, max(limit, 60))]
+    assert settles[0] is False
+    assert settles[1] is True
+
+
+def test_a_scorer_that_says_its_rows_depend_on_others_is_refused() -> None:
+    class Together(Columns):
+        @property
+        def by_example(self) -> bool:
+            return False
+
+    data = torch.arange(UNITS).double().expand(400, -1)
+    with pytest.raises(InvalidValue, match="'together': its number for an example depends on the other examples"):
+        read_until(problem_of(data.split(10)), [("together", Together())], Stable(k=3))
 
 
 def test_repeated_looks_at_noise_settle_nothing() -> None:
-    """Two units that are equal in expectation, ten looks: at most 5 % wrong each way; uncorrected ones do worse."""
+    """Two units that are equal in expectation, eight looks: at most 5 % wrong each way; uncorrected ones do worse."""
     until, n_stopped, n_uncorrected = Stable(k=4), 0, 0
-    looks = [int(70 * 1.5**j) for j in range(10)]
+    looks = [int(200 * 1.5**j) for j in range(8)]
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
         data = torch.randn(looks[-1], UNITS, generator=generator, dtype=torch.float64)
@@ -108,7 +162,7 @@ def test_repeated_looks_at_noise_settle_nothing() -> None:
         n_stopped += any(settled(data[:n], until.k, until.error(look + 1)) for look, n in enumerate(looks))
         n_uncorrected += any(settled(data[:n], until.k, 0.05) for n in looks)
     assert n_stopped <= 0.1 * 200
-    assert n_uncorrected > 0.2 * 200
+    assert n_uncorrected > 0.12 * 200
 
 
 def test_far_units_do_not_make_close_ones_harder() -> None:
@@ -130,14 +184,14 @@ def test_no_more_batches_are_read_than_were_needed() -> None:
     stream = Stream(data)
     problem = problem_of(stream)
     (found,) = read_until(problem, [("columns", Columns())], Stable(k=3))
-    assert (stream.read, found.n_examples) == (7, 70)
-    assert found.notes == ("the set of the 3 lowest is settled at confidence 0.95 after 70 examples (look 1)",)
-    again = problem_of(data[:70].split(10))
+    assert (stream.read, found.n_examples) == (20, 200)
+    assert found.notes == ("the set of the 3 lowest is settled at confidence 0.95 after 200 examples (look 1)",)
+    again = problem_of(data[:200].split(10))
     whole = Columns().estimate(again)
     assert_close(found.values, whole.values)
-    assert_close(found.samples, data[:70])
+    assert_close(found.samples, data[:200])
     assert problem.data == again.data
-    assert_close(found.standard_errors, data[:70].std(0) / 70**0.5)
+    assert_close(found.standard_errors, data[:200].std(0) / 200**0.5)
 
 
 def test_looks_grow() -> None:
@@ -150,7 +204,7 @@ def test_looks_grow() -> None:
             seen.append(found.n_examples)
             return found
 
-    read_until(problem_of(torch.ones(400, UNITS).double().split(10)), [("counting", Counting())], Stable(k=3))
+    read_until(problem_of(torch.ones(400, UNITS).double().split(10)), [("counting", Counting())], Stable(k=3, first=64))
     # 70, then one batch again to see that its numbers stand alone, then what is new: 110, 170, 260, 390, all.
     assert seen == [70, 10, 40, 60, 90, 130, 10]
 
@@ -169,13 +223,13 @@ def test_ties_on_one_side_of_the_border_do_no_harm() -> None:
     data[:, :3] = data[:, :1] - 10
     data[:, 5] = 7.0
     found = stopped(data, Stable(k=3))
-    assert found.n_examples == 70
+    assert found.n_examples == 200
     assert members(found.values, 3) == {0, 1, 2}
 
 
 def test_constant_columns_are_compared_as_they_are() -> None:
     found = stopped(torch.arange(UNITS, dtype=torch.float64).expand(300, -1), Stable(k=3))
-    assert found.n_examples == 70
+    assert found.n_examples == 200
     assert members(found.values, 3) == {0, 1, 2}
 
 
@@ -206,11 +260,11 @@ def clear_cut() -> Any:
 
 
 def test_a_real_model_stops_with_the_set_of_all_data() -> None:
-    model, data = clear_cut(), batches_of(60)
+    model, data = clear_cut(), batches_of(120)
     full = hp.score(model, data, progress=False)
     short = hp.score(model, data, "taylor", until=hp.Stable(k=4), progress=False)
-    assert full.n_examples == 180
-    assert short.n_examples < 180
+    assert full.n_examples == 360
+    assert short.n_examples < 360
 
     def low(scores: Any) -> list[tuple[int, int]]:
         return sorted((u.site, u.unit) for u in scores.ranked()[:4])
@@ -225,9 +279,9 @@ def test_a_real_model_stops_with_the_set_of_all_data() -> None:
 
 
 def test_several_scorers_stop_together() -> None:
-    model, data = clear_cut(), batches_of(60)
-    both = hp.score(model, data, ["taylor", "fisher"], until=hp.Stable(k=4, first=30), progress=False)
-    assert both[0].n_examples == both[1].n_examples < 180
+    model, data = clear_cut(), batches_of(120)
+    both = hp.score(model, data, ["taylor", "fisher"], until=hp.Stable(k=4), progress=False)
+    assert both[0].n_examples == both[1].n_examples < 360
     assert both[0].data == both[1].data
 
 
@@ -280,6 +334,7 @@ def test_a_call_leaves_no_trace() -> None:
         ({"k": 2, "confidence": 1}, r"Stable\.confidence: must be between 0 and 1"),
         ({"k": 2, "first": 1}, r"Stable\.first: must be at least 2"),
         ({"k": 2, "growth": 1.0}, r"Stable\.growth: must be above 1"),
+        ({"k": 2, "rare": 0.0}, r"Stable\.rare: must be a share of the examples between 0 and 1"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], words: str) -> None:
