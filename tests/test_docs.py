@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from headprune.surgery.properties import PROPERTIES
+from tests.scripts import benchmark, script
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-
-
-def script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("path", sorted(p for p in DOCS.glob("*.md") if ">>>" in p.read_text()), ids=lambda p: p.name)
@@ -64,7 +54,7 @@ def test_numbers_of_the_readme_are_those_of_the_tables() -> None:
 
 def test_coverage_is_that_of_its_record_and_good_enough() -> None:
     record = json.loads((ROOT / "benchmarks" / "records" / "coverage.json").read_text())
-    coverage = script(ROOT / "benchmarks" / "coverage.py")
+    coverage = benchmark("coverage")
     assert (DOCS / "coverage.md").read_text() == coverage.table(record)
     rows = record["rows"]
     assert not {r["model_type"] for r in rows} & coverage.known_types(), "run `python benchmarks/coverage.py`"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from headprune.attention.linear import effective_weight, is_conv1d
 from headprune.core.errors import InvalidValue
 from headprune.core.layout import STATE_ATTRIBUTE
-from headprune.gating.context import _for_all_heads, _multiplied, _spread
+from headprune.gating.context import for_all_heads, multiplied, multiplied_output, spread
 from headprune.gating.rows import Path, form, largest_row, over_rows, repeated_along, with_rows
-from headprune.gating.tape import CannotReplay, GateCall, Key, Tape, leaves
+from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
 from headprune.model.contexts import query_mask
 from headprune.model.expose import exposed
 from headprune.model.losses import Loss, checked_losses
-from headprune.model.running import batch_size
+from headprune.model.running import batch_size, tensors
 from headprune.model.sites import BoundSite
 
 _T = TypeVar("_T")
@@ -114,18 +114,19 @@ class CandidateLosses:
             ``[settings, batch]`` and ``[batch]``.
         """
         base = settings.new_ones(settings.shape[-1]) if base is None else base
-        size = batch_size(batch)
-        known = self._known.get(form(batch))
-        rows = with_rows(batch, size)
-        whole = _Pass(self, batch, size, known or _Known(rows, 0), base, dict(fill or {}), number)
+        size, kind = batch_size(batch), form(batch)
+        rows, examples = with_rows(batch, size), min(_EXAMPLES, size)
+        known = self._known.get(kind)
+        new = known is None or not known.rows <= rows or known.examples < examples
+        if known is None or new:
+            known = self._known[kind] = _Known(rows if known is None else rows & known.rows, examples)
+        whole = _Pass(self, batch, size, known, base, dict(fill or {}), number)
         with exposed(self.bound):
             if not self.replay:
                 return whole.naive(settings)
-            if known is None or not known.rows <= rows or known.examples < min(_EXAMPLES, size):
-                whole.known = _Known(rows if known is None else rows & known.rows, min(_EXAMPLES, size))
-                self._known[form(batch)] = whole.known
+            if new:
                 self._guarded(whole, whole.prove)
-            if whole.known.exact:
+            if known.exact:
                 found = self._guarded(whole, functools.partial(whole.in_parts, settings))
                 if found is not None:
                     return found
@@ -185,14 +186,15 @@ class _Pass:
             CannotReplay: they do not.
         """
         small, known, tape = self.part(0, self.known.examples), self.known, self.of.tape
+        doubled = small.twice().record()
+        twice = self._recorded()
         losses = small.record()
-        once = small._recorded()
+        once = self._recorded()
         alone = [small.part(i, i + 1).naive(losses.new_zeros(0, len(self.base)))[1] for i in range(small.size)]
         _compare(losses, torch.cat(alone), "the losses of two examples")
-        _compare(small.twice().record(), torch.cat([losses, losses]), "the losses of a batch taken twice")
-        known.axes = {place: _batch_axis(once.get(place), shape) for place, shape in small._recorded().items()}
-        small.record()
-        kept = {t.data_ptr(): t for out in tape.outputs.values() for t in leaves(out)}.values()
+        _compare(doubled, torch.cat([losses, losses]), "the losses of a batch taken twice")
+        known.axes = {place: _batch_axis(once.get(place), shape) for place, shape in twice.items()}
+        kept = {t.data_ptr(): t for out in tape.outputs.values() for t in tensors(out)}.values()
         n_bytes = [t.numel() * t.element_size() // small.size for t in kept]
         known.kept, known.work = sum(n_bytes), _AT_WORK * max(n_bytes, default=0)
         known.largest = largest_row(self.batch, known.rows)
@@ -217,7 +219,7 @@ class _Pass:
     def _recorded(self) -> dict[tuple[Key, int], tuple[int, ...]]:
         """Shapes of all tensors on the tape."""
         outputs = self.of.tape.outputs.items()
-        return {(key, i): tuple(t.shape) for key, output in outputs for i, t in enumerate(leaves(output))}
+        return {(key, i): tuple(t.shape) for key, output in outputs for i, t in enumerate(tensors(output))}
 
     def in_parts(self, settings: Tensor) -> tuple[Tensor, Tensor]:
         """Only what each setting changes, of as many examples at once as the memory allows."""
@@ -261,7 +263,7 @@ class _Pass:
         copies, axes, tape = len(settings), self.known.axes, self.of.tape
 
         def repeat(key: Key, tensor: Tensor) -> Tensor:
-            places = [i for i, t in enumerate(leaves(tape.outputs[key])) if t is tensor]
+            places = [i for i, t in enumerate(tensors(tape.outputs[key])) if t is tensor]
             if (key, places[0]) not in axes:
                 raise CannotReplay("a call", "made for the first examples too", "a new one")
             axis = axes[key, places[0]]
@@ -283,19 +285,19 @@ class _Pass:
     def _caller(self, settings: Tensor, copies: int) -> Callable[..., Any]:
         """Calls a gate with every copy's gates, a row of ``settings`` for all examples of a copy."""
         rows = settings.split(self.of.sizes, 1)
+        closed = [any(part) for part in _by_site((settings != 1).any(0).tolist(), self.of.sizes)]
 
         def call(site: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            gates = rows[site]
-            if bool((gates == 1).all()) or not gates.shape[1]:
+            if not closed[site]:
                 return original(*args, **kwargs)
-            bound = self.of.bound[site]
-            spread = _spread(gates.repeat_interleave(self.size, 0) if len(gates) > 1 or copies > 1 else gates[0], bound)
+            gates, bound = rows[site], self.of.bound[site]
+            gate = spread(gates.repeat_interleave(self.size, 0) if copies > 1 else gates[0], bound)
             if not bound.layout.gate:
-                return _output_gated(original(*args, **kwargs), spread, bound, self.fill.get(site))
+                return _output_gated(original(*args, **kwargs), gate, bound, self.fill.get(site))
             context = args[0]
-            given = _multiplied(context, [spread])
+            given = multiplied(context, [gate])
             if site in self.fill:
-                given = given + _multiplied(self._stand(site, context, copies), [1 - spread])
+                given = given + multiplied(self._stand(site, context, copies), [1 - gate])
             return original(given, *args[1:], **kwargs)
 
         return call
@@ -336,19 +338,16 @@ class _Pass:
         return out.view(copies * call.output.shape[0], *call.output.shape[1:])
 
 
-def _output_gated(out: Any, spread: Tensor, bound: BoundSite, fill: Stand | None) -> Any:
-    """What an attention without an output projection returns; cut, it puts out zeros for heads that have left."""
+def _output_gated(out: Any, gate: Tensor, bound: BoundSite, fill: Stand | None) -> Any:
+    """What an attention without an output projection returns under gates."""
     state = getattr(bound.module, STATE_ATTRIBUTE, None)
-    gates = _for_all_heads(spread, state)
-    first = out if isinstance(out, Tensor) else out[0]
-    found = _multiplied(first, [gates])
-    if isinstance(fill, Tensor):
-        heads = fill.to(first).unflatten(0, (spread.shape[-2], -1))
-        if state is not None:
-            every = heads.new_zeros(state.n_query_heads, heads.shape[1])
-            heads = every.index_copy(0, torch.tensor(state.heads, device=heads.device), heads)
-        found = found + _multiplied(heads.flatten().expand_as(first), [1 - gates])
-    return found if isinstance(out, Tensor) else (found, *out[1:])
+    found = multiplied_output(out, [gate], state)
+    if not isinstance(fill, Tensor):
+        return found
+    first = found if isinstance(out, Tensor) else found[0]
+    heads = for_all_heads(fill.to(first).unflatten(0, (gate.shape[-2], -1)), state)
+    first = first + multiplied(heads.flatten().expand_as(first), [1 - for_all_heads(gate, state)])
+    return first if isinstance(out, Tensor) else (first, *found[1:])
 
 
 def _weight(bound: BoundSite) -> Tensor | None:
@@ -366,15 +365,16 @@ def _weight(bound: BoundSite) -> Tensor | None:
 
 def _firsts(of: CandidateLosses, order: list[int], settings: Tensor, base: Tensor) -> list[tuple[int, int]]:
     """``(site, setting)`` for every setting that changes a gate that is called, by the first such gate."""
-    changed = [
-        (part != was).any(1) for part, was in zip(settings.split(of.sizes, 1), base.split(of.sizes), strict=True)
-    ]
-    found = []
-    for setting in range(len(settings)):
-        place = next((p for p, site in enumerate(order) if bool(changed[site][setting])), None)
-        if place is not None:
-            found.append((place, setting))
-    return [(order[place], setting) for place, setting in sorted(found)]
+    rows = [list(map(any, _by_site(row, of.sizes))) for row in (settings != base).tolist()]
+    places = [next((p for p, site in enumerate(order) if changed[site]), None) for changed in rows]
+    found = sorted((place, setting) for setting, place in enumerate(places) if place is not None)
+    return [(order[place], setting) for place, setting in found]
+
+
+def _by_site(values: list[bool], sizes: list[int]) -> list[list[bool]]:
+    """One value a head, site after site, as a list a site."""
+    rest = iter(values)
+    return [list(islice(rest, size)) for size in sizes]
 
 
 def _compare(got: Tensor, expected: Tensor, what: str) -> None:

@@ -69,7 +69,7 @@ def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None 
         stack.enter_context(exposed(site for site, _ in wanted))
         for site, gate in wanted:
             kind = _Gated if site.layout.gate else _GatedOutput
-            stack.enter_context(_gated(site.gate, kind, _spread(gate, site)))
+            stack.enter_context(_gated(site.gate, kind, spread(gate, site)))
         yield model
 
 
@@ -123,7 +123,7 @@ def _checked(gate: Any, bound: BoundSite) -> Tensor:
     return gate
 
 
-def _spread(gate: Tensor, bound: BoundSite) -> Tensor:
+def spread(gate: Tensor, bound: BoundSite) -> Tensor:
     """The gate in the shape in which it multiplies ``[batch, tokens, heads, width]`` (or its sequence-first twin)."""
     if gate.ndim == 2:
         gate = gate.unsqueeze(1)
@@ -134,7 +134,7 @@ def _spread(gate: Tensor, bound: BoundSite) -> Tensor:
     return gate.unsqueeze(-1)
 
 
-def _multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
+def multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
     """``x``, ``[..., heads * width]``, with every head multiplied by its gates."""
     for gate in gates:
         heads = x.unflatten(-1, (gate.shape[-2], -1))
@@ -159,7 +159,7 @@ class _Gated(nn.Module):
     """Mixed into a projection's class: multiplies the heads in its input, then calls it as it was."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(_multiplied(x, getattr(self, GATES_ATTRIBUTE)), *args, **kwargs)
+        return super().__call__(multiplied(x, getattr(self, GATES_ATTRIBUTE)), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Gates belong to the block: a copy or a pickle made inside would carry them out of it for ever.
@@ -172,15 +172,20 @@ class _GatedOutput(_Gated):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = super(_Gated, self).__call__(*args, **kwargs)
-        gates = [_for_all_heads(gate, getattr(self, STATE_ATTRIBUTE, None)) for gate in getattr(self, GATES_ATTRIBUTE)]
-        return _multiplied(out, gates) if isinstance(out, Tensor) else (_multiplied(out[0], gates), *out[1:])
+        return multiplied_output(out, getattr(self, GATES_ATTRIBUTE), getattr(self, STATE_ATTRIBUTE, None))
 
 
-def _for_all_heads(gate: Tensor, state: HeadState | None) -> Tensor:
+def multiplied_output(out: Any, gates: Iterable[Tensor], state: HeadState | None) -> Any:
+    """What an attention without an output projection returns, with every head multiplied by its gates."""
+    gates = [for_all_heads(gate, state) for gate in gates]
+    return multiplied(out, gates) if isinstance(out, Tensor) else (multiplied(out[0], gates), *out[1:])
+
+
+def for_all_heads(gate: Tensor, state: HeadState | None) -> Tensor:
     """Gates ``[..., heads, 1]`` for the width that such an attention keeps: one, times zeros, where heads have left."""
     if state is None:
         return gate
-    every = gate.new_ones(*gate.shape[:-2], state.n_query_heads, 1)
+    every = gate.new_ones(*gate.shape[:-2], state.n_query_heads, gate.shape[-1])
     return every.index_copy(-2, torch.tensor(state.heads, device=gate.device), gate)
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from headprune.core.errors import HeadPruneError
+from headprune.model.running import tensors
 from headprune.model.sites import BoundSite
 
 #: A call by the calls around it: the number of the module, and how often the surrounding call had called it before.
@@ -108,7 +109,7 @@ class Tape:
             self._stack = [_Frame()]
             with self._instead(functools.partial(self._recording, call_gate)):
                 result = run()
-            changed = {k for k, v in self._versions.items() if [t._version for t in leaves(self.outputs[k])] != v}
+            changed = {k for k, v in self._versions.items() if [t._version for t in tensors(self.outputs[k])] != v}
             self.mutable |= changed
             if not changed:
                 break
@@ -160,11 +161,11 @@ class Tape:
             self._versions.pop(key, None)
         outer.calls.append(frame.key)
         self.outputs[frame.key] = mapped(output, Tensor.clone) if frame.key in self.mutable else output
-        self._versions[frame.key] = [t._version for t in leaves(self.outputs[frame.key])]
+        self._versions[frame.key] = [t._version for t in tensors(self.outputs[frame.key])]
         if first and site is not None:
             call = self.gates[site]
             call.output, call.returned_by, call.returned = output, frame.key, output
-            call.version = next((t._version for t in leaves(output)), 0)
+            call.version = next((t._version for t in tensors(output)), 0)
         elif (within := self.inside.get(id(self.modules[number]))) is not None and within in self.gates:
             self._returned(self.gates[within], frame.key, output)
         return output
@@ -172,7 +173,7 @@ class Tape:
     def _returned(self, call: GateCall, key: Key, output: Any) -> None:
         """Notes that a call returned the gate's own output, unchanged."""
         same = isinstance(call.output, Tensor) and call.output._version == call.version
-        if same and key in call.running and sum(t is call.output for t in leaves(output)) == 1:
+        if same and key in call.running and sum(t is call.output for t in tensors(output)) == 1:
             call.returned_by, call.returned = key, output
 
     def _playing(
@@ -241,18 +242,6 @@ def _wrapped(around: Callable[..., Any], number: int, original: Any) -> Any:
         return around(number, original, args, kwargs)
 
     return forward
-
-
-def leaves(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a module returns; other objects (caches) are no part of it."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from leaves(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -14,10 +14,17 @@ from types import (
 )
 from typing import Any
 
+from headprune.core.errors import UnsupportedModel
 from headprune.core.mixin import FORWARDS, has_own_forward, original_class
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MANY = 256
+
+
+def check_proved(module: Any, proved: bool, must: str) -> None:
+    """Refuses a module whose ``forward`` was not proved to be what it must be."""
+    if not proved:
+        raise UnsupportedModel(f"{type(module).__name__}.forward", must, "something else")
 
 
 class _Incomparable(Exception):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.layouts._empty import textbook_without_heads
+from headprune.layouts._once import check_proved
 from headprune.layouts._tiny import TinyModule
 
 if TYPE_CHECKING:
@@ -20,11 +20,9 @@ def head_width(module: Any, projection: str) -> int:
     from headprune.layouts._proofs import is_concatenation, value_width
 
     listed = isinstance(module.heads, ModuleList) and len(module.heads) > 0
-    if not listed or not is_concatenation(module, projection):
-        must = "the outputs of `heads`, each called with x, side by side" + (
-            f", through {projection!r}" * bool(projection)
-        )
-        raise UnsupportedModel(f"{type(module).__name__}.forward", must, "something else")
+    through = f", through {projection!r}" if projection else ""
+    must = f"the outputs of `heads`, each called with x, side by side{through}"
+    check_proved(module, listed and is_concatenation(module, projection), must)
     return value_width(module.heads)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.layouts._empty import textbook_without_heads
-from headprune.layouts._once import once
+from headprune.layouts._once import check_proved, once
 from headprune.layouts._tiny import TinyModule
 
 _WAYS = ("query", "key", "value")
@@ -39,9 +38,8 @@ def _is_attention(module: Any) -> bool:
 
 def _head_dim(module: Any) -> int:
     """The width of a head, once the module has proved what it computes."""
-    if not _is_attention(module):
-        must = "scaled dot-product attention for any number of heads, called with query=, key=, value=, sequence first"
-        raise UnsupportedModel(f"{type(module).__name__}.forward", must, "something else")
+    must = "scaled dot-product attention for any number of heads, called with query=, key=, value=, sequence first"
+    check_proved(module, _is_attention(module), must)
     return int(module.d_k)
 
 

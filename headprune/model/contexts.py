@@ -33,28 +33,43 @@ def reading(model: nn.Module, bound: Sequence[BoundSite], take: Take) -> Iterato
     """
     batches: list[Any] = [None]
 
-    def seen(number: int, b: BoundSite, x: Tensor) -> None:
-        x = _by_row(b, x.detach(), batches[0])
-        windows = b.layout.windows
-        take(number, x, None if windows else query_mask(model, b.site.kind, batches[0], (x.shape[0], x.shape[1])))
+    def seen(number: int, x: Tensor) -> None:
+        b = bound[number]
+        x = rows_of(b, x.detach(), batches[0])
+        take(
+            number,
+            x,
+            None if b.layout.windows else query_mask(model, b.site.kind, batches[0], (x.shape[0], x.shape[1])),
+        )
+
+    with watched(bound, seen):
+        yield lambda batch: batches.__setitem__(0, batch)
+
+
+@contextmanager
+def watched(bound: Sequence[BoundSite], see: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
+    """For as long as the block lasts, ``see(number of the site, x)`` gets what a site's output projection is given
+    whenever it runs, or what a module without one returns. A tensor that it returns takes the place of x."""
 
     def hook(number: int, b: BoundSite) -> Any:
-        def read_input(module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen(number, b, args[0])
+        def given(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            x = see(number, args[0])
+            return None if x is None else (x, *args[1:])
 
-        def read_output(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            seen(number, b, _of_present_heads(module, out if isinstance(out, Tensor) else out[0]))
+        def returned(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            x = see(number, out if isinstance(out, Tensor) else out[0])
+            return x if x is None or isinstance(out, Tensor) else (x, *out[1:])
 
         if b.layout.gate:
-            return b.gate.register_forward_pre_hook(read_input)
-        return b.gate.register_forward_hook(read_output)
+            return b.gate.register_forward_pre_hook(given)
+        return b.gate.register_forward_hook(returned)
 
     with ExitStack() as stack:
         stack.enter_context(exposed(bound))
         for number, b in enumerate(bound):
             if b.site.heads:
                 stack.callback(hook(number, b).remove)
-        yield lambda batch: batches.__setitem__(0, batch)
+        yield
 
 
 def query_mask(model: nn.Module, kind: Kind, batch: Any, shape: tuple[int, int]) -> Tensor | None:
@@ -82,7 +97,9 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64
 
 
-def _by_row(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
+def rows_of(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
+    """What ``watched`` hands over as ``[rows, tokens, heads * width]`` of the present heads."""
+    x = x if b.layout.gate else _of_present_heads(b.module, x)
     if x.ndim == 2:  # one token an example, or one example
         return x.unsqueeze(1 if len(x) == batch_size(batch) else 0)
     if x.ndim == 3:

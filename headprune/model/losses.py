@@ -19,6 +19,9 @@ from headprune.model.sites import unwrap
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
+#: The keys of a batch that tell the answers.
+ANSWERS = ("labels", "start_positions", "end_positions")
+
 _IGNORED = -100
 _HINT = "Pass loss=, a callable (model, batch) -> Tensor[batch] of per-example losses."
 
@@ -70,9 +73,14 @@ def predict(model: nn.Module, batch: Any) -> Any:
     if not causal and "labels" not in batch and "start_positions" not in batch:
         hint = f"{_HINT} The scorers ggn and obs need no labels."
         raise InvalidValue("batch", "a mapping with 'labels'", f"only {sorted(map(str, batch))}", hint)
-    if _is_encoder_decoder(model):  # the decoder's inputs are made from the labels
-        return call(model, batch)
-    return call(model, {k: v for k, v in batch.items() if k not in ("labels", "start_positions", "end_positions")})
+    return call(model, inputs_of(model, batch))
+
+
+def inputs_of(model: nn.Module, batch: Any) -> Any:
+    """The batch without its answers; an encoder-decoder makes its decoder's inputs from the labels and keeps them."""
+    if not isinstance(batch, Mapping) or _is_encoder_decoder(model):
+        return batch
+    return {k: v for k, v in batch.items() if k not in ANSWERS}
 
 
 def losses_of(model: nn.Module, batch: Mapping[str, Any], output: Any) -> Tensor:

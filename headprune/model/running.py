@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -50,12 +50,17 @@ def device_of(model: nn.Module) -> torch.device:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``; containers are copied, other values pass through."""
+    return over_tensors(batch, lambda t: t.to(device, non_blocking=True))
+
+
+def over_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with ``function`` of every tensor; containers are copied, other values pass through."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return function(batch)
     if isinstance(batch, Mapping):
-        return {k: to_device(v, device) for k, v in batch.items()}
+        return {k: over_tensors(v, function) for k, v in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(to_device(v, device) for v in batch)
+        return tuple(over_tensors(v, function) for v in batch)
     return batch
 
 

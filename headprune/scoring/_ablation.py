@@ -11,10 +11,9 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.gating.candidates import CandidateLosses, Stand
-from headprune.model.contexts import reading, wide
-from headprune.model.losses import checked_losses
 from headprune.model.running import device_of
 from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._contexts import mean_contexts, read_contexts
 from headprune.scoring._distributions import content_seeds
 
 #: ``batch -> {site number: what closed gates let through}``
@@ -37,7 +36,6 @@ def differences(problem: Problem, what: str, settings: Tensor, base: Tensor, rep
     losses = replay.of(problem)
     rows = []
     for number, batch in problem.passes(what):
-        refuse_caches(batch, number)
         found, start = losses(batch, settings, base, fill(batch), number)
         rows.append((found - start).T.double().cpu())
     return torch.cat(rows)
@@ -77,30 +75,14 @@ def byte_count(where: str, value: int) -> None:
         raise InvalidValue(where, "a count of bytes", value)
 
 
-def refuse_caches(batch: Any, number: int) -> None:
-    """Refuses keys and values of earlier tokens: every pass would add to them."""
-    for name in ("past_key_values", "cache_params", "past_key_value"):
-        if isinstance(batch, Mapping) and batch.get(name) is not None:
-            hint = "Give the earlier tokens as tokens."
-            raise InvalidValue(f"batch {number}[{name!r}]", "left out, for every pass would add to it", "a cache", hint)
-
-
 def nothing(batch: Any) -> Mapping[int, Stand]:
     """Closed gates let nothing through."""
     return {}
 
 
-def mean_contexts(problem: Problem) -> Fill:
+def means(problem: Problem) -> Fill:
     """Closed gates let through the head's mean output over all tokens of the data that are no padding."""
-    means: list[tuple[int, Tensor]] = [(0, torch.zeros(())) for _ in problem.bound]
-
-    def take(site: int, contexts: Tensor, counted: Tensor | None) -> None:
-        flat = (contexts if counted is None else contexts[counted]).flatten(0, -2).to(wide(contexts))
-        count, total = means[site]
-        means[site] = count + len(flat), total.to(flat) + flat.sum(0)
-
-    _read(problem, problem.passes("mean outputs of heads"), take)
-    fill: dict[int, Stand] = {site: total / count for site, (count, total) in enumerate(means) if count}
+    fill: dict[int, Stand] = dict(mean_contexts(problem))
     return lambda batch: fill
 
 
@@ -135,7 +117,7 @@ def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
             if not set(here).isdisjoint(chosen):
                 yield number, batch
 
-    _read(problem, holding(), take)
+    read_contexts(problem, holding(), take)
 
     def fill(batch: Any) -> Mapping[int, Stand]:
         own = content_seeds(problem.model, batch, seed)
@@ -148,10 +130,3 @@ def _other(mark: int, pool: list[int]) -> int:
     """One of the pool, but not the example itself."""
     others = [other for other in pool if other != mark] or pool
     return others[mark % len(others)]
-
-
-def _read(problem: Problem, batches: Iterator[tuple[int, Any]], take: Any) -> None:
-    with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
-        for number, batch in batches:
-            begin(batch)
-            checked_losses(problem.loss, problem.model, batch, number)

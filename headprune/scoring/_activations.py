@@ -7,7 +7,7 @@ of examples (example i is in block ``i % blocks``), so that leaving a block out 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headprune.attention.linear import effective_weight
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.contexts import reading
-from headprune.model.losses import Loss, default_loss
+from headprune.model.losses import Loss, default_loss, inputs_of
 from headprune.model.running import batch_size, call
 from headprune.model.sites import BoundSite
 from headprune.scoring._averages import averaged
@@ -243,9 +243,7 @@ def run(model: nn.Module, batch: Any, loss: Loss) -> None:
     if loss is not default_loss:
         loss(model, batch)
         return
-    if isinstance(batch, Mapping) and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        batch = {k: v for k, v in batch.items() if k not in ("labels", "start_positions", "end_positions")}
-    call(model, batch)
+    call(model, inputs_of(model, batch))
 
 
 def _gathered(problem: Problem, scorer: ActivationScorer) -> tuple[list[Any], int]:

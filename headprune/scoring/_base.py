@@ -18,7 +18,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.scores import CostTable
 from headprune.model.costs import measure_costs
 from headprune.model.losses import Loss, default_loss
-from headprune.model.running import DataDigest, batch_size, device_of, to_device
+from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
 from headprune.model.sites import BoundSite
 
 
@@ -84,6 +84,7 @@ class Problem:
         bar = tqdm(iter(self.batches), desc=what, total=total, disable=disable, leave=False)
         for count, batch in enumerate(bar):
             batch_size(batch, f"batch {count}")
+            _refuse_caches(batch, count)
             digest.add(batch)
             order.append(digest.hexdigest())
             if self._order is not None and self._order[count : count + 1] != (order[-1],):
@@ -105,6 +106,7 @@ class Problem:
             raise InvalidValue("batches", "at least one batch", "an empty iterable")
         if iterator is self.batches:  # a generator: put the batch back
             self.batches = itertools.chain([first], iterator)
+        _refuse_caches(first, 0)
         loss = None if self.loss is default_loss else self.loss
         one = None if any(b.layout.batch_axis for b in self.bound) else _first_example(first)
         if one is not None:
@@ -145,15 +147,15 @@ class Scorer(ABC):
 def _first_example(batch: Any) -> Any:
     """A batch of the first example alone: of every tensor with one row an example the first row."""
     size = batch_size(batch)
+    return over_tensors(batch, lambda t: t[:1] if not t.is_nested and t.ndim and t.shape[0] == size else t)
 
-    def first(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[:1] if value.ndim and value.shape[0] == size and not value.is_nested else value
-        if isinstance(value, Mapping):
-            return {k: first(v) for k, v in value.items()}
-        return tuple(map(first, value)) if isinstance(value, (tuple, list)) else value
 
-    return first(batch)
+def _refuse_caches(batch: Any, number: int) -> None:
+    """Refuses keys and values of earlier tokens: every pass would add to them."""
+    for name in ("past_key_values", "cache_params", "past_key_value"):
+        if isinstance(batch, Mapping) and batch.get(name) is not None:
+            hint = "Give the earlier tokens as tokens."
+            raise InvalidValue(f"batch {number}[{name!r}]", "left out, for every pass would add to it", "a cache", hint)
 
 
 def _other_batches(what: str, got: str) -> InvalidValue:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import is_causal_lm, problem_type
+from headprune.model.losses import ANSWERS, inputs_of, is_causal_lm, problem_type
 from headprune.model.running import batch_size, call, tensors
 
-_ANSWERS = ("labels", "start_positions", "end_positions")
 _IGNORED = -100
 
 
@@ -42,10 +41,8 @@ def distributions(model: nn.Module, batch: Any, where: str) -> Distributions:
     """
     mapping = batch if isinstance(batch, Mapping) else {}
     seq2seq = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    if mapping and not seq2seq:  # there the decoder's inputs are made from the labels
-        batch = {k: v for k, v in mapping.items() if k not in _ANSWERS}
     try:
-        output = call(model, batch)
+        output = call(model, inputs_of(model, batch))
     except TypeError as error:  # a batch with targets in it that only a loss of the user's can take apart
         hint = "ggn calls the model itself: give it batches without targets, which it does not need."
         raise InvalidValue(
@@ -112,7 +109,7 @@ def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
     main = mapping.get(getattr(model, "main_input_name", ""))
     mask = mapping.get("attention_mask")
     size = batch_size(batch)
-    others = {k: v for k, v in mapping.items() if k not in _ANSWERS} if mapping else batch
+    others = {k: v for k, v in mapping.items() if k not in ANSWERS} if mapping else batch
     parts = [main] if isinstance(main, Tensor) else [t for t in tensors(others) if t.ndim and len(t) == size]
     parts = [part.detach().cpu() for part in parts]
     here = mask.bool().cpu() if isinstance(mask, Tensor) and mask.ndim == 2 else None

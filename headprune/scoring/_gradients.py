@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.gating.context import gated
-from headprune.model.expose import exposed
+from headprune.model.contexts import watched
 from headprune.model.losses import Loss, checked_losses, default_loss
 from headprune.model.running import batch_size, undisturbed
 from headprune.model.sites import BoundSite, bind, sites_of, unwrap
@@ -155,18 +155,11 @@ def _lengths(problem: Problem, batch: Any, size: int) -> dict[str, int]:
     """Query tokens an example at every site; windows of an image are tokens one after another."""
     lengths: dict[str, int] = {}
 
-    def note(b: BoundSite) -> Any:
-        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            windows = args[0].shape[0] // size if b.layout.windows else 1
-            lengths[b.site.name] = windows * args[0].shape[1 - b.layout.batch_axis]
+    def note(site: int, x: Tensor) -> None:
+        b = problem.bound[site]
+        windows = x.shape[0] // size if b.layout.windows else 1
+        lengths[b.site.name] = windows * x.shape[1 - b.layout.batch_axis]
 
-        return keep
-
-    handles = [b.gate.register_forward_pre_hook(note(b)) for b in problem.bound]
-    try:
-        with torch.no_grad(), exposed(problem.bound):
-            problem.loss(problem.model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), watched(problem.bound, note):
+        problem.loss(problem.model, batch)
     return {b.site.name: lengths.get(b.site.name, 1) for b in problem.bound}

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
-from headprune.model.contexts import Take, _by_row, _of_present_heads, reading, wide
-from headprune.model.expose import exposed
+from headprune.model.contexts import reading, rows_of, watched
 from headprune.model.losses import checked_losses
-from headprune.model.sites import BoundSite
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
+from headprune.scoring._contexts import mean_contexts
 from headprune.scoring._gradients import by_unit, gradients_of, unit_gradients
 
 #: By site number, the heads' outputs: one tensor for each time that the site runs in a pass, or one for all of them.
@@ -68,7 +67,7 @@ class AttributionPatching(Scorer):
     def estimate(self, problem: Problem) -> Estimate:
         if self.base == "zero":
             return averaged(-unit_gradients(problem))
-        means = _means(problem) if self.base == "mean" else {}
+        means = mean_contexts(problem) if self.base == "mean" else {}
         rows = []
         for number, batch in problem.passes("attribution patching"):
             bases = self._corrupted(problem, batch) if self.corrupt else {site: [m] for site, m in means.items()}
@@ -79,39 +78,14 @@ class AttributionPatching(Scorer):
         assert self.corrupt is not None
         found: Contexts = {}
         corrupted = self.corrupt(batch)
-        with _reading(problem, lambda site, x, counted: found.setdefault(site, []).append(x)) as begin:
+
+        def take(site: int, x: Tensor, counted: Tensor | None) -> None:
+            found.setdefault(site, []).append(x)
+
+        with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
             begin(corrupted)
             problem.loss(problem.model, corrupted)
         return found
-
-
-def _means(problem: Problem) -> dict[int, Tensor]:
-    """``[heads * width]`` in fp64, the mean context of every site over all tokens that are no padding."""
-    problem.keep()
-    totals: dict[int, Tensor] = {}
-    counts: dict[int, int] = {}
-
-    def take(site: int, x: Tensor, counted: Tensor | None) -> None:
-        tokens = x.flatten(0, -2) if counted is None else x[counted]  # chosen: attention may leave NaN at padding
-        total = tokens.to(wide(x)).sum(0)
-        totals[site] = totals[site] + total if site in totals else total
-        counts[site] = counts.get(site, 0) + len(tokens)
-
-    with _reading(problem, take) as begin:
-        for number, batch in problem.passes("mean outputs of heads"):
-            begin(batch)
-            checked_losses(problem.loss, problem.model, batch, number)
-    for site, count in counts.items():
-        if not count:
-            name = problem.bound[site].site.name
-            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
-    return {site: total / counts[site] for site, total in totals.items()}
-
-
-@contextmanager
-def _reading(problem: Problem, take: Take) -> Iterator[Callable[[Any], None]]:
-    with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
-        yield begin
 
 
 @torch.inference_mode(False)
@@ -126,11 +100,11 @@ def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tens
         effect = losses.new_zeros(len(losses), len(b.site.heads)).detach()
         for run, (x, gradient) in enumerate(zip(xs, gradients, strict=True)):
             base = bases[site][min(run, len(bases[site]) - 1)].to(x.dtype)
-            x = _rows(b, x.detach(), batch)
+            x = rows_of(b, x.detach(), batch)
             if base.ndim > 1 and base.shape != x.shape:
                 where = f"the corrupted batch at {b.site.name}, rows x tokens x width"
                 raise InvalidValue(where, f"as long as the clean one, {list(x.shape)}", list(base.shape))
-            products = (base - x) * _rows(b, gradient, batch)
+            products = (base - x) * rows_of(b, gradient, batch)
             effect += products.reshape(len(losses), -1, len(b.site.heads), b.site.value_dim).sum((1, 3))
         effects.append(effect)
     return by_unit(problem, effects).cpu().double()
@@ -145,25 +119,5 @@ def _leaves(problem: Problem) -> Iterator[list[list[Tensor]]]:
         kept[site].append(x if x.requires_grad else x.detach().requires_grad_())
         return kept[site][-1]
 
-    def hook(site: int, b: BoundSite) -> Any:
-        def read_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (asking(site, args[0]), *args[1:])
-
-        def read_output(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-            return asking(site, out) if isinstance(out, Tensor) else (asking(site, out[0]), *out[1:])
-
-        if b.layout.gate:
-            return b.gate.register_forward_pre_hook(read_input)
-        return b.gate.register_forward_hook(read_output)
-
-    with ExitStack() as stack:
-        stack.enter_context(exposed(problem.bound))
-        for site, b in enumerate(problem.bound):
-            if b.site.heads:
-                stack.callback(hook(site, b).remove)
+    with watched(problem.bound, asking):
         yield kept
-
-
-def _rows(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
-    """``[rows, tokens, heads * width]`` of the present heads, as ``reading`` hands them over."""
-    return _by_row(b, x if b.layout.gate else _of_present_heads(b.module, x), batch)

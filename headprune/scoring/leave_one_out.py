@@ -11,7 +11,7 @@ from headprune.scoring._ablation import (
     byte_count,
     differences,
     idle,
-    mean_contexts,
+    means,
     nothing,
     other_contexts,
     unit_rows,
@@ -69,4 +69,4 @@ class LeaveOneOut(Scorer):
         if self.replacement == "zero":
             return nothing
         problem.keep()
-        return mean_contexts(problem) if self.replacement == "mean" else other_contexts(problem, self.pool, self.seed)
+        return means(problem) if self.replacement == "mean" else other_contexts(problem, self.pool, self.seed)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.scoring._averages import averaged, in_blocks
-from headprune.scoring._averages import mean_and_error as mean_and_error
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
 from headprune.scoring._gradients import token_gradients, unit_gradients
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.gating.context import gated
 from headprune.model.cut import cut_
 from headprune.model.double import Doubled, double_
-from headprune.model.running import batch_size, call, device_of, outputs, to_device, undisturbed
+from headprune.model.running import batch_size, call, device_of, outputs, over_tensors, to_device, undisturbed
 from headprune.model.sites import Sites, bind, unwrap
 
 #: Largest difference of a cut that is exact, relative to the largest output: rounding of fp64 in another order.
@@ -48,7 +48,8 @@ class Scratch:
     def __init__(self, model: nn.Module, example: Any) -> None:
         with torch.random.fork_rng(devices=[]):
             self.model = double_(_copied(unwrap(model))).eval()
-        self.example = _as_double(to_device(example, device_of(self.model)))
+        moved = to_device(example, device_of(self.model))
+        self.example = over_tensors(moved, lambda t: t.double() if t.is_floating_point() else t)
         fresh = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self._shake()
         if not _finite(self._first()):  # shaken weights may overflow where the model's own do not
@@ -273,11 +274,3 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _finite(found: list[Tensor]) -> bool:
     return any(t.numel() for t in found) and not any(bool(t.isnan().any()) for t in found)
-
-
-def _as_double(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return {k: _as_double(v) for k, v in batch.items()}
-    return tuple(map(_as_double, batch)) if isinstance(batch, (tuple, list)) else batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -10,22 +9,15 @@ from types import ModuleType
 
 import pytest
 
+from tests.scripts import benchmark
+
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [f"w{i}" for i in range(30)]
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def tradeoff() -> ModuleType:
-    return script("tradeoff")
+    return benchmark("tradeoff")
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +95,14 @@ def test_tradeoff_takes_the_data_of_its_recipe(
     ],
 )
 def test_coverage_examines_one_class(model_type: str, status: str, reason: str) -> None:
-    row = script("coverage").examine(model_type)
+    row = benchmark("coverage").examine(model_type)
     assert row["status"] == status, row
     assert reason in row["reason"]
     assert (row["difference"] is not None and row["difference"] < 1e-10) == (status == "exact")
 
 
 def test_coverage_draws_the_same_classes_for_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    coverage = script("coverage")
+    coverage = benchmark("coverage")
     row = {"class": "X", "sites": 1, "unreached": 0, "layouts": ["bert"], "difference": 1e-15, "status": "exact"}
     monkeypatch.setattr(
         coverage, "examine_apart", lambda model_type, seconds: {"model_type": model_type, "reason": "", **row}
@@ -129,7 +121,7 @@ def test_coverage_draws_the_same_classes_for_a_seed(monkeypatch: pytest.MonkeyPa
 
 def test_exactness_measures_a_family(tmp_path: Path) -> None:
     out = tmp_path / "exactness.json"
-    assert script("exactness").main(["--families", "bert", "--out", str(out)]) == 0
+    assert benchmark("exactness").main(["--families", "bert", "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"].values()
     assert row["reloaded_minus_pruned"] == 0
     assert row["zero_heads"] == ["ok"]
@@ -141,4 +133,4 @@ def test_the_record_of_exactness_is_that_of_todays_families() -> None:
     rows = json.loads((ROOT / "benchmarks" / "records" / "exactness.json").read_text())["rows"]
     families = {family for name in registry.names() for family, _ in registry.get(name).families}
     assert set(rows) == families, "run `python benchmarks/exactness.py`"
-    assert [family for family, row in rows.items() if not script("exactness").is_exact(row)] == []
+    assert [family for family, row in rows.items() if not benchmark("exactness").is_exact(row)] == []

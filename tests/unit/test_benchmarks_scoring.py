@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import statistics
@@ -16,18 +15,10 @@ import torch
 
 import headprune as hp
 from headprune.bench.quality import evaluate
+from tests.scripts import benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # ------------------------------------------------------------------------------------------------ scoring_cost.py
@@ -35,7 +26,7 @@ def script(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def cost() -> ModuleType:
-    return script("scoring_cost")
+    return benchmark("scoring_cost")
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +126,7 @@ def test_rounds_turn(cost: ModuleType) -> None:
 
 @pytest.fixture(scope="module")
 def scorers() -> ModuleType:
-    return script("scorers")
+    return benchmark("scorers")
 
 
 @pytest.fixture(scope="module")

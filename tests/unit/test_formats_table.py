@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers as hf
 
 from headprune.layouts import registry
+from tests.scripts import benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def benchmark() -> Any:
-    spec = importlib.util.spec_from_file_location("formats_benchmark", ROOT / "benchmarks" / "formats.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FORMATS = benchmark()
+FORMATS = benchmark("formats")
 FAMILIES = sorted((family, layout) for layout in registry.names() for family, _ in registry.get(layout).families)
 
 

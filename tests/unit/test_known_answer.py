@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from tests.known.ablation import COST, achieved, costs, heads_of, highest, neces
 from tests.known.constructed import DECOYS, LAYERS, NECESSARY, Head, constructed
 from tests.known.induction import IGNORED, LENGTH, N_TOKENS, AttentionOnly, accuracy, examples, loss, predictions
 from tests.known.trained import WEIGHTS, train, trained
+from tests.scripts import benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 PREVIOUS, INDUCTION = NECESSARY
@@ -190,18 +189,9 @@ def test_the_script_makes_what_is_committed() -> None:
 # ---------------------------------------------------------------- the report
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("known_answer", ROOT / "benchmarks" / "known_answer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_scorer_is_tried_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark = script()
-    assert benchmark.main(["--examples", "4", "--out", str(tmp_path / "record.json")]) == 0
+    known = benchmark("known_answer")
+    assert known.main(["--examples", "4", "--out", str(tmp_path / "record.json")]) == 0
     record, printed = json.loads((tmp_path / "record.json").read_text()), capsys.readouterr().out
     assert list(record["scorers"]) == registry.names()
     for name, row in record["scorers"].items():
@@ -217,4 +207,4 @@ def test_the_record_has_todays_scorers() -> None:
     assert list(record["scorers"]) == registry.names(), "run `python benchmarks/known_answer.py`"
     assert {"torch", "headprune"} <= set(record["versions"])
     assert record["models"]["constructed"]["necessary"] == [str(head) for head in NECESSARY]
-    assert script().table(record).count("\n") > len(registry.names())
+    assert benchmark("known_answer").table(record).count("\n") > len(registry.names())

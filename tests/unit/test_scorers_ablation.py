@@ -229,12 +229,13 @@ def test_what_stands_in_does_not_depend_on_order_or_padding_on_the_left(name: st
     assert_close(flat(score(subject, scorer, [shifted])), whole, rtol=0, atol=1e-12 * max(1, float(whole.abs().max())))
 
 
-def test_a_cache_in_a_batch_is_refused() -> None:
+@pytest.mark.parametrize("scorer", ["leave_one_out", "taylor", "activation_norm"])
+def test_a_cache_in_a_batch_is_refused(scorer: str) -> None:
     from transformers import DynamicCache
 
     subject = subject_of("gpt2")
     with pytest.raises(InvalidValue, match=r"past_key_values.*left out, for every pass would add to it"):
-        score(subject, "leave_one_out", [{**subject.batch, "past_key_values": DynamicCache()}])
+        score(subject, scorer, [{**subject.batch, "past_key_values": DynamicCache()}])
 
 
 def test_resampling_needs_two_unlike_examples() -> None:

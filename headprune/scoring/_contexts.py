@@ -1,0 +1,46 @@
+"""Passes over a problem's data that read what the output projections read, for scorers that need it beside the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.core.errors import InvalidValue
+from headprune.model.contexts import Take, reading, wide
+from headprune.model.losses import checked_losses
+from headprune.scoring._base import Problem
+
+
+def read_contexts(problem: Problem, batches: Iterable[tuple[int, Any]], take: Take) -> None:
+    """Runs the loss on numbered batches, handing the contexts of every site to ``take``; see ``reading``."""
+    with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
+        for number, batch in batches:
+            begin(batch)
+            checked_losses(problem.loss, problem.model, batch, number)
+
+
+def mean_contexts(problem: Problem) -> dict[int, Tensor]:
+    """``[heads * width]`` in fp64, the mean context of every site over all tokens that are no padding.
+
+    Raises:
+        InvalidValue: batches of nothing but padding.
+    """
+    problem.keep()
+    totals: dict[int, Tensor] = {}
+    counts: dict[int, int] = {}
+
+    def take(site: int, x: Tensor, counted: Tensor | None) -> None:
+        tokens = x.flatten(0, -2) if counted is None else x[counted]  # chosen: attention may leave NaN at padding
+        total = tokens.to(wide(x)).sum(0)
+        totals[site] = totals[site] + total if site in totals else total
+        counts[site] = counts.get(site, 0) + len(tokens)
+
+    read_contexts(problem, problem.passes("mean outputs of heads"), take)
+    for site, count in counts.items():
+        if not count:
+            name = problem.bound[site].site.name
+            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
+    return {site: total / counts[site] for site, total in totals.items()}
