@@ -59,7 +59,7 @@ def same(found: Sequence[Any], expected: Sequence[Any], **tolerance: float) -> N
         for x, y in ((a.values, b.values), (a.standard_errors, b.standard_errors)):
             assert (x is None) == (y is None)
             for row, other in zip(x or (), y or (), strict=True):
-                row, other = torch.tensor(row).double(), torch.tensor(other).double()
+                row, other = torch.tensor(row, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)
                 assert_close(row, other, **(tolerance or CLOSE), msg=lambda m, s=a: f"{s.scorer} {s.settings}: {m}")
 
 
@@ -209,5 +209,5 @@ def test_scores_follow_a_permutation_of_heads(subject: Subject) -> None:
             tolerance = {"rtol": 0.0, "atol": 5 * spread}
         for site, row, before in zip(subject.sites, found.values, old.values, strict=True):
             moved = [before[unit] for unit in orders[site.name]]
-            assert_close(torch.tensor(row).double(), torch.tensor(moved).double(), **tolerance)
+            assert_close(torch.tensor(row, dtype=torch.float64), torch.tensor(moved, dtype=torch.float64), **tolerance)
         assert found.values != old.values

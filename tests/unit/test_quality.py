@@ -144,7 +144,12 @@ def test_a_loss_of_your_own_is_the_metric(subject: Subject) -> None:
     with torch.no_grad():
         expected = [float(loss(subject.model, one)[0]) for one in split(batch, 1)]
     assert found.metric == "loss"
-    assert_close(torch.tensor(found.losses).double(), torch.tensor(expected).double(), rtol=1e-10, atol=1e-12)
+    assert_close(
+        torch.tensor(found.losses, dtype=torch.float64),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=1e-10,
+        atol=1e-12,
+    )
     assert found.value == found.loss == pytest.approx(sum(expected) / 7)
 
 
@@ -157,7 +162,12 @@ def test_batch_size_does_not_matter(name: str) -> None:
         found = evaluate(subject.model, split(batch, size))
         assert (found.metric, found.n_examples) == (whole.metric, 7)
         assert found.value == pytest.approx(whole.value, rel=1e-12)
-        assert_close(torch.tensor(found.losses).double(), torch.tensor(whole.losses).double(), rtol=1e-10, atol=1e-12)
+        assert_close(
+            torch.tensor(found.losses, dtype=torch.float64),
+            torch.tensor(whole.losses, dtype=torch.float64),
+            rtol=1e-10,
+            atol=1e-12,
+        )
 
 
 def test_the_model_is_left_as_it_was() -> None:
