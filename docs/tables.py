@@ -146,7 +146,8 @@ it, its cost and its settings: `help(hp.scoring.Taylor)`.
 
 A unit is a head, or with policy `group` a key/value head with all its query heads: their signed gradients are summed
 before anything is made positive. Which scores can be trusted how far is said by `scores.interval`,
-`scores.rank_interval`, `scores.lowest(k)` and `scores.stable(k)`; `hp.agreement` compares scorers.
+`scores.rank_interval`, `scores.lowest(k)` and `scores.stable(k)`; `hp.agreement` compares scorers. Which of them keep
+the right heads of two fine-tuned encoders is measured in [scorers-accuracy.md](scorers-accuracy.md).
 """
 
 
