@@ -1,4 +1,4 @@
-"""Writes docs/layouts.md and docs/scorers.md from their registries and docs/refusals.md from the table of properties.
+"""Writes docs/layouts.md, scorers.md and selectors.md from their registries, refusals.md from the table of properties.
 
     python docs/tables.py
 
@@ -8,9 +8,12 @@ Whether a layer may lose all its heads is not read off a layout but tried, on ea
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import re
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +125,6 @@ are no such thing); a cut inside a `gated` block; and, given an example, every r
 
 def scorers() -> str:
     """docs/scorers.md."""
-    import inspect
-
     from headprune.scoring import registry
 
     rows = []
@@ -151,12 +152,94 @@ the right heads of two fine-tuned encoders is measured in [scorers-accuracy.md](
 """
 
 
+def selectors() -> str:
+    """docs/selectors.md."""
+    from headprune.selection import Selector, registry
+
+    rows = []
+    for name in registry.names():
+        selector = registry.get(name)
+        needs = ", ".join(_NEEDS[need] for need in sorted(selector.needs)) or "scores"
+        shared = Selector.__dataclass_fields__
+        own = {k: v for k, v in dict(selector().settings).items() if k not in shared}
+        settings = ", ".join(f"{k}={dict(v) if isinstance(v, Mapping) else v!r}" for k, v in own.items())
+        told = [registry.summary(name), _told(selector, "When"), needs, _told(selector, "Cost"), settings]
+        rows.append(f"| `{name}` | {' | '.join(told)} |")
+    return f"""{WRITTEN}
+# Selectors
+
+Which heads stay under a budget: `hp.select(scores, hp.Budget(keep_heads=0.5))`, with a selector by name or configured:
+`hp.select(scores, budget, hp.selection.Quadratic(min_heads=0))`. All are deterministic, and none ever exceeds a budget.
+
+| selector | what it does | when | goes by | cost | settings |
+| --- | --- | --- | --- | --- | --- |
+{chr(10).join(rows)}
+
+Every selector also takes `min_heads` (heads that a layer keeps at least; 1) and `multiple_of` (a layer keeps a multiple
+of so many heads, or all it has, for hardware that likes such widths; 1). Sources and details:
+`help(hp.selection.Quadratic)`.
+
+## Budgets
+
+A `Budget` is one of `keep_heads` (a count or a fraction), `keep_params`, `keep_macs` (at a `length` of tokens),
+`keep_kv` (all fractions of the whole model's) and `speedup`. A mapping gives groups of sites budgets of their own, by
+kind of attention (an encoder's is `self`, a decoder's `causal`, between them `cross`) or by a pattern over names. Their
+fractions are of what the heads of the group cost, a speed-up is one of the group's attention alone, and sites that are
+not named keep all heads. `must_keep` and `must_remove` name heads by site, in original indices:
+
+```python
+plan = hp.select(
+    scores,
+    {{"self": hp.Budget(keep_heads=0.5), "cross": hp.Budget(keep_heads=0.8)}},
+    must_keep={{"encoder.layers.0.self_attn": [3]}},
+)
+```
+
+## Speed
+
+What a layer takes with fewer heads is measured, on the device at hand, at the size of the batch that is given. The plan
+says what is predicted; measure what comes of it. A recipe with `select.speedup` does all three.
+
+```python
+table = hp.bench.latency_table(model, batch, batch_size=32, length=128)
+plan = hp.select(scores, hp.Budget(speedup=1.3), latency=table)  # by the knapsack
+print(plan.notes)  # predicted
+small = copy.deepcopy(model)
+hp.prune_(small, plan, example=batch)
+(row,) = hp.bench.compare_latency(model, small, partial(hp.bench.shaped_batch, batch), [32], [128])
+print(row.ratio, row.low, row.high)  # measured
+```
+
+## What asks the model
+
+`iterative` and `local_search` look at the model while they choose. In Python they are handed how; a recipe does so by
+itself (`select.recover` puts recoveries between the steps, or before each measurement):
+
+```python
+rescore = hp.scoring.rescorer(model, batches, "taylor")
+plan = hp.select(scores, budget, hp.selection.Iterative(steps=8), rescore=rescore)
+plan = hp.select(scores, budget, "local_search", loss=hp.scoring.loss_of(model, batches))
+```
+"""
+
+
+_NEEDS = {"curvature": "the curvature of `fisher` or `ggn`", "loss": "scores, `loss=`", "rescore": "scores, `rescore=`"}
+
+
+def _told(selector: type, word: str) -> str:
+    """What a docstring says after a word and a colon, up to the next such line or the end of the paragraph."""
+    text = re.search(
+        rf"^{word}: (.+?)(?=\n[A-Z][a-z]+: |\n\n|\Z)", inspect.getdoc(selector) or "", re.DOTALL | re.MULTILINE
+    )
+    return " ".join(text[1].replace("``", "`").split()) if text else ""
+
+
 def main(folder: Path = HERE) -> None:
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, make in (("layouts.md", layouts), ("scorers.md", scorers), ("refusals.md", refusals)):
-            (folder / name).write_text(make(), encoding="utf-8")
+        for make in (layouts, scorers, selectors, refusals):
+            (folder / f"{make.__name__}.md").write_text(make(), encoding="utf-8")
 
 
 if __name__ == "__main__":

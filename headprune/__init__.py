@@ -35,6 +35,7 @@ _HOME = {
     "find_sites": "headprune.model.sites",
     "from_pretrained": "headprune.surgery.checkpoint",
     "gated": "headprune.gating.context",
+    "learned_gates": "headprune.gating.learned",
     "prune_": "headprune.surgery.prune",
     "prune_heads_": "headprune.surgery.prune",
     "propose_layouts": "headprune.surgery.detect",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from headprune.core.record import RunRecord
     from headprune.core.scores import HeadScores
     from headprune.gating.context import gated
+    from headprune.gating.learned import learned_gates
     from headprune.model.sites import find_sites
     from headprune.recovery._api import recover_
     from headprune.scoring._agreement import agreement

@@ -32,7 +32,7 @@ def test_a_layout_of_ones_own_takes_at_most_15_lines() -> None:
 def test_written_tables_are_fresh(tmp_path: Path) -> None:
     script(DOCS / "tables.py").main(tmp_path)
     written = sorted(tmp_path.iterdir())
-    assert [path.name for path in written] == ["layouts.md", "refusals.md", "scorers.md"]
+    assert [path.name for path in written] == ["layouts.md", "refusals.md", "scorers.md", "selectors.md"]
     for path in written:
         assert path.read_text() == (DOCS / path.name).read_text(), f"docs/{path.name}: run `python docs/tables.py`"
 

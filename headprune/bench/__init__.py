@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "compare_latency": "headprune.bench.latency",
+    "latency_table": "headprune.bench.latency_tables",
     "evaluate": "headprune.bench.quality",
     "shaped_batch": "headprune.bench.latency",
     "sizes": "headprune.bench.size",
@@ -28,5 +29,6 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from headprune.bench.latency import compare_latency as compare_latency
     from headprune.bench.latency import shaped_batch as shaped_batch
+    from headprune.bench.latency_tables import latency_table as latency_table
     from headprune.bench.quality import evaluate as evaluate
     from headprune.bench.size import sizes as sizes

@@ -175,7 +175,7 @@ def _row(batch: int, length: int, times: np.ndarray, seed: int) -> SpeedRow:
     )
 
 
-def shaped_batch(example: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
+def shaped_batch(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
     """Inputs of a wanted size out of an example: rows and tokens are repeated or cut off, labels left out.
 
     ``input_ids`` and what else is ``[batch, tokens]`` like them (``inputs_embeds`` too; the same for a decoder's) get
@@ -185,7 +185,7 @@ def shaped_batch(example: Mapping[str, Any], batch: int, length: int) -> dict[st
     Args:
         example: What a model takes; tensors have the examples first.
         batch: Rows wanted.
-        length: Tokens wanted.
+        length: Tokens wanted; where left out, as many as the example has, and the decoder's as many as it has.
 
     Raises:
         InvalidValue: no mapping, no tensor in it, or sizes below 1.
@@ -197,7 +197,8 @@ def shaped_batch(example: Mapping[str, Any], batch: int, length: int) -> dict[st
             [1, 1, 1, 1]])}
     """
     _check_count("batch", batch, 1)
-    _check_count("length", length, 1)
+    if length is not None:
+        _check_count("length", length, 1)
     kept = {k: v for k, v in example.items() if k not in _LABELS} if isinstance(example, Mapping) else {}
     if not any(isinstance(v, Tensor) and v.ndim and len(v) for v in kept.values()):
         must = "a mapping of tensors with the examples first"
@@ -205,7 +206,7 @@ def shaped_batch(example: Mapping[str, Any], batch: int, length: int) -> dict[st
     return {name: _shaped(name, value, kept, batch, length) for name, value in kept.items()}
 
 
-def _shaped(name: str, value: Any, example: Mapping[str, Any], batch: int, length: int) -> Any:
+def _shaped(name: str, value: Any, example: Mapping[str, Any], batch: int, length: int | None) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     rows = value.index_select(0, torch.arange(batch, device=value.device) % len(value))
@@ -214,6 +215,7 @@ def _shaped(name: str, value: Any, example: Mapping[str, Any], batch: int, lengt
     of_tokens = value.ndim == 2 or name in _TOKENS
     if tokens is None or not of_tokens or value.shape[1] != tokens.shape[1]:
         return rows
+    length = value.shape[1] if length is None else length
     places = torch.arange(length, device=value.device)
     if name.endswith("position_ids"):
         return places.to(value.dtype).expand(batch, length).contiguous()

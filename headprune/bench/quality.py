@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class Quality:
         loss: Mean per-example loss.
         n_examples: Examples.
         losses: Per-example losses, in data order, for paired comparisons.
+        amounts, counts: What the metric adds up and divides by, example by example: ``value`` is
+            ``sum(amounts) / sum(counts)``, and its exponential for perplexity.
     """
 
     metric: str
@@ -34,20 +36,22 @@ class Quality:
     loss: float
     n_examples: int
     losses: tuple[float, ...]
+    amounts: tuple[float, ...]
+    counts: tuple[float, ...]
 
 
 @dataclass
 class _Totals:
-    """Sums over batches: what the metric adds up and what it is divided by."""
+    """What the metric adds up and what it is divided by, one number an example."""
 
     metric: str = "loss"
-    amount: float = 0.0
-    count: float = 0.0
+    amounts: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
 
-    def add(self, metric: str, amount: Tensor, count: float) -> None:
+    def add(self, metric: str, amounts: Tensor, counts: Tensor | None = None) -> None:
         self.metric = metric
-        self.amount += float(amount)
-        self.count += count
+        self.amounts += amounts.double().tolist()
+        self.counts += [1.0] * len(amounts) if counts is None else counts.double().tolist()
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None) -> Quality:
@@ -76,10 +80,13 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None)
         raise InvalidValue("batches", "at least one batch", "an empty iterable")
     flat = torch.cat(losses).double().cpu()
     mean = float(flat.mean())
-    value = totals.amount / totals.count if totals.count else mean
+    if not sum(totals.counts):
+        totals = _Totals("loss", flat.tolist(), [1.0] * len(flat))
+    value = math.fsum(totals.amounts) / math.fsum(totals.counts)
     if totals.metric == "perplexity":
         value = math.exp(min(value, 700.0))
-    return Quality(totals.metric if totals.count else "loss", value, mean, len(flat), tuple(flat.tolist()))
+    per_example = (tuple(flat.tolist()), tuple(totals.amounts), tuple(totals.counts))
+    return Quality(totals.metric, value, mean, len(flat), *per_example)
 
 
 def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], output: Any) -> None:
@@ -90,14 +97,14 @@ def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], output: 
     if logits.ndim == 3:
         losses, counted = token_losses(model, batch, logits)
         if _is_causal(model):
-            totals.add("perplexity", (losses.double() * counted).sum(), float(counted.sum()))
+            totals.add("perplexity", (losses.double() * counted).sum(1), counted.sum(1))
         else:
             right = (logits.argmax(-1) == batch["labels"]) & counted.bool()
-            totals.add("accuracy", right.sum(), float(counted.sum()))
+            totals.add("accuracy", right.sum(1), counted.sum(1))
         return
     labels = batch["labels"]
     kind = problem_type(model, labels, logits)
     if kind == "single_label_classification":
-        totals.add("accuracy", (logits.argmax(-1) == labels.reshape(-1)).sum(), len(logits))
+        totals.add("accuracy", logits.argmax(-1) == labels.reshape(-1))
     elif kind == "regression":
-        totals.add("mse", losses_of(model, batch, output).double().sum(), len(logits))
+        totals.add("mse", losses_of(model, batch, output))

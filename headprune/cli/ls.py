@@ -13,9 +13,9 @@ _REGISTRIES = {"layouts": "layouts", "scorers": "scoring", "selectors": "selecti
 
 
 def ls(as_json: AsJson = False, debug: Debug = False) -> None:
-    """List recipes, layouts, scorers, selectors and recoveries."""
+    """List recipes, presets, layouts, scorers, selectors and recoveries."""
     with guarded(debug):
-        found = {"recipes": _recipes()}
+        found = {"recipes": _recipes(), "presets": _presets()}
         for title, room in _REGISTRIES.items():
             registry = importlib.import_module(f"headprune.{room}").registry
             found[title] = {name: registry.summary(name) for name in registry.names()}
@@ -33,6 +33,12 @@ def _recipes() -> dict[str, str]:
     from headprune.run.reading import read_raw, shipped_recipes
 
     return {name: _description(read_raw(path), path) for name, path in shipped_recipes().items()}
+
+
+def _presets() -> dict[str, str]:
+    from headprune.run.presets import PRESETS
+
+    return {name: preset.source.partition(": ")[0] for name, preset in PRESETS.items()}
 
 
 def _description(raw: dict[str, object], path: Path) -> str:

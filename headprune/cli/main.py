@@ -10,11 +10,13 @@ from headprune.cli.agree import agree
 from headprune.cli.bench import bench
 from headprune.cli.inspect import inspect
 from headprune.cli.ls import ls
+from headprune.cli.pick import pick
 from headprune.cli.prune import prune
 from headprune.cli.report import report
 from headprune.cli.run import run
 from headprune.cli.score import score
 from headprune.cli.show import show
+from headprune.cli.sweep import sweep
 from headprune.cli.validate import validate
 
 app = typer.Typer(
@@ -25,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (run, ls, show, validate, inspect, score, agree, prune, bench, report):
+for command in (run, ls, show, validate, inspect, score, agree, prune, sweep, pick, bench, report):
     app.command()(command)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
@@ -11,30 +12,34 @@ from headprune.core.errors import InvalidValue, PlanMismatch
 from headprune.core.heads import KINDS, POLICIES, AttentionSite, HeadMask, Policy
 from headprune.core.scores import ModelFingerprint
 
-_KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv")
+_KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv", "speedup")
 
 
 @dataclass(frozen=True)
 class Budget(Value):
-    """What may stay; exactly one of the four is given.
+    """What may stay; exactly one of the five is given.
 
     Args:
         keep_heads: A count of heads (int), or a fraction of the heads that are present (float).
         keep_params: Fraction of the whole model's parameters.
         keep_macs: Fraction of the whole model's multiply-adds for one example of ``length`` tokens.
         keep_kv: Fraction of the KV cache's bytes a token.
+        speedup: How many times as fast the pruned model must be, above 1, by a `LatencyTable` measured before.
         length: Tokens an example, for ``keep_macs``; the length of the scored examples where it is left out.
 
     >>> print(Budget(keep_heads=0.5))
     keep 50 % of the heads
     >>> Budget(keep_macs=0.6, length=128).amount
     0.6
+    >>> print(Budget(speedup=1.3))
+    at least 1.3 times as fast
     """
 
     keep_heads: int | float | None = None
     keep_params: float | None = None
     keep_macs: float | None = None
     keep_kv: float | None = None
+    speedup: float | None = None
     length: int | None = None
 
     def __post_init__(self) -> None:
@@ -44,7 +49,11 @@ class Budget(Value):
         value = self.amount
         count = self.kind == "keep_heads" and isinstance(value, int)
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not numeric or not (value >= 1 if count else 0 < value <= 1):
+        if self.kind == "speedup":
+            if not numeric or not 1 < value < math.inf:
+                hint = "1.3 is 30 % more calls a second."
+                raise InvalidValue("Budget.speedup", "a number above 1", repr(value), hint)
+        elif not numeric or not (value >= 1 if count else 0 < value <= 1):
             must = "a fraction above 0 and up to 1.0"
             must = f"a count >= 1 or {must}" if self.kind == "keep_heads" else must
             raise InvalidValue(f"Budget.{self.kind}", must, repr(value))
@@ -65,6 +74,8 @@ class Budget(Value):
         return value
 
     def __str__(self) -> str:
+        if self.kind == "speedup":
+            return f"at least {self.amount:g} times as fast"
         what = {"keep_heads": "heads", "keep_params": "parameters", "keep_macs": "MACs", "keep_kv": "KV cache"}
         share = f"{self.amount}" if isinstance(self.amount, int) else f"{100 * self.amount:g} % of the"
         at = f" at {self.length} tokens" if self.length else ""

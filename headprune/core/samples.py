@@ -1,11 +1,15 @@
-"""Samples: the numbers of single examples behind scores, known by their hash, stored as safetensors beside the JSON."""
+"""Matrices behind scores, known by their hash and stored as safetensors beside the JSON.
+
+Samples are the numbers of single examples, Curvature is how the loss bends when several heads go together.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from headprune.core.errors import InvalidValue
 from headprune.core.files import write_atomic
@@ -13,22 +17,108 @@ from headprune.core.files import write_atomic
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
 
-#: Bytes that are kept: 8 million numbers, for example 58,000 examples of 144 heads.
+_T = TypeVar("_T")
+
+#: Bytes that are kept of a matrix: 8 million numbers, for example 58,000 examples of 144 heads, or 2896 by 2896 heads.
 LIMIT = 64 * 2**20
 
-_SUFFIX = ".samples.safetensors"
-_HINT = "The scores stand without them; score again for rank intervals, stability and intervals of agreement."
+
+class StoredMatrix:
+    """What kinds of matrices share; a kind is a frozen dataclass of its sizes and ``sha256``.
+
+    Two are equal when their numbers are: what is compared, hashed and written into JSON is the SHA-256 of the matrix.
+    The matrix itself, fp64 and never changed, is read when it is needed, for ``<name>.json`` from
+    ``<name>.<kind>.safetensors`` beside it, or from whichever such file in that folder says that it holds this hash, so
+    that a JSON file may be renamed.
+    """
+
+    sha256: str
+    kind: ClassVar[str]
+    what: ClassVar[str]
+    hint: ClassVar[str]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        raise NotImplementedError
+
+    @property
+    def matrix(self) -> NDArray[np.float64]:
+        """The numbers, not writable.
+
+        Raises:
+            InvalidValue: the file beside the JSON is missing or damaged, or there is no such file because the scores
+                did not come from one.
+        """
+        if "matrix" not in self._held:
+            self._holding("matrix", self._read())
+        found: NDArray[np.float64] = self._held["matrix"]
+        return found
+
+    def beside(self, path: str | Path) -> Self:
+        """The same, to be read from beside a JSON file when it is needed."""
+        return replace(self)._holding("path", Path(path))  # type: ignore[type-var]
+
+    def write(self, path: str | Path) -> Path:
+        """Writes the matrix beside the JSON file ``path``, whole or not at all; returns where."""
+        from safetensors.numpy import save
+
+        data = save({self.kind: self.matrix}, {"headprune": type(self).__name__, "sha256": self.sha256})
+        return write_atomic(self._companion(Path(path)), data)
+
+    @property
+    def _held(self) -> dict[str, Any]:
+        """State that is no part of the value; copies and pickles keep it."""
+        held: dict[str, Any] = self.__dict__.setdefault("_state", {})
+        return held
+
+    def _holding(self, key: str, value: Any) -> Self:
+        self._held[key] = value
+        return self
+
+    def _read(self) -> NDArray[np.float64]:
+        path: Path | None = self._held.get("path")
+        must = f"there with {self.what} of these scores ({self.shape[0]} x {self.shape[1]})"
+        if path is None:
+            hint = "JSON text holds their hash alone: HeadScores.load(path) finds them beside the file. " + self.hint
+            raise InvalidValue(self.kind, must, "scores that come from no file", hint)
+        expected, got = self._companion(path), "no such file"
+        for candidate in dict.fromkeys([expected, *sorted(path.parent.glob(f"*.{self.kind}.safetensors"))]):
+            found = self._load(candidate)
+            if not isinstance(found, str):
+                return found
+            got = found if candidate == expected else got
+        raise InvalidValue(str(expected), must, got, self.hint)
+
+    def _load(self, path: Path) -> NDArray[np.float64] | str:
+        """The matrix of this hash, or why the file does not give it."""
+        from safetensors import SafetensorError, safe_open
+
+        if not path.is_file():
+            return "no such file"
+        try:
+            with safe_open(path, framework="np") as file:
+                if (file.metadata() or {}).get("sha256") != self.sha256:
+                    return "the numbers of other scores"
+                data = file.get_tensor(self.kind)
+        except (SafetensorError, OSError):
+            return "a damaged file"
+        return _sealed(data) if _digest(data) == self.sha256 else "a damaged file"
+
+    def _companion(self, path: Path) -> Path:
+        """Where the matrix of a JSON file lies; ``x`` and ``x.json`` have files of their own."""
+        name = path.name
+        stem = name.removesuffix(".json") if name.endswith(".json") else f"{name}.bare"
+        return path.with_name(f"{stem}.{self.kind}.safetensors")
 
 
 @dataclass(frozen=True)
-class Samples:
-    """A matrix ``[rows, units]``, fp64, never changed: independent numbers whose mean has the scores' sampling error.
+class Samples(StoredMatrix):
+    """A matrix ``[rows, units]``: independent numbers whose mean has the scores' sampling error.
 
-    One row an example in data order, or one a block of examples. Two are equal when their numbers are: what is
-    compared, hashed and written into JSON is the SHA-256 of the matrix. The matrix itself is read when it is needed,
-    for ``<name>.json`` from ``<name>.samples.safetensors`` beside it, or from whichever such file in that folder says
-    that it holds this hash, so that a JSON file may be renamed.
+    One row an example in data order, or one a block of examples.
 
     Args:
         rows: Rows of the matrix.
@@ -43,6 +133,12 @@ class Samples:
     rows: int
     units: int
     sha256: str
+
+    kind: ClassVar[str] = "samples"
+    what: ClassVar[str] = "the per-example numbers"
+    hint: ClassVar[str] = (
+        "The scores stand without them; score again for rank intervals, stability and intervals of agreement."
+    )
 
     @classmethod
     def of(cls, matrix: ArrayLike) -> Samples:
@@ -65,78 +161,88 @@ class Samples:
         return cls(len(data), data.shape[1], _digest(data))._holding("matrix", _sealed(data))
 
     @property
-    def matrix(self) -> NDArray[np.float64]:
-        """The numbers, not writable.
-
-        Raises:
-            InvalidValue: the file beside the JSON is missing or damaged, or there is no such file because the scores
-                did not come from one.
-        """
-        if "matrix" not in self._held:
-            self._holding("matrix", self._read())
-        found: NDArray[np.float64] = self._held["matrix"]
-        return found
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.units
 
     def columns(self, which: list[int]) -> Samples:
         """The same rows of some units."""
         return Samples.of(self.matrix[:, which])
 
-    def beside(self, path: str | Path) -> Samples:
-        """These samples, to be read from beside a JSON file when they are needed."""
-        return Samples(self.rows, self.units, self.sha256)._holding("path", Path(path))
 
-    def write(self, path: str | Path) -> Path:
-        """Writes the matrix beside the JSON file ``path``, whole or not at all; returns where."""
-        from safetensors.numpy import save
+@dataclass(frozen=True)
+class Curvature(StoredMatrix):
+    """A symmetric matrix ``I``, ``[units, units]``: the loss rises by about ``1/2 (1-m)' I (1-m)`` under gates m.
 
-        data = save({"samples": self.matrix}, {"headprune": "Samples", "sha256": self.sha256})
-        return write_atomic(_companion(Path(path)), data)
+    Half its diagonal are the scores of single units; the rest says which units stand in for each other.
+
+    Args:
+        units: Rows and columns: the prune units in model order.
+        sha256: Of its shape and numbers.
+
+    >>> bent = Curvature.of([[2.0, 1.0, 0.0], [1.0, 3.0, 0.0], [0.0, 0.0, 4.0]])
+    >>> bent.part([0, 2]).matrix.tolist(), bent.merged([[0, 1], [2]]).matrix.tolist()
+    ([[2.0, 0.0], [0.0, 4.0]], [[7.0, 0.0], [0.0, 4.0]])
+    """
+
+    units: int
+    sha256: str
+
+    kind: ClassVar[str] = "curvature"
+    what: ClassVar[str] = "the curvature"
+    hint: ClassVar[str] = "The scores stand without it; score again for the selector 'quadratic'."
+
+    @staticmethod
+    def too_large(units: int) -> str:
+        """Why a matrix of so many units is not kept, in words; empty where it is."""
+        size = 8 * units**2
+        return f"The curvature of {units} units is left out: above {LIMIT / 2**20:g} MiB." if size > LIMIT else ""
+
+    @classmethod
+    def of(cls, matrix: ArrayLike) -> Curvature:
+        """From numbers; what rounding leaves unlike across the diagonal is averaged.
+
+        Raises:
+            InvalidValue: not symmetric, numbers that are not finite, or more than 64 MiB.
+        """
+        import numpy as np
+
+        data = np.array(matrix, dtype="<f8", order="C")
+        if data.ndim != 2 or data.shape[0] != data.shape[1]:
+            raise InvalidValue("curvature", "a matrix [units, units]", f"the shape {list(data.shape)}")
+        if not np.isfinite(data).all():
+            raise InvalidValue("curvature", "finite", "NaN or infinite numbers", "Look at the scorer's input for them.")
+        unlike = float(np.abs(data - data.T).max(initial=0))
+        if unlike > 1e-6 * float(np.abs(data).max(initial=0)):
+            raise InvalidValue("curvature", "symmetric", f"a difference of {unlike:.3g} across the diagonal")
+        if said := cls.too_large(len(data)):
+            raise InvalidValue("curvature", f"of at most {LIMIT // 2**20} MiB", f"{len(data)} units", said)
+        data = np.ascontiguousarray((data + data.T) / 2)
+        return cls(len(data), _digest(data))._holding("matrix", _sealed(data))
 
     @property
-    def _held(self) -> dict[str, Any]:
-        """State that is no part of the value; copies and pickles keep it."""
-        held: dict[str, Any] = self.__dict__.setdefault("_state", {})
-        return held
+    def shape(self) -> tuple[int, int]:
+        return self.units, self.units
 
-    def _holding(self, key: str, value: Any) -> Samples:
-        self._held[key] = value
-        return self
+    def part(self, which: list[int]) -> Curvature:
+        """That of some units while the others stay: their rows and columns."""
+        return Curvature.of(self.matrix[which][:, which])
 
-    def _read(self) -> NDArray[np.float64]:
-        path: Path | None = self._held.get("path")
-        must = f"there with the per-example numbers of these scores ({self.rows} x {self.units})"
-        if path is None:
-            hint = "JSON text holds their hash alone: HeadScores.load(path) finds them beside the file. " + _HINT
-            raise InvalidValue("samples", must, "scores that come from no file", hint)
-        expected, got = _companion(path), "no such file"
-        for candidate in dict.fromkeys([expected, *sorted(path.parent.glob(f"*{_SUFFIX}"))]):
-            found = _load(candidate, self.sha256)
-            if not isinstance(found, str):
-                return found
-            got = found if candidate == expected else got
-        raise InvalidValue(str(expected), must, got, _HINT)
+    def merged(self, groups: list[list[int]]) -> Curvature:
+        """That of larger units, each a group of these: sums over rows and columns."""
+        import numpy as np
+
+        members = np.zeros((len(groups), self.units))
+        for row, group in zip(members, groups, strict=True):
+            row[group] = 1
+        return Curvature.of(members @ self.matrix @ members.T)
 
 
-def _load(path: Path, sha256: str) -> NDArray[np.float64] | str:
-    """The matrix of this hash, or why the file does not give it."""
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        return "no such file"
+def if_there(make: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
+    """What is made of a stored matrix; None and why, as a note, where its file is gone."""
     try:
-        with safe_open(path, framework="np") as file:
-            if (file.metadata() or {}).get("sha256") != sha256:
-                return "the numbers of other scores"
-            data = file.get_tensor("samples")
-    except (SafetensorError, OSError):
-        return "a damaged file"
-    return _sealed(data) if _digest(data) == sha256 else "a damaged file"
-
-
-def _companion(path: Path) -> Path:
-    """Where the samples of a JSON file lie; ``x`` and ``x.json`` have files of their own."""
-    name = path.name
-    return path.with_name((name.removesuffix(".json") if name.endswith(".json") else f"{name}.bare") + _SUFFIX)
+        return make(), ()
+    except InvalidValue as error:
+        return None, (str(error),)
 
 
 def _sealed(data: NDArray[np.float64]) -> NDArray[np.float64]:

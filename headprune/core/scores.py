@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,7 +16,7 @@ from headprune.core.codec import FrozenDict, Value
 from headprune.core.display import Cell, Row, html_grid, levels, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import KINDS, AttentionSite, HeadId
-from headprune.core.samples import Samples
+from headprune.core.samples import Curvature, Samples, if_there
 from headprune.core.uncertainty import Stability, half_width, lowest_shares, rank_bounds, stability
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ class HeadScores(Value):
         costs: What each unit costs; None where no batch was given to measure the model on.
         samples: The numbers of single examples, for ranks and their intervals; None where nothing was sampled.
         notes: What the user should know.
+        curvature: How the loss bends when several units go together (``fisher``, ``ggn``), for the selector
+            ``quadratic``; None where the scorer has none.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -121,6 +124,7 @@ class HeadScores(Value):
     costs: CostTable | None = None
     samples: Samples | None = None
     notes: tuple[str, ...] = ()
+    curvature: Curvature | None = None
 
     def __post_init__(self) -> None:
         shape = [len(s.units) for s in self.sites]
@@ -135,22 +139,26 @@ class HeadScores(Value):
                     raise InvalidValue(where, "finite", value, "Look at the scorer's input for NaN or infinite values.")
         if self.samples is not None and self.samples.units != sum(shape):
             raise InvalidValue("HeadScores.samples", f"one column a unit, {sum(shape)}", self.samples.units)
+        if self.curvature is not None and self.curvature.units != sum(shape):
+            raise InvalidValue("HeadScores.curvature", f"one row and column a unit, {sum(shape)}", self.curvature.units)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the JSON form, and the samples beside it as ``<name>.samples.safetensors``; returns the path.
+        """Writes the JSON form, and beside it what there is of samples and curvature; returns the path.
 
-        Samples that cannot be read are left out with a warning.
+        They become ``<name>.samples.safetensors`` and ``<name>.curvature.safetensors``; what cannot be read is left out
+        with a warning.
         """
-        if self.samples is not None:
-            try:
-                self.samples.write(path)
-            except InvalidValue as error:
-                warnings.warn(f"{path} is written without per-example numbers: {error}", stacklevel=2)
+        for stored, what in ((self.samples, "per-example numbers"), (self.curvature, "curvature")):
+            if stored is not None:
+                try:
+                    stored.write(path)
+                except InvalidValue as error:
+                    warnings.warn(f"{path} is written without {what}: {error}", stacklevel=2)
         return super().save(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what ``save`` wrote; the samples are looked for when they are first needed.
+        """Reads what ``save`` wrote; samples and curvature are looked for when they are first needed.
 
         Raises:
             InvalidValue: the file cannot be read or holds no HeadScores.
@@ -158,8 +166,10 @@ class HeadScores(Value):
         return super().load(path).beside(path)
 
     def beside(self, path: str | Path) -> Self:
-        """These scores, with samples that are looked for beside a file."""
-        return self if self.samples is None else replace(self, samples=self.samples.beside(path))
+        """These scores, with samples and a curvature that are looked for beside a file."""
+        samples = None if self.samples is None else self.samples.beside(path)
+        curvature = None if self.curvature is None else self.curvature.beside(path)
+        return replace(self, samples=samples, curvature=curvature)
 
     def of(self, sites: str) -> HeadScores:
         """The scores of some sites alone; the costs are still beside those of the whole model.
@@ -182,7 +192,9 @@ class HeadScores(Value):
             hint = hint if hint.startswith("Did") else f"The scored sites are of kind {' and '.join(kinds)}."
             raise UnknownName("HeadScores.of", "a kind or a pattern of the scored sites", repr(sites), hint)
         costs = None if self.costs is None else replace(self.costs, units=_chosen(self.costs.units, places))
-        samples, notes = self._samples_of(places)
+        units = [i for i, unit in enumerate(self.units()) if unit.site in places]
+        samples, lost = (None, ()) if self.samples is None else if_there(partial(self.samples.columns, units))
+        curvature, gone = (None, ()) if self.curvature is None else if_there(partial(self.curvature.part, units))
         return replace(
             self,
             sites=_chosen(self.sites, places),
@@ -190,17 +202,9 @@ class HeadScores(Value):
             standard_errors=None if self.standard_errors is None else _chosen(self.standard_errors, places),
             costs=costs,
             samples=samples,
-            notes=notes,
+            notes=(*self.notes, *lost, *gone),
+            curvature=curvature,
         )
-
-    def _samples_of(self, places: list[int]) -> tuple[Samples | None, tuple[str, ...]]:
-        if self.samples is None:
-            return None, self.notes
-        flat = [u.site for u in self.units()]
-        try:
-            return self.samples.columns([i for i, site in enumerate(flat) if site in places]), self.notes
-        except InvalidValue as error:
-            return None, (*self.notes, str(error))
 
     def units(self) -> Iterator[ScoredUnit]:
         """Every prune unit in model order."""

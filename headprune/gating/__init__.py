@@ -1,1 +1,31 @@
-"""Gates on heads: the same model with a multiplier on every head, for as long as a ``with`` block lasts."""
+"""Gates on heads: the same model with a multiplier on every head, for as long as a ``with`` block lasts.
+
+``hp.gated`` takes the gates as they are; ``hp.learned_gates`` trains them: ``HardConcrete`` and ``SubsetTopk`` say how.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "GateDistribution": "headprune.gating.stochastic",
+    "HardConcrete": "headprune.gating.stochastic",
+    "LearnedGates": "headprune.gating.learned",
+    "SubsetTopk": "headprune.gating.stochastic",
+}
+
+__all__ = ["GateDistribution", "HardConcrete", "LearnedGates", "SubsetTopk"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'headprune.gating' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from headprune.gating.learned import LearnedGates
+    from headprune.gating.stochastic import GateDistribution, HardConcrete, SubsetTopk

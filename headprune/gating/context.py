@@ -10,9 +10,9 @@ model was compiled and run; it does check classes, so the gates take effect ther
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -62,15 +62,31 @@ def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None 
     >>> off.grad.shape
     torch.Size([1, 2])
     """
-    bound = bind(model, sites)
+    with installed(model, gate_tensors(model, gates, bind(model, sites))):
+        yield model
+
+
+@contextmanager
+def installed(model: nn.Module, gates: list[tuple[BoundSite, Tensor]]) -> Iterator[list[Callable[[Tensor], None]]]:
+    """Puts a gate on every given site that has heads, for the length of the block.
+
+    Yields:
+        For every such site, in order, what puts another gate of its shape in the place of the present one.
+    """
     with ExitStack() as stack:
-        wanted = [(site, gate) for site, gate in gate_tensors(model, gates, bound) if site.site.heads]
+        wanted = [(site, gate) for site, gate in gates if site.site.heads]
         check_unshared(model, ((site, site.layout.gate) for site, _ in wanted))
         stack.enter_context(exposed(site for site, _ in wanted))
+        puts: list[Callable[[Tensor], None]] = []
         for site, gate in wanted:
             kind = _Gated if site.layout.gate else _GatedOutput
-            stack.enter_context(_gated(site.gate, kind, spread(gate, site)))
-        yield model
+            put = stack.enter_context(_gated(site.gate, kind, spread(gate, site)))
+            puts.append(partial(_put_spread, put, site))
+        yield puts
+
+
+def _put_spread(put: Callable[[Tensor], None], site: BoundSite, gate: Tensor) -> None:
+    put(spread(gate, site))
 
 
 def gate_tensors(model: nn.Module, gates: Gates, bound: list[BoundSite]) -> list[tuple[BoundSite, Tensor]]:
@@ -164,7 +180,7 @@ class _Gated(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Gates belong to the block: a copy or a pickle made inside would carry them out of it for ever.
         state = {k: v for k, v in self.__dict__.items() if k != GATES_ATTRIBUTE}
-        return remade(type(self).headprune_ungated, state)  # type: ignore[attr-defined]
+        return remade(ungated_class(type(self)), state)
 
 
 class _GatedOutput(_Gated):
@@ -189,6 +205,13 @@ def for_all_heads(gate: Tensor, state: HeadState | None) -> Tensor:
     return every.index_copy(-2, torch.tensor(state.heads, device=gate.device), gate)
 
 
+def ungated_class(kind: type) -> type:
+    """The class that a module had before gates, or what draws them, were put in front of it."""
+    while "headprune_ungated" in kind.__dict__:
+        kind = kind.__dict__["headprune_ungated"]
+    return kind
+
+
 @cache
 def _gated_class(kind: type[_Gated], original: type) -> type:
     body = {"__doc__": original.__doc__, "__module__": original.__module__, "headprune_ungated": original}
@@ -196,17 +219,24 @@ def _gated_class(kind: type[_Gated], original: type) -> type:
 
 
 @contextmanager
-def _gated(projection: nn.Module, kind: type[_Gated], gate: Tensor) -> Iterator[None]:
-    before = type(projection)
+def _gated(projection: nn.Module, kind: type[_Gated], gate: Tensor) -> Iterator[Callable[[Tensor], None]]:
+    """Yields what puts another gate in the place of this one."""
+    before, own = type(projection), [gate]
     outer: tuple[Tensor, ...] = getattr(projection, GATES_ATTRIBUTE, ())
     if not outer:
         projection.__class__ = _gated_class(kind, before)  # type: ignore[arg-type]
     projection.__dict__[GATES_ATTRIBUTE] = (*outer, gate)
+
+    def put(other: Tensor) -> None:
+        now = projection.__dict__[GATES_ATTRIBUTE]
+        projection.__dict__[GATES_ATTRIBUTE] = tuple(other if g is own[0] else g for g in now)
+        own[0] = other
+
     try:
-        yield
+        yield put
     finally:
         # By identity, not by position: blocks that overlap may be left in any order.
-        left = tuple(g for g in projection.__dict__[GATES_ATTRIBUTE] if g is not gate)
+        left = tuple(g for g in projection.__dict__[GATES_ATTRIBUTE] if g is not own[0])
         if left:
             projection.__dict__[GATES_ATTRIBUTE] = left
         else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +31,62 @@ def reading(model: nn.Module, bound: Sequence[BoundSite], take: Take) -> Iterato
     Yields:
         A function that must be given each batch before the model runs on it: padding is told from it.
     """
-    batches: list[Any] = [None]
 
     def seen(number: int, x: Tensor) -> None:
-        b = bound[number]
-        x = rows_of(b, x.detach(), batches[0])
-        take(
-            number,
-            x,
-            None if b.layout.windows else query_mask(model, b.site.kind, batches[0], (x.shape[0], x.shape[1])),
-        )
+        b, batch = bound[number], inputs.now
+        x = rows_of(b, x.detach(), batch)
+        take(number, x, None if b.layout.windows else query_mask(model, b.site.kind, batch, (x.shape[0], x.shape[1])))
 
-    with watched(bound, seen):
-        yield lambda batch: batches.__setitem__(0, batch)
+    with inputs_of(model, bound) as inputs, watched(bound, seen):
+        yield inputs.begin
+
+
+class Inputs:
+    """What tells the padding of the call that is running: ``now``, the batch or what a part of the model is given."""
+
+    def __init__(self) -> None:
+        self.now: Any = None
+        self._told = True
+
+    def begin(self, batch: Any) -> None:
+        """A pass on this batch follows."""
+        self.now, self._told = batch, isinstance(batch, Mapping) and "attention_mask" in batch
+
+    def see(self, kwargs: Mapping[str, Any]) -> None:
+        """A part of the model is called so."""
+        if self._told:
+            return
+        mask, away = kwargs.get("attention_mask"), kwargs.get("src_key_padding_mask")
+        if _is_mask(mask) and not mask.is_floating_point():  # one of floats is added to attention's scores
+            self.now = dict(kwargs)
+        elif _is_mask(away) and away.dtype == torch.bool:
+            self.now = {"attention_mask": ~away}
+
+
+def _is_mask(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.ndim == 2
+
+
+@contextmanager
+def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
+    """Follows which inputs tell the padding, for as long as the block lasts.
+
+    A batch with an ``attention_mask`` tells it itself. Others may hold the inputs of inner models, such as those of an
+    encoder that runs once for each of two sentences: there the last ``attention_mask`` ``[batch, tokens]`` counts, or
+    PyTorch's ``src_key_padding_mask``, by which a module around the attention was called.
+    """
+    parts = [b.site.name.split(".") for b in bound]
+    names = {".".join(p[:n]) for p in parts for n in range(len(p))}
+    inputs = Inputs()
+
+    def called(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        inputs.see(kwargs)
+
+    with ExitStack() as stack:
+        for name in names:
+            hook = model.get_submodule(name).register_forward_pre_hook(called, with_kwargs=True)
+            stack.callback(hook.remove)
+        yield inputs
 
 
 @contextmanager

@@ -32,11 +32,12 @@ def fingerprint(model: nn.Module, sites: Iterable[AttentionSite]) -> ModelFinger
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):
             weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            weights.update(_sample(tensor))
+            weights.update(sampled_bytes(tensor))
     return ModelFingerprint(structure, weights.hexdigest())
 
 
-def _sample(tensor: Tensor) -> bytes:
+def sampled_bytes(tensor: Tensor) -> bytes:
+    """Up to 1024 evenly spaced values of a tensor."""
     if tensor.device.type == "meta" or not tensor.numel():
         return b""
     flat = tensor.detach().reshape(-1)

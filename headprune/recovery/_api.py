@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +27,8 @@ def recover_(
     loss: Loss | None = None,
     sites: Iterable[AttentionSite] | None = None,
     progress: bool = False,
+    validation: Iterable[Any] | None = None,
+    folder: str | Path | None = None,
 ) -> RecoveryReport:
     """Wins back what a cut cost, in place.
 
@@ -37,10 +41,15 @@ def recover_(
             not train runs models through it, where a batch is not simply their arguments.
         sites: Default ``find_sites(model)``; a method that looks at no heads only checks it against the model.
         progress: Show a progress bar.
+        validation: Batches that a method judges its work by (``Recovery.needs_validation``); read several times.
+        folder: Where a method that trains leaves a checkpoint, and continues from the one that it finds there
+            (``Recovery.resumes``).
 
     Raises:
         UnknownName: no method of this name.
-        InvalidValue: no data; a teacher that the method needs and lacks, or has no use for.
+        InvalidValue: no data; a teacher, or validation data, that the method needs and lacks, or has no use for; a
+            folder that it has no use for.
+        CheckpointError: the folder holds the checkpoint of another training.
         PlanMismatch: the teacher is no model that ``model`` can have been cut from.
 
     >>> import copy, torch
@@ -56,22 +65,38 @@ def recover_(
     if not isinstance(model, nn.Module):
         raise InvalidValue("recover_(model=)", "a torch.nn.Module", type(model).__name__)
     model = unwrap(model)
-    if teacher is not None or chosen.needs_teacher:
-        teacher = _checked_teacher(model, teacher, name, chosen)
     if sites is not None:
         sites = sites if isinstance(sites, Sites) else tuple(sites)
         bind(model, sites)
+    home = None if folder is None else Path(folder)
+    return carry_out(name, chosen, Job(model, batches, teacher, loss, sites, progress, validation, home))
+
+
+def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
+    """Does a job by a method, called ``name``, once what it is given is what the method has a use for."""
+    if job.teacher is not None or method.needs_teacher:
+        job = replace(job, teacher=_checked_teacher(job.model, job.teacher, name, method))
+    _check_use("validation", job.validation, method.needs_validation, name)
+    _check_use("folder", job.folder, method.resumes and job.folder is not None, name)
     start = perf_counter()
-    done = chosen.recover_(Job(model, batches, teacher, loss, sites, progress))
+    done = method.recover_(job)
     return RecoveryReport(
         method=name,
-        settings=chosen.settings,
+        settings=method.settings,
         changed=done.changed,
         n_examples=done.n_examples,
         seconds=perf_counter() - start,
         metrics=FrozenDict(done.metrics),
         notes=done.notes,
     )
+
+
+def _check_use(argument: str, value: object, used: bool, name: str) -> None:
+    if value is not None and not used:
+        must = f"left out: {name}, as it is set, has no use for it"
+        raise InvalidValue(argument, must, f"a {type(value).__name__}")
+    if value is None and used:
+        raise InvalidValue(argument, f"given to {name}, as it is set", "none")
 
 
 def _checked_teacher(model: nn.Module, teacher: nn.Module | None, name: str, method: Recovery) -> nn.Module:

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headprune.core.codec import EMPTY, FrozenDict, Value
@@ -28,6 +29,10 @@ class Job:
         loss: Per-example loss; None is the default loss.
         sites: Where the heads are; None finds them.
         progress: Show a progress bar.
+        validation: Data to judge the training by, if the method does.
+        folder: Where a method that ``resumes`` keeps its checkpoint.
+        part: Steps that were done before and steps in all, where this is one part of a longer training: it says where
+            its learning rate begins.
     """
 
     model: nn.Module
@@ -36,6 +41,9 @@ class Job:
     loss: Loss | None = None
     sites: Iterable[AttentionSite] | None = None
     progress: bool = False
+    validation: Iterable[Any] | None = None
+    folder: Path | None = None
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Outcome:
 
     Args:
         changed: Qualified names of the parameters that it changed or added.
-        n_examples: Examples that it saw, repeats counted.
+        n_examples: Examples that it saw: repeats counted in training, else those of one pass.
         metrics: Numbers of its own, JSON data.
         notes: What a user should know.
     """
@@ -63,9 +71,12 @@ class RecoveryReport(Value):
         method: Registered name of the method.
         settings: Its settings.
         changed: Qualified names of the parameters that were changed or added.
-        n_examples: Examples that were seen, repeats counted.
+        n_examples: Examples that were seen: repeats counted in training, else those of one pass.
         seconds: How long it took.
-        metrics: The method's own numbers: ``heads`` folded, ``steps`` and final mean ``loss``.
+        metrics: The method's own numbers: ``steps`` and final mean ``loss`` of training; without training, ``heads``
+            made good for, and of each output projection from the first cut on, by name, ``errors`` ``before`` and
+            ``after``: ``sum |T - S|² / sum |A - mean A|²`` over tokens, with T and S the teacher's and the model's
+            stream after it and A what the teacher's writes. ``error_before`` and ``error_after`` are their means.
         notes: What a user should know.
     """
 
@@ -78,7 +89,8 @@ class RecoveryReport(Value):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        numbers = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.metrics.items()]
+        single = {k: v for k, v in self.metrics.items() if not isinstance(v, Mapping)}
+        numbers = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in single.items()]
         seen = f"{len(self.changed)} parameters changed, {self.n_examples} examples, {self.seconds:.1f} s"
         return "\n  ".join([f"{self.method}: {', '.join([seen, *numbers])}", *self.notes])
 
@@ -86,13 +98,21 @@ class RecoveryReport(Value):
 class Recovery(abc.ABC):
     """Wins back what a cut cost. A concrete one is a frozen dataclass of its settings, which are JSON data."""
 
-    #: Whether it trains; one that does not runs the teacher only, through ``loss`` where a batch is not its arguments.
+    #: Whether it trains; one that does not runs models through ``loss`` only where a batch is not their arguments.
     trains: ClassVar[bool] = False
+
+    #: Whether it can keep checkpoints in a folder and continue from them.
+    resumes: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
     def needs_teacher(self) -> bool:
         """Whether it reads the unpruned original; one that does not refuses ``teacher=``."""
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether it judges its work by other examples; one that does not refuses ``validation=``."""
+        return False
 
     @abc.abstractmethod
     def recover_(self, job: Job) -> Outcome:

@@ -74,16 +74,17 @@ def mean_contexts(
         InvalidValue: no batches, nothing but padding, or means that are not finite.
     """
     totals: list[Tensor | None] = [None] * len(wanted)
-    counts = [0] * len(wanted)
+    counts: list[int | Tensor] = [0] * len(wanted)
 
     def take(number: int, x: Tensor, counted: Tensor | None) -> None:
-        # Chosen, not multiplied by 0: attention may leave NaN at padding.
-        tokens = x.flatten(0, 1) if counted is None else x[counted]
         columns = torch.tensor(wanted[number][1], dtype=torch.long, device=x.device)
-        total = tokens.index_select(1, columns).to(wide(x)).sum(0)
+        tokens = x.flatten(0, 1).index_select(1, columns).to(wide(x))
+        if counted is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
+            tokens = torch.where(counted.to(x.device).flatten()[:, None], tokens, torch.zeros_like(tokens))
+        total = tokens.sum(0)
         before = totals[number]
         totals[number] = total if before is None else before + total
-        counts[number] += len(tokens)
+        counts[number] = counts[number] + (len(tokens) if counted is None else counted.sum())
 
     device = device_of(teacher)
     examples = 0
@@ -99,14 +100,14 @@ def mean_contexts(
     return [_mean(*of_site) for of_site in zip(bound, totals, counts, strict=True)], examples
 
 
-def _mean(bound: BoundSite, total: Tensor | None, count: int) -> Tensor:
+def _mean(bound: BoundSite, total: Tensor | None, count: int | Tensor) -> Tensor:
     name = bound.site.name
     if total is None:
         must = f"a module that runs when {type(bound.module).__name__} does"
         raise UnsupportedModel(f"{name}.{bound.layout.gate}", must, "one that no batch reached")
-    if not count:
+    if not int(count):
         raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
-    mean = total / count
+    mean = total / int(count)
     if not bool(torch.isfinite(mean).all()):
         hint = "Look for NaN or infinite values in the batches."
         raise InvalidValue(f"the teacher's mean head output at {name}", "finite", "NaN or infinite", hint)

@@ -3,93 +3,43 @@
 from __future__ import annotations
 
 import math
-import random
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import Loss, checked_losses, default_loss
-from headprune.model.running import batch_size, device_of, to_device, undisturbed
+from headprune.model.losses import default_loss
+from headprune.model.running import device_of, undisturbed
 from headprune.recovery._base import Job, Outcome
-from headprune.recovery._distillation import distillation
+from headprune.recovery._checkpoint import Keeper, identity
+from headprune.recovery._distillation import Comparison
+from headprune.recovery._lora import Adapters, adapted
+from headprune.recovery._objective import HINT, Objective
+from headprune.recovery._steps import Steps
+from headprune.recovery._stream import Stream
+from headprune.recovery._traces import no_trace
+from headprune.recovery._validation import Watch
 from headprune.recovery.finetune import Finetune
-
-_HINT = "Lower learning_rate, or look for NaN in the batches."
-
-
-class _Objective(nn.Module):
-    """The model with its losses: a batch in, one number to minimise out. The Trainer sees only this."""
-
-    def __init__(self, model: nn.Module, loss: Loss, teacher: nn.Module | None, settings: Finetune) -> None:
-        super().__init__()
-        self.model, self.settings = model, settings
-        self.outside = (loss, teacher)  # in a tuple: modules, maybe, but no part of what is trained
-        self.examples = 0
-        self.task: list[float] = []
-        self.distilled: list[float] = []
-
-    def forward(self, batch: Any) -> Tensor:
-        step = len(self.task) + 1
-        batch = to_device(batch, device_of(self.model))
-        loss, teacher = self.outside
-        calls: list[tuple[Any, Any, Any]] = []
-        handle = None
-        if teacher is not None:
-            watch = lambda module, args, kwargs, output: calls.append((args, kwargs, output))  # noqa: E731
-            handle = self.model.register_forward_hook(watch, with_kwargs=True)
-        try:
-            losses = checked_losses(loss, self.model, batch, step - 1)
-        except InvalidValue as error:
-            raise InvalidValue(f"step {step}: {error.where}", error.must, error.got, f"{error.hint} {_HINT}") from None
-        finally:
-            if handle is not None:
-                handle.remove()
-        total = losses.mean()
-        self.task.append(total.item())
-        self.examples += batch_size(batch)
-        if teacher is not None:
-            gap = distillation(teacher, calls, self.settings.temperature).mean()
-            self.distilled.append(gap.item())
-            total = total + self.settings.distill * gap.to(total)
-            if not math.isfinite(total.item()):
-                raise InvalidValue(f"step {step}: the distillation loss", "finite", gap.item(), _HINT)
-        return total
-
-
-class _Batches:
-    """The user's loader; each batch in a mapping, because the Trainer asks every batch for its labels."""
-
-    def __init__(self, batches: Iterable[Any], length: int) -> None:
-        self.batches, self.length = batches, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return ({"batch": batch} for batch in self.batches)
 
 
 class _Trainer(Trainer):
     """Takes the batches as they are and leaves model and batches where they are."""
 
-    def __init__(self, objective: _Objective, args: TrainingArguments, batches: _Batches, bar: TrainerCallback) -> None:
-        self.batches = batches
-        super().__init__(model=objective, args=args, callbacks=[bar])
+    def __init__(self, objective: Objective, args: TrainingArguments, stream: Stream, part: tuple[int, int]) -> None:
+        self.stream, self.part = stream, part
+        super().__init__(model=objective, args=args)
         self.remove_callback(PrinterCallback)
         self.accelerator.device_placement = False
         args._n_gpu = min(args.n_gpu, 1)  # the Trainer would use DataParallel wherever it sees two GPUs
 
-    def get_train_dataloader(self) -> _Batches:  # type: ignore[override,unused-ignore]
-        return self.batches
+    def get_train_dataloader(self) -> Stream:  # type: ignore[override,unused-ignore]
+        return self.stream
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The model stays on its own device."""
@@ -101,60 +51,119 @@ class _Trainer(Trainer):
         loss: Tensor = model(**inputs)
         return loss.to(self.args.device)  # the Trainer adds losses up on the first GPU, wherever the model is
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule of the whole training, from where this part of it begins."""
+        before, whole = self.part
+        scheduler = super().create_scheduler(whole, optimizer)
+        if before:
+            # all groups of parameters follow one rate
+            self.lr_scheduler = LambdaLR(scheduler.optimizer, lambda step: scheduler.lr_lambdas[0](step + before))
+        return self.lr_scheduler
 
-class _Bar(TrainerCallback):
-    def __init__(self, bar: Any, losses: Sequence[float]) -> None:
-        self.bar, self.losses = bar, losses
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.bar.set_postfix_str(f"loss {self.losses[-1]:.4f}", refresh=False)
-        self.bar.update()
-
-
-def train_(settings: Finetune, job: Job, steps: int, changed: tuple[str, ...]) -> Outcome:
+def train_(settings: Finetune, job: Job, steps: int) -> Outcome:
     """Trains ``job.model`` for so many steps.
 
     Args:
         settings: How.
         job: The model, its data, loss and teacher.
         steps: Batches.
-        changed: Names of the parameters that need a gradient.
     """
-    batches = _Batches(job.batches, len(job.batches))  # type: ignore[arg-type]
-    objective = _Objective(job.model, job.loss or default_loss, job.teacher, settings)
+    model, length = job.model, len(job.batches)  # type: ignore[arg-type]
     with ExitStack() as stack:
-        stack.enter_context(_no_trace(job.model))
+        stack.enter_context(no_trace(model))
         if job.teacher is not None:
             stack.enter_context(undisturbed(job.teacher))
+        comparison = _comparison(settings, job)
+        adapters = _adapters(settings, job, stack)
+        _check_precision(settings, model)
+        changed = adapters.changed if adapters else tuple(n for n, p in model.named_parameters() if p.requires_grad)
+        part = job.part or (0, steps)
+        keeper = _keeper(settings, job, length, steps, part)
+        stream = Stream(job.batches, length, watched=keeper is not None)
+        loss = job.loss or default_loss
+        watch = Watch(model, loss, job.validation, settings.patience) if job.validation is not None else None
+        objective = Objective(model, loss, comparison, settings, part[0])
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="headprune-"))
         bar = stack.enter_context(tqdm(total=steps, desc="finetune", disable=not job.progress, leave=False))
-        arguments = _arguments(settings, folder, steps, device_of(job.model))
-        _Trainer(objective, arguments, batches, _Bar(bar, objective.task)).train()
-    if len(objective.task) != steps:
-        got = f"{len(objective.task)} steps instead of {steps}"
-        raise InvalidValue("batches", f"as many as len() says, {len(batches)}, in every pass", got)
-    for name, parameter in job.model.named_parameters():
-        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
-            raise InvalidValue(f"{name} after step {steps}", "finite", "NaN or infinite values", _HINT)
-    last = min(len(batches), steps)  # the last pass
-    metrics: dict[str, Any] = {"steps": steps, "loss": sum(objective.task[-last:]) / last}
-    if objective.distilled:
-        metrics["distillation"] = sum(objective.distilled[-last:]) / last
-    return Outcome(changed, objective.examples, metrics)
+        trainer = _Trainer(objective, _arguments(settings, folder, steps, part[1], device_of(model)), stream, part)
+        callback = Steps(trainer, objective, stream, bar, watch, settings.eval_every or length, keeper)
+        trainer.add_callback(callback)
+        trainer.train()
+        metrics = objective.metrics(length)
+        metrics |= watch.restore_() if watch is not None else {}
+        notes = _notes(settings, objective, steps, adapters, callback)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+                raise InvalidValue(f"{name} after step {part[0] + steps}", "finite", "NaN or infinite values", HINT)
+    if keeper is not None:
+        keeper.remove()
+    return Outcome(changed, objective.examples, metrics, notes)
 
 
-def _arguments(settings: Finetune, folder: str, steps: int, device: torch.device) -> TrainingArguments:
+def _comparison(settings: Finetune, job: Job) -> Comparison | None:
+    if job.teacher is None:
+        return None
+    logits = settings.temperature if settings.distill else None
+    hidden = settings.hidden_layers if settings.distill_hidden else None
+    return Comparison(job.model, job.teacher, job.sites, logits=logits, hidden=hidden)
+
+
+def _adapters(settings: Finetune, job: Job, stack: ExitStack) -> Adapters | None:
+    if settings.lora_rank is None:
+        return None
+    set_seed(settings.seed)  # A begins at random
+    targets = (settings.lora_rank, settings.lora_alpha, settings.lora_targets)
+    return stack.enter_context(adapted(job.model, *targets, job.sites))
+
+
+def _check_precision(settings: Finetune, model: nn.Module) -> None:
+    if settings.precision is None:
+        return
+    device = device_of(model).type
+    if settings.precision == "fp16" and device == "cpu":
+        hint = "On a CPU take bf16."
+        raise InvalidValue("Finetune.precision", "bf16, or used with a model on a GPU", "fp16 on the CPU", hint)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            hint = "Mixed precision trains float32 weights: model.float() first, or leave precision out."
+            raise InvalidValue(f"{name}, for Finetune.precision", "float32", parameter.dtype, hint)
+
+
+def _keeper(settings: Finetune, job: Job, length: int, steps: int, part: tuple[int, int]) -> Keeper | None:
+    if job.folder is None:
+        return None
+    told = {k: v for k, v in settings.settings.items() if k != "checkpoint_every"}
+    numbers = {"settings": told, "the number of batches": length, "the number of steps": [steps, *part]}
+    return Keeper(job.folder, settings.checkpoint_every or length, identity(job.model, job.teacher, numbers))
+
+
+def _notes(
+    settings: Finetune, objective: Objective, steps: int, adapters: Adapters | None, callback: Steps
+) -> tuple[str, ...]:
+    notes = adapters.notes() if adapters is not None else ()
+    if callback.continued is not None:
+        notes += (f"Continued after step {callback.continued} from a checkpoint.",)
+    if objective.steps < steps:
+        why = f"no lower validation loss in {settings.patience} evaluations"
+        notes += (f"Stopped after {objective.steps} of {steps} steps: {why}.",)
+    return notes
+
+
+def _arguments(settings: Finetune, folder: str, steps: int, whole: int, device: torch.device) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder,
         use_cpu=device.type == "cpu",
         max_steps=steps,
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
-        warmup_steps=math.ceil(settings.warmup_ratio * steps),
+        warmup_steps=math.ceil(settings.warmup_ratio * whole),
         lr_scheduler_type="constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
         max_grad_norm=settings.max_grad_norm or 0.0,
         optim="adamw_torch",
         seed=settings.seed,
+        bf16=settings.precision == "bf16",
+        fp16=settings.precision == "fp16",
         report_to="none",
         save_strategy="no",
         eval_strategy="no",
@@ -162,31 +171,3 @@ def _arguments(settings: Finetune, folder: str, steps: int, device: torch.device
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-
-
-@contextmanager
-def _no_trace(model: nn.Module) -> Iterator[None]:
-    """Puts back what a Trainer changes outside of the parameters: modes, random states, accelerate's global state."""
-    modes = [(m, m.training) for m in model.modules()]
-    states = [
-        (kind._shared_state, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState, GradientState)
-    ]
-    python, numpy = random.getstate(), np.random.get_state()
-    # set_seed seeds every GPU, but one that was never used must not be woken for that
-    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    current = torch.cuda.current_device() if gpus else None
-    with torch.random.fork_rng(devices=gpus):
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for parameter in model.parameters():
-                parameter.grad = None
-            for shared, before in states:
-                shared.clear()
-                shared.update(before)
-            random.setstate(python)
-            np.random.set_state(numpy)
-            if current is not None:
-                torch.cuda.set_device(current)

@@ -64,6 +64,13 @@ def command(record: RunRecord) -> str:
     return f"headprune run {shlex.quote(record.name)}"
 
 
+#: What selectors that look at the model are handed, by name.
+_ASKED = {
+    "iterative": ", rescore=hp.scoring.rescorer(model, batches, {!r})",
+    "local_search": ", loss=hp.scoring.loss_of(model, batches)",
+}
+
+
 def python_lines(record: RunRecord) -> str:
     """Python lines that repeat the cut, from the record and from the start."""
     lines = ["import headprune as hp", ""]
@@ -78,6 +85,10 @@ def python_lines(record: RunRecord) -> str:
         lines += ["sites = hp.find_sites(model)", f"scores = hp.score(model, batches, {record.scores.scorer!r})"]
         if record.plan is not None and record.plan.wanted:
             how = f"{_budget(record.plan)}, {record.plan.selector!r}"
+            if "speedup=" in how:
+                lines.append("table = hp.bench.latency_table(model, batch)  # of the size that must be fast")
+                how += ", latency=table"
+            how += _ASKED.get(record.plan.selector, "").format(record.scores.scorer)
             lines += [f"plan = hp.select(scores, {how})", "hp.prune_(model, plan)"]
     if len(lines) == 2:
         lines.append('record = hp.RunRecord.load("record.json")')

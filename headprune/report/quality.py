@@ -7,21 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from headprune.core.metrics import LOWER as _LOWER
+from headprune.core.metrics import POINTS as _POINTS
+from headprune.core.metrics import RATIO as _RATIO
+from headprune.core.metrics import is_one_of as _is
 from headprune.core.record import QualityRow, RunRecord
 from headprune.report.formats import fixed, signed, times
 
 Role = Literal["base", "chosen", "random", "magnitude", "other", "recovered"]
 _ORDER: tuple[Role, ...] = ("base", "chosen", "random", "magnitude", "other", "recovered")
-
-#: Fractions of one, higher is better: differences are given in points (hundredths).
-_POINTS = (
-    *("accuracy", "f1", "exact_match", "mcc", "matthews", "auc", "auroc", "precision", "recall"),
-    *("pearson", "spearman", "r2", "top1", "top5"),
-)
-#: Lower is better, and what counts is the factor.
-_RATIO = ("perplexity", "mse")
-#: Lower is better, plain differences.
-_LOWER = ("loss", "mae", "error")
 
 
 @dataclass(frozen=True)
@@ -62,10 +56,6 @@ class QualityGroup:
     def find(self, role: Role) -> QualityLine | None:
         """The last row of a role: of several recoveries, what came out of all of them."""
         return next((r for r in reversed(self.rows) if r.role == role), None)
-
-
-def _is(metric: str, names: Sequence[str]) -> bool:
-    return any(n in metric.lower().replace("-", "_").replace(" ", "_") for n in names)
 
 
 def _role(row: QualityRow, scorer: str | None) -> Role:

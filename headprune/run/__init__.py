@@ -9,13 +9,27 @@ _HOME = {
     "Recipe": "headprune.run.recipe",
     "RecipeError": "headprune.run.validate",
     "load_recipe": "headprune.run.validate",
+    "pick": "headprune.run.picking",
     "prepared": "headprune.run.runner",
+    "prune_gradually_": "headprune.run.gradual",
     "run_recipe": "headprune.run.runner",
     "score_recipe": "headprune.run.runner",
     "shipped_recipes": "headprune.run.reading",
+    "sweep": "headprune.run.sweeping",
 }
 
-__all__ = ["Recipe", "RecipeError", "load_recipe", "prepared", "run_recipe", "score_recipe", "shipped_recipes"]
+__all__ = [
+    "Recipe",
+    "RecipeError",
+    "load_recipe",
+    "pick",
+    "prepared",
+    "prune_gradually_",
+    "run_recipe",
+    "score_recipe",
+    "shipped_recipes",
+    "sweep",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,7 +45,10 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from headprune.run.gradual import prune_gradually_
+    from headprune.run.picking import pick
     from headprune.run.reading import shipped_recipes
     from headprune.run.recipe import Recipe
     from headprune.run.runner import prepared, run_recipe, score_recipe
+    from headprune.run.sweeping import sweep
     from headprune.run.validate import RecipeError, load_recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from headprune.run.features import Collate, Encoder, Example, pixel_array, pixel
 from headprune.run.models import Preparation
 from headprune.run.recipe import DataSection, Recipe, Task
 from headprune.run.sources import Source, load_source
-from headprune.run.splits import Part, normalised, partition
+from headprune.run.splits import Part, calibration_rows, normalised, partition
 
 _CLASSES = ("text_classification", "image_classification")
 
@@ -71,6 +71,12 @@ class Data:
         order = torch.Generator().manual_seed(self.seed)
         rows: Any = self.examples[purpose]
         return DataLoader(rows, batch_size=size, shuffle=True, generator=order, collate_fn=self.collate)
+
+    def redrawn(self, calibration: int, seed: int) -> Data:
+        """The same with another draw of calibration rows out of the train rows, and another order of batches."""
+        train = self.examples["train"]
+        drawn = [train[i] for i in calibration_rows(len(train), calibration, seed)]
+        return replace(self, examples={**self.examples, "calibration": drawn}, seed=seed)
 
 
 def load_rows(recipe: Recipe) -> RawData:

@@ -21,7 +21,11 @@ SCORES = "scores.json"
 MODEL = "model"
 BASE = "base"
 ROWS = "rows.json"
-_FILES = (RECORD, PLAN, SCORES, "scores.samples.safetensors", ROWS, "report.html", "report.md")
+LATENCY = "latency.json"
+_FILES = (
+    *(RECORD, PLAN, SCORES, "scores.samples.safetensors", "scores.curvature.safetensors", ROWS, LATENCY),
+    *("report.html", "report.md"),
+)
 _FOLDERS = {MODEL: "headprune.json", BASE: "config.json"}
 
 

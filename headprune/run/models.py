@@ -133,6 +133,7 @@ def load_model(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
 def _precision_notes(recipe: Recipe, model: nn.Module) -> tuple[str, ...]:
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     trained = recipe.train is not None or any(step.method == "finetune" for step in recipe.recover)
+    trained = trained or recipe.gradual is not None
     if dtype.itemsize > 2 or not trained:
         return ()
     name = str(dtype).removeprefix("torch.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headprune.core.heads import Policy
 from headprune.core.plan import Budget
@@ -127,47 +127,6 @@ class ScoreSection(Section):
     random_draws: Annotated[int, Field(ge=0)] = 10
 
 
-class BudgetSection(Section):
-    """Exactly one budget (see ``headprune.Budget``)."""
-
-    keep_heads: int | float | None = None
-    keep_params: int | float | None = None
-    keep_macs: int | float | None = None
-    keep_kv: int | float | None = None
-    length: Positive | None = None
-
-    @property
-    def budget(self) -> Budget:
-        """The budget.
-
-        Raises:
-            InvalidValue: none or several are given, or one that cannot be.
-        """
-        return Budget(self.keep_heads, self.keep_params, self.keep_macs, self.keep_kv, self.length)
-
-
-class SelectSection(BudgetSection):
-    """Which heads stay: a selector, its settings, and one budget, or one for each of several groups of sites.
-
-    Args:
-        selector: Registered name.
-        settings: The selector's settings.
-        policy: Which heads may leave where several query heads share a key/value head (see ``headprune.find_sites``).
-        sites: Budgets by kind of attention (self, causal, cross) or by a pattern over the sites' names; each group
-            meets its own by itself, and sites that are not named keep every head.
-    """
-
-    selector: str = "global_topk"
-    settings: dict[str, Any] = {}
-    policy: Policy = "group"
-    sites: dict[str, BudgetSection] = {}
-
-    @property
-    def budgets(self) -> dict[str, Budget]:
-        """The budgets of groups of sites; empty where one budget is for all."""
-        return {key: section.budget for key, section in self.sites.items()}
-
-
 class RecoverStep(Section):
     """One recovery method; several run one after the other on the same model.
 
@@ -182,6 +141,99 @@ class RecoverStep(Section):
     settings: dict[str, Any] = {}
     batch_size: Positive = 32
     rows: Literal["calibration", "train"] | None = None
+
+
+class BudgetSection(Section):
+    """Exactly one budget (see ``headprune.Budget``)."""
+
+    keep_heads: int | float | None = None
+    keep_params: int | float | None = None
+    keep_macs: int | float | None = None
+    keep_kv: int | float | None = None
+    speedup: int | float | None = None
+    length: Positive | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """The budget.
+
+        Raises:
+            InvalidValue: none or several are given, or one that cannot be.
+        """
+        return Budget(self.keep_heads, self.keep_params, self.keep_macs, self.keep_kv, self.speedup, self.length)
+
+
+class LatencySection(Section):
+    """Where latency is measured, for budgets of speed.
+
+    Args:
+        batch_size: Examples a call.
+        length: Tokens an example; that of a small batch of test rows where left out.
+        seconds: About how long the latency table takes, and again the comparison of the cut model.
+    """
+
+    batch_size: Positive = 32
+    length: Positive | None = None
+    seconds: Annotated[float, Field(gt=0)] = 30.0
+
+
+class SelectSection(BudgetSection):
+    """Which heads stay: a selector, its settings, and one budget, or one for each of several groups of sites.
+
+    Args:
+        selector: Registered name; ``knapsack`` where it is left out with a budget of speed.
+        settings: The selector's settings.
+        recover: Recoveries of the copies on which the selector looks at the cut model while it chooses: between the
+            steps of ``iterative``, before each measurement of ``local_search``.
+        must_keep: Heads that must stay, by the sites' names.
+        must_remove: Heads that must go, by the sites' names.
+        latency: Where latency is measured, with ``speedup``.
+        policy: Which heads may leave where several query heads share a key/value head (see ``headprune.find_sites``).
+        sites: Budgets by kind of attention (self, causal, cross) or by a pattern over the sites' names; each group
+            meets its own by itself, and sites that are not named keep every head.
+    """
+
+    selector: str = "global_topk"
+    settings: dict[str, Any] = {}
+    recover: list[RecoverStep] = []
+    must_keep: dict[str, list[int]] | None = None
+    must_remove: dict[str, list[int]] | None = None
+    latency: LatencySection = LatencySection()
+    policy: Policy = "group"
+    sites: dict[str, BudgetSection] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_selector(cls, data: Any) -> Any:
+        groups = data.get("sites") if isinstance(data, dict) else None
+        sections = [data, *(groups.values() if isinstance(groups, dict) else ())]
+        timed = any(isinstance(section, dict) and section.get("speedup") is not None for section in sections)
+        return {"selector": "knapsack", **data} if timed else data
+
+    @property
+    def timed(self) -> bool:
+        """Whether a budget is one of speed, for which latency is measured."""
+        return any(section.speedup is not None for section in (self, *self.sites.values()))
+
+    @property
+    def budgets(self) -> dict[str, Budget]:
+        """The budgets of groups of sites; empty where one budget is for all."""
+        return {key: section.budget for key, section in self.sites.items()}
+
+
+class GradualSection(Section):
+    """Heads leave in stages while the model is trained, see ``headprune.run.prune_gradually_``; budget and selector are
+    those of ``select``, and ``recover`` comes after.
+
+    Args:
+        stages: Cuts, each with a share of the steps after it.
+        batch_size: Examples a batch of the training, on train rows.
+        settings: Settings of the recovery ``finetune``, for all stages together.
+    """
+
+    stages: Positive = 8
+    batch_size: Positive = 32
+    settings: dict[str, Any] = {}
 
 
 class BenchSection(Section):
@@ -211,6 +263,8 @@ class Recipe(Section):
         threads: CPU threads of torch; its own choice where left out.
         out: The folder of the run.
         report: Write ``report.html`` and ``report.md``.
+        preset: A published pipeline (``headprune ls`` names them), whose scorer, selector and recoveries take the place
+            of those that the recipe gives.
     """
 
     name: Name
@@ -225,9 +279,11 @@ class Recipe(Section):
     train: TrainSection | None = None
     score: ScoreSection = ScoreSection()
     select: SelectSection
+    gradual: GradualSection | None = None
     recover: list[RecoverStep] = []
     bench: BenchSection | None = None
     report: bool = True
+    preset: str | None = None
 
     @property
     def folder(self) -> str:

@@ -94,6 +94,9 @@ def _resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | P
 
 def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
     subject = prepare_subject(recipe, journal)
+    if recipe.select.timed:
+        with journal.stage("latency"):
+            stages.measure_table(subject)
     with journal.stage("base quality"):
         subject.report(subject.model, "base", stages.count_heads(subject.model))
     with journal.stage("score"):
@@ -108,11 +111,12 @@ def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
     with journal.stage("compare"):
         stages.compare_plans(subject, scored, plan)
     with journal.stage("prune"):
-        pruned = stages.cut(subject, plan)
+        pruned = stages.cut(subject, plan) if recipe.gradual is None else stages.cut_gradually(subject, folder)
     if recipe.recover:
         with journal.stage("recover"):
             stages.recover(subject, pruned)
     with journal.stage("bench"):
+        stages.measure_speed(subject, pruned)
         stages.bench(subject, pruned, scored.chosen.costs.length if scored.chosen.costs else 1)
     with journal.stage("save"):
         stages.keep(subject, pruned, folder)

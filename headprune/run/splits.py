@@ -98,14 +98,18 @@ def partition(
         if not part.rows:
             got = f"none left after {part.dropped} that stand in other splits were dropped"
             raise InvalidValue(f"data: {name}", "at least one row", got)
-    drawing = random.Random(seed + 2)
-    chosen = drawing.sample(range(len(train)), min(calibration, len(train)))
+    chosen = calibration_rows(len(train), calibration, seed)
     return {
         "train": _counted(learning, words),
         "validation": _counted(validation, keys[validation.source]),
         "test": _counted(test, keys[test.source]),
         "calibration": _counted(Part("train", tuple(train[i] for i in chosen)), words),
     }
+
+
+def calibration_rows(n_train: int, count: int, seed: int) -> list[int]:
+    """Places of the calibration rows among the train rows: a draw of ``count`` of them, or of all, in random order."""
+    return random.Random(seed + 2).sample(range(n_train), min(count, n_train))
 
 
 def _counted(part: Part, words: Sequence[str]) -> Part:

@@ -18,15 +18,18 @@ from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
 from headprune.gating.context import gated
 from headprune.model.sites import find_sites
-from headprune.recovery._api import recover_
-from headprune.run.journal import MODEL
+from headprune.run.choosing import choose_heads as choose_heads
+from headprune.run.choosing import measure_speed as measure_speed
+from headprune.run.choosing import measure_table as measure_table
+from headprune.run.gradual import prune_gradually_
+from headprune.run.journal import MODEL, PLAN
 from headprune.run.proofs import generation_proof, reload_proof
-from headprune.run.recipe import RecoverStep
+from headprune.run.recovering import recover_once as recover_once
+from headprune.run.recovering import seeded as seeded
 from headprune.run.subject import Subject
 from headprune.run.validate import configured
 from headprune.scoring._api import score
 from headprune.scoring._stopping import Stable
-from headprune.selection._api import select
 from headprune.surgery.checkpoint import save_pretrained
 from headprune.surgery.prune import prune_
 
@@ -61,13 +64,6 @@ def score_heads(subject: Subject) -> Scored:
     return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])
 
 
-def choose_heads(subject: Subject, scores: HeadScores) -> PruningPlan:
-    """The plan that the recipe's selector and budget make of scores."""
-    wanted = subject.recipe.select
-    selector = configured(selection.registry, wanted.selector, wanted.settings)
-    return select(scores, wanted.budgets or wanted.budget, selector)
-
-
 def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:
     """Accuracy of the plan and of the baselines' plans at the same budget, heads gated, nothing recovered."""
     name = scored.chosen.scorer
@@ -87,7 +83,7 @@ def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:
 
 
 def _gated_row(subject: Subject, scores: HeadScores) -> QualityRow:
-    plan = choose_heads(subject, scores)
+    plan = choose_heads(subject, scores, baseline=True)
     with gated(subject.model, plan):
         return subject.measure(subject.model, scores.scorer, plan.mask.n_kept, "test")
 
@@ -124,28 +120,48 @@ def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
     return pruned
 
 
+def cut_gradually(subject: Subject, folder: Path) -> nn.Module:
+    """A copy of the model that lost its heads in stages while it was trained; the run's plan is then what stays."""
+    recipe = subject.recipe
+    assert recipe.gradual is not None
+    pruned = copy.deepcopy(subject.model)
+    method = seeded(recovery.registry, "finetune", recipe.gradual.settings, recipe.seed)
+    done = prune_gradually_(
+        pruned,
+        subject.data.loader("train", recipe.gradual.batch_size),
+        recipe.select.budget,
+        stages=recipe.gradual.stages,
+        finetune=method,
+        scorer=configured(scoring.registry, recipe.score.scorer, recipe.score.settings),
+        selector=configured(selection.registry, recipe.select.selector, recipe.select.settings),
+        calibration=subject.data.batches("calibration", recipe.score.batch_size),
+        teacher=subject.model if method.needs_teacher else None,
+        sites=subject.sites,
+        example=subject.example,
+    )
+    done.plan.save(folder / PLAN)
+    proofs = tuple(stage.proof for stage in done.stages if stage.proof)
+    rows = tuple({"kept": stage.plan.mask.n_kept, **stage.training.metrics} for stage in done.stages)
+    subject.journal.note(plan=done.plan, proofs=proofs, metrics={"gradual": rows})
+    for line in str(done).split("\n"):
+        subject.journal.tell(line)
+    subject.report(pruned, "gradual", count_heads(pruned), trained=True)
+    return pruned
+
+
 def recover(subject: Subject, pruned: nn.Module) -> None:
     """Every recovery of the recipe in turn, and the accuracy after each."""
     names: list[str] = []
     reports: dict[str, Any] = {}
-    trained = False
+    trained = subject.recipe.gradual is not None
     kept = count_heads(pruned)
     for i, step in enumerate(subject.recipe.recover):
-        method = _method(step, subject.recipe.seed)
-        purpose = step.rows or ("train" if method.trains else "calibration")
-        teacher = subject.model if method.needs_teacher else None
-        done = recover_(pruned, subject.data.loader(purpose, step.batch_size), method, teacher)
+        method, purpose, done = recover_once(subject, pruned, step)
         names.append(step.method)
         trained = trained or method.trains
         reports[f"{i}"] = {"method": step.method, "rows": purpose, "seconds": round(done.seconds, 3), **done.metrics}
         subject.journal.note(metrics={"recovery": reports}, warnings=done.notes)
         subject.report(pruned, f"recovered ({' + '.join(names)})", kept, trained)
-
-
-def _method(step: RecoverStep, seed: int) -> Any:
-    """The configured method; one that draws does so from the run's seed unless the recipe gives it another."""
-    fields = getattr(recovery.registry.get(step.method), "__dataclass_fields__", {})
-    return configured(recovery.registry, step.method, {**({"seed": seed} if "seed" in fields else {}), **step.settings})
 
 
 def bench(subject: Subject, pruned: nn.Module, length: int) -> None:

@@ -11,25 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from headprune import recovery
+from headprune import recovery, selection
+from headprune.bench.latency_tables import latency_table
 from headprune.bench.quality import evaluate
-from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.files import write_atomic
 from headprune.core.heads import Policy
+from headprune.core.latency import LatencyTable
 from headprune.core.record import QualityRow
 from headprune.model.sites import Sites, find_sites
 from headprune.recovery._api import recover_
 from headprune.run.data import Data, encode_rows, load_rows
 from headprune.run.journal import BASE, ROWS, Journal
 from headprune.run.labels import number_labels
-from headprune.run.models import Preparation, load_model, longest_input, prepare, resolve_device
-from headprune.run.recipe import Recipe
+from headprune.run.models import Loaded, Preparation, load_model, longest_input, open_model, prepare, resolve_device
+from headprune.run.recipe import Recipe, SelectSection
 from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.run.validate import configured
 from headprune.selection._groups import divided
+from headprune.selection._task import check_possible
 from headprune.surgery.checkpoint import save_pretrained
 
-_EVALUATION_BATCH = 64
+EVALUATION_BATCH = 64
 _EXAMPLE_ROWS = 8
 
 
@@ -62,8 +65,24 @@ class Subject:
         return find_sites(self.model, policy=self.recipe.select.policy)
 
     @cached_property
+    def latency(self) -> LatencyTable | None:
+        """The latency table of the model as it is, where a budget is one of speed; measured when first asked for."""
+        wanted = self.recipe.select
+        if not wanted.timed:
+            return None
+        at = wanted.latency
+        return latency_table(
+            self.model,
+            self.example,
+            batch_size=at.batch_size,
+            length=at.length,
+            sites=self.sites,
+            seconds=at.seconds,
+        )
+
+    @cached_property
     def _batches(self) -> dict[str, list[Any]]:
-        return {split: self.data.evaluation(split, _EVALUATION_BATCH) for split in ("test", "validation")}
+        return {split: self.data.evaluation(split, EVALUATION_BATCH) for split in ("test", "validation")}
 
     def measure(self, model: nn.Module, name: str, kept_heads: int, split: str, trained: bool = False) -> QualityRow:
         """One evaluation, as a row of the accuracy table."""
@@ -91,8 +110,14 @@ def quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def prepare_subject(recipe: Recipe, journal: Journal) -> Subject:
-    """The first stages: surroundings, data, model, training."""
+def prepare_subject(recipe: Recipe, journal: Journal, base: Path | None = None) -> Subject:
+    """The first stages: surroundings, data, model, training.
+
+    Args:
+        recipe: The recipe.
+        journal: Where everything is noted.
+        base: A folder that ``save_base`` wrote for this recipe: its model is taken as it is, and not trained again.
+    """
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     device = resolve_device(recipe.device)
@@ -106,16 +131,15 @@ def prepare_subject(recipe: Recipe, journal: Journal) -> Subject:
     with journal.stage("model"):
         raw = number_labels(recipe, raw)
         preparation = prepare(recipe)
-        loaded = load_model(recipe, raw.labels)
+        loaded = load_model(recipe, raw.labels) if base is None else Loaded(open_model(str(base), "the base model"))
         model = loaded.model.to(device)
         journal.note(warnings=(*raw.warnings, *loaded.warnings))
         data = encode_rows(recipe, raw, preparation, dtype=next(model.parameters()).dtype)
         _check_length(model, data)
         sites = _located(model, recipe.select.policy)  # refused now, not after the training
-        if recipe.select.sites:
-            divided(sites, recipe.select.budgets)
+        _check_select(recipe.select, sites)
         journal.tell(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
-    if recipe.train is not None:
+    if recipe.train is not None and base is None:
         with journal.stage("train"):
             settings = {k: v for k, v in recipe.train.model_dump().items() if k != "batch_size"}
             method = configured(recovery.registry, "finetune", {**settings, "seed": recipe.seed})
@@ -123,7 +147,7 @@ def prepare_subject(recipe: Recipe, journal: Journal) -> Subject:
             journal.note(metrics={"training": {"seconds": round(done.seconds, 3), **done.metrics}})
             journal.tell(str(done).partition("\n")[0])
             if journal.folder is not None:
-                _save_base(model, preparation, journal.folder / BASE)
+                save_base(model, preparation, journal.folder / BASE)
     return Subject(recipe, journal, data, model, preparation)
 
 
@@ -139,6 +163,20 @@ def _located(model: nn.Module, policy: Policy) -> Sites:
         raise InvalidValue("select.policy", f"one that {error.where} has", repr(policy), hint) from error
 
 
+def _check_select(wanted: SelectSection, sites: Sites) -> None:
+    """Refuses budgets and heads for sites that the model lacks, and heads that leave a site no lawful number."""
+    if wanted.sites:
+        divided(sites, wanted.budgets)
+    selector = configured(selection.registry, wanted.selector, wanted.settings)
+    try:
+        check_possible(sites, selector, wanted.must_keep, wanted.must_remove)
+    except HeadPruneError as error:
+        where = error.where
+        for name in ("must_keep", "must_remove"):
+            where = where.replace(f"select({name}=)", f"select.{name}")
+        raise type(error)(where, error.must, error.got, error.hint) from None
+
+
 def _check_length(model: nn.Module, data: Data) -> None:
     """Refuses examples that are longer than the model can read, before any long work."""
     limit = longest_input(model)
@@ -147,7 +185,7 @@ def _check_length(model: nn.Module, data: Data) -> None:
         raise InvalidValue("data.max_length", f"at most {limit}, what the model can read", f"{longest} tokens")
 
 
-def _save_base(model: nn.Module, preparation: Preparation, folder: Path) -> None:
+def save_base(model: nn.Module, preparation: Preparation, folder: Path) -> None:
     """The trained model before this run's cut: it exists nowhere else. In Transformers' own format if it is whole."""
     if any(len(site.heads) < site.n_query_heads for site in find_sites(model)):
         save_pretrained(model, folder)

@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from headprune.core.errors import HeadPruneError, InvalidValue, did_you_mean
+from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, did_you_mean
 from headprune.core.registry import Registry
+from headprune.run.presets import preset_named
 from headprune.run.reading import interpolate, locate, override, read_raw
-from headprune.run.recipe import BudgetSection, Recipe
+from headprune.run.recipe import BudgetSection, LatencySection, Recipe
+from headprune.selection._inner import CALLABLES
 
 
 class RecipeError(InvalidValue):
@@ -53,6 +55,11 @@ def check_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
     """
     data, problems = interpolate(raw)
     recipe = None
+    if data.get("preset") is not None:
+        try:
+            data = preset_named(data["preset"]).laid_over(data)
+        except UnknownName as error:
+            problems.append(InvalidValue(error.where, error.must, error.got, error.hint))
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
@@ -125,7 +132,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
     """What the types cannot say; looked at section by section, so that one bad section hides no other."""
-    from headprune import recovery, scoring, selection
+    from headprune import scoring, selection
 
     model = data.get("model")
     problems = [*(_model_problems(model) if isinstance(model, Mapping) else ()), *_data_problems(data)]
@@ -134,15 +141,38 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
     problems += _until_problems(score)
     selector = select.get("selector", "global_topk")
     problems += check_method(selection.registry, selector, select.get("settings"), "select", "selector")
-    problems += _select_problems(select)
-    steps = data.get("recover") or []
-    for i, step in enumerate(steps if isinstance(steps, list) else []):
-        if isinstance(step, Mapping) and "method" in step:
-            path = f"recover.{i}"
-            problems += check_method(recovery.registry, step["method"], step.get("settings"), path, "method")
+    problems += [*_select_problems(select), *_latency_problems(select, data.get("task"))]
+    problems += [*_recover_problems(data, ""), *_recover_problems(select, "select."), *_looking_problems(select)]
+    if isinstance(data.get("gradual"), Mapping):
+        problems += _gradual_problems(data["gradual"], score, select)
     if isinstance(data.get("train"), Mapping):
         problems += _train_problems(data["train"])
     return problems
+
+
+def _recover_problems(section: Mapping[str, Any], inside: str) -> list[InvalidValue]:
+    from headprune import recovery
+
+    problems: list[InvalidValue] = []
+    steps = section.get("recover") or []
+    for i, step in enumerate(steps if isinstance(steps, list) else []):
+        if isinstance(step, Mapping) and "method" in step:
+            path = f"{inside}recover.{i}"
+            problems += check_method(recovery.registry, step["method"], step.get("settings"), path, "method")
+            problems += _useless(step.get("settings"), ("checkpoint_every",), path, "a run begins anew, and keeps none")
+    return problems
+
+
+def _looking_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
+    """Recoveries for a selector that looks at no cut model."""
+    from headprune import selection
+
+    name = select.get("selector", "global_topk")
+    known = isinstance(name, str) and name in selection.registry
+    if not select.get("recover") or not known or selection.registry.get(name).needs & CALLABLES:
+        return []
+    must = "left out with a selector that looks at scores alone"
+    return [InvalidValue("select.recover", must, f"recoveries, with {name}", "To recover the cut model: recover.")]
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -200,6 +230,18 @@ def _select_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
     return [p for key, one in groups if isinstance(one, Mapping) for p in _budget_problems(one, f"select.sites.{key}")]
 
 
+def _latency_problems(select: Mapping[str, Any], task: Any) -> list[InvalidValue]:
+    sites = select.get("sites")
+    sections = [select, *(s for s in (sites.values() if isinstance(sites, Mapping) else ()) if isinstance(s, Mapping))]
+    timed = any(section.get("speedup") is not None for section in sections)
+    length = _section(select, "latency").get("length")
+    if timed and length is not None and task == "image_classification":
+        return [InvalidValue("select.latency.length", "left out: images have a length of their own", length)]
+    if timed or select.get("latency") in (None, {}, LatencySection().model_dump()):  # a resolved recipe has them all
+        return []
+    return [InvalidValue("select.latency", "left out: nothing is timed without a budget speedup", "a section")]
+
+
 def _budget_problems(section: Mapping[str, Any], path: str) -> list[InvalidValue]:
     try:
         BudgetSection.model_validate({k: section.get(k) for k in BudgetSection.model_fields}).budget  # noqa: B018
@@ -208,6 +250,33 @@ def _budget_problems(section: Mapping[str, Any], path: str) -> list[InvalidValue
     except HeadPruneError as error:
         return [InvalidValue(error.where.replace("Budget", path), error.must, error.got, error.hint)]
     return []
+
+
+def _gradual_problems(
+    gradual: Mapping[str, Any], score: Mapping[str, Any], select: Mapping[str, Any]
+) -> list[InvalidValue]:
+    from headprune import recovery
+
+    problems = check_method(recovery.registry, "finetune", gradual.get("settings"), "gradual", "method")
+    alone = ("patience", "eval_every", "checkpoint_every")
+    problems += _useless(gradual.get("settings"), alone, "gradual", "every stage is a training of its own")
+    if select.get("sites"):
+        problems.append(InvalidValue("select.sites", "left out with gradual, which has one budget", "budgets of sites"))
+    if select.get("recover"):
+        got = "recoveries between the choices"
+        problems.append(InvalidValue("select.recover", "left out with gradual, which trains between cuts", got))
+    if select.get("speedup") is not None:
+        problems.append(InvalidValue("select.speedup", "another budget with gradual", repr(select["speedup"])))
+    if score.get("until") is not None:
+        problems.append(InvalidValue("score.until", "left out with gradual, which scores all rows", "a section"))
+    return problems
+
+
+def _useless(settings: Any, names: Iterable[str], path: str, why: str) -> list[InvalidValue]:
+    """Settings that have no use where they are given."""
+    given = settings if isinstance(settings, Mapping) else {}
+    wrong = [name for name in names if given.get(name) is not None]
+    return [InvalidValue(f"{path}.settings.{name}", f"left out: {why}", repr(given[name])) for name in wrong]
 
 
 def _train_problems(train: Mapping[str, Any]) -> list[InvalidValue]:

@@ -17,8 +17,10 @@ _HOME = {
     "fisher_matrix": "headprune.scoring.fisher",
     "gate_gradients": "headprune.scoring._gradients",
     "ggn_matrix": "headprune.scoring.ggn",
+    "loss_of": "headprune.scoring._callables",
     "mask_losses": "headprune.scoring._masks",
     "rank_average": "headprune.scoring._agreement",
+    "rescorer": "headprune.scoring._callables",
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
-from headprune.core.samples import Samples
+from headprune.core.samples import Curvature, Samples
 from headprune.core.scores import HeadScores
 from headprune.model.fingerprint import fingerprint
 from headprune.model.losses import Loss, default_loss
@@ -73,7 +73,7 @@ def score(
 
     Returns:
         HeadScores, or a tuple of them if several scorers were asked for; with the per-example numbers of scorers that
-        have them (``scores.samples``).
+        have them (``scores.samples``), and with the curvature of ``fisher`` and ``ggn`` (``scores.curvature``).
 
     Raises:
         UnknownName: no such scorer.
@@ -124,6 +124,7 @@ def score(
             costs=problem.costs,
             samples=None if e.samples is None else Samples.of(e.samples.detach().cpu().numpy()),
             notes=_notes(s, e),
+            curvature=None if e.curvature is None else Curvature.of(e.curvature.detach().cpu().numpy()),
         )
         for (name, s), e in zip(named, estimates, strict=True)
     )

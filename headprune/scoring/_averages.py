@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from headprune.core.samples import Curvature
 from headprune.scoring._base import Estimate
 
 #: Rows that differ by less, relative to the largest number in them, differ by rounding.
@@ -29,6 +33,14 @@ def averaged(samples: Tensor, n_examples: int | None = None, seed: int | None = 
     if not bool(values.any()):
         notes.append("Every score is 0, so that they tell no head from another.")
     return Estimate(values, errors, n_examples or len(samples), seed, samples, tuple(notes))
+
+
+def with_curvature(estimate: Estimate, n_units: int, make: Callable[[], Tensor]) -> Estimate:
+    """The estimate with its curvature; without it, and with a note, where that is too large to keep."""
+    said = Curvature.too_large(n_units)
+    if said:
+        return replace(estimate, notes=(*estimate.notes, said))
+    return replace(estimate, curvature=make())
 
 
 def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -35,6 +35,8 @@ class Estimate:
             values. One row an example in data order, whose mean is the values, where the formula is a mean over
             examples; else one row a block of examples (jackknife pseudo-values). None where nothing was sampled.
         notes: What the user should know: no standard error from one example, a fallback to a slower way.
+        curvature: ``[units, units]``, symmetric, fp64 on the CPU, in the values' unit: the loss rises by
+            ``1/2 (1-m)' I (1-m)``, so that half its diagonal are the values. None where the scorer has none.
     """
 
     values: Tensor
@@ -43,6 +45,7 @@ class Estimate:
     seed: int | None = None
     samples: Tensor | None = None
     notes: tuple[str, ...] = ()
+    curvature: Tensor | None = None
 
 
 @dataclass

@@ -8,7 +8,7 @@ most (less with attention sinks), among what the attention module and its parts 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headprune.attention.multi_head import MultiHeadAttention
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.model.contexts import query_mask
+from headprune.model.contexts import inputs_of, query_mask
 from headprune.model.double import Doubled
 from headprune.model.running import batch_size, tensors, token_mask
 from headprune.model.sites import BoundSite
@@ -155,6 +155,22 @@ def visible(model: nn.Module, b: BoundSite, batch: Any, shape: tuple[int, int, i
     )
 
 
+@contextmanager
+def told(model: nn.Module, bound: Iterable[BoundSite], batch: Any) -> Iterator[dict[int, list[Any]]]:
+    """By site number, what tells the padding of each run that the block makes on a batch; see ``inputs_of``."""
+    bound = list(bound)
+    given: dict[int, list[Any]] = {number: [] for number in range(len(bound))}
+
+    def noting(number: int) -> Callable[..., None]:
+        return lambda *_: given[number].append(inputs.now)
+
+    with inputs_of(model, bound) as inputs, ExitStack() as stack:
+        inputs.begin(batch)
+        for number, b in enumerate(bound):
+            stack.callback(b.module.register_forward_hook(noting(number)).remove)
+        yield given
+
+
 class MapScorer(Scorer):
     """A scorer that reads a number off every row of a map: mean over queries, examples and the unit's heads."""
 
@@ -173,17 +189,19 @@ class MapScorer(Scorer):
             for _, batch in problem.passes("attention maps"):
                 for runs in maps.values():
                     runs.clear()
-                run(problem.model, batch, problem.loss)
+                with told(problem.model, bound, batch) as given:
+                    run(problem.model, batch, problem.loss)
                 size = batch_size(batch)
-                rows.append(torch.cat([self._site(problem, b, maps[i], batch, size) for i, b in enumerate(bound)], 1))
+                sites = [self._site(problem, b, maps[i], given[i], size) for i, b in enumerate(bound)]
+                rows.append(torch.cat(sites, 1))
         return mean_over_examples(torch.cat(rows))
 
-    def _site(self, problem: Problem, b: BoundSite, runs: list[Tensor], batch: Any, size: int) -> Tensor:
+    def _site(self, problem: Problem, b: BoundSite, runs: list[Tensor], given: list[Any], size: int) -> Tensor:
         """``[examples, units]``, means over the queries of all runs."""
         total, count = torch.zeros(size, len(b.site.heads), dtype=torch.float64), torch.zeros(size, 1)
-        for probabilities in checked_runs(b, runs):
+        for probabilities, inputs in zip(checked_runs(b, runs), given, strict=True):
             probabilities = by_example(b, probabilities, size).cpu().double()
-            queries, keys = self.kept(problem, b, batch, (size, *probabilities.shape[2:]))
+            queries, keys = self.kept(problem, b, inputs, (size, *probabilities.shape[2:]))
             queries, keys = queries.cpu(), keys.cpu()
             # Chosen, not multiplied by 0: rows of padding may be NaN.
             wanted = queries[:, None, :, None] & keys[:, None, None, :]

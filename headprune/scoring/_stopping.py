@@ -247,7 +247,10 @@ def _errors(samples: Tensor) -> Tensor | None:
 
 def _joined(parts: tuple[Estimate, ...], samples: Tensor, note: str) -> Estimate:
     said = dict.fromkeys(n for p in parts for n in p.notes) if len(samples) > 1 else {}
-    return Estimate(samples.mean(0), _errors(samples), len(samples), parts[0].seed, samples, (*said, note))
+    notes, n = (*said, note), len(samples)
+    bent = [part.curvature * part.n_examples / n for part in parts if part.curvature is not None]
+    curvature = torch.stack(bent).sum(0) if len(bent) == len(parts) else None
+    return Estimate(samples.mean(0), _errors(samples), n, parts[0].seed, samples, notes, curvature)
 
 
 def _note(n: int, looks: int, done: bool, until: Stable) -> str:

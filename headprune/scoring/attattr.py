@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from headprune.model.losses import checked_losses
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite, sites_of
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
-from headprune.scoring._maps import by_example, checked_runs, eager, mapping, mean_over_examples, visible
+from headprune.scoring._maps import by_example, checked_runs, eager, mapping, mean_over_examples, told, visible
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class Attattr(Scorer):
         size = batch_size(batch)
         total: list[Tensor] = []
         for step in range(1, self.steps + 1):
-            maps, gradients = self._step(problem, b, number, batch, step / self.steps)
+            maps, gradients, given = self._step(problem, b, number, batch, step / self.steps)
             total = gradients if not total else [t + g for t, g in zip(total, gradients, strict=True)]
         best = []
-        for whole, summed in zip(maps, total, strict=True):  # of the last step, where the maps are whole
+        for whole, summed, inputs in zip(maps, total, given, strict=True):  # of the last step: its maps are whole
             found = by_example(b, whole.double() * summed / self.steps, size)
-            queries, keys = visible(problem.model, b, batch, (size, *found.shape[2:]))
+            queries, keys = visible(problem.model, b, inputs, (size, *found.shape[2:]))
             counted = queries[:, None, :, None] & keys[:, None, None, :]
             if not bool(counted.flatten(1).any(1).all()):
                 raise InvalidValue("batches", "with a token that is no padding", f"only padding at {b.site.name}")
@@ -79,13 +80,18 @@ class Attattr(Scorer):
     @torch.enable_grad()  # whatever the caller has set
     def _step(
         self, problem: Problem, b: BoundSite, number: int, batch: Any, scale: float
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The maps of a site's runs, and the gradients of F with respect to the maps times ``scale``, in fp64."""
+    ) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+        """The maps of a site's runs, the gradients of F with respect to the maps times ``scale``, in fp64, and what
+        tells the padding of each run.
+        """
         weight = next(b.module.parameters())
         wide = torch.promote_types(weight.dtype, torch.float32)
         shape = (batch_size(batch), len(b.site.heads))
         gate = torch.full(shape, scale, device=weight.device, dtype=wide, requires_grad=True)
-        with mapping([b], graph=True) as found, gated(problem.model, {b.site.name: gate}, sites_of(problem.bound)):
+        with ExitStack() as stack:
+            found = stack.enter_context(mapping([b], graph=True))
+            stack.enter_context(gated(problem.model, {b.site.name: gate}, sites_of(problem.bound)))
+            given = stack.enter_context(told(problem.model, [b], batch))
             losses = checked_losses(problem.loss, problem.model, batch, number)
         maps = checked_runs(b, found[0])
         answer = (torch.exp(-losses) if self.of == "probability" else -losses).sum()
@@ -101,7 +107,7 @@ class Attattr(Scorer):
         slack = min(0.1, 64 * torch.finfo(weight.dtype).eps ** 0.75) * (expected.abs().max() + 1e-6)
         if bool(((torch.stack(inner).sum(0) - expected).abs() > slack).any()):
             raise _unused(b)
-        return [m for m, _ in pairs], [g / scale for _, g in pairs]
+        return [m for m, _ in pairs], [g / scale for _, g in pairs], given[0]
 
 
 def _unused(b: BoundSite) -> UnsupportedModel:

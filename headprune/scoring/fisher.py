@@ -13,7 +13,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.model.losses import Loss, default_loss
 from headprune.model.sites import bind, unwrap
-from headprune.scoring._averages import averaged, in_blocks
+from headprune.scoring._averages import averaged, in_blocks, with_curvature
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
 from headprune.scoring._gradients import gate_gradients, unit_gradients
 
@@ -24,7 +24,8 @@ class Fisher(Scorer):
 
     Half the diagonal of the Fisher matrix ``G'G/N``: the rise of the loss when the head goes, to second order, with
     the Fisher matrix for the Hessian and without the slope (``taylor2`` adds it). Never negative; it vanishes on
-    examples that the model has fitted, where ``ggn`` does not. ``fisher_matrix`` gives the whole matrix.
+    examples that the model has fitted, where ``ggn`` does not. The scores carry the whole matrix (``curvature``) for
+    the selector ``quadratic``; ``fisher_matrix`` gives it as a tensor.
 
     Source: Kwon et al. 2022, "A Fast Post-Training Pruning Framework for Transformers", the Fisher-based mask search.
     The authors' code squares the mean gradient of a mini-batch of 32 (``mean^2 + variance / 32``), which is another
@@ -46,7 +47,9 @@ class Fisher(Scorer):
     def estimate(self, problem: Problem) -> Estimate:
         gradients = unit_gradients(problem)
         row = "example" if self.block == 1 else "block of examples"
-        return averaged(in_blocks(gradients, self.block).square() / 2, len(gradients), row=row)
+        rows = in_blocks(gradients, self.block)
+        found = averaged(rows.square() / 2, len(gradients), row=row)
+        return with_curvature(found, rows.shape[1], lambda: rows.T @ rows / len(rows))
 
 
 def fisher_matrix(

@@ -16,11 +16,12 @@ from torch.nn import functional
 
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
+from headprune.core.samples import Curvature
 from headprune.gating.context import gated
 from headprune.model.losses import default_loss
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
-from headprune.scoring._averages import averaged
+from headprune.scoring._averages import averaged, with_curvature
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
 from headprune.scoring._distributions import Distributions, content_seeds, distributions, drawn_labels
 from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, open_gates
@@ -32,8 +33,9 @@ class Ggn(Scorer):
     """``I_h = 1/2 mean_i [J_i' (diag p_i - p_i p_i') J_i]_hh``, ``J = dlogits/dm``: no labels, C - 1 backward passes.
 
     Half the diagonal of the Hessian of ``KL(p_full || p_m)`` at gates m = 1: how far the prediction moves when the
-    head goes, to second order. It does not vanish on examples that the model has fitted. What takes the place of the
-    softmax's ``diag p - p p'`` is the second derivative of the default loss with respect to the output:
+    head goes, to second order. It does not vanish on examples that the model has fitted. The scores carry the whole
+    matrix (``curvature``) for the selector ``quadratic``. What takes the place of the softmax's ``diag p - p p'`` is
+    the second derivative of the default loss with respect to the output:
 
     - one distribution of C classes an example: exact with C - 1 backward passes of one forward graph, because logits
       may be shifted until one of them does not move;
@@ -65,11 +67,17 @@ class Ggn(Scorer):
 
     def estimate(self, problem: Problem) -> Estimate:
         samples, drawn = [], False
+        n_units = sum(len(b.site.units) for b in problem.bound)
+        kept = not Curvature.too_large(n_units)
+        total = torch.zeros(n_units, n_units, dtype=torch.float64) if kept else torch.empty(0)
         for number, batch in problem.passes("ggn"):
             rows, sampled = self.rows(problem, number, batch)
             samples.append(rows.square().sum(1) / 2)
             drawn |= sampled
+            if kept:
+                total += _outer(rows)
         found = averaged(torch.cat(samples), seed=self.seed if drawn else None)
+        found = with_curvature(found, n_units, lambda: total / found.n_examples)
         ignored = () if problem.loss is default_loss else ("loss= was not asked: ggn reads the output alone.",)
         return replace(found, notes=(*found.notes, *ignored))
 
@@ -94,6 +102,11 @@ class Ggn(Scorer):
                 gradients = gate_slopes(problem, target, gates, "the model's output", keep)
                 slopes.append(by_unit(problem, gradients).cpu().double())
         return _weighted(torch.stack(slopes, 1), found, drawn), drawn
+
+
+def _outer(rows: Tensor) -> Tensor:
+    """The sum of the outer products of all rows of all examples, ``[units, units]``."""
+    return torch.einsum("irh,irk->hk", rows, rows)
 
 
 def _drawn_losses(found: Distributions, seeds: list[int], draws: int) -> list[Tensor]:
@@ -146,6 +159,6 @@ def ggn_matrix(
         problem = Problem(model, bound, batches, default_loss, progress=False)
         for number, batch in problem.passes("ggn"):
             rows = scorer.rows(problem, number, batch)[0]
-            total += torch.einsum("irh,irk->hk", rows, rows)
+            total += _outer(rows)
             n_examples += len(rows)
     return structured(total / n_examples, [len(b.site.units) for b in bound], structure)

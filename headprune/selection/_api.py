@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from headprune.core.errors import HeadPruneError, InvalidValue
-from headprune.core.heads import HeadMask, Policy, SiteKeep
+from headprune.core.heads import HeadMask
+from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.scores import HeadScores
 from headprune.selection import registry
-from headprune.selection._base import Position, Problem, Selector
-from headprune.selection._budget import pose
-from headprune.selection._groups import WHERE, divided, part
+from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
+from headprune.selection._groups import WHERE, divided
 from headprune.selection._policies import cache_notes
-from headprune.selection._units import bundled
+from headprune.selection._required import Heads
+from headprune.selection._task import Task
+from headprune.selection.global_topk import GlobalTopk
 
 _NOTHING = "Nothing is removed: the budget allows every head that is present."
 
 
 def select(
-    scores: HeadScores, budget: Budget | Mapping[str, Budget], selector: str | Selector = "global_topk"
+    scores: HeadScores,
+    budget: Budget | Mapping[str, Budget],
+    selector: str | Selector | None = None,
+    *,
+    must_keep: Heads | None = None,
+    must_remove: Heads | None = None,
+    loss: Loss | None = None,
+    rescore: Rescore | None = None,
+    latency: LatencyTable | None = None,
 ) -> PruningPlan:
     """Decides which heads stay: as many as the budget allows, the most important ones.
 
@@ -30,15 +40,26 @@ def select(
         scores: From `hp.score`; with costs, unless the budget counts heads.
         budget: What may stay. Or a mapping to budgets from kinds of attention (``self``, ``causal``, ``cross``) or
             patterns over sites' names (``"*decoder*"``): each group of sites meets its budget by itself, a fraction
-            being one of what its own heads cost, and sites that no key names keep every head.
-        selector: A registered name, see ``hp.selection.registry.names()``, or a configured selector.
+            being one of what its own heads cost, and sites that no key names keep every head that may stay.
+        selector: A registered name, see ``hp.selection.registry.names()``, or a configured selector. Default
+            ``global_topk``, and ``knapsack`` where a budget is one of speed: there the price of a head depends on how
+            many stay beside it, and it is exact all the same.
+        must_keep: Heads that must stay: a site's name to their original indices. Heads that go together stay together.
+        must_remove: Heads that must go.
+        loss: For selectors that measure what they choose: how much the loss of each example rises under each of some
+            masks, ``[masks, examples]``.
+        rescore: For selectors that go in steps: the scores of the heads of a mask once only those are left.
+        latency: For ``Budget(speedup=)``: what the model takes by the heads of each site, from
+            `headprune.bench.latency_table`.
 
     Raises:
         InfeasibleBudget: no choice that the selector may make meets the budget; the message names the nearest budget
             that can be met.
         InvalidValue: an argument of another type, or a budget in a currency that the scores carry no costs in.
-            Or keys that name one site twice.
-        UnknownName: no selector of this name, or a key of a mapping that names no site.
+            Or keys that name one site twice. Or heads that must both stay and go, or that leave a site no number of
+            heads that the selector allows. Or policy ``balanced`` where groups are of unlike size. Or one of ``loss``,
+            ``rescore`` and ``latency`` that is missing, or that neither selector nor budget needs.
+        UnknownName: no selector of this name, a key of a mapping that names no site, or no such head.
 
     >>> from headprune.core.codec import EMPTY
     >>> from headprune.core.heads import AttentionSite
@@ -56,19 +77,26 @@ def select(
     if not isinstance(budget, (Budget, Mapping)):
         hint = "Write hp.Budget(keep_heads=0.5), for example."
         raise InvalidValue(WHERE, "a Budget, or a mapping to Budgets", repr(budget), hint)
-    name, chosen = registry.resolve(selector, Selector, "select(selector=)")
-    policy: Policy = next((s.policy for s in scores.sites if s.policy != "group" and s.n_kv_heads > 1), "group")
-    scored, scores = scores, bundled(scores)
+    timed = _timed([budget] if isinstance(budget, Budget) else budget.values())
+    usual = "knapsack" if timed else "global_topk"
+    name, chosen = registry.resolve(usual if selector is None else selector, Selector, "select(selector=)")
+    _check_given(chosen, name, loss=loss, rescore=rescore)
+    _check_latency(latency, timed)
+    task = Task.of(scores, must_keep, must_remove, loss, rescore, latency)
+    keep = task.positions
     groups: tuple[SiteBudget, ...] = ()
     if isinstance(budget, Budget):
-        keep = _kept(scores, budget, chosen, name)
+        keep = _kept(task.posed(budget, chosen), chosen, name)
     else:
-        keep = frozenset((unit.site, unit.unit) for unit in scores.units())
-        groups = tuple(group for group, _ in divided(scores.sites, budget))
-        for group, places in divided(scores.sites, budget):
-            keep = frozenset(p for p in keep if p[0] not in places) | _kept_there(scores, group, places, chosen, name)
-    removed = sum(len(site.units) for site in scores.sites) - len(keep)
-    mask = _mask(scores, keep)
+        found = divided(scores.sites, budget)
+        groups = tuple(group for group, _ in found)
+        rules = GlobalTopk(min_heads=chosen.min_heads, multiple_of=chosen.multiple_of)
+        if left := task.unnamed(p for _, places in found for p in places):
+            rest = SiteBudget("other sites", Budget(keep_heads=1.0))
+            keep = _kept_there(task, rest, left, keep, rules, "global_topk")
+        for group, places in found:
+            keep = _kept_there(task, group, places, keep, chosen, name)
+    mask = task.mask(keep)
     return PruningPlan(
         mask=mask,
         budget=budget if isinstance(budget, Budget) else None,
@@ -76,45 +104,76 @@ def select(
         selector=name,
         settings=chosen.settings,
         scorer=scores.scorer,
-        scores=scored.digest,
+        scores=scores.digest,
         model=scores.model,
-        notes=cache_notes(scored.sites, mask) if removed else (_NOTHING,),
-        policy=policy,
+        notes=_notes(task, scores, mask),
+        policy=next((s.policy for s in scores.sites if s.policy != "group" and s.n_kv_heads > 1), "group"),
     )
 
 
-def _kept(scores: HeadScores, budget: Budget, selector: Selector, name: str) -> frozenset[Position]:
-    problem = pose(scores, budget)
-    return _checked(selector.keep(problem), problem, name)
+def _check_given(selector: Selector, name: str, **given: object) -> None:
+    """Refuses a callable that the selector lacks, and one that it would ignore."""
+    for argument, value in given.items():
+        where = f"select({argument}=)"
+        if argument in selector.needs and value is None:
+            hint = "A recipe supplies it by itself."
+            raise InvalidValue(where, f"given, because selector {name!r} asks it", "none", hint)
+        if argument not in selector.needs and value is not None:
+            raise InvalidValue(where, f"left out: selector {name!r} does not use it", type(value).__name__)
+        if value is not None and not callable(value):
+            raise InvalidValue(where, "callable", type(value).__name__)
 
 
-def _kept_there(
-    scores: HeadScores, group: SiteBudget, places: tuple[int, ...], selector: Selector, name: str
-) -> frozenset[Position]:
-    """What stays of some sites under their own budget, with places among all sites."""
-    try:
-        keep = _kept(part(scores, places), group.budget, selector, name)
-    except HeadPruneError as error:
-        where = error.where.replace("Budget", f"{WHERE}[{group.sites!r}]", 1)
-        raise type(error)(where, error.must, error.got, error.hint) from None
-    return frozenset((places[site], unit) for site, unit in keep)
+def _timed(budgets: Iterable[object]) -> bool:
+    """Whether a budget is one of speed."""
+    return any(isinstance(b, Budget) and b.kind == "speedup" for b in budgets)
 
 
-def _checked(keep: frozenset[Position], problem: Problem, name: str) -> frozenset[Position]:
-    """Refuses an answer that is none, so that no faulty selector can end in a wrong plan."""
-    known = {(unit.site, unit.unit) for unit in problem.scores.units()}
+def _check_latency(latency: LatencyTable | None, timed: bool) -> None:
+    if latency is None:
+        return
+    if not isinstance(latency, LatencyTable):
+        raise InvalidValue("select(latency=)", "a LatencyTable", type(latency).__name__)
+    if not timed:
+        raise InvalidValue("select(latency=)", "given with Budget(speedup=) only", "another budget")
+
+
+def _kept(problem: Problem, selector: Selector, name: str) -> frozenset[Position]:
+    """What a selector keeps, if it is an answer, so that no faulty selector can end in a wrong plan."""
+    keep, where = selector.keep(problem), f"what selector {name!r} keeps"
+    known = frozenset(problem.positions())
     if not keep <= known:
-        raise InvalidValue(f"what selector {name!r} keeps", "units of the problem", sorted(keep - known))
+        raise InvalidValue(where, "units of the problem", sorted(keep - known))
+    if broken := problem.broken(keep):
+        raise InvalidValue(where, "lawful", broken)
     if not problem.fits(keep):
         must = f"within the budget's limit of {problem.limit}"
-        raise InvalidValue(f"what selector {name!r} keeps", must, f"a cost of {problem.cost(keep)}")
+        raise InvalidValue(where, must, f"a cost of {problem.cost(keep)}")
     return keep
 
 
-def _mask(scores: HeadScores, keep: frozenset[Position]) -> HeadMask:
-    kept: list[list[int]] = [[] for _ in scores.sites]
-    for unit in scores.units():
-        if (unit.site, unit.unit) in keep:
-            kept[unit.site].extend(unit.heads)
-    rows = zip(scores.sites, kept, strict=True)
-    return HeadMask(tuple(SiteKeep(site.name, site.n_query_heads, tuple(sorted(heads))) for site, heads in rows))
+def _kept_there(
+    task: Task, group: SiteBudget, places: tuple[int, ...], keep: frozenset[Position], selector: Selector, name: str
+) -> frozenset[Position]:
+    """``keep`` with another choice at the sites of a group."""
+    try:
+        there = _kept(task.posed_there(group.budget, places, selector, keep), selector, name)
+    except HeadPruneError as error:
+        where = error.where.replace("Budget", f"{WHERE}[{group.sites!r}]", 1)
+        raise type(error)(where, error.must, error.got, error.hint) from None
+    return frozenset(p for p in keep if p[0] not in places) | {(places[site], unit) for site, unit in there}
+
+
+def _notes(task: Task, scores: HeadScores, mask: HeadMask) -> tuple[str, ...]:
+    removed = sum(len(site.heads) for site in scores.sites) - mask.n_kept
+    notes = cache_notes(scores.sites, mask) if removed else (_NOTHING,)
+    for verb, positions in (("stay", task.stay), ("go", task.go)):
+        if positions:
+            named = ((task.scores.sites[s], u) for s, u in sorted(positions))
+            notes += (f"Told to {verb}: {', '.join(f'{site.name}{list(site.units[u])}' for site, u in named)}.",)
+    if (table := task.latency) is not None:
+        after = table.predict(mask)
+        note = f"Predicted: {1000 * after:.4g} ms in place of {1000 * table.whole:.4g} ms, "
+        note += f"{table.whole / max(after, 1e-9):.3f} times as fast, at batch {table.batch_size} of {table.length} "
+        notes += (f"{note}tokens ({table.dtype}, {table.device}).",)
+    return (*notes, *task.notes)

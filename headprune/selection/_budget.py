@@ -6,10 +6,13 @@ import math
 from collections.abc import Sequence
 
 from headprune.core.errors import InfeasibleBudget, InvalidValue
+from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget
 from headprune.core.scores import Cost, HeadScores, ScoredUnit
 from headprune.selection._base import Position, Problem
 from headprune.selection._policies import check_cache_budget
+
+_NANO = 10**9
 
 
 def allowance(amount: int | float, whole: int) -> int:
@@ -21,13 +24,17 @@ def allowance(amount: int | float, whole: int) -> int:
     return amount if isinstance(amount, int) else math.floor(amount * whole * (1 + 1e-12) + 1e-9)
 
 
-def pose(scores: HeadScores, budget: Budget) -> Problem:
+def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None) -> Problem:
     """The budget in whole numbers.
 
     Raises:
         InvalidValue: the budget needs costs that the scores do not carry, or is over something the model has none of.
+            Or a latency table is missing, or not for these sites.
+        UnknownName: the latency table lacks a site.
     """
     check_cache_budget(scores.sites, budget)
+    if budget.kind == "speedup":
+        return _timed(scores, budget, latency)
     if budget.kind == "keep_heads":
         costs = tuple(tuple(len(heads) for heads in site.units) for site in scores.sites)
         total = scores.n_heads
@@ -55,35 +62,69 @@ def _price(cost: Cost, kind: str, length: int) -> int:
     return {"keep_params": cost.params, "keep_macs": cost.macs(length), "keep_kv": cost.kv_bytes}[kind]
 
 
+def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> Problem:
+    """A budget of time, in nanoseconds: a site costs what it takes with as many heads as it keeps."""
+    if latency is None:
+        hint = "Measure one: hp.bench.latency_table(model, batch). In a recipe, select.speedup does that."
+        raise InvalidValue("select(latency=)", "a LatencyTable, with Budget(speedup=)", "none", hint)
+    latency.check(scores.sites)
+    rows = [latency.row(site.name) for site in scores.sites]
+    steps = tuple(tuple(None if s is None else round(s * _NANO) for s in row) for row in rows)
+    whole = round(latency.whole * _NANO)
+    fixed = whole - sum(row[-1] or 0 for row in steps)
+    costs = tuple((0,) * len(site.units) for site in scores.sites)
+    return Problem(scores, budget, costs, fixed, allowance(1 / budget.amount, whole) - fixed, steps)
+
+
+def infeasible(problem: Problem, least: int) -> InfeasibleBudget:
+    """The error of a budget that cannot be met, naming the nearest that can.
+
+    Args:
+        problem: What was asked.
+        least: The least that the selector's choices cost, without what is fixed.
+    """
+    budget, needed = problem.budget, problem.fixed + least
+    nearest: int | float = needed
+    if budget.kind == "speedup":  # six decimals, rounded so that the number in the message can be used
+        nearest = problem.whole * 10**6 // needed / 10**6
+    elif isinstance(budget.amount, float):
+        nearest = -(-needed * 10**6 // problem.whole) / 10**6
+    where, sites = f"Budget.{budget.kind}", len(problem.costs)
+    rest = " beside the parts that have no heads" if problem.fixed else ""
+    rules = f"min_heads={problem.min_heads}"
+    rules += f" and multiple_of={problem.multiple_of}" if problem.multiple_of > 1 else ""
+    rules += " and the heads that must stay" if problem.stay else ""
+    hint = f"That is what {rules} takes at {sites} sites{rest}. "
+    if budget.kind != "speedup":
+        return InfeasibleBudget(
+            where, f"at least {nearest}", budget.amount, f"{hint}Raise the budget or lower min_heads."
+        )
+    hint += "Ask for less or lower min_heads." if nearest > 1 else "By this table no cut makes the model faster."
+    return InfeasibleBudget(where, f"at most {nearest}", budget.amount, hint)
+
+
 def best_first(scores: HeadScores) -> list[ScoredUnit]:
     """Units from most to least important; of equals the earlier site, then the earlier head."""
     return scores.ranked()[::-1]
 
 
-def check_min_heads(min_heads: int, where: str) -> None:
-    """Refuses what is not a count."""
-    if not isinstance(min_heads, int) or isinstance(min_heads, bool) or min_heads < 0:
-        raise InvalidValue(where, "a count of heads >= 0", repr(min_heads))
+def places(ranking: Sequence[ScoredUnit]) -> list[Position]:
+    """Units as positions."""
+    return [(unit.site, unit.unit) for unit in ranking]
 
 
-def minimum(problem: Problem, ranking: Sequence[ScoredUnit], min_heads: int) -> frozenset[Position]:
-    """The best units of every site, just enough of them to hold ``min_heads`` heads, or all that are left there.
+def minimum(problem: Problem, ranking: Sequence[ScoredUnit]) -> frozenset[Position]:
+    """The cheapest of the lawful states of every site that ``Problem.states`` finds: its least heads, the best ones.
+
+    (A measured latency may fall where a head is added, so the least heads need not be the cheapest.)
 
     Raises:
-        InfeasibleBudget: they cost more than the budget allows; names the smallest budget that allows them.
+        InfeasibleBudget: they cost more than the budget allows; names the nearest budget that allows them.
     """
-    held = [0] * len(problem.scores.sites)
-    keep: list[Position] = []
-    for unit in ranking:
-        if held[unit.site] < min_heads:
-            held[unit.site] += len(unit.heads)
-            keep.append((unit.site, unit.unit))
+    keep: set[Position] = set()
+    for site, states in enumerate(problem.states(places(ranking))):
+        cheapest = min(states, key=lambda n: (problem.site_cost(site, states[n]), n))
+        keep.update((site, unit) for unit in states[cheapest])
     if problem.fits(keep):
         return frozenset(keep)
-    budget, needed = problem.budget, problem.fixed + problem.cost(keep)
-    least: int | float = needed
-    if isinstance(budget.amount, float):  # six decimals, rounded up, so that the number in the message can be used
-        least = -(-needed * 10**6 // problem.whole) / 10**6
-    rest = " beside the parts that have no heads" if problem.fixed else ""
-    hint = f"That is what min_heads={min_heads} takes at {len(held)} sites{rest}. Raise the budget or lower min_heads."
-    raise InfeasibleBudget(f"Budget.{budget.kind}", f"at least {least}", budget.amount, hint)
+    raise infeasible(problem, problem.cost(keep))

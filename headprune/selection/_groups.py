@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import KINDS, AttentionSite
 from headprune.core.plan import Budget, SiteBudget
+from headprune.core.samples import if_there
 from headprune.core.scores import Cost, HeadScores
 
 WHERE = "select(budget=)"
@@ -33,7 +35,10 @@ def divided(sites: Sequence[AttentionSite], budgets: Mapping[str, Budget]) -> li
         if not places:
             present = sorted({s.kind for s in sites})
             hint = did_you_mean(key, [*KINDS, *(s.name for s in sites)])
-            raise UnknownName(f"{WHERE}[{key!r}]", f"a kind ({', '.join(present)}) or a pattern of sites", "none", hint)
+            if key in ("encoder", "decoder") or not hint.startswith("Did"):  # else it would list every site
+                hint = "An encoder attends to itself by 'self', a decoder by 'causal', and to the encoder by 'cross'."
+            must = f"a kind ({', '.join(present)}) or a pattern over sites' names, such as {sites[0].name!r}"
+            raise UnknownName(f"{WHERE}[{key!r}]", must, "one that is for no site", hint)
         for place in places:
             if place in taken:
                 name = sites[place].name
@@ -56,6 +61,9 @@ def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
         units = tuple(costs.units[i] for i in places)
         costs = replace(costs, total=Cost.sum(c for row in units for c in row), units=units)
     errors = scores.standard_errors
+    flat = [unit.site for unit in scores.units()]
+    rows = [i for place in places for i, site in enumerate(flat) if site == place]
+    curvature, lost = (None, ()) if scores.curvature is None else if_there(partial(scores.curvature.part, rows))
     return replace(
         scores,
         sites=tuple(scores.sites[i] for i in places),
@@ -63,4 +71,6 @@ def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
         standard_errors=None if errors is None else chosen(errors),
         costs=costs,
         samples=None,
+        notes=(*scores.notes, *lost),
+        curvature=curvature,
     )

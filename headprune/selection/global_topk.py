@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headprune.core.errors import InvalidValue
-from headprune.core.scores import HeadScores, ScoredUnit
+from headprune.core.scores import ScoredUnit
 from headprune.selection._base import Position, Problem, Selector
-from headprune.selection._budget import best_first, check_min_heads, minimum
+from headprune.selection._budget import best_first, minimum, places
 
 Normalise = Literal["none", "l2", "zscore"]
 
@@ -21,39 +21,56 @@ class GlobalTopk(Selector):
 
     Then what was removed comes back, most important first, where the budget still has room for it (units of unlike
     cost): nothing that is gone could have stayed beside what is kept. The order is that of Michel et al. (2019,
-    "Are Sixteen Heads Really Better than One?", section 4), whose paper sets no minimum a layer.
+    "Are Sixteen Heads Really Better than One?", section 4), whose paper sets no minimum a layer. With
+    ``multiple_of``, as many heads of one site as that takes go or stay together, as important as they are on average.
+
+    When: the default, for scores that mean the same at every site, such as a rise of the loss.
+    Cost: no pass over data; a sort.
 
     Args:
-        min_heads: No site goes below this many heads, rounded up to whole KV groups; one that has fewer keeps those.
         normalise: Makes the scores of different sites comparable first. ``l2`` divides a site's scores by their
             l2 norm (Molchanov et al. 2017; Michel et al. 2019 do it for gradient scores), ``zscore`` subtracts their
             mean and divides by their standard deviation. It changes a lot which layers lose heads.
     """
 
-    min_heads: int = 1
     normalise: Normalise = "none"
 
     def __post_init__(self) -> None:
-        check_min_heads(self.min_heads, "GlobalTopk.min_heads")
+        super().__post_init__()
         if self.normalise not in ("none", "l2", "zscore"):
             raise InvalidValue("GlobalTopk.normalise", "'none', 'l2' or 'zscore'", repr(self.normalise))
 
     def keep(self, problem: Problem) -> frozenset[Position]:
         # Removing from the bottom up to the budget and then adding back is the same as filling up from the top
         # onto the minimum: as long a top of the ranking as fits, then whatever else fits.
-        ranking = self._ranking(problem.scores)
-        keep = set(minimum(problem, ranking, self.min_heads))
-        left = problem.limit - problem.cost(keep)
-        for unit in ranking:
-            position = (unit.site, unit.unit)
-            if position not in keep and (cost := problem.cost([position])) <= left:
-                keep.add(position)
-                left -= cost
-        return frozenset(keep)
+        level = [_comparable(row, self.normalise) for row in problem.scores.values]
+        ranking = sorted(best_first(problem.scores), key=lambda u: -level[u.site][u.unit])  # stable: ties stay
+        keep = problem.by_site(minimum(problem, ranking))
+        left = problem.limit - sum(problem.site_cost(site, units) for site, units in enumerate(keep))
+        for site, block in _blocks(problem, ranking, keep, level):
+            more = keep[site] | block
+            cost = problem.site_cost(site, more) - problem.site_cost(site, keep[site])
+            if cost <= left and problem.heads(site, more) in problem.counts[site]:
+                keep[site], left = more, left - cost
+        return frozenset((site, unit) for site, units in enumerate(keep) for unit in units)
 
-    def _ranking(self, scores: HeadScores) -> list[ScoredUnit]:
-        level = [_comparable(row, self.normalise) for row in scores.values]
-        return sorted(best_first(scores), key=lambda u: -level[u.site][u.unit])  # stable: ties stay as they are
+
+def _blocks(
+    problem: Problem, ranking: Sequence[ScoredUnit], start: Sequence[set[int]], level: Sequence[Sequence[float]]
+) -> list[tuple[int, set[int]]]:
+    """What each site may gain, unit by unit or as ``multiple_of`` has it, the most important first."""
+    blocks: list[tuple[float, float, int, int, set[int]]] = []
+    for site, states in enumerate(problem.states(places(ranking))):
+        held = set(start[site])
+        for state in states.values():
+            if held < set(state):
+                block = set(state) - held
+                held = set(state)
+                first, second = (
+                    -math.fsum(row[site][u] for u in block) / len(block) for row in (level, problem.scores.values)
+                )
+                blocks.append((first, second, site, min(block), block))
+    return [(site, block) for _, _, site, _, block in sorted(blocks, key=lambda b: b[:-1])]
 
 
 def _comparable(row: Sequence[float], normalise: Normalise) -> Sequence[float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from headprune.selection._base import Position, Problem, Selector
-from headprune.selection._budget import best_first, check_min_heads, minimum
+from headprune.selection._budget import best_first, infeasible, places
 
 
 @dataclass(frozen=True)
@@ -14,27 +14,31 @@ class Uniform(Selector):
     """Keeps the same number of heads at every site, the best of each, as many as the budget allows.
 
     Sites of unlike size keep the same share instead: of n units, the whole part of share * n, for the largest share
-    that fits. No site is filled up with what one more unit everywhere would overspend.
+    that fits; where that is no number of heads that a site may have, the next lower one, or else the lowest that it
+    may have. No site is filled up with what one more unit everywhere would overspend.
 
-    Args:
-        min_heads: No site goes below this many heads, rounded up to whole KV groups; one that has fewer keeps those.
+    When: all layers must keep one shape, for example for a checkpoint that loads without headprune; or as a baseline.
+    Cost: no pass over data; a sort.
     """
 
-    min_heads: int = 1
-
-    def __post_init__(self) -> None:
-        check_min_heads(self.min_heads, "Uniform.min_heads")
-
     def keep(self, problem: Problem) -> frozenset[Position]:
-        ranking = best_first(problem.scores)
-        best = minimum(problem, ranking, self.min_heads)
+        rows = problem.states(places(best_first(problem.scores)))
         sizes = [len(site.units) for site in problem.scores.sites]
-        order: list[list[Position]] = [[] for _ in sizes]
-        for unit in ranking:
-            order[unit.site].append((unit.site, unit.unit))
-        for share in sorted({Fraction(k, n) for n in sizes for k in range(1, n + 1)}):
-            keep = best.union(*(row[: int(share * len(row))] for row in order))
-            if not problem.fits(keep):
-                break
-            best = keep
+        shares = [Fraction(0), *sorted({Fraction(k, n) for n in sizes for k in range(1, n + 1)})]
+        best: frozenset[Position] | None = None
+        least: int | None = None
+        for share in shares:
+            keep = frozenset((s, u) for s, row in enumerate(rows) for u in _at_most(row, int(share * sizes[s])))
+            cost = problem.cost(keep)
+            least = cost if least is None else min(least, cost)
+            if cost <= problem.limit:
+                best = keep
+        if best is None:
+            raise infeasible(problem, least or 0)
         return best
+
+
+def _at_most(states: dict[int, tuple[int, ...]], units: int) -> tuple[int, ...]:
+    """The largest state of so many units, or the smallest of all."""
+    fitting = [state for state in states.values() if len(state) <= units]
+    return fitting[-1] if fitting else next(iter(states.values()))

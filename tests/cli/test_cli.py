@@ -20,7 +20,7 @@ import headprune as hp
 from headprune.cli.main import app
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-COMMANDS = ("run", "ls", "show", "validate", "inspect", "score", "agree", "prune", "bench", "report")
+COMMANDS = ("run", "ls", "show", "validate", "inspect", "score", "agree", "prune", "sweep", "pick", "bench", "report")
 
 
 def call(*arguments: object) -> Any:
@@ -117,7 +117,7 @@ def test_every_command_has_help(command: str) -> None:
 
 def test_ls_lists_every_registry() -> None:
     found = json.loads(call("ls", "--json").stdout)
-    assert list(found) == ["recipes", "layouts", "scorers", "selectors", "recoveries"]
+    assert list(found) == ["recipes", "presets", "layouts", "scorers", "selectors", "recoveries"]
     assert {"digits-vit", "trec-minilm", "llama-stories"} <= set(found["recipes"])
     assert list(found["layouts"]) == hp.layouts.registry.names()
     assert list(found["scorers"]) == hp.scoring.registry.names()

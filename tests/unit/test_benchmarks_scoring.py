@@ -269,3 +269,55 @@ def test_arguments_that_are_missing_are_named(scorers: ModuleType, capsys: pytes
     with pytest.raises(SystemExit):
         scorers.arguments(["--task", "sst2"])
     assert "--task, --data and --work must be given, or --figure" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ learned_gates.py
+
+
+@pytest.fixture(scope="module")
+def learned() -> ModuleType:
+    return benchmark("learned_gates")
+
+
+def test_learned_gates_and_one_shot_scores_train_equally_many_steps(
+    learned: ModuleType, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "learned-gates-trec.json"
+    few = [*given[:8], "--budgets", "6", "3", "--seeds", "1", "--calibration", "20", "--steps", "3", "--out", str(out)]
+    steps: list[str] = []
+    original = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: (steps.append("step"), original(*a, **k))[1])
+    methods = ["fisher", "hard_concrete"]
+    record = json.loads(learned.main([*few, "--methods", *methods]).read_text())
+    del steps[: len(steps) - 12]  # those of the fine-tuning that both begin with, if it was not there yet
+    assert len(steps) == 2 * 2 * 3
+    assert [(row["method"], row["kept"], sum(row["heads"])) for row in record["rows"]] == [
+        ("fisher", 6, 6),
+        ("hard_concrete", 6, 6),
+        ("fisher", 3, 3),
+        ("hard_concrete", 3, 3),
+    ]
+    assert [row["untrained"] is None for row in record["rows"]] == [False, True, False, True]
+    assert all(0 <= row["accuracy"] <= 1 for row in record["rows"])
+    steps.clear()
+    again = json.loads(learned.main([*few, "--methods", *methods, "subset_topk"]).read_text())
+    assert len(steps) == 2 * 3, "only what is missing"
+    assert again["rows"][:4] == record["rows"]
+    with pytest.raises(SystemExit, match="record of another training"):
+        learned.main([*few[:-4], "--steps", "4", "--out", str(out)])
+    learned.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
+    text = (tmp_path / learned.PAGE).read_text()
+    first = record["rows"][0]
+    assert f"| `fisher` | 1 | {first['accuracy']:.3f} ({first['untrained']:.3f}) |" in text
+    assert f"| `subset_topk` | 1 | {again['rows'][4]['accuracy']:.3f} |" in text
+    assert "3 steps of 32 examples; judged on 40 test rows" in text
+
+
+def test_the_committed_page_of_learned_gates_is_that_of_the_records(learned: ModuleType, tmp_path: Path) -> None:
+    if not list(learned.RECORDS.glob("learned-gates-*.json")):
+        pytest.skip("no record of benchmarks/learned_gates.py yet")
+    learned.main(["--figure", "--docs", str(tmp_path)])
+    page = ROOT / "docs" / learned.PAGE
+    assert page.read_text() == (tmp_path / learned.PAGE).read_text(), (
+        "run `python benchmarks/learned_gates.py --figure`"
+    )

@@ -27,6 +27,7 @@ from headprune.run.runner import prepared
 from headprune.run.validate import RecipeError, check_recipe, recipe_yaml
 from headprune.selection import registry as selectors
 
+BY_SCORES = [name for name in selectors.names() if not selectors.get(name).needs]
 HALF, QUARTER = Budget(keep_heads=0.5), Budget(keep_heads=0.25)
 
 
@@ -62,7 +63,7 @@ def kept(plan: PruningPlan, *names: str) -> int:
     return sum(len(plan.mask.kept(name)) for name in names)
 
 
-@pytest.mark.parametrize("selector", selectors.names())
+@pytest.mark.parametrize("selector", BY_SCORES)
 def test_every_group_meets_its_own_budget_and_the_rest_stays_whole(selector: str) -> None:
     plan = hp.select(scores_of(), {"cross": HALF, "decoder.?.self_attn": HALF}, selector)
     assert kept(plan, "encoder.0", "encoder.1") == 8
@@ -72,7 +73,7 @@ def test_every_group_meets_its_own_budget_and_the_rest_stays_whole(selector: str
         s.check(plan.mask.kept(s.name))
 
 
-@pytest.mark.parametrize("selector", selectors.names())
+@pytest.mark.parametrize("selector", BY_SCORES)
 @pytest.mark.parametrize("currency", ["keep_heads", "keep_params", "keep_macs"])
 def test_a_group_is_cut_as_if_it_were_alone(selector: str, currency: str) -> None:
     """Its plan is that of a model that has nothing but its heads."""
@@ -115,7 +116,8 @@ def test_one_key_for_all_is_one_budget_for_all() -> None:
         ({"cross": 0.5}, InvalidValue, r"to a Budget, got 'cross': 0\.5"),
         ({1: HALF}, InvalidValue, r"from a kind \(self, causal, cross\) or a pattern"),
         ({"cros": HALF}, UnknownName, r"\['cros'\]: must be a kind \(causal, cross, self\).*Did you mean 'cross'"),
-        ({"*.vision.*": HALF}, UnknownName, r"a pattern of sites, got none"),
+        ({"*.vision.*": HALF}, UnknownName, r"a pattern over sites' names, such as .*, got one that is for no site"),
+        ({"encoder": HALF}, UnknownName, r"An encoder attends to itself by 'self', a decoder by 'causal'"),
         ({"cross": HALF, "decoder.*": HALF}, InvalidValue, r"\['decoder\.\*'\]: must be for sites that 'cross' leaves"),
         ({"cross": Budget(keep_heads=1)}, InfeasibleBudget, r"\['cross'\]\.keep_heads: must be at least 2, got 1"),
     ],
@@ -238,7 +240,7 @@ def test_errors_of_recipes_have_their_path(select: dict[str, Any], path: str, wo
 
 def test_a_run_cuts_by_the_budgets_of_its_recipe() -> None:
     chosen = recipe(selector="uniform", sites={"cross": {"keep_heads": 0.5}})
-    plan = stages.choose_heads(cast(Any, SimpleNamespace(recipe=chosen)), scores_of())
+    plan = stages.choose_heads(cast(Any, SimpleNamespace(recipe=chosen, latency=None)), scores_of())
     assert plan == hp.select(scores_of(), {"cross": HALF}, "uniform")
 
 

@@ -97,7 +97,7 @@ def test_macs_are_a_polynomial_of_the_length():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "given by exactly one of keep_heads, keep_params, keep_macs, keep_kv, got none"),
+        ({}, "given by exactly one of keep_heads, keep_params, keep_macs, keep_kv, speedup, got none"),
         ({"keep_heads": 3, "keep_kv": 0.5}, "exactly one of .*, got keep_heads, keep_kv"),
         ({"keep_heads": 0}, r"Budget\.keep_heads: must be a count >= 1 or a fraction above 0 and up to 1\.0, got 0$"),
         ({"keep_heads": -3}, "a count >= 1"),

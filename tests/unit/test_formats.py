@@ -81,6 +81,9 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
     jobs, results = [], {}
     for (name, form), units in CASES.items():
         model, batch = cut(name, units)
+        if (name, form) == ("llama", "remote-code"):  # gives projections biases that the class does not have
+            method = hp.recovery.Lstsq(feed_forward=True)
+            assert hp.recover_(model, [batch], method, tiny(name)[0]).metrics["biases_added"] > 3
         batch = {k: v for k, v in batch.items() if k != "labels"}
         folder = home / f"{name}-{form}"
         hp.save_pretrained(model, folder / "model", format=form)  # type: ignore[arg-type]
@@ -185,13 +188,13 @@ def test_a_correction_of_ours_does_not_travel(tmp_path: Path) -> None:
         hp.save_pretrained(model, tmp_path / "small", format="remote-code")
 
 
-def test_a_bias_that_recovery_added_is_refused_by_both(tmp_path: Path) -> None:
+def test_a_bias_that_recovery_added_needs_one_of_our_formats() -> None:
     model, _ = cut("llama", UNIFORM)
     projection = model.model.layers[0].self_attn.o_proj
     projection.bias = nn.Parameter(torch.ones(projection.out_features))
     formats = applicable_formats(model)
     assert "o_proj.bias" in str(formats["transformers"])
-    assert "o_proj.bias" in str(formats["remote-code"])
+    assert formats["remote-code"] is None
     assert formats["headprune"] is None
 
 

@@ -105,6 +105,14 @@ def test_what_a_policy_refuses_is_named(llama: Subject) -> None:
         PruningPlan(mask, policy="any")  # type: ignore[arg-type]
 
 
+def test_balanced_is_refused_where_groups_are_of_unlike_size(llama: Subject) -> None:
+    hp.prune_(llama.model, PruningPlan(uneven(llama).mask, policy="free"))
+    for policy in ("group", "free"):
+        hp.select(scored(llama, policy), hp.Budget(keep_heads=0.5))
+    with pytest.raises(InvalidValue, match=r"with policy 'balanced': must be of groups of one size.*policy='free'"):
+        hp.select(scored(llama, "balanced"), hp.Budget(keep_heads=1.0))
+
+
 def test_plans_of_two_policies_compose_to_the_one_that_allows_more(llama: Subject) -> None:
     names = list(llama.n_heads)
     group = PruningPlan(llama.mask({names[0]: [2, 3, 4, 5]}))

@@ -85,7 +85,7 @@ def run(model, batch):
 
 
 def test_the_registry_holds_the_methods_that_are_tested_here():
-    assert registry.names() == ["finetune", "mean_fold"]
+    assert registry.names() == ["finetune", "head_rescale", "lstsq", "mean_fold"]
     assert hp.recovery.MeanFold is registry.get("mean_fold") is MeanFold
     assert {"MeanFold", "Finetune", "registry"} <= set(dir(hp.recovery))
     assert all(registry.summary(name) for name in registry)
@@ -216,7 +216,7 @@ def test_narrow_models_are_folded_in_wide_arithmetic():
         teacher = copy.deepcopy(wide).to(dtype)
         model = copy.deepcopy(teacher)
         prune_(model, keep(model, []))
-        hp.recover_(model, [b.to(dtype) for b in batches], teacher=teacher)
+        hp.recover_(model, [b.to(dtype) for b in batches], MeanFold(measure=False), teacher)
         biases.append(model[0].W_o.bias.detach())
     assert biases[1].dtype is torch.bfloat16
     # bf16 keeps 8 bits, and the teacher's weights and activations carry that error too
@@ -336,6 +336,23 @@ def test_the_report_is_a_value():
     assert RecoveryReport.from_json(report.to_json()) == report
     assert report.method == "mean_fold"
     assert str(report).startswith("mean_fold: 3 parameters changed, 4 examples, ")
+
+
+def test_errors_are_reported_where_the_batches_can_be_read_again():
+    teacher, batches = build("bert")
+    reports, models = [], []
+    for given, method in ((batches, MeanFold()), (iter(batches), MeanFold()), (iter(batches), MeanFold(measure=False))):
+        models.append(copy.deepcopy(teacher))
+        prune_(models[-1], some_heads(models[-1]))
+        reports.append(hp.recover_(models[-1], given, method, teacher))
+    for model in models[1:]:
+        torch.testing.assert_close(model.state_dict(), models[0].state_dict(), rtol=0, atol=0)
+    assert list(reports[0].metrics["errors"]) == [name.removesuffix(".bias") for name in reports[0].changed]
+    assert reports[0].metrics["error_after"] < reports[0].metrics["error_before"]
+    assert "errors" not in reports[1].metrics
+    assert reports[1].notes == ("No errors are reported: the batches can be read only once.",)
+    assert "errors" not in reports[2].metrics
+    assert reports[2].notes == ()
 
 
 def pruned_pair():

@@ -406,6 +406,38 @@ def test_our_own_attention_still_returns_what_was_asked_for() -> None:
     assert set(model.seen) == {4}
 
 
+class TwoSentences(nn.Module):
+    """An encoder that runs once for each sentence: the batch has no mask of its own, each sentence has."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, first: dict[str, Tensor], second: dict[str, Tensor]) -> Tensor:
+        a, b = (self.encoder(**tokens).logits for tokens in (first, second))
+        return nn.functional.cosine_similarity(a, b)
+
+
+def test_padding_of_inputs_inside_a_batch_does_not_count() -> None:
+    subject = family_subject("bert", "bert")
+    tokens = {k: subject.batch[k] for k in ("input_ids", "attention_mask")}
+    assert bool((tokens["attention_mask"] == 0).any())
+
+    def longer(sentence: dict[str, Tensor]) -> dict[str, Tensor]:
+        fill = {"input_ids": 7, "attention_mask": 0}
+        return {k: torch.cat([v, v.new_full((len(v), 3), fill[k])], 1) for k, v in sentence.items()}
+
+    other = {k: v.flip(0) for k, v in tokens.items()}
+    scorers = [ActivationNorm(), Fluctuation(), Wanda(), Obs(), Entropy(), Confidence(), Attattr(steps=2)]
+    model = TwoSentences(subject.model)
+    found = [
+        hp.score(model, [batch], scorers, loss=lambda m, b: m(**b).square(), progress=False)
+        for batch in ({"first": tokens, "second": other}, {"first": longer(tokens), "second": longer(other)})
+    ]
+    for short, padded in zip(*found, strict=True):
+        assert_close(torch.tensor(padded.values), torch.tensor(short.values), rtol=1e-5, atol=1e-6, msg=short.scorer)
+
+
 # ---------------------------------------------------------------- what they need and refuse
 
 

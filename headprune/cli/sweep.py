@@ -1,0 +1,47 @@
+"""``headprune sweep``: a recipe over a grid, from where it stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune.cli._shared import FAILED, AsJson, Debug, Settings, emit, guarded, say
+from headprune.cli._shared import show as show_value
+
+
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+    grid: Annotated[
+        list[str],
+        typer.Option(
+            "--grid",
+            metavar="KEY=VALUE,VALUE",
+            help="Values of a key: scorer, keep, selector, recover, calibration, policy, or a path such as "
+            "score.settings.reduce. May be repeated; every combination is run.",
+        ),
+    ],
+    settings: Settings = None,
+    seeds: Annotated[int, typer.Option(help="Draws of calibration rows, and of random scorers.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder of the sweep; default runs/NAME-sweep.")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", help="Processes; -1 is one a core.")] = 1,
+    backend: Annotated[str, typer.Option(help="joblib backend: loky, dask, ray.")] = "loky",
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Run every combination of a grid on one base model; called again, it goes on where it stopped."""
+    with guarded(debug):
+        from headprune.run.sweeping import sweep as run_sweep
+
+        done = run_sweep(
+            recipe, grid, settings=settings or (), seeds=seeds, out=out, jobs=jobs, backend=backend, say=say
+        )
+        if as_json:
+            emit(done.table.to_dict())
+        else:
+            show_value(done)
+        for failed in done.table.failed:
+            say("failed: " + ", ".join(f"{key} {value}" for key, value in failed.items()))
+        if done.table.failed:
+            raise typer.Exit(FAILED)

@@ -1,0 +1,55 @@
+"""Metrics: which way is better, and what a drop is; the one place, so that tables, pictures and choices agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headprune.core.errors import InvalidValue
+
+#: Fractions of one, higher is better: differences are given in points (hundredths).
+POINTS = (
+    *("accuracy", "f1", "exact_match", "mcc", "matthews", "auc", "auroc", "precision", "recall"),
+    *("pearson", "spearman", "r2", "top1", "top5"),
+)
+#: Lower is better, and what counts is the factor.
+RATIO = ("perplexity", "mse")
+#: Lower is better, plain differences.
+LOWER = ("loss", "mae", "error")
+
+
+def is_one_of(metric: str, names: Sequence[str]) -> bool:
+    """Whether a metric's name holds one of these, whatever its case and its separators."""
+    return any(n in metric.lower().replace("-", "_").replace(" ", "_") for n in names)
+
+
+def drop(metric: str, base: float, value: float) -> float:
+    """What was lost; above 0 is worse, whichever way the metric goes.
+
+    A fraction of one for metrics such as accuracy (0.01 is one point), the relative increase for perplexity and mean
+    squared error (0.01 is 1 % more), the plain increase for other losses.
+
+    Raises:
+        InvalidValue: a metric whose direction is not known.
+
+    >>> round(drop("accuracy", 0.9, 0.88), 6), round(drop("perplexity", 10.0, 10.5), 6), drop("loss", 0.5, 0.75)
+    (0.02, 0.05, 0.25)
+    """
+    if is_one_of(metric, POINTS):
+        return base - value
+    if is_one_of(metric, RATIO):
+        return value / base - 1 if base else math.nan
+    if is_one_of(metric, LOWER):
+        return value - base
+    raise InvalidValue("metric", f"one of {', '.join((*POINTS, *RATIO, *LOWER))}", repr(metric))
+
+
+def drop_words(metric: str, amount: float) -> str:
+    """A drop as people write it: points, per cent, or the plain number.
+
+    >>> drop_words("accuracy", 0.0123), drop_words("perplexity", -0.05), drop_words("loss", 0.25)
+    ('1.23 points', '-5.00 %', '0.2500')
+    """
+    if is_one_of(metric, POINTS):
+        return f"{100 * amount:.2f} points"
+    return f"{100 * amount:.2f} %" if is_one_of(metric, RATIO) else f"{amount:.4f}"

@@ -1,0 +1,157 @@
+"""Paired comparison of models on the same examples: how much worse one is, and how sure that is.
+
+The paired bootstrap (Efron and Tibshirani 1993, chapters 13 and 16): examples are drawn with replacement, the same
+draw for both models, because an example that is hard for one is hard for the other; the difference is taken in every
+draw, and its quantiles are the interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headprune.core.errors import InvalidValue
+from headprune.core.metrics import POINTS, RATIO, drop, is_one_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+#: Numbers that one step of the bootstrap holds at a time: 32 MB.
+_STEP = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What one model made of every example: the metric is ``sum(amounts) / sum(counts)``, and its exponential for
+    perplexity.
+
+    Args:
+        metric: ``accuracy``, ``perplexity``, ``mse`` or ``loss``.
+        amounts: For every example what the metric adds up: right answers, or summed losses.
+        counts: What it is divided by: 1, or tokens.
+    """
+
+    metric: str
+    amounts: Floats
+    counts: Floats
+
+    @property
+    def value(self) -> float:
+        """The metric over all examples."""
+        return _finished(self.metric, float(self.amounts.sum() / self.counts.sum()))
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A drop (see ``headprune.core.metrics.drop``; above 0 is worse) with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def paired_drops(
+    base: Answers, others: Sequence[Answers], confidence: float = 0.95, draws: int = 10_000, seed: int = 0
+) -> tuple[Drop, ...]:
+    """The drop of every model against the base, with the central percentile interval.
+
+    Raises:
+        InvalidValue: models that were not judged on the same two or more examples by one metric.
+
+    >>> import numpy as np
+    >>> right = np.array([1.0, 1, 1, 1, 0, 1, 1, 0]), np.ones(8)
+    >>> worse = Answers("accuracy", np.array([1.0, 0, 1, 1, 0, 1, 1, 0]), np.ones(8))
+    >>> paired_drops(Answers("accuracy", *right), [worse])
+    (Drop(value=0.125, low=0.0, high=0.375),)
+    """
+    import numpy as np
+
+    if not others:
+        return ()
+    found = resampled_drops(base, others, draws, seed)
+    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0, method="inverted_cdf")
+    values = [drop(base.metric, base.value, other.value) for other in others]
+    return tuple(Drop(v, float(a), float(b)) for v, a, b in zip(values, low, high, strict=True))
+
+
+def upper_bounds(
+    base: Answers, others: Sequence[Answers], confidence: float, draws: int = 10_000, seed: int = 0
+) -> tuple[float, ...]:
+    """For every model the bound that its drop stays below, one-sided.
+
+    One example is added to those that are drawn from, because the bootstrap alone calls impossible what it saw in no
+    example. For metrics such as accuracy it is one on which the base is right and the other wrong: this allows for
+    about 3 / n at 95 % ("rule of three"). Losses have no worst example; there it is the one on which the model loses
+    most, once more. Where differences are many it weighs next to nothing.
+
+    In simulations at 95 %, with 100 to 2000 examples, the bound is too low in 0 to 7 % of samples for accuracy and in 1
+    to 5 % for losses; in 13 % where all that is lost lies in 3 % of 150 examples, of which few samples have enough.
+    """
+    import numpy as np
+
+    if not others:
+        return ()
+    if is_one_of(base.metric, POINTS):
+        count = float(base.counts.mean())
+        counts = np.append(base.counts, count)
+        others = [Answers(o.metric, np.append(o.amounts, 0.0), np.append(o.counts, count)) for o in others]
+        found = resampled_drops(Answers(base.metric, np.append(base.amounts, count), counts), others, draws, seed)
+    else:
+        _check(base, others)
+        pairs = [_with_worst_again(base, other) for other in others]
+        found = np.concatenate([resampled_drops(first, [other], draws, seed) for first, other in pairs], axis=1)
+    return tuple(np.quantile(found, confidence, axis=0, method="inverted_cdf").tolist())
+
+
+def _with_worst_again(base: Answers, other: Answers) -> tuple[Answers, Answers]:
+    """Both with the example on which ``other`` loses most a second time."""
+    import numpy as np
+
+    rows = np.append(np.arange(len(base.amounts)), (other.amounts - base.amounts).argmax())
+    first, second = (Answers(a.metric, a.amounts[rows], a.counts[rows]) for a in (base, other))
+    return first, second
+
+
+def resampled_drops(base: Answers, others: Sequence[Answers], draws: int, seed: int) -> Floats:
+    """``[draws, models]``: drops on resampled examples, the same ones for all models."""
+    import numpy as np
+
+    _check(base, others)
+    n, rng = len(base.amounts), np.random.default_rng(seed)
+    columns = np.stack([base.counts, base.amounts, *(other.amounts for other in others)], axis=1)
+    step, sums = max(1, _STEP // n), []
+    for start in range(0, draws, step):
+        size = min(step, draws - start)
+        rows = rng.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
+        sums.append(np.bincount(rows.ravel(), minlength=size * n).reshape(size, n) @ columns)
+    totals = np.concatenate(sums)
+    ratios = totals[:, 1:] / totals[:, :1]
+    if base.metric == "perplexity":
+        ratios = np.exp(np.minimum(ratios, 700.0))
+    first, rest = ratios[:, :1], ratios[:, 1:]
+    if is_one_of(base.metric, POINTS):
+        result: Floats = first - rest
+    else:
+        result = rest / first - 1 if is_one_of(base.metric, RATIO) else rest - first
+    return result
+
+
+def _finished(metric: str, ratio: float) -> float:
+    return math.exp(min(ratio, 700.0)) if metric == "perplexity" else ratio
+
+
+def _check(base: Answers, others: Sequence[Answers]) -> None:
+    import numpy as np
+
+    drop(base.metric, 1.0, 1.0)  # refuses a metric without a direction
+    if len(base.amounts) < 2:
+        raise InvalidValue("a paired comparison", "of two or more examples", len(base.amounts))
+    for other in others:
+        if other.metric != base.metric or not np.array_equal(other.counts, base.counts):
+            got = f"{len(base.amounts)} examples by {base.metric} and {len(other.amounts)} by {other.metric}"
+            raise InvalidValue("a paired comparison", "of models on the same examples by one metric", got)

@@ -1,0 +1,72 @@
+"""Output projections that are being changed, and what puts them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import InvalidValue
+from headprune.core.layout import FOLDED_ATTRIBUTE
+from headprune.recovery._targets import Target
+
+
+class Replaced:
+    """Projections that are being changed; on an error, all of them are put back as they were."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._kept: set[int] = set()
+        self.added = 0
+
+    def __enter__(self) -> Replaced:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self._kept.clear()
+            with torch.no_grad():
+                for parameter, value in self._values:
+                    parameter.copy_(value)
+        for identity, (module, parameters) in self._parameters.items():
+            if identity not in self._kept:
+                module._parameters.clear()
+                module._parameters.update(parameters)
+
+    def open_(self, modules: Iterable[nn.Module]) -> None:
+        """Gives projections a bias of zeros where they have none; call it where weights need gradients as ever."""
+        for module in modules:
+            if id(module) in self._parameters:
+                continue
+            self._parameters[id(module)] = (module, dict(module._parameters))
+            if module._parameters.get("bias") is None:
+                weight = module.get_parameter("weight")
+                width = weight.shape[0 if isinstance(module, nn.Linear) else 1]
+                module.bias = nn.Parameter(weight.new_zeros(width), requires_grad=weight.requires_grad)
+
+    def add_(self, target: Target, name: str, change: Tensor) -> Tensor:
+        """Adds ``[in, out]`` to a weight or ``[out]`` to a bias; returns what it came to after rounding."""
+        parameter = target.ours.get_parameter(name)
+        turned = name == "weight" and isinstance(target.ours, nn.Linear)  # Conv1D keeps [in, out]
+        old = parameter.detach().clone()
+        new = (old.to(change) + (change.T if turned else change)).to(old)
+        if not bool(torch.isfinite(new).all()):
+            raise InvalidValue(f"{target.name}.{name}", f"within the range of {old.dtype}", "an infinite value")
+        self._values.append((parameter, old))
+        with torch.no_grad():
+            parameter.copy_(new)
+        came = new.to(change) - old.to(change)
+        return came.T if turned else came
+
+    def close_(self, targets: Iterable[Target], biases: bool) -> None:
+        """Keeps the biases that were given to these projections, if it changed ``biases``, and notes what they hold."""
+        for target in targets if biases else ():
+            module = target.ours
+            self._kept.add(id(module))
+            self.added += self._parameters[id(module)][1].get("bias") is None
+            held = {*getattr(module, FOLDED_ATTRIBUTE, ()), *target.gone}
+            if held:
+                module.__dict__[FOLDED_ATTRIBUTE] = tuple(sorted(held))

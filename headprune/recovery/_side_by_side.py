@@ -1,0 +1,180 @@
+"""Runs a model and its teacher on the same batches, and measures how far the model's stream is from the teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.codec import FrozenDict
+from headprune.core.errors import InvalidValue
+from headprune.model.contexts import inputs_of, wide
+from headprune.model.expose import exposed
+from headprune.model.running import batch_size, device_of, to_device, undisturbed
+from headprune.model.sites import BoundSite
+from headprune.recovery._base import Job
+from headprune.recovery._follow import Trail, follow
+from headprune.recovery._least_squares import Moments
+from headprune.recovery._targets import Pair, Run, Target, check_as_often
+from headprune.recovery._taught import Taught, key_of
+
+
+@contextmanager
+def quiet(model: nn.Module, teacher: nn.Module, pairs: Sequence[Pair]) -> Iterator[None]:
+    """Both models in evaluation mode, without gradients, every output projection called as a module.
+
+    PyTorch's encoders take no fused way: it packs sentences of unlike lengths into nested tensors, whose additions
+    cannot be followed token by token.
+    """
+    with ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        for one in (model, teacher):
+            stack.enter_context(undisturbed(one))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(exposed(ours for ours, _ in pairs))
+        stack.enter_context(exposed(theirs for _, theirs in pairs))
+        yield
+
+
+def repeatable(batches: Any) -> Iterable[Any]:
+    """The batches, if they can be gone through more than once.
+
+    Raises:
+        InvalidValue: they cannot.
+    """
+    if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
+        hint = "Pass a DataLoader or a list of batches: list(batches), for example."
+        raise InvalidValue("batches", "readable more than once", type(batches).__name__, hint)
+    checked: Iterable[Any] = batches
+    return checked
+
+
+def first(batches: Iterable[Any]) -> Any:
+    """The first batch.
+
+    Raises:
+        InvalidValue: there is none.
+    """
+    for batch in batches:
+        batch_size(batch, "batch 0")
+        return batch
+    raise InvalidValue("batches", "at least one batch", "an empty iterable")
+
+
+def difference(model: nn.Module, target: Target, mine: Trail, theirs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a projection read and what its output lacks against the teacher's stream, ``[tokens, width]``, and which
+    tokens count."""
+    ours, inputs = mine.stream(target.summed), mine.inputs
+    e = theirs.to(ours.device, wide(ours)) - ours.to(wide(ours))
+    return target.tokens(mine.given, inputs), target.tokens(e, inputs), target.counted(model, mine.output, inputs)
+
+
+def side_by_side(
+    job: Job, pairs: Sequence[Pair], targets: Sequence[Target], run: Run
+) -> Iterator[tuple[Any, list[list[Trail]], list[list[Trail]]]]:
+    """Runs model and teacher on every batch; yields the batch and both models' trails by target."""
+    assert job.teacher is not None
+    for batch in job.batches:
+        yield (
+            batch,
+            _trails(job.model, [ours for ours, _ in pairs], [t.ours for t in targets], batch, run),
+            _trails(job.teacher, [theirs for _, theirs in pairs], [t.theirs for t in targets], batch, run),
+        )
+
+
+def streams_of(
+    job: Job, pairs: Sequence[Pair], targets: Sequence[Target], number: int, run: Run, taught: Taught
+) -> Iterator[tuple[Trail, Tensor]]:
+    """The trails of one target on every batch, each with the teacher's stream; no pass goes on after the last one."""
+    assert job.teacher is not None
+    target = targets[number]
+    for batch in job.batches:
+        key = key_of(batch)
+        expected, theirs = taught.calls(key, number), taught.streams(key, number)
+        (ours,) = _trails(job.model, [o for o, _ in pairs], [target.ours], batch, run, expected)
+        if theirs is None:
+            (trails,) = _trails(job.teacher, [t for _, t in pairs], [target.theirs], batch, run, expected)
+            theirs = [trail.stream(target.summed) for trail in trails]
+        check_as_often(target, ours, theirs)
+        yield from zip(ours, theirs, strict=True)
+
+
+def _trails(
+    model: nn.Module,
+    bound: Sequence[BoundSite],
+    projections: Sequence[nn.Module],
+    batch: Any,
+    run: Run,
+    expected: int | None = None,
+) -> list[list[Trail]]:
+    """A pass on a batch, ended after so many trails: the trails of each projection."""
+    batch = to_device(batch, device_of(model))
+    with inputs_of(model, bound) as inputs:
+        inputs.begin(batch)
+        numbered = dict(enumerate(projections))
+        trails = follow(lambda: run(model, batch), numbered, expected or None, lambda: inputs.now)
+    return [[t for t in trails if t.number == number] for number in numbered]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What ``errors`` found.
+
+    Args:
+        errors: Of each target.
+        scales: The sums they are divided by.
+        examples: Their number.
+    """
+
+    errors: list[float]
+    scales: list[float]
+    examples: int
+
+
+def errors(
+    job: Job, pairs: Sequence[Pair], targets: Sequence[Target], run: Run, taught: Taught | None = None
+) -> Measured:
+    """How far the model's stream is from the teacher's after each target: ``sum |T - S|² / sum |A - mean A|²``.
+
+    A is what the teacher's projection writes; sums over tokens that are no padding. So 0 is the teacher, 1 is as far
+    off as if what the sub-layer writes were replaced by its mean, and values of one site can be compared. What later
+    passes can spare is noted in ``taught``.
+    """
+    sums: dict[int, tuple[Moments, Moments]] = {}
+    examples = 0
+    for batch, ours, theirs in side_by_side(job, pairs, targets, run):
+        examples += batch_size(batch, "batches")
+        streams = [[b.stream(t.summed) for b in of_target] for t, of_target in zip(targets, theirs, strict=True)]
+        for number, target in enumerate(targets):
+            check_as_often(target, ours[number], theirs[number])
+            for a, b, stream in zip(ours[number], theirs[number], streams[number], strict=True):
+                off, written = sums.setdefault(number, (Moments(wide(a.output)), Moments(wide(a.output))))
+                _, e, counted = difference(job.model, target, a, stream)
+                wrote = target.tokens(b.output, a.inputs)
+                off.add(e[:, :0], e, counted)
+                written.add(wrote[:, :0], wrote, None if counted is None else counted.to(wrote.device))
+        if taught is not None:
+            taught.learn(key_of(batch), streams)
+    if not examples:
+        raise InvalidValue("batches", "at least one batch", "an empty iterable")
+    done = [(off.done(), written.done()) for off, written in (sums[number] for number in range(len(targets)))]
+    for target, normals in zip(targets, done, strict=True):
+        if not int(normals[0].n):
+            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {target.name}")
+        if not all(normal.finite for normal in normals):
+            hint = "Look for NaN or infinite values in the batches."
+            raise InvalidValue(f"what model and teacher write at {target.name}", "finite", "NaN or infinite", hint)
+    scales = [float(written.ee) or 1.0 for _, written in done]
+    return Measured([float(off.total) / scale for (off, _), scale in zip(done, scales, strict=True)], scales, examples)
+
+
+def summary(targets: Sequence[Target], before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
+    """Errors for a report: their means, and those of every projection."""
+    each = {t.name: {"before": b, "after": a} for t, b, a in zip(targets, before, after, strict=True)}
+    means = {"error_before": sum(before) / len(before), "error_after": sum(after) / len(after)}
+    return {**means, "errors": FrozenDict(each)}

@@ -1,0 +1,81 @@
+"""What happens between the steps of a training: the bar, evaluations, checkpoints; and, before the first, a return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from headprune.recovery._checkpoint import Keeper, load_weights_, weights
+from headprune.recovery._objective import Objective
+from headprune.recovery._stream import Stream
+from headprune.recovery._validation import Watch
+
+
+class Steps(TrainerCallback):
+    """Looks after a training between its steps.
+
+    Args:
+        trainer: The Trainer, for its gradient scaler.
+        objective: What it minimises.
+        stream: Its batches.
+        bar: A bar of steps.
+        watch: Judges it, if wanted.
+        eval_every: Steps between judgements.
+        keeper: Keeps its checkpoint, if wanted.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        objective: Objective,
+        stream: Stream,
+        bar: Any,
+        watch: Watch | None,
+        eval_every: int,
+        keeper: Keeper | None,
+    ) -> None:
+        self.trainer, self.objective, self.stream, self.bar = trainer, objective, stream, bar
+        self.watch, self.eval_every, self.keeper = watch, eval_every, keeper
+        self.continued: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = self.keeper.load() if self.keeper is not None else None
+        if saved is None:
+            if self.watch is not None:
+                self.watch.look(0)
+            return
+        self.continued = state.global_step = saved["step"]
+        load_weights_(self.objective.model, saved["weights"])
+        self.objective.examples, self.objective.told = saved["examples"], saved["told"]
+        self.stream.continue_from(saved["stream"])
+        for name, part in self._parts(kwargs).items():
+            part.load_state_dict(saved[name])
+        if self.watch is not None:
+            self.watch.continue_from(saved["watch"])
+        self.bar.update(saved["step"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step, over = state.global_step, state.global_step >= state.max_steps
+        self.bar.set_postfix_str(f"loss {self.objective.told['loss'][-1]:.4f}", refresh=False)
+        self.bar.update()
+        if self.watch is not None and (over or step % self.eval_every == 0) and self.watch.look(step):
+            control.should_training_stop = over = True
+        if self.keeper is not None and not over and step % self.keeper.every == 0:
+            self.keeper.save(
+                {
+                    "step": step,
+                    "weights": weights(self.objective.model),
+                    "examples": self.objective.examples,
+                    "told": self.objective.told,
+                    "stream": self.stream.state(),
+                    **{name: part.state_dict() for name, part in self._parts(kwargs).items()},
+                    **({"watch": self.watch.state()} if self.watch is not None else {}),
+                }
+            )
+
+    def _parts(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What has a state of its own beside the model."""
+        scaler = self.trainer.accelerator.scaler
+        parts = {"optimizer": kwargs["optimizer"], "scheduler": kwargs["lr_scheduler"]}
+        return parts if scaler is None else {**parts, "scaler": scaler}

@@ -1,0 +1,77 @@
+"""What one pass of model and teacher over all batches found out, so that the many passes after it do less."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from headprune.model.running import DataDigest
+
+#: Bytes of the teacher's streams that are kept at most.
+ROOM = 2**30
+
+
+class Taught:
+    """The teacher's streams after each target, and how often each target runs, by batch.
+
+    A batch is known by its contents, not by its place: a loader may shuffle. Streams that have no room are not kept,
+    and the teacher runs again for them.
+
+    Args:
+        room: Bytes that streams may take; ROOM where it is left out.
+    """
+
+    def __init__(self, room: int | None = None) -> None:
+        self.room = ROOM if room is None else room
+        self._calls: dict[str, list[int]] = {}
+        self._streams: dict[int, dict[str, list[Tensor]]] = {}
+
+    def learn(self, key: str | None, streams: Sequence[list[Tensor]]) -> None:
+        """Notes the streams of a batch, for every target those of its calls."""
+        if key is None or key in self._calls:
+            return
+        self._calls[key] = [len(of_target) for of_target in streams]
+        for number, of_target in enumerate(streams):
+            size = sum(stream.nbytes for stream in of_target)
+            if size <= self.room:
+                self.room -= size
+                self._streams.setdefault(number, {})[key] = of_target
+
+    def calls(self, key: str | None, number: int) -> int | None:
+        """How often a target runs on a batch; None where that is not known."""
+        known = self._calls.get(key) if key is not None else None
+        return None if known is None else known[number]
+
+    def streams(self, key: str | None, number: int) -> list[Tensor] | None:
+        """The teacher's streams after a target's calls; None where they were not kept."""
+        return self._streams.get(number, {}).get(key) if key is not None else None
+
+    def forget(self, number: int) -> None:
+        """A target is done."""
+        self._streams.pop(number, None)
+
+
+def key_of(batch: Any) -> str | None:
+    """A batch's fingerprint; None for one that holds more than tensors and plain values."""
+    try:
+        words = _words(batch)
+    except TypeError:
+        return None
+    digest = DataDigest()
+    digest.add(batch)
+    return f"{digest.hexdigest()} {words}"
+
+
+def _words(value: Any) -> str:
+    """All of a batch but the tensors."""
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{k!r}: {_words(v)}' for k, v in value.items())}}}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_words, value))})"
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)
+    raise TypeError(type(value).__name__)

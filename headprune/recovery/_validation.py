@@ -1,0 +1,92 @@
+"""Early stopping: the mean validation loss, the weights of the lowest, and when to give up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.core.errors import InvalidValue
+from headprune.model.losses import Loss, checked_losses
+from headprune.model.running import device_of, to_device, undisturbed
+from headprune.recovery._checkpoint import load_weights_, weights
+from headprune.recovery._traces import random_states, set_random_states
+
+
+class Watch:
+    """Judges a training by its validation loss.
+
+    Args:
+        model: The model.
+        loss: Per-example loss.
+        batches: Validation data, read at every evaluation.
+        patience: Evaluations without a lower loss until it says stop; None never does.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, batches: Iterable[Any], patience: int | None) -> None:
+        self.model, self.loss, self.batches, self.patience = model, loss, batches, patience
+        self.losses: list[tuple[int, float]] = []
+        self.best_step = 0
+        self.best: dict[str, Tensor] = {}
+
+    def look(self, step: int) -> bool:
+        """Evaluates; whether the training should stop."""
+        value = mean_loss(self.model, self.batches, self.loss, f"validation after step {step}")
+        if not self.losses or value < self.lowest:
+            self.best_step = step
+            self.best = {name: tensor.cpu().clone() for name, tensor in weights(self.model).items()}
+        self.losses.append((step, value))
+        since = sum(at > self.best_step for at, _ in self.losses)
+        return self.patience is not None and since >= self.patience
+
+    @property
+    def lowest(self) -> float:
+        return min(value for _, value in self.losses)
+
+    def restore_(self) -> dict[str, Any]:
+        """Gives the model its best weights and says which."""
+        load_weights_(self.model, self.best)
+        return {
+            "best_step": self.best_step,
+            "validation_loss": self.lowest,
+            "validation_loss_before": self.losses[0][1],
+            "evaluations": len(self.losses),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What ``continue_from`` needs."""
+        return {"losses": list(self.losses), "best_step": self.best_step, "best": self.best}
+
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.losses, self.best_step = list(state["losses"]), state["best_step"]
+        self.best = state["best"]
+
+
+def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) -> float:
+    """The mean loss of the examples, in evaluation mode; no random state changes.
+
+    Raises:
+        InvalidValue: no batches, or a loss that is not finite; ``where`` is named.
+    """
+    device, total, count = device_of(model), 0.0, 0
+    before = random_states()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        # PyTorch's fused encoder layer reads weights past adapters around them
+        torch.backends.mha.set_fastpath_enabled(False)
+        with undisturbed(model), torch.no_grad():
+            for number, batch in enumerate(batches):
+                losses = checked_losses(loss, model, to_device(batch, device), number)
+                total += float(losses.double().sum())
+                count += len(losses)
+    except InvalidValue as error:
+        raise InvalidValue(f"{where}: {error.where}", error.must, error.got, error.hint) from None
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        set_random_states(before)
+    if not count:
+        raise InvalidValue("validation", "batches that can be read several times", "none", "list(batches), for example")
+    return total / count

@@ -1,0 +1,69 @@
+"""Multiplies every kept head by the factor that brings the stream nearest to the teacher's; needs no training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headprune.core.errors import InvalidValue
+from headprune.recovery._layerwise import Change, LayerwiseRecovery, Precision, check_precision, check_ridge
+from headprune.recovery._least_squares import Normal, solved
+from headprune.recovery._targets import Target
+
+INTERCEPTS = ("fold", "drop", "none")
+
+
+@dataclass(frozen=True)
+class HeadRescale(LayerwiseRecovery):
+    """Multiplies every kept head by the factor that brings the stream nearest to the teacher's; needs no training.
+
+    In the order of the network, from the first attention on that lost heads:
+    ``min over a, b of  mean_t |T_t - R_t - Σ_h a_h W_h x_{t,h} - b|² + λ |a - 1|²`` with x, R and T as in `Lstsq`, one
+    factor a head, folded into the head's columns of the output projection.
+
+    Source: mask tuning, Kwon et al. 2022. Their code fits an intercept and drops it: ``intercept="drop"``.
+
+    Args:
+        intercept: ``fold`` b into the bias; fit it and ``drop`` it; or ``none``.
+        ridge: λ as a share of the mean square of what a head writes.
+        precision: The type to add up in, ``float64`` or ``float32``.
+
+    >>> HeadRescale(intercept="drop").settings["intercept"]
+    'drop'
+    """
+
+    intercept: Literal["fold", "drop", "none"] = "fold"
+    ridge: float = 1e-4
+    precision: Precision = "float64"
+
+    def __post_init__(self) -> None:
+        check_ridge("HeadRescale.ridge", self.ridge)
+        if self.intercept not in INTERCEPTS:
+            raise InvalidValue("HeadRescale.intercept", f"one of {', '.join(INTERCEPTS)}", repr(self.intercept))
+        check_precision("HeadRescale.precision", self.precision)
+
+    @property
+    def adds_biases(self) -> bool:
+        return self.intercept == "fold"
+
+    def change(self, target: Target, normal: Normal) -> Change:
+        normal = normal.uncentred() if self.intercept == "none" else normal
+        weight = target.weight.T.to(normal.xx)
+        heads = _indicator(target, normal.xx)
+        # <W_h x_h, W_k x_k> summed over tokens, from the products of the channels alone.
+        between = heads.T @ (normal.xx * (weight @ weight.T)) @ heads
+        towards = heads.T @ (normal.xe * weight).sum(1, keepdim=True)
+        factors, regular = solved(between, towards, self.ridge)
+        note = "" if regular else "its heads write multiples of each other; the smallest change of factors was taken."
+        return Change((heads @ factors) * weight, note)
+
+
+def _indicator(target: Target, like: Tensor) -> Tensor:
+    """``[in, heads]``: 1 where a channel is a head's."""
+    columns = torch.zeros(len(like), len(target.heads)).to(like)
+    for head, mine in enumerate(target.heads):
+        columns[mine, head] = 1
+    return columns

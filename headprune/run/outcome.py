@@ -1,0 +1,105 @@
+"""Outcome: what one model made of every validation and test row, and how large it is; stored as safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from headprune.bench.quality import evaluate
+from headprune.core.codec import FrozenDict
+from headprune.core.files import write_atomic
+from headprune.core.paired import Answers
+from headprune.model.costs import measure_costs
+from headprune.model.sites import bind
+from headprune.run.subject import Subject
+
+SPLITS = ("validation", "test")
+_COLUMNS = ("amounts", "counts", "losses")
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """One model, judged.
+
+    Args:
+        metric: What ``amounts`` and ``counts`` make; see ``headprune.core.paired.Answers``.
+        sizes: ``heads``, ``params``, ``macs`` and ``kv`` (None without a cache).
+        arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, one number an example, in one order for all models.
+        notes: What recoveries had to say.
+    """
+
+    metric: str
+    sizes: FrozenDict
+    arrays: dict[str, NDArray[np.float64]]
+    notes: tuple[str, ...] = ()
+
+    def answers(self, split: str) -> Answers:
+        """What the model made of the rows of a split."""
+        return Answers(self.metric, self.arrays[f"{split}.amounts"], self.arrays[f"{split}.counts"])
+
+    def loss(self, split: str) -> float:
+        """Mean per-example loss."""
+        return float(self.arrays[f"{split}.losses"].mean())
+
+    def save(self, path: Path, key: str) -> Path:
+        """Writes it, whole or not at all."""
+        from safetensors.numpy import save
+
+        facts = {"metric": self.metric, "sizes": dict(self.sizes), "notes": self.notes}
+        marks = {"headprune": "Outcome", "key": key, "facts": json.dumps(facts), "sha256": self._sha256()}
+        return write_atomic(path, save(self.arrays, marks))
+
+    @classmethod
+    def find(cls, path: Path, key: str) -> Outcome | None:
+        """The outcome of this key, where its file is there, whole, and says so itself."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="np") as file:
+                marks = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+            facts = json.loads(marks["facts"])
+            found = cls(facts["metric"], FrozenDict(facts["sizes"]), arrays, tuple(facts["notes"]))
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None
+        whole = marks.get("key") == key and marks.get("sha256") == found._sha256()
+        return found if whole and {f"{s}.{c}" for s in SPLITS for c in _COLUMNS} == arrays.keys() else None
+
+    def _sha256(self) -> str:
+        found = hashlib.sha256(json.dumps([self.metric, dict(self.sizes)]).encode())
+        for name in sorted(self.arrays):
+            found.update(name.encode() + np.ascontiguousarray(self.arrays[name]).tobytes())
+        return found.hexdigest()
+
+
+def judge(subject: Subject, model: nn.Module, batches: dict[str, list[Any]], notes: tuple[str, ...] = ()) -> Outcome:
+    """Evaluates a model on both splits and counts its sizes.
+
+    Args:
+        subject: The base model's, for the sites and the example that sizes are counted on.
+        model: It, or what is left of it.
+        batches: The batches of every split.
+        notes: Go into the outcome.
+    """
+    arrays: dict[str, NDArray[np.float64]] = {}
+    metric = ""
+    for split in SPLITS:
+        quality = evaluate(model, batches[split])
+        metric = quality.metric
+        arrays |= {f"{split}.{name}": np.array(getattr(quality, name), dtype=np.float64) for name in _COLUMNS}
+    bound = bind(model, subject.sites)
+    costs = measure_costs(model, bound, subject.example)
+    sizes = {
+        "heads": sum(len(b.site.heads) for b in bound),
+        "params": costs.total.params,
+        "macs": costs.total.macs(costs.length),
+        "kv": costs.total.kv_bytes or None,
+    }
+    return Outcome(metric, FrozenDict(sizes), arrays, notes)

@@ -1,0 +1,157 @@
+"""The runs of a sweep: what each is, under which digests its pieces lie, and the file that says that it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from headprune import recovery, scoring, selection
+from headprune.core.codec import FrozenDict, Value
+from headprune.core.errors import HeadPruneError
+from headprune.core.plan import PruningPlan
+from headprune.core.sweeps import words
+from headprune.core.version import __version__
+from headprune.run.base import Base, digest
+from headprune.run.grid import Design
+from headprune.run.outcome import Outcome
+from headprune.run.recipe import Recipe
+from headprune.run.recovering import seeded
+from headprune.run.splits import calibration_rows
+from headprune.run.tasks import Kind, Task, file_of, load_plan
+from headprune.run.validate import configured
+
+RUNS = "runs"
+
+
+@dataclass(frozen=True)
+class SweepRun(Value):
+    """The file of a run; it counts where it says ``done``, bears the digest of its settings, and its pieces are whole.
+
+    Args:
+        settings: Everything that its result depends on, in full; its digest names the file.
+        values: The grid's values.
+        seed: Number of the draw.
+        recipe: The recipe with the grid's values.
+        base: What the base model is made of.
+        status: done or failed.
+        plan: Digest of the plan.
+        outcome: Key of the outcome.
+        error: Why it failed.
+    """
+
+    settings: FrozenDict
+    values: FrozenDict
+    seed: int
+    recipe: FrozenDict
+    base: str
+    status: Literal["done", "failed"]
+    plan: str | None = None
+    outcome: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One combination with one draw.
+
+    Args:
+        key: Digest of ``settings``.
+        settings: Everything that its result depends on.
+        values: The grid's values.
+        draw: Number of the draw of calibration rows.
+        recipe: The recipe with the grid's values.
+        scores, plan: Keys of its scores and of its plan.
+    """
+
+    key: str
+    settings: FrozenDict
+    values: FrozenDict
+    draw: int
+    recipe: Recipe
+    scores: str
+    plan: str
+
+    @property
+    def what(self) -> str:
+        """It in words."""
+        return words({**self.values, "seed": self.draw})
+
+    def path(self, sweep: Path) -> Path:
+        """Its file."""
+        return sweep / RUNS / f"{self.key[:24]}.json"
+
+    def task(self, kind: Kind, key: str, sweep: Path, base: Base, threads: int | None) -> Task:
+        """A piece of its work."""
+        needs = {"scores": "", "plans": self.scores, "outcomes": self.plan}[kind]
+        return Task(kind, key, sweep, base, self.recipe, self.draw, needs, threads, self.what)
+
+    def finished(self, sweep: Path, base: Base) -> SweepRun | None:
+        """Its file, where it is done and whole: nothing of it has to be done again."""
+        try:
+            found = SweepRun.load(self.path(sweep))
+        except HeadPruneError:
+            return None
+        if found.status != "done" or found.outcome is None or digest(dict(found.settings)) != self.key:
+            return None
+        plan = load_plan(file_of(sweep, "plans", self.plan))
+        whole = plan is not None and plan.digest == found.plan and plan.model == base.model
+        return found if whole and Outcome.find(file_of(sweep, "outcomes", found.outcome), found.outcome) else None
+
+    def file(self, base: Base, **result: Any) -> SweepRun:
+        """The file of it."""
+        recipe = FrozenDict(self.recipe.model_dump())
+        return SweepRun(self.settings, self.values, self.draw, recipe, base.made_of, **result)
+
+
+def runs_of(design: Design, base: Base, seeds: int) -> list[Run]:
+    """Every combination with every draw, the draw changing fastest."""
+    return [_run(point.values, point.recipe, base, draw) for point in design.points for draw in range(seeds)]
+
+
+def _run(values: FrozenDict, recipe: Recipe, base: Base, draw: int) -> Run:
+    seed, wanted = recipe.seed + draw, recipe.score
+    rows = digest(calibration_rows(base.rows["train"]["rows"], recipe.data.calibration, seed))
+    same = {"base": base.identity, "headprune": __version__}
+    scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, seed)
+    score = {
+        **same,
+        "rows": rows,
+        "scorer": wanted.scorer,
+        "settings": dict(scorer.settings),
+        "until": wanted.until.model_dump() if wanted.until else None,
+        "batch_size": wanted.batch_size,
+        "policy": recipe.select.policy,
+    }
+    select = recipe.select.model_dump()
+    recover = recovered(recipe, seed, rows)
+    plan: dict[str, Any] = {"scores": digest(score), "select": select}
+    chosen = configured(selection.registry, recipe.select.selector, recipe.select.settings)
+    if chosen.needs:  # it looks at the model, and may draw, or recover on the way
+        plan["seed"] = seed
+    settings = FrozenDict({"score": score, "select": select, "recover": recover, "seed": seed})
+    return Run(digest(dict(settings)), settings, values, draw, recipe, digest(score), digest(plan))
+
+
+def recovered(recipe: Recipe, seed: int, rows: str) -> Any:
+    """What a recovered model depends on besides its plan; nothing where nothing is recovered."""
+    if not recipe.recover:
+        return None
+    methods = [seeded(recovery.registry, step.method, step.settings, seed) for step in recipe.recover]
+    steps = [
+        {**step.model_dump(), "settings": dict(method.settings)}
+        for step, method in zip(recipe.recover, methods, strict=True)
+    ]
+    return {"steps": steps, "seed": seed, "rows": rows}
+
+
+def outcome_key(run: Run | None, plan: PruningPlan | None, base: Base) -> str:
+    """Of what a run's plan leaves of the model, recovered: runs that come to the same model share it.
+
+    Without a run it is that of the base model.
+    """
+    same = {"base": base.identity, "headprune": __version__}
+    if run is None or plan is None:
+        return digest({**same, "mask": None})
+    mask = [[row.site, list(row.kept)] for row in plan.mask.rows]
+    return digest({**same, "mask": mask, "policy": plan.policy, "recover": run.settings["recover"]})

@@ -1,0 +1,118 @@
+"""The table of a sweep, made from its files, and written in every form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headprune.core.codec import FrozenDict
+from headprune.core.files import atomic_path
+from headprune.core.paired import paired_drops
+from headprune.core.sweeps import SweepTable
+from headprune.run.grid import Design
+from headprune.run.outcome import SPLITS, Outcome
+from headprune.run.runs import Run, SweepRun
+from headprune.run.tasks import file_of
+
+TABLE = "table.json"
+TIMINGS = "timings.jsonl"
+
+
+def table_of(
+    design: Design, runs: Sequence[Run], files: Mapping[str, SweepRun], base: Outcome, sweep: Path
+) -> SweepTable:
+    """The table of all runs.
+
+    Args:
+        design: The grid.
+        runs: In the order of the rows.
+        files: The file of every run, by its key.
+        base: The uncut model's outcome.
+        sweep: The sweep's folder.
+    """
+    done = [run for run in runs if files[run.key].status == "done"]
+    outcomes = [_outcome(sweep, files[run.key]) for run in done]
+    columns: list[dict[str, Any]] = [{"run": run.key[:24], **run.values, "seed": run.draw} for run in done]
+    for split in SPLITS:
+        drops = paired_drops(base.answers(split), [o.answers(split) for o in outcomes])
+        for row, outcome, drop in zip(columns, outcomes, drops, strict=True):
+            row |= {split: outcome.answers(split).value, f"{split}_loss": outcome.loss(split)}
+            row |= {f"{split}_drop": drop.value, f"{split}_drop_low": drop.low, f"{split}_drop_high": drop.high}
+    for row, run, outcome in zip(columns, done, outcomes, strict=True):
+        row |= {**outcome.sizes, "plan": str(file_of(sweep, "plans", run.plan).relative_to(sweep))}
+    failed = [run for run in runs if files[run.key].status == "failed"]
+    return SweepTable(
+        name=design.recipe.name,
+        metric=base.metric,
+        keys=design.keys,
+        budgets=design.budgets,
+        base=FrozenDict(
+            {
+                **{split: base.answers(split).value for split in SPLITS},
+                **{f"{split}_loss": base.loss(split) for split in SPLITS},
+                **{f"{split}_rows": len(base.arrays[f"{split}.losses"]) for split in SPLITS},
+                **base.sizes,
+            }
+        ),
+        rows=tuple(FrozenDict(row) for row in columns),
+        failed=tuple(FrozenDict({**r.values, "seed": r.draw, "error": files[r.key].error}) for r in failed),
+    )
+
+
+def _outcome(sweep: Path, file: SweepRun) -> Outcome:
+    found = Outcome.find(file_of(sweep, "outcomes", str(file.outcome)), str(file.outcome))
+    assert found is not None  # its run counts as done
+    return found
+
+
+def write_table(table: SweepTable, sweep: Path) -> list[Path]:
+    """``table.json``, ``table.csv`` and ``table.parquet``; returns their paths."""
+    return [table.save(sweep / TABLE), *_columns([dict(row) for row in table.rows], sweep / "table")]
+
+
+def write_timings(runs: Sequence[Run], files: Mapping[str, SweepRun], sweep: Path) -> None:
+    """``timings.csv``: seconds that the pieces of every run took; shared ones stand at every run that uses them.
+
+    Apart from the table, which is the same in every repetition. Empty where a kill came before the time was written.
+    """
+    seconds: dict[tuple[str, str], float] = {}
+    path = sweep / TIMINGS
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with suppress(ValueError, KeyError):  # the last line of a killed process
+            found = json.loads(line)
+            seconds[found["kind"], found["key"]] = found["seconds"]
+    rows = [
+        {
+            "run": run.key[:24],
+            **run.values,
+            "seed": run.draw,
+            "score": seconds.get(("scores", run.scores)),
+            "select": seconds.get(("plans", run.plan)),
+            "cut, recover and judge": seconds.get(("outcomes", str(files[run.key].outcome))),
+        }
+        for run in runs
+    ]
+    _columns(rows, sweep / "timings", (".csv",))
+
+
+def _columns(rows: list[dict[str, Any]], stem: Path, endings: Sequence[str] = (".csv", ".parquet")) -> list[Path]:
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    names = list(rows[0]) if rows else ["run"]
+    table = pyarrow.table({name: _one_type([row[name] for row in rows]) for name in names})
+    paths = []
+    for ending in endings:
+        paths.append(stem.with_name(stem.name + ending))
+        with atomic_path(paths[-1]) as temporary:
+            (csv.write_csv if ending == ".csv" else parquet.write_table)(table, temporary)
+    return paths
+
+
+def _one_type(values: list[Any]) -> list[Any]:
+    """A column's values; as text where they are of unlike kinds, such as a word beside a number."""
+    kinds = {type(v) for v in values if v is not None}
+    return values if len(kinds) < 2 or kinds == {int, float} else [None if v is None else str(v) for v in values]

@@ -1,0 +1,356 @@
+"""Finetune killed and continued: the same weights bit for bit; and early stopping by validation loss."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import headprune as hp
+from headprune.core.errors import CheckpointError, InvalidValue
+from headprune.recovery import Finetune, MeanFold
+from headprune.recovery._checkpoint import FILE
+from headprune.recovery._traces import random_states, set_random_states
+
+EXACT = {"rtol": 0, "atol": 0}
+
+
+class Killed(Exception):
+    pass
+
+
+class Rows(Dataset):
+    """Rows that are shifted at random when they are read, by all three generators; it may end the process."""
+
+    def __init__(self, kill_at=None):
+        self.x = torch.randn(11, 3, 8, generator=torch.Generator().manual_seed(0))
+        self.reads, self.kill_at = 0, kill_at
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        self.reads += 1
+        if self.reads == self.kill_at:
+            raise Killed
+        return self.x[i] + 0.1 * torch.rand(1) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+
+
+class Model(nn.Module):
+    """Attention, dropout, and a batch norm, whose buffers are no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.norm, self.drop = hp.MultiHeadAttention(8, 2), nn.BatchNorm1d(3), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(self.norm(x + self.attention(x)))
+
+
+def loss(model, x):
+    return (model(x) - x.flip(2)).square().mean((1, 2))
+
+
+def loader(kind, rows):
+    if kind == "own generator":
+        return DataLoader(rows, 2, shuffle=True, generator=torch.Generator().manual_seed(7))
+    return DataLoader(rows, 2, shuffle=kind == "shuffled")
+
+
+def state(model):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+SETTINGS = {
+    "plain": Finetune(steps=15, learning_rate=0.02, warmup_ratio=0.2, checkpoint_every=4),
+    "pass ends": Finetune(epochs=3, learning_rate=0.02, schedule="cosine"),  # 6 batches a pass, a checkpoint at each
+    "distilled": Finetune(steps=15, learning_rate=0.02, distill_hidden=1.0, checkpoint_every=5),
+    "lora": Finetune(steps=15, learning_rate=0.02, lora_rank=2, checkpoint_every=4),
+    "bf16": Finetune(steps=15, learning_rate=0.02, precision="bf16", checkpoint_every=4),
+    "watched": Finetune(steps=15, learning_rate=0.3, eval_every=2, checkpoint_every=7, schedule="constant"),
+}
+
+
+def train(settings, kind, folder=None, kill_at=None):
+    """``kill_at``: the row's read at which the process ends, 2 rows a batch."""
+    model, batches = Model(), loader(kind, Rows(kill_at))
+    teacher = Model().requires_grad_(False) if settings.needs_teacher else None
+    if teacher is not None:
+        teacher.attention.W_o.weight.mul_(1.5)
+    validation = [torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(2))]
+    held = validation if settings.needs_validation else None
+    settings = settings if folder is not None else replace(settings, checkpoint_every=None)
+    torch.rand(3)  # what was drawn before must not matter
+    report = hp.recover_(model, batches, settings, teacher, loss, validation=held, folder=folder)
+    return model, report
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name, "shuffled") for name in SETTINGS), ("plain", "own generator")])
+def test_a_killed_training_continues_to_the_same_weights(name, kind, tmp_path):
+    settings = SETTINGS[name]
+    whole, wanted = train(settings, kind)
+    with pytest.raises(Killed):
+        train(settings, kind, tmp_path, kill_at=21)  # in the 11th batch of 15 or 18, in the second pass
+    assert [p.name for p in tmp_path.iterdir()] == [FILE]
+    model, report = train(settings, kind, tmp_path)
+    torch.testing.assert_close(state(model), state(whole), **EXACT)
+    at = {"pass ends": 6, "distilled": 10, "watched": 7}.get(name, 8)
+    assert report.notes == (f"Continued after step {at} from a checkpoint.",)
+    assert report.metrics == wanted.metrics
+    assert (report.n_examples, report.changed) == (wanted.n_examples, wanted.changed)
+    assert list(tmp_path.iterdir()) == []  # the training is over
+
+
+def test_it_may_be_killed_twice(tmp_path):
+    settings = SETTINGS["plain"]
+    whole, _ = train(settings, "shuffled")
+    for kill_at in (11, 23):
+        with pytest.raises(Killed):
+            train(settings, "shuffled", tmp_path, kill_at)
+    model, report = train(settings, "shuffled", tmp_path)
+    torch.testing.assert_close(state(model), state(whole), **EXACT)
+    assert report.notes
+
+
+def test_a_folder_changes_nothing_and_stays_empty(tmp_path):
+    settings = SETTINGS["plain"]
+    whole, report = train(settings, "shuffled", tmp_path / "made")
+    torch.testing.assert_close(state(whole), state(train(settings, "shuffled")[0]), **EXACT)
+    assert report.notes == ()
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+@pytest.fixture
+def killed(tmp_path):
+    with pytest.raises(Killed):
+        train(SETTINGS["plain"], "in order", tmp_path, kill_at=21)
+    return tmp_path
+
+
+def test_another_trainings_checkpoint_is_refused(killed):
+    model, rows = Model(), Rows()
+    settings = SETTINGS["plain"]
+
+    def go(model=model, batches=None, settings=settings, **more):
+        before = state(model)
+        try:
+            hp.recover_(model, batches or DataLoader(rows, 2), settings, loss=loss, folder=killed, **more)
+        finally:
+            torch.testing.assert_close(state(model), before, **EXACT)
+
+    other = Finetune(steps=15, learning_rate=0.03, warmup_ratio=0.2, checkpoint_every=4)
+    with pytest.raises(CheckpointError, match=r"the checkpoint of this training, got that of another.* settings"):
+        go(settings=other)
+    with pytest.raises(CheckpointError, match="differs in the number of batches"):
+        go(batches=DataLoader(rows, 3))
+    deeper = nn.Sequential(Model(), Model())
+    with pytest.raises(CheckpointError, match="differs in the model's structure"):
+        go(model=deeper)
+    frozen = Model()
+    frozen.norm.requires_grad_(False)
+    with pytest.raises(CheckpointError, match="differs in the model's frozen weights, the model's structure"):
+        go(model=frozen)
+    rows.x = rows.x + 1
+    settings = SETTINGS["plain"]
+    with pytest.raises(CheckpointError, match="batches: must be the ones that the checkpoint's training had"):
+        hp.recover_(Model(), DataLoader(rows, 2), settings, loss=loss, folder=killed)
+
+
+def test_another_interval_of_checkpoints_is_the_same_training(killed):
+    settings = Finetune(steps=15, learning_rate=0.02, warmup_ratio=0.2, checkpoint_every=3)
+    model, report = train(settings, "in order", killed)
+    torch.testing.assert_close(state(model), state(train(settings, "in order", killed)[0]), **EXACT)
+    assert report.notes
+
+
+@pytest.mark.parametrize("damage", [b"", b"no checkpoint", None])
+def test_a_damaged_checkpoint_is_refused(killed, damage):
+    path = killed / FILE
+    path.write_bytes(path.read_bytes()[:-500] if damage is None else damage)
+    with pytest.raises(CheckpointError, match="a checkpoint that a training left there"):
+        train(SETTINGS["plain"], "in order", killed)
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(killed, monkeypatch):
+    before = (killed / FILE).read_bytes()
+
+    def half(what, path):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        train(SETTINGS["plain"], "in order", killed)
+    assert (killed / FILE).read_bytes() == before
+    assert [p.name for p in killed.iterdir()] == [FILE]
+
+
+def test_a_checkpoint_runs_no_code(killed):
+    torch.load(killed / FILE, weights_only=True)
+
+
+def test_random_states_come_back():
+    own = torch.Generator().manual_seed(5)
+    held = random_states([own])
+
+    def draws():
+        return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random(), torch.rand(1, generator=own).item()
+
+    first = draws()
+    set_random_states(held, [own])
+    assert draws() == first
+
+
+def test_arguments_without_a_use_are_refused(tmp_path):
+    model = Model()
+    x = [torch.randn(2, 3, 8)]
+    with pytest.raises(InvalidValue, match="validation: must be left out: finetune, as it is set, has no use for it"):
+        hp.recover_(model, x, Finetune(), loss=loss, validation=x)
+    with pytest.raises(InvalidValue, match="validation: must be given to finetune, as it is set, got none"):
+        hp.recover_(model, x, Finetune(patience=1), loss=loss)
+    with pytest.raises(InvalidValue, match="folder: must be left out: mean_fold, as it is set, has no use for it"):
+        hp.recover_(model, x, MeanFold(), teacher=Model(), folder=tmp_path)
+    with pytest.raises(InvalidValue, match=r"checkpoint_every: must be used with recover_\(folder=\)"):
+        hp.recover_(model, x, Finetune(checkpoint_every=3), loss=loss)
+
+
+def squared(model, batch):
+    x, y = batch
+    return (model(x) - y).square().squeeze(1)
+
+
+def overshooting(wanted):
+    """A weight that goes from 0 to 1, by about 0.1 a step, and examples that want another one."""
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    ones = torch.ones(4, 1)
+    return model, [(ones, ones)], [(ones, wanted * ones)]
+
+
+def test_early_stopping_restores_the_best():
+    settings = Finetune(steps=24, learning_rate=0.1, schedule="constant", eval_every=2, patience=2)
+    model, batches, held = overshooting(0.55)
+    losses, weights = [], []
+
+    def watched(m, b):
+        found = squared(m, b)
+        if not m.training:
+            losses.append(found.mean().item())
+            weights.append(m.weight.item())
+        return found
+
+    report = hp.recover_(model, batches, settings, loss=watched, validation=held)
+    best = losses.index(min(losses))
+    assert 0 < best < len(losses) - 1  # it fell, and rose
+    assert weights == sorted(weights)
+    assert report.metrics["best_step"] == 2 * best
+    assert report.metrics["validation_loss"] == pytest.approx(losses[best])
+    assert report.metrics["validation_loss_before"] == pytest.approx(0.55**2)
+    assert len(losses) == report.metrics["evaluations"] == best + 3  # two without a lower one, and that at step 0
+    assert report.metrics["steps"] == 2 * (best + 2)
+    assert report.notes == (f"Stopped after {2 * (best + 2)} of 24 steps: no lower validation loss in 2 evaluations.",)
+    assert model.weight.item() == weights[best] != weights[-1]
+    again, batches, held = overshooting(0.55)
+    hp.recover_(again, batches, settings, loss=squared, validation=held)
+    torch.testing.assert_close(again.weight, model.weight, **EXACT)
+
+
+def test_without_patience_it_trains_to_the_end_and_keeps_the_best():
+    model, batches, held = overshooting(0.55)
+    settings = Finetune(steps=11, learning_rate=0.1, schedule="constant", eval_every=4)
+    report = hp.recover_(model, batches, settings, loss=squared, validation=held)
+    assert report.metrics["steps"] == 11
+    assert report.metrics["evaluations"] == 4  # at 0, 4, 8 and 11
+    assert report.metrics["best_step"] == 4
+    assert report.notes == ()
+    assert model.weight.item() == pytest.approx(0.4, abs=0.02)
+
+
+def test_training_that_only_harms_leaves_the_model_as_it_was():
+    model, batches, held = overshooting(-1.0)
+    report = hp.recover_(model, batches, Finetune(epochs=9, patience=2), loss=squared, validation=held)
+    assert (report.metrics["best_step"], report.metrics["steps"]) == (0, 2)  # one evaluation a pass by default
+    assert model.weight.item() == 0
+
+
+def test_watching_does_not_change_the_training():
+    """Dropout and order are those of a training that nobody watches, also by a loader that draws."""
+    _, report = train(Finetune(steps=9, learning_rate=0.02), "shuffled")
+    model, batches = Model(), loader("shuffled", Rows())
+    seen = []
+
+    def spied(m, x):
+        if m.training:
+            seen.append(x.sum().item())
+        return loss(m, x)
+
+    held = DataLoader(Rows(), 3, shuffle=True)
+    watched = hp.recover_(
+        model, batches, Finetune(steps=9, learning_rate=0.02, eval_every=2), loss=spied, validation=held
+    )
+    assert watched.metrics["loss"] == report.metrics["loss"]
+    assert len(seen) == 9
+
+
+def test_a_mean_is_over_examples_not_batches():
+    model = Model().eval()
+    x = torch.randn(5, 3, 8)
+    wanted = loss(model, x).mean().item()
+    settings = Finetune(steps=1, eval_every=1)
+    report = hp.recover_(model, [x], settings, loss=loss, validation=[x[:4], x[4:]])
+    assert report.metrics["validation_loss_before"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_validation_loss_that_is_not_finite_is_named():
+    model, x = Model(), torch.randn(2, 3, 8)
+    bad = torch.full((2, 3, 8), float("nan"))
+    with pytest.raises(InvalidValue, match="validation after step 0: the loss of batch 0, example 0: must be finite"):
+        hp.recover_(model, [x], Finetune(eval_every=1), loss=loss, validation=[bad])
+    with pytest.raises(InvalidValue, match="validation: must be batches that can be read several times, got none"):
+        hp.recover_(model, [x], Finetune(eval_every=1), loss=loss, validation=iter([x]))
+
+
+@pytest.mark.parametrize("name", ["patience", "eval_every", "checkpoint_every"])
+@pytest.mark.parametrize("value", [0, 1.5, True])
+def test_settings_are_checked(name, value):
+    with pytest.raises(InvalidValue, match=f"Finetune.{name}: must be a count of"):
+        Finetune(**{name: value})
+
+
+def test_bf16_keeps_fp32_weights_and_leaves_no_trace():
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    kinds = (PartialState, AcceleratorState, GradientState)
+    before = [dict(kind._shared_state) for kind in kinds]
+    model, twin, types = Model(), Model(), []
+
+    def typed(m, x):
+        types.append((m.attention.W_q(x).dtype, m.attention.W_q.weight.dtype))
+        return loss(m, x)
+
+    x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(0))
+    for m, precision in ((model, "bf16"), (twin, None)):
+        hp.recover_(m, [x], Finetune(steps=5, learning_rate=0.01, precision=precision), loss=typed)
+    assert set(types[:5]) == {(torch.bfloat16, torch.float32)}
+    assert set(types[5:]) == {(torch.float32, torch.float32)}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    moved = (model.attention.W_q.weight - twin.attention.W_q.weight).abs().max()
+    assert 0 < moved < 0.01  # the same training, rounded otherwise
+    assert model.attention.W_q.weight.bfloat16().float().ne(model.attention.W_q.weight).any()  # finer than bf16
+    assert [dict(kind._shared_state) for kind in kinds] == before
+    assert model(x).dtype == torch.float32
+
+
+def test_precisions_that_cannot_be_are_refused():
+    x = [torch.randn(2, 3, 8)]
+    with pytest.raises(InvalidValue, match="bf16, or used with a model on a GPU, got fp16 on the CPU"):
+        hp.recover_(Model(), x, Finetune(precision="fp16"), loss=loss)
+    with pytest.raises(InvalidValue, match=r"must be float32, got torch\.bfloat16. Mixed precision trains float32"):
+        hp.recover_(Model().bfloat16(), x, Finetune(precision="bf16"), loss=loss)
+    with pytest.raises(InvalidValue, match=r"Finetune\.precision: must be one of bf16, fp16"):
+        Finetune(precision="fp32")

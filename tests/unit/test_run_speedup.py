@@ -1,0 +1,150 @@
+"""Recipes with a budget of speed, and with heads that must stay or go: from the checks to the record."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headprune as hp
+from headprune.bench.latency_tables import latency_table
+from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
+from headprune.core.latency import LatencyTable, SiteLatency
+from headprune.report.provenance import python_lines
+from headprune.run import runner, subject
+from headprune.run.recipe import Recipe
+from headprune.run.validate import RecipeError, check_recipe, load_recipe
+
+CONFIG = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+CONFIG |= {"num_attention_heads": 4, "max_position_embeddings": 32}
+FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
+
+
+def recipe(folder: Path, select: dict[str, Any], **sections: Any) -> Recipe:
+    draw = random.Random(0)
+    rows = [{"tokens": draw.choices(range(17), k=8)} for _ in range(40)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return check_recipe(
+        {
+            "name": "test",
+            "description": "for tests",
+            "task": "causal_lm",
+            "device": "cpu",
+            "out": str(folder / "out"),
+            "model": {"class_name": "LlamaForCausalLM", "config": {**CONFIG, "bos_token_id": 1, "eos_token_id": 2}},
+            "data": {"path": str(folder / "rows.jsonl"), "tokens": "tokens"},
+            "train": {"epochs": 1, "batch_size": 16},
+            "score": {"random_draws": 1},
+            "select": select,
+            "report": False,
+            **sections,
+        }
+    )
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> list[LatencyTable]:
+    """The table is measured, and then gets times that do not depend on the machine: 0.1 s a head, 0.2 s beside."""
+    measured: list[LatencyTable] = []
+
+    def table(*args: Any, **kwargs: Any) -> LatencyTable:
+        found = latency_table(*args, **{**kwargs, "seconds": 0})
+        measured.append(found)
+        rows = tuple(SiteLatency(r.site, tuple(0.1 * n for n in range(len(r.seconds)))) for r in found.sites)
+        return replace(found, whole=1.0, sites=rows)
+
+    monkeypatch.setattr(subject, "latency_table", table)
+    return measured
+
+
+def test_a_run_measures_chooses_and_measures_again(tmp_path: Path, clocked: list[LatencyTable]) -> None:
+    said: list[str] = []
+    latency = {"batch_size": 3, "length": 5, "seconds": 0.01}
+    chosen = recipe(
+        tmp_path, {"speedup": 1.4, "latency": latency, "must_keep": {FIRST: [3]}, "must_remove": {SECOND: [0]}}
+    )
+    record = runner.run_recipe(chosen, say=said.append)
+    assert record.status == "done"
+    assert [(t.batch_size, t.length) for t in clocked] == [(3, 5)], "one table for the plan and its baselines"
+    plan = record.plan
+    assert plan is not None
+    assert (plan.selector, plan.budget, plan.mask.n_kept) == ("knapsack", hp.Budget(speedup=1.4), 5)
+    assert 3 in plan.mask.kept(FIRST)
+    assert 0 not in plan.mask.kept(SECOND)
+    found = record.metrics["speedup"]
+    assert (found["asked"], found["predicted"]) == (1.4, round(1 / 0.7, 4))
+    assert (found["batch_size"], found["length"]) == (3, 5)
+    (row,) = record.speed
+    assert (row.batch, row.length, round(row.ratio, 4)) == (3, 5, found["measured"])
+    assert found["low"] <= found["measured"] <= found["high"]
+    assert any("predicted 1.429x, measured" in line and "asked 1.4x" in line for line in said)
+    assert any("Predicted: 700 ms in place of 1000 ms" in line for line in said)
+    stored = LatencyTable.load(tmp_path / "out" / "latency.json")
+    assert stored.predict(plan.mask) == pytest.approx(0.7)
+    assert list(record.timings)[:4] == ["data", "model", "train", "latency"]
+    assert "latency=table" in python_lines(record)
+    assert hp.RunRecord.load(tmp_path / "out" / "record.json") == record
+
+
+def test_a_speedup_that_cannot_be_is_refused_before_scores(tmp_path: Path, clocked: list[LatencyTable]) -> None:
+    with pytest.raises(InfeasibleBudget, match=r"Budget\.speedup: must be at most 2\.5, got 4"):
+        runner.run_recipe(recipe(tmp_path, {"speedup": 4, "latency": {"seconds": 0.01}}), say=lambda line: None)
+    record = hp.RunRecord.load(tmp_path / "out" / "record.json")
+    assert (record.status, record.stage, record.quality) == ("failed", "latency", ())
+    assert clocked
+
+
+@pytest.mark.parametrize(
+    ("select", "error", "words"),
+    [
+        ({"must_keep": {"model.layers.9": [0]}}, UnknownName, r"select\.must_keep: must be by names of scored sites"),
+        ({"must_remove": {FIRST: [4]}}, UnknownName, r"select\.must_remove\['model.*\[0, 1, 2, 3\], got 4"),
+        ({"must_keep": {FIRST: [1]}, "must_remove": {FIRST: [1]}}, InvalidValue, r"must be about different heads"),
+        ({"must_remove": {FIRST: [0, 1]}, "settings": {"multiple_of": 3}}, InvalidValue, r"what stays of model"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused_before_training(
+    tmp_path: Path, select: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        runner.run_recipe(recipe(tmp_path, {"keep_heads": 0.5, **select}), say=lambda line: None)
+    assert hp.RunRecord.load(tmp_path / "out" / "record.json").stage == "model"
+
+
+@pytest.mark.parametrize(
+    ("select", "path"),
+    [
+        ({"speedup": 1}, "select.speedup"),
+        ({"speedup": 1.2, "keep_heads": 0.5}, "select"),
+        ({"speedup": 1.2, "length": 8}, "select.length"),
+        ({"speedup": 1.2, "latency": {"batch_size": 0}}, "select.latency.batch_size"),
+        ({"speedup": 1.2, "latency": {"batches": 2}}, "select.latency.batches"),
+        ({"keep_heads": 0.5, "latency": {"batch_size": 8}}, "select.latency"),
+        ({"sites": {"causal": {"speedup": 0.9}}}, "select.sites.causal.speedup"),
+        ({"keep_heads": 0.5, "must_keep": {"a": 1}}, "select.must_keep.a"),
+    ],
+)
+def test_a_recipe_that_is_wrong_says_where(tmp_path: Path, select: dict[str, Any], path: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe(tmp_path, select)
+    assert [problem.where for problem in caught.value.problems] == [path]
+
+
+def test_images_have_a_length_of_their_own() -> None:
+    speed = ["select.keep_heads=null", "select.speedup=1.2"]
+    assert load_recipe("digits-vit", speed).select.timed
+    with pytest.raises(RecipeError, match=r"select\.latency\.length: must be left out: images have a length"):
+        load_recipe("digits-vit", [*speed, "select.latency.length=64"])
+
+
+def test_the_selector_of_a_speedup_is_the_knapsack_unless_another_is_named(tmp_path: Path) -> None:
+    assert recipe(tmp_path, {"speedup": 1.2}).select.selector == "knapsack"
+    assert recipe(tmp_path, {"speedup": 1.2, "selector": "uniform"}).select.selector == "uniform"
+    assert recipe(tmp_path, {"keep_heads": 0.5}).select.selector == "global_topk"
+    chosen = recipe(tmp_path, {"sites": {"causal": {"speedup": 1.2}}, "latency": {"length": 4}})
+    assert (chosen.select.selector, chosen.select.timed) == ("knapsack", True)
+    assert check_recipe(chosen.model_dump()) == chosen

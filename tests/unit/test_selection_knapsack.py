@@ -1,0 +1,131 @@
+"""The knapsack against every subset, in every currency; its ties, its negative scores, its speed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+
+import headprune as hp
+from headprune.core.errors import InfeasibleBudget
+from headprune.core.plan import Budget
+from headprune.core.scores import Cost, HeadScores
+from headprune.selection import Knapsack
+from headprune.selection._base import Problem
+from headprune.selection._choice import Option, best_choice
+from headprune.selection._task import Task
+from tests.selection_problems import CURRENCIES, asked, make, random_scores, random_table, site, unit_cost
+
+
+def positions(scores: HeadScores, plan: hp.PruningPlan) -> frozenset[tuple[int, int]]:
+    units = scores.units()
+    return frozenset((u.site, u.unit) for u in units if u.heads[0] in plan.mask.kept(u.name))
+
+
+def worth(problem: Problem, keep: frozenset[tuple[int, int]]) -> tuple[float, int, float, int]:
+    """What decides, in its order: positive scores, heads, negative scores, cost."""
+    units = [u for u in problem.scores.units() if (u.site, u.unit) in keep]
+    positive, negative = sum(max(u.value, 0) for u in units), sum(min(u.value, 0) for u in units)
+    return positive, sum(len(u.heads) for u in units), negative, -problem.cost(keep)
+
+
+@pytest.mark.parametrize("dear", [False, True], ids=["alike", "dear"])
+@pytest.mark.parametrize("kind", CURRENCIES)
+def test_it_is_the_best_of_all_subsets(kind: str, dear: bool) -> None:
+    met = 0
+    for seed in range(14):
+        rng = random.Random(seed)
+        scores = random_scores(seed, dear=dear, lowest=-2)
+        if sum(1 for _ in scores.units()) > 12:
+            continue
+        table = random_table(scores, seed, noise=2.0 * (seed % 2)) if kind == "speedup" else None
+        selector = Knapsack(min_heads=rng.randint(0, 2), multiple_of=rng.choice([1, 1, 2]))
+        budget = asked(kind, rng.uniform(0.5, 0.95))
+        stay = {scores.sites[0].name: scores.sites[0].units[-1][:1]} if seed % 3 == 0 else None
+        problem = Task.of(scores, stay, None, None, None, table).posed(budget, selector)
+        places = list(problem.positions())
+        subsets = (frozenset(c) for n in range(len(places) + 1) for c in itertools.combinations(places, n))
+        allowed = [keep for keep in subsets if problem.lawful(keep) and problem.fits(keep)]
+        if not allowed:
+            with pytest.raises(InfeasibleBudget):
+                hp.select(scores, budget, selector, must_keep=stay, latency=table)
+            continue
+        met += 1
+        keep = positions(scores, hp.select(scores, budget, selector, must_keep=stay, latency=table))
+        assert keep in allowed
+        assert worth(problem, keep) == max(worth(problem, other) for other in allowed)
+    assert met >= 4
+
+
+def test_choices_are_the_best_of_all_choices() -> None:
+    """Any costs and values, also such as no site has, against every combination; ties go to what stands first."""
+    found = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        top = rng.choice([3, 8, 10**6])
+        classes = [
+            [Option(rng.randint(0, top), rng.randint(0, 9), rng.randint(-2, 2)) for _ in range(rng.randint(1, 5))]
+            for _ in range(rng.randint(1, 5))
+        ]
+        limit = rng.randint(0, top * len(classes))
+
+        def key(choice: tuple[int, ...], classes: list[list[Option]] = classes) -> tuple[int, int, int]:
+            chosen = [row[i] for row, i in zip(classes, choice, strict=True)]
+            return sum(o.value for o in chosen), sum(o.second for o in chosen), -sum(o.cost for o in chosen)
+
+        every = [c for c in itertools.product(*(range(len(row)) for row in classes)) if -key(c)[2] <= limit]
+        answer = best_choice(classes, limit)
+        if not every:
+            assert answer is None
+            continue
+        best = max(map(key, every))
+        assert answer is not None
+        assert tuple(answer) == min(c for c in every if key(c) == best)
+        found += 1
+    assert found > 75
+
+
+def test_greedy_by_score_misses_what_two_cheap_heads_are_worth() -> None:
+    costs = [[unit_cost(1), unit_cost(1), unit_cost(2)]]
+    scores = make([site("a", 3)], [[3, 3, 4]], costs, fixed=Cost(0, 0, 0, 0, 0))
+    budget = Budget(keep_params=0.5)
+    assert hp.select(scores, budget, "global_topk").mask.kept("a") == (2,)
+    assert hp.select(scores, budget, "knapsack").mask.kept("a") == (0, 1)
+
+
+def test_a_negative_score_counts_as_nothing_and_stays_where_there_is_room() -> None:
+    scores = make([site("a", 3), site("b", 3)], [[-5, 1, -1], [0, -2, 2]])
+    assert hp.select(scores, Budget(keep_heads=5), "knapsack").mask.kept("a") == (1, 2)
+    two = hp.select(scores, Budget(keep_heads=2), Knapsack(min_heads=0)).mask
+    assert (two.kept("a"), two.kept("b")) == ((1,), (2,))
+    three = hp.select(scores, Budget(keep_heads=3), "knapsack").mask
+    assert (three.kept("a"), three.kept("b")) == ((1,), (0, 2))
+    all_bad = make([site("a", 4)], [[-3, -1, -2, -4]])
+    assert hp.select(all_bad, Budget(keep_heads=2), "knapsack").mask.kept("a") == (1, 2)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-300, 1e300, 7.3e-12])
+def test_equal_sums_are_ties_at_every_scale(scale: float) -> None:
+    """1 + 2 at one site against 3 at another: more heads win, whatever the scores are multiplied with."""
+    scores = make([site("a", 2), site("b", 1)], [[scale, 2 * scale], [3 * scale]], [[unit_cost(1)] * 2, [unit_cost(2)]])
+    plan = hp.select(scores, Budget(keep_params=0.8), Knapsack(min_heads=0))
+    assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1), ())
+
+
+@pytest.mark.parametrize("kind", CURRENCIES)
+def test_24_layers_of_16_heads_take_no_time(kind: str) -> None:
+    rng = random.Random(0)
+    sites = [site(f"{i:02}", 16) for i in range(24)]
+    values = [[rng.expovariate(1.0) for _ in range(16)] for _ in sites]
+    prices = [rng.randint(1_000_000, 4_000_000) for _ in sites]
+    costs = [[Cost(p, 3, p // 7, p // 900, p // 11)] * 16 for p in prices]
+    scores = make(sites, values, costs)
+    table = random_table(scores, 0, noise=0.5)
+    began = time.process_time()
+    for share in (0.3, 0.5, 0.9):
+        selector = Knapsack(min_heads=0)
+        plan = hp.select(scores, asked(kind, share), selector, latency=table if kind == "speedup" else None)
+        assert 0 < plan.mask.n_kept < 384
+    assert time.process_time() - began < 2.5

@@ -1,0 +1,418 @@
+"""Sweeps: each combination once, pieces shared and never taken for another model's, failures kept, picks made again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headprune as hp
+from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, VerificationFailed
+from headprune.core.sweeps import SweepTable
+from headprune.run import picking, sweeping, tasks
+from headprune.run.outcome import Outcome
+from headprune.run.recipe import Recipe
+from headprune.run.runs import SweepRun
+from headprune.run.splits import calibration_rows
+from headprune.run.validate import check_recipe
+
+GRID = ["scorer=taylor,random", "keep=0.75,0.5", "recover=none,mean_fold"]
+
+
+def tiny(**changes: Any) -> Recipe:
+    """A ViT that learns the digits a little, in a second or two."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    raw = {
+        "name": "tiny",
+        "description": "for tests",
+        "task": "image_classification",
+        "device": "cpu",
+        "threads": 1,
+        "model": {
+            "class_name": "ViTForImageClassification",
+            "config": {**sizes, "image_size": 8, "patch_size": 4, "num_channels": 1},
+        },
+        "data": {"path": "sklearn:digits", "holdout": 150, "test_holdout": 200, "calibration": 40},
+        "train": {"epochs": 1, "batch_size": 64, "learning_rate": 3e-3},
+        "select": {"keep_heads": 0.5},
+    }
+    return check_recipe({**raw, **changes})
+
+
+def sweep(folder: Path, grid: Any = GRID, lines: list[str] | None = None, **settings: Any) -> sweeping.SweepResult:
+    recipe = settings.pop("recipe", None) or tiny()
+    kept: list[str] = [] if lines is None else lines
+    return hp.run.sweep(recipe, grid, out=folder, say=kept.append, **{"seeds": 2, **settings})
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file of finished work, with what tells whether it was written again."""
+    found = [p for kind in ("scores", "plans", "outcomes", "runs", "bases") for p in (folder / kind).rglob("*.*")]
+    return {str(p.relative_to(folder)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in found}
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> sweeping.SweepResult:
+    return sweep(tmp_path_factory.mktemp("sweep") / "one")
+
+
+@pytest.fixture
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take longer than such models; the first sweep has drawn one."""
+    monkeypatch.setattr(sweeping, "write_tradeoff", lambda table, folder: [])
+
+
+@pytest.fixture
+def copied(swept: sweeping.SweepResult, tmp_path: Path, _undrawn: None) -> Path:
+    """A copy of the finished sweep, to be damaged."""
+    return Path(shutil.copytree(swept.folder, tmp_path / "copy"))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the pieces of work that are really done from now on."""
+    done: list[str] = []
+    for kind, maker in list(tasks._MAKERS.items()):
+
+        def make(task: Any, kind: str = kind, maker: Any = maker) -> None:
+            done.append(kind)
+            maker(task)
+
+        monkeypatch.setitem(tasks._MAKERS, kind, make)
+    return done
+
+
+def test_every_combination_once_and_pieces_shared(swept: sweeping.SweepResult) -> None:
+    table = swept.table
+    assert len({row["run"] for row in table.rows}) == len(table.rows) == 2 * 2 * 2 * 2
+    assert len({(r["scorer"], r["keep"], r["recover"], r["seed"]) for r in table.rows}) == 16
+    kinds = {kind: len(list((swept.folder / kind).glob("*.json"))) for kind in ("scores", "plans", "runs")}
+    assert kinds == {"scores": 4, "plans": 8, "runs": 16}  # scores for both budgets, plans for both recoveries
+    assert {row["heads"] for row in table.rows if row["keep"] == 0.75} == {6}
+    assert table.base["heads"] == 8
+    assert table.base["kv"] is None
+
+
+def test_models_that_are_the_same_are_judged_once(copied: Path, counted: list[str]) -> None:
+    table = sweep(copied, ["scorer=magnitude", "keep=0.5", "recover=none,mean_fold"]).table
+    # Draws of rows that magnitude does not read come to one plan; what is recovered with them does not.
+    assert {kind: counted.count(kind) for kind in tasks._MAKERS} == {"scores": 2, "plans": 2, "outcomes": 3}
+    keys = {r["run"]: SweepRun.load(copied / "runs" / f"{r['run']}.json").outcome for r in table.rows}
+    assert len(keys) == 4
+    assert len(set(keys.values())) == 3
+
+
+def test_a_row_is_what_the_verbs_give(swept: sweeping.SweepResult) -> None:
+    """Draw 1, from the saved base model on, by hand."""
+    row = next(
+        r
+        for r in swept.table.rows
+        if (r["scorer"], r["keep"], r["recover"], r["seed"]) == ("taylor", 0.5, "mean_fold", 1)
+    )
+    subject = hp.run.prepared(tiny(), say=lambda line: None)
+    train = subject.data.examples["train"]
+    rows = [train[i] for i in calibration_rows(len(train), 40, seed=1)]
+    batches = [subject.data.collate(rows[i : i + 32]) for i in (0, 32)]
+    plan = hp.select(hp.score(subject.model, batches, "taylor", progress=False), hp.Budget(keep_heads=0.5))
+    assert hp.PruningPlan.load(swept.folder / row["plan"]).mask == plan.mask
+    import copy
+
+    model = copy.deepcopy(subject.model)
+    hp.prune_(model, plan)
+    hp.recover_(model, batches, "mean_fold", teacher=subject.model)
+    for split in ("validation", "test"):
+        quality = subject.measure(model, "x", 4, split)
+        assert row[split] == quality.value
+        assert row[f"{split}_loss"] == pytest.approx(quality.loss, abs=1e-5)
+        assert row[f"{split}_drop"] == pytest.approx(swept.table.base[split] - row[split])
+        assert row[f"{split}_drop_low"] <= row[f"{split}_drop"] <= row[f"{split}_drop_high"]
+
+
+def test_draws_change_the_calibration_rows_and_nothing_else(swept: sweeping.SweepResult) -> None:
+    scores = [hp.HeadScores.load(p) for p in (swept.folder / "scores").glob("*.json")]
+    taylor, noise = ([s for s in scores if s.scorer == name] for name in ("taylor", "random"))
+    assert taylor[0].data != taylor[1].data
+    assert {s.seed for s in noise} == {0, 1}
+    assert len({s.model for s in scores}) == 1
+
+
+def test_tables_in_every_form(swept: sweeping.SweepResult) -> None:
+    import csv
+
+    from pyarrow import parquet
+
+    folder, table = swept.folder, swept.table
+    assert SweepTable.load(folder / "table.json") == table
+    assert parquet.read_table(folder / "table.parquet").to_pylist() == [dict(row) for row in table.rows]
+    with open(folder / "table.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(r["test"]) for r in rows] == [r["test"] for r in table.rows]
+    with open(folder / "timings.csv", newline="") as file:
+        assert all(float(r["score"]) > 0 for r in csv.DictReader(file))
+    assert {"summary.md", "tradeoff.svg", "tradeoff.png"} <= {p.name for p in folder.iterdir()}
+
+
+def test_a_finished_sweep_does_nothing_again(copied: Path, counted: list[str]) -> None:
+    before, table = files(copied), (copied / "table.json").read_bytes()
+    lines: list[str] = []
+    sweep(copied, lines=lines)
+    assert not counted
+    assert files(copied) == before
+    assert (copied / "table.json").read_bytes() == table
+    assert "16 of 16 runs are done already" in lines
+
+
+def test_a_larger_grid_uses_what_is_there(copied: Path, counted: list[str]) -> None:
+    before = files(copied)
+    done = sweep(copied, ["scorer=taylor", "keep=0.75,0.5,0.25", "recover=none"], seeds=2)
+    assert sorted(set(counted)) == ["outcomes", "plans"]  # scores are there for the new budget
+    assert counted.count("plans") == 2
+    assert counted.count("outcomes") <= 2
+    assert {k: v for k, v in files(copied).items() if k in before} == before
+    assert len(done.table.rows) == 6
+
+
+def test_what_is_damaged_or_missing_is_done_again(copied: Path, swept: sweeping.SweepResult) -> None:
+    table = (swept.folder / "table.json").read_bytes()
+
+    def spoil(kind: str) -> None:
+        first, second, *_ = sorted(p for p in (copied / kind).iterdir() if ".samples." not in p.name)
+        first.write_bytes(first.read_bytes()[:-200])
+        second.unlink()
+
+    for kind in ("plans", "outcomes", "runs"):
+        spoil(kind)
+    sweep(copied)
+    assert (copied / "table.json").read_bytes() == table
+    for kind in ("runs", "plans"):  # nobody asks for scores whose runs are done
+        shutil.rmtree(copied / kind)
+    spoil("scores")
+    sweep(copied)
+    assert (copied / "table.json").read_bytes() == table
+
+
+def test_pieces_of_another_model_are_no_answer(copied: Path, swept: sweeping.SweepResult) -> None:
+    """Not in one folder, where they have other names, and not under the right names either: they say whose they are."""
+    before = files(copied)
+    other = sweep(copied, recipe=tiny(seed=7), seeds=1)
+    assert other.table.base["validation_loss"] != swept.table.base["validation_loss"]
+    assert len(list((copied / "bases").iterdir())) == 2
+    assert {k: v for k, v in files(copied).items() if k in before} == before
+    for kind in ("scores", "plans"):
+        mine = [copied / name for name in before if name.startswith(kind) and name.endswith(".json")]
+        theirs = sorted(set((copied / kind).glob("*.json")) - set(mine))
+        for path, foreign in zip(mine, theirs, strict=False):
+            shutil.copy(foreign, path)
+            for samples in foreign.parent.glob(f"{foreign.stem}.*.safetensors"):
+                shutil.copy(samples, path.with_name(samples.name.replace(foreign.stem, path.stem)))
+    shutil.rmtree(copied / "runs")
+    sweep(copied)
+    assert (copied / "table.json").read_bytes() == (swept.folder / "table.json").read_bytes()
+
+
+def test_a_base_model_that_was_exchanged_is_refused(copied: Path) -> None:
+    (weights,) = (copied / "bases").glob("*/model/model.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 64
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"must be as it was saved, got another model.safetensors"):
+        sweep(copied, ["keep=0.25"])
+
+
+def test_failures_are_kept_and_stop_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    done = sweep(copied, ["keep=1,0.5", "scorer=taylor,random", "recover=none"], lines, seeds=1)
+    assert [(r["keep"], r["scorer"]) for r in done.table.rows] == [(0.5, "taylor"), (0.5, "random")]
+    assert [f["keep"] for f in done.table.failed] == [1, 1]
+    assert "must be at least 2" in done.table.failed[0]["error"]
+    assert sum("failed: Budget.keep_heads" in line for line in lines) == 2
+    real = tasks._MAKERS["scores"]
+
+    def broken(task: Any) -> None:
+        if task.recipe.score.scorer == "fisher":
+            raise RuntimeError("out of memory")
+        real(task)
+
+    grid = ["scorer=fisher,wanda", "keep=0.5"]
+    with monkeypatch.context() as patch:
+        patch.setitem(tasks._MAKERS, "scores", broken)
+        failed = sweep(copied, grid, seeds=1).table
+    assert [f["error"] for f in failed.failed] == ["RuntimeError: out of memory"]
+    assert [r["scorer"] for r in failed.rows] == ["wanda"]
+    again = sweep(copied, grid, seeds=1).table  # tried again
+    assert (len(again.rows), again.failed) == (2, ())
+
+
+@pytest.mark.usefixtures("_undrawn")
+def test_half_a_base_model_of_a_killed_sweep_goes(tmp_path: Path) -> None:
+    half = tmp_path / "bases" / ".half" / "model"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(bytes(100))
+    sweep(tmp_path, ["keep=0.5", "scorer=magnitude"], seeds=1)
+    assert [p.name.startswith(".") for p in (tmp_path / "bases").iterdir()] == [False]
+
+
+def test_an_interrupt_says_how_to_go_on(
+    copied: Path, swept: sweeping.SweepResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls, lines = tasks._MAKERS["outcomes"], [], []
+
+    def interrupted(task: Any) -> None:
+        calls.append(task.key)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        real(task)
+
+    for kind in ("runs", "outcomes"):
+        shutil.rmtree(copied / kind)
+    with monkeypatch.context() as patch:
+        patch.setitem(tasks._MAKERS, "outcomes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(copied, lines=lines)
+    assert "the same command goes on from here" in lines[-1]
+    kept = files(copied)
+    sweep(copied)
+    assert {k: v for k, v in files(copied).items() if k in kept} == kept
+    assert (copied / "table.json").read_bytes() == (swept.folder / "table.json").read_bytes()
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    for settings, words in (
+        ({"seeds": 0}, "seeds"),
+        ({"seeds": 1.5}, "seeds"),
+        ({"jobs": 0}, "or -1"),
+        ({"jobs": -2}, "or -1"),
+    ):
+        with pytest.raises(InvalidValue, match=words):
+            sweep(tmp_path / "new", **settings)
+    assert not (tmp_path / "new").exists()
+    data = {"path": "sklearn:digits", "holdout": 1, "test_holdout": 200, "calibration": 40}
+    with pytest.raises(InvalidValue, match="data: validation: must be two or more rows, to compare models on, got 1"):
+        sweep(tmp_path / "one", recipe=tiny(data=data))
+    assert not (tmp_path / "one" / "bases").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidValue, match="must be a folder, got a file"):
+        sweep(tmp_path / "file")
+
+
+# --- pick --------------------------------------------------------------------------------------------------------
+
+
+def test_a_pick_is_made_again_and_saved(swept: sweeping.SweepResult, tmp_path: Path) -> None:
+    found = hp.run.pick(swept, max_drop=0.9, out=tmp_path / "picked")
+    assert found.run is not None
+    assert found.validation is not None
+    rows = [row for row in swept.table.rows if row["scorer"] != "random"]
+    smallest = min(rows, key=lambda row: (row["heads"], row["validation_drop"]))
+    assert (found.run, found.size) == (smallest["run"], 4.0)
+    assert found.validation.value == pytest.approx(smallest["validation_drop"])
+    assert found.confirmed
+    assert not any("random" in look.setting for look in found.looks)
+    assert picking.Pick.load(tmp_path / "picked" / "pick.json") == found
+    model = hp.from_pretrained(tmp_path / "picked" / "model")
+    assert sum(len(site.heads) for site in hp.find_sites(model)) == 4
+    subject = hp.run.prepared(tiny(), say=lambda line: None)
+    assert subject.measure(model, "x", 4, "test").value == smallest["test"]
+    with pytest.raises(InvalidValue, match="an earlier pick"):
+        hp.run.pick(swept, max_drop=0.9, out=tmp_path / "picked")
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0, 1 - 1e-9, float("nan")])
+def test_a_confidence_that_cannot_be_had(swept: sweeping.SweepResult, confidence: float) -> None:
+    with pytest.raises(InvalidValue, match=r"pick\(confidence=\): must be above 0 and at most 0.9999"):
+        hp.run.pick(swept, max_drop=0.9, confidence=confidence)
+
+
+def test_test_rows_take_no_part_in_the_choice(copied: Path) -> None:
+    before = hp.run.pick(copied, max_drop=0.9)
+    base = next(p for p in (copied / "outcomes").iterdir() if _outcome(p).sizes["heads"] == 8)
+    for path in (copied / "outcomes").iterdir():
+        found = _outcome(path)
+        found.arrays["test.amounts"][:] = 1.0 if path == base else 0.0
+        found.save(path, _key(path))
+    after = hp.run.pick(copied / "table.json", max_drop=0.9)
+    assert (after.run, after.looks, after.validation) == (before.run, before.looks, before.validation)
+    assert after.test is not None
+    assert after.test.value == 1.0
+    assert not after.confirmed
+    assert "do not confirm it" in str(after)
+
+
+def _key(path: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        return str((file.metadata() or {})["key"])
+
+
+def _outcome(path: Path) -> Outcome:
+    found = Outcome.find(path, _key(path))
+    assert found is not None
+    return found
+
+
+def test_none_fits(swept: sweeping.SweepResult, tmp_path: Path) -> None:
+    found = hp.run.pick(swept.folder, max_drop=-0.5, out=tmp_path / "none")
+    assert (found.run, found.plan, found.confirmed) == (None, None, False)
+    assert "no model of the sweep surely loses at most -50.00 points" in str(found)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_model_that_answers_otherwise_is_not_written(copied: Path, tmp_path: Path) -> None:
+    found = hp.run.pick(copied, max_drop=0.9)
+    assert found.run is not None
+    key = str(SweepRun.load(copied / "runs" / f"{found.run}.json").outcome)
+    path = tasks.file_of(copied, "outcomes", key)
+    outcome = _outcome(path)
+    outcome.arrays["test.losses"][3] += 0.1
+    outcome.save(path, key)
+    with pytest.raises(VerificationFailed, match=r"as in the sweep, test.losses"):
+        hp.run.pick(copied, max_drop=0.9, out=tmp_path / "picked")
+    assert not (tmp_path / "picked").exists()
+
+
+def test_bad_picks(swept: sweeping.SweepResult, tmp_path: Path) -> None:
+    for settings, words in (
+        ({"max_drop": float("nan")}, "a number, such as 0.01"),
+        ({"max_drop": 0.1, "by": "size"}, "one of heads, params, macs, kv"),
+        ({"max_drop": 0.1, "by": "kv"}, "without a KV cache"),
+        ({"max_drop": 0.1, "confidence": 95}, "above 0 and at most 0.9999"),
+    ):
+        with pytest.raises(HeadPruneError, match=words):
+            hp.run.pick(swept, **settings)
+    with pytest.raises(InvalidValue, match="a sweep that was stopped has no table yet"):
+        hp.run.pick(tmp_path, max_drop=0.1)
+
+
+def test_a_language_model_is_judged_by_perplexity(tmp_path: Path) -> None:
+    """Per-token ratios, relative drops, and a KV cache."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=20, intermediate_size=16, **sizes)).save_pretrained(tmp_path / "model")
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 9, (60,), generator=draw).tolist()
+    rows = [{"input_ids": torch.randint(20, (n,), generator=draw).tolist()} for n in lengths]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = check_recipe(
+        {
+            "name": "lm",
+            "description": "for tests",
+            "task": "causal_lm",
+            "device": "cpu",
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"path": str(tmp_path / "rows.jsonl"), "tokens": "input_ids", "calibration": 16},
+            "select": {"keep_kv": 0.5},
+        }
+    )
+    table = sweep(tmp_path / "out", ["keep_kv=0.75,0.5"], recipe=recipe, seeds=1).table
+    assert table.metric == "perplexity"
+    assert [row["kv"] / table.base["kv"] for row in table.rows] == [0.75, 0.5]
+    for row in table.rows:
+        assert row["test_drop"] == pytest.approx(row["test"] / table.base["test"] - 1)
+    found = hp.run.pick(tmp_path / "out", max_drop=0.5, by="kv")
+    assert found.size == table.rows[1]["kv"]
