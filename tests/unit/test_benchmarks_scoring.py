@@ -15,7 +15,7 @@ import torch
 
 import headprune as hp
 from headprune.bench.quality import evaluate
-from tests.scripts import benchmark
+from tests.scripts import WORDS, benchmark, tiny_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -132,23 +132,12 @@ def scorers() -> ModuleType:
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Arguments: a tiny BERT with a tokenizer, questions whose label is a word in them, small amounts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("scorers")
-    words = [f"w{i}" for i in range(30)]
-    vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=32, max_position_embeddings=32, **sizes)).save_pretrained(folder / "model")
+    tiny_encoder(folder)
     drawing = random.Random(0)
     for split, count in (("train", 60), ("validation", 12), ("test", 40)):
-        texts = [drawing.choices(words, k=drawing.randint(3, 7)) for _ in range(count)]
-        rows = [{"text": " ".join(text), "label": words.index(text[0]) % 3} for text in texts]
+        texts = [drawing.choices(WORDS, k=drawing.randint(3, 7)) for _ in range(count)]
+        rows = [{"text": " ".join(text), "label": WORDS.index(text[0]) % 3} for text in texts]
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     where = ["--task", "trec", "--data", str(folder), "--work", str(folder), "--model", str(folder / "model")]
     return [*where, "--budgets", "6", "3", "--seeds", "2", "--calibration", "20", "--few", "0.1"]
