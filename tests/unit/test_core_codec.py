@@ -12,10 +12,12 @@ from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import sha256_file, write_atomic
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
+from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.core.samples import Samples
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
+from headprune.core.sweeps import SweepTable
 
 SITES = (
     AttentionSite("encoder.0", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3), shared_with=("alias",)),
@@ -63,6 +65,9 @@ EXAMPLES = [
     Budget(keep_heads=1.0),
     Budget(keep_kv=1),
     Budget(keep_macs=0.5, length=7),
+    Budget(speedup=1.3),
+    LatencyTable(1.0, (SiteLatency("a", (None, 0.3, 0.4)),), 8, 128, "a device", "float32", ("note",)),
+    SweepTable("a", "accuracy", ("keep",), ("keep",), FrozenDict({"heads": 5}), (FrozenDict({"keep": 0.5}),)),
     PLAN,
     PruningPlan(MASK),
     SiteBudget("cross", Budget(keep_heads=0.5)),
