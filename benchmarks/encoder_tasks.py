@@ -23,11 +23,9 @@ import headprune as hp
 from headprune.bench.quality import evaluate
 from headprune.model.running import undisturbed
 from headprune.run.models import resolve_path
-from headprune.run.reading import locate
-from headprune.run.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from scorers import drawn, fine_tuned
+from scorers import drawn, encoder_recipe, fine_tuned
 
 TITLES = {"sst2": "SST-2, accuracy", "trec": "TREC, accuracy", "stsb": "STS-B, Spearman"}
 #: Text column and epochs of fine-tuning of the classifiers.
@@ -100,9 +98,7 @@ def encoder_task(
     if name == "stsb":
         return _sentences(data, model, calibration, most)
     column, own = COLUMNS[name]
-    settings = [f"data.text={column}", f"model.path={model}", f"data.path={data}", "device=cpu"]
-    settings.append(f"train.epochs={own if epochs is None else epochs}")
-    tuned, rows = fine_tuned(load_recipe(locate("trec-minilm"), settings), work)
+    tuned, rows = fine_tuned(encoder_recipe(column, model, data, own if epochs is None else epochs), work)
     judged = {}
     for split in ("validation", "test"):
         rows.examples[split] = rows.examples[split][:most]

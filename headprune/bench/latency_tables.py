@@ -20,7 +20,7 @@ from scipy.optimize import isotonic_regression
 from torch import nn
 from tqdm.auto import tqdm
 
-from headprune.bench.latency import _TOKENS, _no_collection, _synchronize, shaped_batch
+from headprune.bench.latency import TOKENS, no_collection, shaped_batch, synchronize
 from headprune.bench.recording import Run, fresh, recorded, tokens_of
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
@@ -123,8 +123,8 @@ def _shaped(batch: Any, size: int | None, length: int | None) -> Any:
         return batch
     if not isinstance(batch, Mapping):
         raise InvalidValue("latency_table(batch=)", "a mapping, to be given another size", type(batch).__name__)
-    if length is not None and not any(name in batch for name in _TOKENS):
-        must = f"left out for a batch without any of {', '.join(_TOKENS)}, whose length is its own"
+    if length is not None and not any(name in batch for name in TOKENS):
+        must = f"left out for a batch without any of {', '.join(TOKENS)}, whose length is its own"
         raise InvalidValue("latency_table(length=)", must, length)
     return shaped_batch(batch, rows_in(batch) if size is None else size, length)
 
@@ -196,7 +196,7 @@ class _Clock:
         calls = max(1, min(_MAX_BURST, round(_BURST / max(slowest, 1e-9))))
         rounds: list[list[float]] = []
         start = perf_counter()
-        with _no_collection():
+        with no_collection():
             while len(rounds) < _MAX_ROUNDS and (len(rounds) < _MIN_ROUNDS or perf_counter() - start < seconds):
                 took = [0.0] * len(ready)
                 for which in range(len(ready))[:: 1 if len(rounds) % 2 else -1]:
@@ -207,11 +207,11 @@ class _Clock:
     def _burst(self, make: _Ready, calls: int) -> float:
         """Seconds of one of several calls right after each other, which an accelerator may overlap as in a model."""
         runs = [make() for _ in range(calls)]
-        _synchronize(self.device)
+        synchronize(self.device)
         start = perf_counter()
         for run in runs:
             run()
-        _synchronize(self.device)
+        synchronize(self.device)
         return (perf_counter() - start) / calls
 
 

@@ -37,7 +37,7 @@ def recorded(model: nn.Module, bound: list[BoundSite], inputs: Any) -> dict[str,
         def given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             key = (_build(b), _shape((args, kwargs)))
             if key not in kept:
-                kept[key] = Run(b, *(_kept((args, kwargs))))
+                kept[key] = Run(b, *fresh((args, kwargs), _cloned))
             seen[b.site.name].append((key, kept[key]))
 
         return given
@@ -79,26 +79,23 @@ def _shape(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else type(value)
 
 
-def _kept(value: Any) -> Any:
-    """A copy that no later call changes: of tensors, and of what is no plain data (a cache fills as it is used)."""
-    if isinstance(value, Tensor):
-        return value.clone(memory_format=torch.preserve_format)
-    if isinstance(value, Mapping):
-        return {k: _kept(v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_kept, value))
-    return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
-
-
 def tokens_of(run: Run) -> int:
     first = next((t for t in tensors((run.args, run.kwargs)) if t.ndim > 2), None)
     return 1 if first is None else first.shape[1 - run.bound.layout.batch_axis]
 
 
-def fresh(value: Any) -> Any:
-    """The value with its caches copied: one that is filled would be longer in the next call."""
+def fresh(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
+    """The value with ``of_tensor`` of its tensors and copies of what is no plain data: a cache that is filled would be
+    longer in the next call."""
+    if isinstance(value, Tensor):
+        return of_tensor(value)
     if isinstance(value, Mapping):
-        return {k: fresh(v) for k, v in value.items()}
+        return {k: fresh(v, of_tensor) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return tuple(map(fresh, value))
-    return value if isinstance(value, (Tensor, *_PLAIN)) else copy.deepcopy(value)
+        return tuple(fresh(v, of_tensor) for v in value)
+    return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    """A copy that no later call changes."""
+    return tensor.clone(memory_format=torch.preserve_format)

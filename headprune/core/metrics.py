@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from headprune.core.errors import InvalidValue
+
+#: A float, or an array of them.
+_Numbers = TypeVar("_Numbers", bound=Any)
 
 #: Fractions of one, higher is better: differences are given in points (hundredths).
 POINTS = (
@@ -35,10 +39,18 @@ def drop(metric: str, base: float, value: float) -> float:
     >>> round(drop("accuracy", 0.9, 0.88), 6), round(drop("perplexity", 10.0, 10.5), 6), drop("loss", 0.5, 0.75)
     (0.02, 0.05, 0.25)
     """
+    try:
+        return drops(metric, base, value)
+    except ZeroDivisionError:
+        return math.nan
+
+
+def drops(metric: str, base: _Numbers, value: _Numbers) -> _Numbers:
+    """``drop`` of arrays of NumPy too, number by number; relative ones need a base other than 0."""
     if is_one_of(metric, POINTS):
         return base - value
     if is_one_of(metric, RATIO):
-        return value / base - 1 if base else math.nan
+        return value / base - 1
     if is_one_of(metric, LOWER):
         return value - base
     raise InvalidValue("metric", f"one of {', '.join((*POINTS, *RATIO, *LOWER))}", repr(metric))

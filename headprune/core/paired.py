@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headprune.core.errors import InvalidValue
-from headprune.core.metrics import POINTS, RATIO, drop, is_one_of
+from headprune.core.metrics import POINTS, drop, drops, is_one_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,11 +133,7 @@ def resampled_drops(base: Answers, others: Sequence[Answers], draws: int, seed: 
     ratios = totals[:, 1:] / totals[:, :1]
     if base.metric == "perplexity":
         ratios = np.exp(np.minimum(ratios, 700.0))
-    first, rest = ratios[:, :1], ratios[:, 1:]
-    if is_one_of(base.metric, POINTS):
-        result: Floats = first - rest
-    else:
-        result = rest / first - 1 if is_one_of(base.metric, RATIO) else rest - first
+    result: Floats = drops(base.metric, ratios[:, :1], ratios[:, 1:])
     return result
 
 

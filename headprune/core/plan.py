@@ -15,6 +15,15 @@ from headprune.core.scores import ModelFingerprint
 _KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv", "speedup")
 
 
+def allowance(amount: int | float, whole: int) -> int:
+    """What ``amount`` of ``whole`` comes to, rounded down, forgiving what a float loses in spelling a ratio.
+
+    >>> allowance(0.29, 100), allowance(0.5, 7), allowance(4, 7)
+    (29, 3, 4)
+    """
+    return amount if isinstance(amount, int) else math.floor(amount * whole * (1 + 1e-12) + 1e-9)
+
+
 @dataclass(frozen=True)
 class Budget(Value):
     """What may stay; exactly one of the five is given.

@@ -6,6 +6,7 @@ Samples are the numbers of single examples, Curvature is how the loss bends when
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ _T = TypeVar("_T")
 LIMIT = 64 * 2**20
 
 
-class StoredMatrix:
+class StoredMatrix(ABC):
     """What kinds of matrices share; a kind is a frozen dataclass of its sizes and ``sha256``.
 
     Two are equal when their numbers are: what is compared, hashed and written into JSON is the SHA-256 of the matrix.
@@ -40,9 +41,9 @@ class StoredMatrix:
     hint: ClassVar[str]
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        raise NotImplementedError
 
     @property
     def matrix(self) -> NDArray[np.float64]:

@@ -213,7 +213,8 @@ def ungated_class(kind: type) -> type:
 
 
 @cache
-def _gated_class(kind: type[_Gated], original: type) -> type:
+def gated_class(kind: type[nn.Module], original: type) -> type[Any]:
+    """A module's class with ``kind`` in front of it; ``ungated_class`` is the way back."""
     body = {"__doc__": original.__doc__, "__module__": original.__module__, "headprune_ungated": original}
     return type(original.__name__, (kind, original), body)
 
@@ -224,7 +225,7 @@ def _gated(projection: nn.Module, kind: type[_Gated], gate: Tensor) -> Iterator[
     before, own = type(projection), [gate]
     outer: tuple[Tensor, ...] = getattr(projection, GATES_ATTRIBUTE, ())
     if not outer:
-        projection.__class__ = _gated_class(kind, before)  # type: ignore[arg-type]
+        projection.__class__ = gated_class(kind, before)  # type: ignore[arg-type]
     projection.__dict__[GATES_ATTRIBUTE] = (*outer, gate)
 
     def put(other: Tensor) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.core.mixin import remade
 from headprune.core.scores import HeadScores
-from headprune.gating.context import installed, ungated_class
+from headprune.gating.context import gated_class, installed, ungated_class
 from headprune.gating.stochastic import GateDistribution
 from headprune.model.costs import measure_costs
 from headprune.model.fingerprint import fingerprint
@@ -289,16 +288,10 @@ class _Drawn(nn.Module):
         return remade(ungated_class(type(self)), {k: v for k, v in self.__dict__.items() if k != _GATES})
 
 
-@cache
-def _drawn_class(original: type) -> type:
-    body = {"__doc__": original.__doc__, "__module__": original.__module__, "headprune_ungated": original}
-    return type(original.__name__, (_Drawn, original), body)
-
-
 @contextmanager
 def _drawing(model: nn.Module, gates: LearnedGates) -> Iterator[None]:
     before = type(model)
-    model.__class__ = _drawn_class(before)  # type: ignore[arg-type]
+    model.__class__ = gated_class(_Drawn, before)  # type: ignore[arg-type]
     model.__dict__[_GATES] = gates
     try:
         yield

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
+from headprune.core.plan import allowance
 
 #: Halvings of the interval in which the threshold of `SubsetTopk` lies; one Newton step follows.
 _HALVINGS = 80
@@ -303,7 +304,7 @@ def heads_kept(where: str, keep: float | int, n_heads: int, unit_sizes: set[int]
     Raises:
         InvalidValue: not some of the heads but none or all, or a count that whole units of equal size cannot have.
     """
-    kept = keep if isinstance(keep, int) else math.floor(keep * n_heads * (1 + 1e-12) + 1e-9)
+    kept = allowance(keep, n_heads)
     if isinstance(keep, float) and unit_sizes and len(unit_sizes) == 1:
         kept -= kept % max(unit_sizes)
     if not 0 < kept < n_heads:

@@ -101,6 +101,25 @@ class DataDigest:
         return self._digest.hexdigest()
 
 
+def digest_of(batch: Any) -> str:
+    """SHA-256 over every tensor of one batch."""
+    digest = DataDigest()
+    digest.add(batch)
+    return digest.hexdigest()
+
+
+@contextmanager
+def without_fused_attention() -> Iterator[None]:
+    """PyTorch's encoders take no fused way: it reads weights past adapters, and packs sentences of unlike lengths into
+    nested tensors."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 @contextmanager
 def undisturbed(model: nn.Module, frozen: bool = True) -> Iterator[nn.Module]:
     """Evaluation mode and, if ``frozen``, weights that need no gradient; everything is put back afterwards.

@@ -80,10 +80,10 @@ class Comparison:
         """What was asked for, one number each: ``distillation`` of the logits, ``hidden_states``."""
         theirs: list[tuple[int, Tensor]] = []
         with _recording(self.their_blocks, theirs):
-            target = _answer(self.teacher, self.calls)
+            target = answer(self.teacher, self.calls)
         found = {}
         if self.logits is not None:
-            found["distillation"] = _logits_gap(self.calls, target, self.logits).mean()
+            found["distillation"] = logits_gap(self.calls, target, self.logits).mean()
         if self.hidden is not None:
             given = (self.model, self.blocks, self.states, theirs, self.inputs, self.hidden)
             found["hidden_states"] = hidden_gap(*given)
@@ -91,26 +91,6 @@ class Comparison:
         self.states.clear()
         self.inputs.clear()
         return found
-
-
-def distillation(teacher: nn.Module, calls: Calls, temperature: float) -> Tensor:
-    """``T² · KL(softmax(teacher / T) || softmax(model / T))`` of the last call of the model, one number an example.
-
-    Logits of tokens are averaged over the tokens that are no padding; start and end logits of question answering
-    are distributions over the tokens, and are averaged.
-
-    Args:
-        teacher: Called with what the model was called with, without gradients.
-        calls: The model's calls: positional arguments, keyword arguments, output.
-        temperature: T.
-
-    Returns:
-        ``[batch]``, differentiable in the model's output.
-
-    Raises:
-        InvalidValue: the loss did not call the model; outputs without logits, of one class, or of unlike shapes.
-    """
-    return _logits_gap(calls, _answer(teacher, calls), temperature)
 
 
 def hidden_gap(
@@ -197,8 +177,12 @@ def _state(output: Any, name: str) -> Tensor:
     return first
 
 
-def _answer(teacher: nn.Module, calls: Calls) -> Any:
-    """What the teacher says to the model's last call."""
+def answer(teacher: nn.Module, calls: Calls) -> Any:
+    """What the teacher says to the model's last call, without gradients.
+
+    Raises:
+        InvalidValue: the loss did not call the model.
+    """
     if not calls:
         raise InvalidValue(_WHERE, "used with a loss that calls model(...)", "one that did not")
     args, kwargs, _ = calls[-1]
@@ -207,7 +191,23 @@ def _answer(teacher: nn.Module, calls: Calls) -> Any:
         return teacher(*to_device(args, device), **to_device(kwargs, device))
 
 
-def _logits_gap(calls: Calls, target: Any, temperature: float) -> Tensor:
+def logits_gap(calls: Calls, target: Any, temperature: float) -> Tensor:
+    """``T² · KL(softmax(teacher / T) || softmax(model / T))`` of the last call of the model, one number an example.
+
+    Logits of tokens are averaged over the tokens that are no padding; start and end logits of question answering
+    are distributions over the tokens, and are averaged.
+
+    Args:
+        calls: The model's calls.
+        target: The teacher's ``answer`` to them.
+        temperature: T.
+
+    Returns:
+        ``[batch]``, differentiable in the model's output.
+
+    Raises:
+        InvalidValue: outputs without logits, of one class, or of unlike shapes.
+    """
     _, kwargs, output = calls[-1]
     ours, theirs = _logits(output), _logits(target)
     if [t.shape for t in ours] != [t.shape for t in theirs]:

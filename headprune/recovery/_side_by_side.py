@@ -14,7 +14,7 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import inputs_of, wide
 from headprune.model.expose import exposed
-from headprune.model.running import batch_size, device_of, to_device, undisturbed
+from headprune.model.running import batch_size, device_of, to_device, undisturbed, without_fused_attention
 from headprune.model.sites import BoundSite
 from headprune.recovery._base import Job
 from headprune.recovery._follow import Trail, follow
@@ -27,12 +27,10 @@ from headprune.recovery._taught import Taught, key_of
 def quiet(model: nn.Module, teacher: nn.Module, pairs: Sequence[Pair]) -> Iterator[None]:
     """Both models in evaluation mode, without gradients, every output projection called as a module.
 
-    PyTorch's encoders take no fused way: it packs sentences of unlike lengths into nested tensors, whose additions
-    cannot be followed token by token.
+    Nothing is fused: additions of nested tensors could not be followed token by token.
     """
     with ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(without_fused_attention())
         for one in (model, teacher):
             stack.enter_context(undisturbed(one))
         stack.enter_context(torch.no_grad())

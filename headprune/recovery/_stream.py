@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headprune.core.errors import CheckpointError, InvalidValue
-from headprune.model.running import DataDigest
+from headprune.model.running import digest_of
 from headprune.recovery._traces import random_states, set_random_states
 
 
@@ -55,7 +55,7 @@ class Stream:
         set_random_states(saved["begun"], self.generators)
         batches = iter(self.batches)
         for number, batch in enumerate(islice(batches, saved["taken"])):
-            if number == 0 and _digest(batch) != saved["first"]:
+            if number == 0 and digest_of(batch) != saved["first"]:
                 must = "the ones that the checkpoint's training had, in the same order"
                 raise CheckpointError("batches", must, "others", "Give another folder for another training.")
         set_random_states(saved["now"], self.generators)
@@ -66,18 +66,12 @@ class Stream:
         self.taken = taken
         for batch in islice(batches, self.length - taken):
             if self.watched and self.taken == 0:
-                self.first = _digest(batch)
+                self.first = digest_of(batch)
             self.taken += 1
             yield {"batch": batch}
         if self.taken < self.length:
             must = f"as many as len() says, {self.length}, in every pass"
             raise InvalidValue("batches", must, f"{self.taken} in one")
-
-
-def _digest(batch: Any) -> str:
-    digest = DataDigest()
-    digest.add(batch)
-    return digest.hexdigest()
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

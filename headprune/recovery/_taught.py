@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headprune.model.running import DataDigest
+from headprune.model.running import digest_of
 
 #: Bytes of the teacher's streams that are kept at most.
 ROOM = 2**30
@@ -59,9 +59,7 @@ def key_of(batch: Any) -> str | None:
         words = _words(batch)
     except TypeError:
         return None
-    digest = DataDigest()
-    digest.add(batch)
-    return f"{digest.hexdigest()} {words}"
+    return f"{digest_of(batch)} {words}"
 
 
 def _words(value: Any) -> str:

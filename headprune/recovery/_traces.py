@@ -17,7 +17,7 @@ RandomStates: TypeAlias = dict[str, Any]
 
 
 def random_states(generators: Iterable[torch.Generator] = ()) -> RandomStates:
-    """Where Python's, NumPy's, torch's generators and some more stand."""
+    """Where Python's, NumPy's, torch's generators and some more stand; a GPU that was never used is not woken."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -50,23 +50,19 @@ def no_trace(model: nn.Module) -> Iterator[None]:
     states = [
         (kind._shared_state, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState, GradientState)
     ]
-    python, numpy = random.getstate(), np.random.get_state()
-    # set_seed seeds every GPU, but one that was never used must not be woken for that
-    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    current = torch.cuda.current_device() if gpus else None
-    with torch.random.fork_rng(devices=gpus):
-        try:
-            AcceleratorState._shared_state.clear()
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for parameter in model.parameters():
-                parameter.grad = None
-            for shared, before in states:
-                shared.clear()
-                shared.update(before)
-            random.setstate(python)
-            np.random.set_state(numpy)
-            if current is not None:
-                torch.cuda.set_device(current)
+    before = random_states()
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    try:
+        AcceleratorState._shared_state.clear()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter in model.parameters():
+            parameter.grad = None
+        for shared, held in states:
+            shared.clear()
+            shared.update(held)
+        set_random_states(before)
+        if current is not None:
+            torch.cuda.set_device(current)

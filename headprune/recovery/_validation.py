@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import Loss, checked_losses
-from headprune.model.running import device_of, to_device, undisturbed
+from headprune.model.running import device_of, to_device, undisturbed, without_fused_attention
 from headprune.recovery._checkpoint import load_weights_, weights
 from headprune.recovery._traces import random_states, set_random_states
 
@@ -73,11 +73,8 @@ def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) 
     """
     device, total, count = device_of(model), 0.0, 0
     before = random_states()
-    fast = torch.backends.mha.get_fastpath_enabled()
     try:
-        # PyTorch's fused encoder layer reads weights past adapters around them
-        torch.backends.mha.set_fastpath_enabled(False)
-        with undisturbed(model), torch.no_grad():
+        with without_fused_attention(), undisturbed(model), torch.no_grad():
             for number, batch in enumerate(batches):
                 losses = checked_losses(loss, model, to_device(batch, device), number)
                 total += float(losses.double().sum())
@@ -85,7 +82,6 @@ def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) 
     except InvalidValue as error:
         raise InvalidValue(f"{where}: {error.where}", error.must, error.got, error.hint) from None
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         set_random_states(before)
     if not count:
         raise InvalidValue("validation", "batches that can be read several times", "none", "list(batches), for example")

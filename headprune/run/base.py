@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
 from headprune.core.files import sha256_file
 from headprune.core.scores import ModelFingerprint
 from headprune.model.fingerprint import fingerprint
-from headprune.run.data import RawData, load_rows
+from headprune.run.data import load_rows
 from headprune.run.journal import Journal
 from headprune.run.models import model_config, resolve_path
 from headprune.run.outcome import SPLITS
@@ -77,7 +77,7 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
     for split in SPLITS:
         if len(raw.splits[split]) < 2:  # said now, not when all is done
             raise InvalidValue(f"data: {split}", "two or more rows, to compare models on", len(raw.splits[split]))
-    made_of = digest([{name: _part(recipe, name) for name in _PARTS}, _facts(raw), _model_files(recipe)])
+    made_of = digest([{name: _part(recipe, name) for name in _PARTS}, _facts(raw.facts), _model_files(recipe)])
     folder = sweep / BASES / made_of[:16]
     if (folder / MARK).is_file():
         base = Base.load(folder / MARK)
@@ -96,7 +96,7 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
             made_of,
             FrozenDict(_hashes(Path(temporary) / _MODEL)),
             fingerprint(subject.model, subject.sites),
-            FrozenDict(_facts(raw)),
+            FrozenDict(_facts(raw.facts)),
             FrozenDict(journal.record.metrics),
         )
         base.save(Path(temporary) / MARK)
@@ -116,8 +116,7 @@ def open_base(base: Base, sweep: Path, recipe: Recipe) -> Subject:
     _check_files(base, folder)
     journal = Journal(recipe.name, recipe.model_dump(), None, lambda line: None)
     subject = prepare_subject(recipe, journal, folder / _MODEL)
-    found = {name: facts for name, facts in journal.record.rows.items() if name != "calibration"}
-    if FrozenDict(found) != base.rows:
+    if FrozenDict(_facts(journal.record.rows)) != base.rows:
         raise InvalidValue(recipe.data.path, "the data that the base model saw", "other rows", _HINT)
     if fingerprint(subject.model, subject.sites) != base.model:
         raise CheckpointError(str(folder), "the model that was saved there", "one with another fingerprint", _HINT)
@@ -132,9 +131,9 @@ def _part(recipe: Recipe, name: str) -> Any:
     return {k: v for k, v in found.items() if k != "calibration"} if name == "data" else found
 
 
-def _facts(raw: RawData) -> dict[str, Any]:
+def _facts(rows: Mapping[str, Any]) -> dict[str, Any]:
     """Which rows are for what, but for the calibration rows, which every draw has of its own."""
-    return {name: facts for name, facts in raw.facts.items() if name != "calibration"}
+    return {name: facts for name, facts in rows.items() if name != "calibration"}
 
 
 def _model_files(recipe: Recipe) -> Any:

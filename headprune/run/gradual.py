@@ -13,7 +13,7 @@ from headprune import selection
 from headprune.core.codec import Value
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
-from headprune.core.plan import Budget, PruningPlan
+from headprune.core.plan import Budget, PruningPlan, allowance
 from headprune.core.record import Proof
 from headprune.core.scores import HeadScores
 from headprune.model.losses import Loss
@@ -26,7 +26,7 @@ from headprune.scoring._base import Scorer
 from headprune.scoring._callables import loss_of, rescorer
 from headprune.selection._api import select
 from headprune.selection._base import Selector
-from headprune.selection._budget import allowance
+from headprune.selection._budget import pose
 from headprune.surgery.prune import prune_
 
 KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv")
@@ -135,12 +135,12 @@ def prune_gradually_(
         scores = score(model, calibration, scorer, loss=loss, sites=sites, progress=progress)
         extra = _callables(selector, model, calibration, scorer, loss, sites, progress)
         if i == 1:
-            whole = _whole(scores, budget)
+            whole = pose(scores, budget).whole
             budget = _fixed_length(scores, budget)
             if not extra:
                 select(scores, budget, selector)  # refuses what cannot be reached, before anything changes
         wanted = stage_budget(budget, i, stages, whole)
-        plan = select(scores, _of_now(wanted, whole, _whole(scores, budget)), selector, **extra)
+        plan = select(scores, _of_now(wanted, whole, pose(scores, budget).whole), selector, **extra)
         cut = prune_(model, plan, example, sites)
         sites, after = cut.sites, steps * i // stages
         share = replace(settings, epochs=1, steps=after - before, seed=(settings.seed + i - 1) % 2**32)
@@ -174,19 +174,6 @@ def _with(budget: Budget, amount: float) -> Budget:
     """A budget of the same kind with another amount."""
     amounts: dict[str, Any] = {budget.kind: amount}
     return replace(budget, **amounts)
-
-
-def _whole(scores: HeadScores, budget: Budget) -> int:
-    """What the scored model has in a budget's currency."""
-    if budget.kind == "keep_heads":
-        return scores.n_heads
-    if scores.costs is None:
-        hint = "Score on batches, or budget by keep_heads."
-        raise InvalidValue(f"Budget.{budget.kind}", "used with scores that carry costs", "scores without", hint)
-    total = scores.costs.total
-    if budget.kind == "keep_macs":
-        return total.macs(budget.length or scores.costs.length)
-    return total.params if budget.kind == "keep_params" else total.kv_bytes
 
 
 def _fixed_length(scores: HeadScores, budget: Budget) -> Budget:

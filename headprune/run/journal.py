@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,11 @@ _FILES = (
     *("report.html", "report.md"),
 )
 _FOLDERS = {MODEL: "headprune.json", BASE: "config.json"}
+
+
+def to_stderr(line: str) -> None:
+    """Says a line of progress to who watches."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def take_folder(folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:

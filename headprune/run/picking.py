@@ -26,7 +26,7 @@ from headprune.run.runs import RUNS, SweepRun, outcome_key
 from headprune.run.subject import Subject
 from headprune.run.sweeping import SweepResult
 from headprune.run.tables import TABLE
-from headprune.run.tasks import Task, close, cut_and_recovered, file_of, opened
+from headprune.run.tasks import Task, close, cut_and_recovered, opened, outcome_of
 from headprune.surgery.checkpoint import save_pretrained
 
 PICK = "pick.json"
@@ -172,8 +172,8 @@ class _Judged:
 def _judged(folder: Path, settings: Sequence[Setting]) -> _Judged:
     runs = {row["run"]: _run(folder, row["run"]) for setting in settings for row in setting.rows}
     base = Base.load(folder / BASES / next(iter(runs.values())).base[:16] / MARK)
-    outcomes = {run: _outcome(folder, str(file.outcome)) for run, file in runs.items()}
-    return _Judged(base, _outcome(folder, outcome_key(None, None, base)), runs, outcomes)
+    outcomes = {run: outcome_of(folder, str(file.outcome)) for run, file in runs.items()}
+    return _Judged(base, outcome_of(folder, outcome_key(None, None, base)), runs, outcomes)
 
 
 def _verdicts(
@@ -224,14 +224,6 @@ def _run(folder: Path, run: str) -> SweepRun:
 def _is_random(setting: Setting, folder: Path) -> bool:
     """By its file: the scorer need not be a key of the grid."""
     return bool(_run(folder, setting.rows[0]["run"]).recipe["score"]["scorer"] == "random")
-
-
-def _outcome(folder: Path, key: str) -> Outcome:
-    path = file_of(folder, "outcomes", key)
-    found = Outcome.find(path, key)
-    if found is None:
-        raise InvalidValue(str(path), "an outcome of this sweep", "none, or a damaged file", "Call the sweep again.")
-    return found
 
 
 def _largest(setting: Setting, by: str) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headprune.core.heads import Policy
 from headprune.core.plan import Budget
+
+if TYPE_CHECKING:
+    from headprune.scoring._stopping import Stable
 
 Task = Literal["text_classification", "regression", "token_classification", "causal_lm", "image_classification"]
 Rows = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
@@ -125,6 +128,13 @@ class ScoreSection(Section):
     until: UntilSection | None = None
     magnitude: bool = True
     random_draws: Annotated[int, Field(ge=0)] = 10
+
+    @property
+    def stopping(self) -> Stable | None:
+        """``until`` as ``hp.score`` takes it."""
+        from headprune.scoring._stopping import Stable  # imports torch
+
+        return Stable(self.until.k, self.until.confidence) if self.until else None
 
 
 class RecoverStep(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,14 +11,11 @@ from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.run import stages
-from headprune.run.journal import PLAN, SCORES, Journal, take_folder
+from headprune.run.choosing import choose_heads, measure_speed, measure_table
+from headprune.run.journal import PLAN, SCORES, Journal, take_folder, to_stderr
 from headprune.run.recipe import Recipe
 from headprune.run.subject import Subject, prepare_subject, quiet
 from headprune.run.validate import load_recipe
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def run_recipe(
@@ -28,7 +24,7 @@ def run_recipe(
     *,
     out: str | Path | None = None,
     overwrite: bool = False,
-    say: Callable[[str], None] = _print,
+    say: Callable[[str], None] = to_stderr,
 ) -> RunRecord:
     """Runs a recipe and leaves everything in one folder.
 
@@ -64,7 +60,7 @@ def run_recipe(
 
 
 def prepared(
-    recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = _print
+    recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = to_stderr
 ) -> Subject:
     """The line as far as a trained model and its data (``.model``, ``.data``); writes nothing."""
     chosen = _resolved(recipe, settings, None)
@@ -73,7 +69,7 @@ def prepared(
 
 
 def score_recipe(
-    recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = _print
+    recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = to_stderr
 ) -> HeadScores:
     """The line as far as the scores; writes nothing."""
     subject = prepared(recipe, settings, say=say)
@@ -96,14 +92,14 @@ def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
     subject = prepare_subject(recipe, journal)
     if recipe.select.timed:
         with journal.stage("latency"):
-            stages.measure_table(subject)
+            measure_table(subject)
     with journal.stage("base quality"):
         subject.report(subject.model, "base", stages.count_heads(subject.model))
     with journal.stage("score"):
         scored = stages.score_heads(subject)
         scored.chosen.save(folder / SCORES)
     with journal.stage("select"):
-        plan = stages.choose_heads(subject, scored.chosen)
+        plan = choose_heads(subject, scored.chosen)
         plan.save(folder / PLAN)
         journal.note(plan=plan)
         for line in (plan.title, *plan.notes):
@@ -116,7 +112,7 @@ def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
         with journal.stage("recover"):
             stages.recover(subject, pruned)
     with journal.stage("bench"):
-        stages.measure_speed(subject, pruned)
+        measure_speed(subject, pruned)
         stages.bench(subject, pruned, scored.chosen.costs.length if scored.chosen.costs else 1)
     with journal.stage("save"):
         stages.keep(subject, pruned, folder)

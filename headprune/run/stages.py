@@ -18,18 +18,14 @@ from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
 from headprune.gating.context import gated
 from headprune.model.sites import find_sites
-from headprune.run.choosing import choose_heads as choose_heads
-from headprune.run.choosing import measure_speed as measure_speed
-from headprune.run.choosing import measure_table as measure_table
+from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, PLAN
 from headprune.run.proofs import generation_proof, reload_proof
-from headprune.run.recovering import recover_once as recover_once
-from headprune.run.recovering import seeded as seeded
+from headprune.run.recovering import recover_once, seeded
 from headprune.run.subject import Subject
 from headprune.run.validate import configured
 from headprune.scoring._api import score
-from headprune.scoring._stopping import Stable
 from headprune.surgery.checkpoint import save_pretrained
 from headprune.surgery.prune import prune_
 
@@ -53,8 +49,7 @@ def score_heads(subject: Subject) -> Scored:
     weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     batches = subject.data.batches("calibration", wanted.batch_size)
-    until = Stable(wanted.until.k, wanted.until.confidence) if wanted.until else None
-    first = score(subject.model, batches, chosen, sites=subject.sites, until=until, progress=False)
+    first = score(subject.model, batches, chosen, sites=subject.sites, until=wanted.stopping, progress=False)
     # The others read no data: one batch tells them what the units cost.
     others = [*weights, *draws]
     rest = score(subject.model, batches[:1], others, sites=subject.sites, progress=False) if others else ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,18 +17,15 @@ from headprune.report.formats import duration
 from headprune.report.tradeoff import write_tradeoff
 from headprune.run.base import Base, ready_base
 from headprune.run.grid import Design, Grid, lay_out
+from headprune.run.journal import to_stderr
 from headprune.run.outcome import Outcome
 from headprune.run.recipe import Recipe
 from headprune.run.runs import Run, SweepRun, outcome_key, runs_of
 from headprune.run.subject import quiet
 from headprune.run.tables import TIMINGS, table_of, write_table, write_timings
-from headprune.run.tasks import Done, Kind, Task, close, file_of, load_plan, work
+from headprune.run.tasks import Done, Kind, Task, close, file_of, load_plan, outcome_of, work
 
 _LOCK = ".lock"
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ def sweep(
     out: str | Path | None = None,
     jobs: int = 1,
     backend: str = "loky",
-    say: Callable[[str], None] = _print,
+    say: Callable[[str], None] = to_stderr,
 ) -> SweepResult:
     """Runs every combination of a grid on one base model.
 
@@ -157,9 +153,7 @@ class _Going:
         for kind in ("scores", "plans"):
             left = self._pieces(kind, left)
         self._judge(left)
-        outcome = Outcome.find(base.path, base.key)
-        assert outcome is not None
-        return outcome
+        return outcome_of(self.folder, base.key)
 
     def _base_task(self) -> Task:
         key = outcome_key(None, None, self.base)
@@ -199,8 +193,7 @@ class _Going:
                 self._fail(run, done.error)
 
     def _finish(self, task: Task, users: list[tuple[Run, PruningPlan]]) -> None:
-        outcome = Outcome.find(task.path, task.key)
-        assert outcome is not None
+        outcome = outcome_of(self.folder, task.key)
         for run, plan in users:
             self._keep(run, run.file(self.base, status="done", plan=plan.digest, outcome=task.key))
             answers = outcome.answers("validation")

@@ -15,7 +15,7 @@ from headprune.core.sweeps import SweepTable
 from headprune.run.grid import Design
 from headprune.run.outcome import SPLITS, Outcome
 from headprune.run.runs import Run, SweepRun
-from headprune.run.tasks import file_of
+from headprune.run.tasks import file_of, outcome_of
 
 TABLE = "table.json"
 TIMINGS = "timings.jsonl"
@@ -34,7 +34,7 @@ def table_of(
         sweep: The sweep's folder.
     """
     done = [run for run in runs if files[run.key].status == "done"]
-    outcomes = [_outcome(sweep, files[run.key]) for run in done]
+    outcomes = [outcome_of(sweep, str(files[run.key].outcome)) for run in done]
     columns: list[dict[str, Any]] = [{"run": run.key[:24], **run.values, "seed": run.draw} for run in done]
     for split in SPLITS:
         drops = paired_drops(base.answers(split), [o.answers(split) for o in outcomes])
@@ -60,12 +60,6 @@ def table_of(
         rows=tuple(FrozenDict(row) for row in columns),
         failed=tuple(FrozenDict({**r.values, "seed": r.draw, "error": files[r.key].error}) for r in failed),
     )
-
-
-def _outcome(sweep: Path, file: SweepRun) -> Outcome:
-    found = Outcome.find(file_of(sweep, "outcomes", str(file.outcome)), str(file.outcome))
-    assert found is not None  # its run counts as done
-    return found
 
 
 def write_table(table: SweepTable, sweep: Path) -> list[Path]:

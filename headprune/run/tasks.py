@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from headprune import scoring
-from headprune.core.errors import HeadPruneError
+from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import HeadScores
 from headprune.run.base import Base, open_base
@@ -22,7 +22,6 @@ from headprune.run.recipe import Recipe
 from headprune.run.recovering import recover_once, seeded
 from headprune.run.subject import EVALUATION_BATCH, Subject, quiet
 from headprune.scoring._api import score
-from headprune.scoring._stopping import Stable
 from headprune.surgery.prune import prune_
 
 Kind = Literal["scores", "plans", "outcomes"]
@@ -102,6 +101,19 @@ def load_plan(path: Path) -> PruningPlan | None:
         return None
 
 
+def outcome_of(sweep: Path, key: str) -> Outcome:
+    """The outcome of a finished run.
+
+    Raises:
+        InvalidValue: its file is missing or damaged.
+    """
+    path = file_of(sweep, "outcomes", key)
+    found = Outcome.find(path, key)
+    if found is None:
+        raise InvalidValue(str(path), "an outcome of this sweep", "none, or a damaged file", "Call the sweep again.")
+    return found
+
+
 def work(task: Task) -> Done:
     """Does a task; an error is an answer, so that it stops no other task."""
     start = perf_counter()
@@ -147,9 +159,8 @@ def _make_scores(task: Task) -> None:
     subject, _ = opened(task)
     wanted = subject.recipe.score
     scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
-    until = Stable(wanted.until.k, wanted.until.confidence) if wanted.until else None
     batches = subject.data.batches("calibration", wanted.batch_size)
-    score(subject.model, batches, scorer, sites=subject.sites, until=until, progress=False).save(task.path)
+    score(subject.model, batches, scorer, sites=subject.sites, until=wanted.stopping, progress=False).save(task.path)
 
 
 def _make_plan(task: Task) -> None:

@@ -14,7 +14,6 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
-from headprune.gating.context import gate_tensors
 from headprune.model.cut import cut_
 from headprune.model.losses import Loss, checked_losses, default_loss
 from headprune.model.running import undisturbed
@@ -22,6 +21,7 @@ from headprune.model.sites import Sites, bind, sites_of, unwrap
 from headprune.scoring._ablation import Replay
 from headprune.scoring._api import score
 from headprune.scoring._base import Problem, Scorer
+from headprune.scoring._masks import mask_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,11 +71,8 @@ def loss_of(
     problem.keep()
     replay, whole = Replay(max_bytes), _Whole()
 
-    def row(mask: HeadMask) -> Tensor:
-        return torch.cat([gate for _, gate in gate_tensors(model, mask, bound)])
-
     def played(masks: Sequence[HeadMask]) -> Tensor:
-        settings = torch.stack([row(mask) for mask in masks])
+        settings = mask_rows(model, masks, bound)
         losses, found = replay.of(problem), []
         with undisturbed(model):
             for number, batch in problem.passes("losses of masks"):

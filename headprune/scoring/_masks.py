@@ -13,7 +13,7 @@ from headprune.core.plan import PruningPlan
 from headprune.gating.context import gate_tensors
 from headprune.model.losses import Loss, default_loss
 from headprune.model.running import undisturbed
-from headprune.model.sites import bind, unwrap
+from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring._ablation import Replay, differences, nothing
 from headprune.scoring._base import Problem
 
@@ -56,11 +56,13 @@ def mask_losses(
     model = unwrap(model)
     bound = bind(model, sites)
 
-    def row(mask: HeadMask | PruningPlan) -> Tensor:
-        return torch.cat([gate for _, gate in gate_tensors(model, mask, bound)])
-
     with undisturbed(model):
         problem = Problem(model, bound, batches, loss or default_loss, progress)
-        settings = torch.stack([row(mask) for mask in masks])
-        start = torch.ones_like(settings[0]) if base is None else row(base)
+        settings = mask_rows(model, masks, bound)
+        start = torch.ones_like(settings[0]) if base is None else mask_rows(model, [base], bound)[0]
         return differences(problem, "losses of masks", settings, start, Replay(max_bytes), nothing).T
+
+
+def mask_rows(model: nn.Module, masks: Sequence[HeadMask | PruningPlan], bound: list[BoundSite]) -> Tensor:
+    """``[masks, heads]``: the gates of all present heads, site after site."""
+    return torch.stack([torch.cat([gate for _, gate in gate_tensors(model, mask, bound)]) for mask in masks])

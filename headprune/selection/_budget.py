@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from headprune.core.errors import InfeasibleBudget, InvalidValue
 from headprune.core.latency import LatencyTable
-from headprune.core.plan import Budget
+from headprune.core.plan import Budget, allowance
 from headprune.core.scores import Cost, HeadScores, ScoredUnit
 from headprune.selection._base import Position, Problem
 from headprune.selection._policies import check_cache_budget
 
 _NANO = 10**9
-
-
-def allowance(amount: int | float, whole: int) -> int:
-    """What ``amount`` of ``whole`` comes to, rounded down, forgiving what a float loses in spelling a ratio.
-
-    >>> allowance(0.29, 100), allowance(0.5, 7), allowance(4, 7)
-    (29, 3, 4)
-    """
-    return amount if isinstance(amount, int) else math.floor(amount * whole * (1 + 1e-12) + 1e-9)
 
 
 def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None) -> Problem:

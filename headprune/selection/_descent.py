@@ -14,12 +14,11 @@ from headprune.selection._terrain import Terrain, cheapest
 if TYPE_CHECKING:
     from headprune.selection._terrain import Flags, Floats
 
-
+#: The objective in whole numbers of 2^-50 of its range, for the knapsack.
 _BITS = 50
 
 #: Moves of a chain, at most.
 _CHAIN = 200
-
 
 #: Units of each side that a move is first looked for among.
 _SHORT = 64

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from headprune.cli.main import app
 from headprune.core.sweeps import SweepTable
+from tests.tiny_recipe import TINY
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
 GRID = ["--grid", "scorer=taylor,random", "--grid", "keep=0.75,0.5", "--grid", "recover=none,mean_fold", "--seeds", 2]
 
 
@@ -40,22 +40,8 @@ def files(folder: Path, ending: str = "*.*") -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    raw = {
-        "name": "tiny",
-        "description": "for tests",
-        "task": "image_classification",
-        "device": "cpu",
-        "threads": 1,
-        "model": {
-            "class_name": "ViTForImageClassification",
-            "config": {**SIZES, "image_size": 8, "patch_size": 4, "num_channels": 1},
-        },
-        "data": {"path": "sklearn:digits", "holdout": 150, "test_holdout": 200, "calibration": 40},
-        "train": {"epochs": 1, "batch_size": 64, "learning_rate": 0.003},
-        "select": {"keep_heads": 0.5},
-    }
     path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
-    path.write_text(yaml.safe_dump(raw))
+    path.write_text(yaml.safe_dump(TINY))
     return path
 
 

@@ -85,6 +85,15 @@ def family_subject(layout: str, family: str, seed: int = 0) -> Subject:
     return Subject(found, model, as_double(batch), find_sites(model), family)
 
 
+def labelled_subject(name: str) -> Subject:
+    """``subject_of``, and T5 with labels in place of its decoder's inputs, for losses and generation alike."""
+    if name != "t5":
+        return subject_of(name)
+    found = family_subject("t5", "t5")
+    found.batch["labels"] = found.batch.pop("decoder_input_ids")
+    return found
+
+
 def shaken(model: nn.Module, norms: bool = True) -> nn.Module:
     """Random values everywhere: fresh models have biases of zero and norms of one, which would hide mistakes."""
     generator = torch.Generator().manual_seed(1)

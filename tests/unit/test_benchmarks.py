@@ -9,10 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from tests.scripts import benchmark
+from tests.scripts import WORDS, benchmark, tiny_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = [f"w{i}" for i in range(30)]
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +22,8 @@ def tradeoff() -> ModuleType:
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT with a tokenizer in ``model/``, and labelled questions."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("tradeoff")
-    vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-    BertModel(BertConfig(vocab_size=32, max_position_embeddings=32, **sizes)).save_pretrained(folder / "model")
+    tiny_encoder(folder)
     draw = random.Random(0)
     for split, count in (("train", 60), ("validation", 12), ("test", 20)):
         rows = [{"text": " ".join(draw.choices(WORDS, k=6)), "label": i % 3} for i in range(count)]

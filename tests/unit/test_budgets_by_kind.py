@@ -21,7 +21,7 @@ from headprune.layouts import registry
 from headprune.report import render_html
 from headprune.report.heatmap import heat_map
 from headprune.report.provenance import python_lines
-from headprune.run import stages
+from headprune.run import choosing
 from headprune.run.recipe import Recipe
 from headprune.run.runner import prepared
 from headprune.run.validate import RecipeError, check_recipe, recipe_yaml
@@ -240,7 +240,7 @@ def test_errors_of_recipes_have_their_path(select: dict[str, Any], path: str, wo
 
 def test_a_run_cuts_by_the_budgets_of_its_recipe() -> None:
     chosen = recipe(selector="uniform", sites={"cross": {"keep_heads": 0.5}})
-    plan = stages.choose_heads(cast(Any, SimpleNamespace(recipe=chosen, latency=None)), scores_of())
+    plan = choosing.choose_heads(cast(Any, SimpleNamespace(recipe=chosen, latency=None)), scores_of())
     assert plan == hp.select(scores_of(), {"cross": HALF}, "uniform")
 
 

@@ -21,7 +21,7 @@ from headprune.model.losses import default_loss
 from headprune.scoring import Fisher, Ggn, Stable, fisher_matrix, ggn_matrix
 from headprune.selection._groups import part
 from headprune.selection._units import bundled
-from tests.laws.support import Subject, family_subject, subject_of
+from tests.laws.support import Subject, labelled_subject, subject_of
 from tests.selection_problems import make, site
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -49,11 +49,7 @@ def scores_of(matrix: Any, sites: Any = SITES) -> HeadScores:
 
 @pytest.fixture(scope="module", params=["bert", "llama", "t5"])
 def subject(request: pytest.FixtureRequest) -> Subject:
-    if request.param != "t5":
-        return subject_of(request.param)
-    found = family_subject("t5", "t5")
-    found.batch["labels"] = found.batch.pop("decoder_input_ids")
-    return found
+    return labelled_subject(request.param)
 
 
 def test_half_its_diagonal_are_the_scores_and_the_whole_is_the_matrix(subject: Subject) -> None:

@@ -18,7 +18,7 @@ from headprune.core.errors import InvalidValue
 from headprune.layouts import registry as layouts
 from headprune.model.losses import default_loss
 from headprune.recovery import Finetune, RecoveryReport
-from headprune.recovery._distillation import distillation
+from headprune.recovery._distillation import answer, logits_gap
 from headprune.surgery.prune import prune_heads_
 
 STATES = (PartialState, AcceleratorState, GradientState)
@@ -115,6 +115,10 @@ def test_steps_take_the_place_of_epochs_and_epochs_may_be_broken(settings, n_ste
 def kl(teacher, student, temperature):
     p = torch.softmax(teacher / temperature, -1)
     return temperature**2 * (p * (p.log() - torch.log_softmax(student / temperature, -1))).sum(-1)
+
+
+def distillation(teacher, calls, temperature):
+    return logits_gap(calls, answer(teacher, calls), temperature)
 
 
 def test_distillation_adds_the_teachers_logits():

@@ -16,7 +16,7 @@ from headprune.model.double import Doubled
 from headprune.model.losses import default_loss
 from headprune.model.running import batch_size, call
 from headprune.scoring import AddOneIn, LeaveOneOut, Shapley
-from tests.laws.support import Subject, family_subject, subject_of
+from tests.laws.support import Subject, family_subject, labelled_subject, subject_of
 from tests.reference import games
 from tests.reference import scores as reference
 
@@ -26,11 +26,7 @@ SUBJECTS = ["bert", "gpt2", "llama", "multi_head_attention", "t5"]
 
 @pytest.fixture(params=SUBJECTS)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    if request.param != "t5":
-        return subject_of(request.param)
-    found = family_subject("t5", "t5")
-    found.batch["labels"] = found.batch.pop("decoder_input_ids")
-    return found
+    return labelled_subject(request.param)
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -13,18 +13,14 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId, HeadMask
 from headprune.model.double import Doubled
 from headprune.model.losses import default_loss
-from tests.laws.support import Subject, family_subject, picture, subject_of
+from tests.laws.support import Subject, labelled_subject, picture, subject_of
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
 @pytest.fixture(scope="module", params=["bert", "llama", "t5"])
 def subject(request: pytest.FixtureRequest) -> Subject:
-    if request.param != "t5":
-        return subject_of(request.param)
-    found = family_subject("t5", "t5")
-    found.batch["labels"] = found.batch.pop("decoder_input_ids")
-    return found
+    return labelled_subject(request.param)
 
 
 def wide_loss(model: Any, batch: Any) -> Any:

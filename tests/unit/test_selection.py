@@ -10,11 +10,11 @@ import pytest
 
 import headprune as hp
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
-from headprune.core.plan import Budget, PruningPlan
+from headprune.core.plan import Budget, PruningPlan, allowance
 from headprune.core.scores import Cost
 from headprune.selection import Problem, Selector, registry
 from headprune.selection._api import select
-from headprune.selection._budget import allowance, pose
+from headprune.selection._budget import pose
 from headprune.selection.global_topk import GlobalTopk
 from headprune.selection.uniform import Uniform
 from tests.selection_problems import KINDS, LENGTH, SELECTORS, fitted, make, random_scores, site

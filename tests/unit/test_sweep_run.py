@@ -19,28 +19,14 @@ from headprune.run.recipe import Recipe
 from headprune.run.runs import SweepRun
 from headprune.run.splits import calibration_rows
 from headprune.run.validate import check_recipe
+from tests.tiny_recipe import TINY
 
 GRID = ["scorer=taylor,random", "keep=0.75,0.5", "recover=none,mean_fold"]
 
 
 def tiny(**changes: Any) -> Recipe:
     """A ViT that learns the digits a little, in a second or two."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-    raw = {
-        "name": "tiny",
-        "description": "for tests",
-        "task": "image_classification",
-        "device": "cpu",
-        "threads": 1,
-        "model": {
-            "class_name": "ViTForImageClassification",
-            "config": {**sizes, "image_size": 8, "patch_size": 4, "num_channels": 1},
-        },
-        "data": {"path": "sklearn:digits", "holdout": 150, "test_holdout": 200, "calibration": 40},
-        "train": {"epochs": 1, "batch_size": 64, "learning_rate": 3e-3},
-        "select": {"keep_heads": 0.5},
-    }
-    return check_recipe({**raw, **changes})
+    return check_recipe({**TINY, **changes})
 
 
 def sweep(folder: Path, grid: Any = GRID, lines: list[str] | None = None, **settings: Any) -> sweeping.SweepResult:

