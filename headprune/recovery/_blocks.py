@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from headprune.core.heads import AttentionSite, Kind
-from headprune.model.sites import bind
+from headprune.model.sites import BoundSite, bind
 
 #: Containers that are not called themselves.
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -46,7 +46,11 @@ def blocks_of(model: nn.Module, sites: Iterable[AttentionSite] | None) -> list[B
     >>> [block.name for block in blocks_of(model, None)]
     ['layers.0']
     """
-    bound = bind(model, sites)
+    return blocks_around(model, bind(model, sites))
+
+
+def blocks_around(model: nn.Module, bound: Sequence[BoundSite]) -> list[Block]:
+    """See ``blocks_of``."""
     around = {b.site.name: _items_around(model, b.site.name) for b in bound}
     items = {item for names in around.values() for item in names}
     rows = Counter(item.rpartition(".")[0] for item in items)

@@ -13,12 +13,14 @@ from tqdm.auto import tqdm
 
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import wide
-from headprune.model.running import call
+from headprune.model.running import call, device_of, to_device
 from headprune.recovery._base import Job, Outcome, Recovery
+from headprune.recovery._blocks import blocks_around
 from headprune.recovery._follow import Trail
 from headprune.recovery._least_squares import Moments, Normal
+from headprune.recovery._playback import Playback
 from headprune.recovery._replaced import Replaced
-from headprune.recovery._side_by_side import difference, errors, first, quiet, repeatable, streams_of, summary
+from headprune.recovery._side_by_side import Known, difference, errors, first, quiet, repeatable, streams_of, summary
 from headprune.recovery._targets import Found, Pair, Run, Target, find, sites_as_targets, without_columns
 from headprune.recovery._taught import Taught
 from headprune.recovery._teacher import paired
@@ -87,7 +89,11 @@ class LayerwiseRecovery(Recovery):
             with quiet(model, job.teacher, pairs):
                 taught = Taught()
                 before = errors(job, pairs, found.targets, run, taught)
-                after, notes = self._refit_(job, pairs, found, run, replaced, before.scales, taught)
+                layers = [block.module for block in blocks_around(model, [ours for ours, _ in pairs])]
+                playback = Playback(layers, [t.ours for t in found.targets])
+                playback.learn(lambda: run(model, to_device(first(batches), device_of(model))))
+                known = Known(taught, playback)
+                after, notes = self._refit_(job, pairs, found, run, replaced, before.scales, known)
             replaced.close_(found.targets, self.adds_biases)
         metrics = {
             "heads": sum(len(t.gone) for t in found.targets),
@@ -107,15 +113,15 @@ class LayerwiseRecovery(Recovery):
         run: Run,
         replaced: Replaced,
         scales: Sequence[float],
-        taught: Taught,
+        known: Known,
     ) -> tuple[list[float], list[str]]:
         """Changes one projection after the other; returns what is left of each error, and notes."""
         left: list[float] = []
         notes: list[str] = []
         bar = tqdm(found.targets, disable=not job.progress, leave=False)
         for number, (target, scale) in enumerate(zip(bar, scales, strict=True)):
-            normal = self._gathered(job, streams_of(job, pairs, found.targets, number, run, taught), target)
-            taught.forget(number)
+            normal = self._gathered(job, streams_of(job, pairs, found.targets, number, run, known), target)
+            known.taught.forget(number)
             if not normal.finite:
                 hint = "Look for NaN or infinite values in the batches."
                 raise InvalidValue(f"what model and teacher write at {target.name}", "finite", "NaN or infinite", hint)

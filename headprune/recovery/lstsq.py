@@ -28,9 +28,10 @@ class Lstsq(LayerwiseRecovery):
     following the output through the operations that come. A norm, scale or gate in between ends that: then T - R is
     the teacher's own output, and a note says where. One that several layers share is fitted over all its calls.
 
-    Cost: a pass of model and teacher, and for every projection one more of the model that ends at it. Memory: a
-    projection's sums, ``in * (in + out)`` numbers, a copy of what is replaced, and at most 1 GiB of the teacher's
-    streams, without which the teacher runs again. Projections without a bias get one.
+    Cost: a pass of model and teacher, and for every projection one more of the model that ends at it and leaves out the
+    layers before its own. Memory: a projection's sums, ``in * (in + out)`` numbers, a copy of what is replaced, and at
+    most 1 GiB each of the teacher's streams and of the layers' outputs, without which both run again. Projections
+    without a bias get one.
 
     Args:
         ridge: λ as a share of the mean variance of x's channels; with less than some hundred sentences, try 1e-1.
