@@ -101,7 +101,8 @@ def encoder_task(
     tuned, rows = fine_tuned(encoder_recipe(column, model, data, own if epochs is None else epochs), work)
     judged = {}
     for split in ("validation", "test"):
-        rows.examples[split] = rows.examples[split][:most]
+        # Of like length together: less padding to compute.
+        rows.examples[split] = sorted(rows.examples[split][:most], key=lambda example: len(example["input_ids"]))
         judged[split] = rows.evaluation(split, 128)
     return Task(name, tuned, lambda seed: drawn(rows, calibration, calibration, seed), judged)
 
@@ -142,11 +143,13 @@ def _sentences(data: Path, model: str, calibration: int, most: int | None) -> Ta
     def batches(some: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         return [_collated(tokenizer, some[i : i + size]) for i in range(0, len(some), size)]
 
-    def draw(seed: int) -> list[dict[str, Any]]:
-        some = random.Random(seed).sample(rows["train"], calibration)
-        return batches(sorted(some, key=lambda row: len(row["sentence1"]) + len(row["sentence2"])), 32)
+    def by_length(some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return sorted(some, key=lambda row: len(row["sentence1"]) + len(row["sentence2"]))
 
-    judged = {split: rows[split][:most] for split in ("validation", "test")}
+    def draw(seed: int) -> list[dict[str, Any]]:
+        return batches(by_length(random.Random(seed).sample(rows["train"], calibration)), 32)
+
+    judged = {split: by_length(rows[split][:most]) for split in ("validation", "test")}
     grades = {split: np.array([row["score"] for row in some]) for split, some in judged.items()}
     encoder = Cosine(AutoModel.from_pretrained(folder)).eval()
     return Task("stsb", encoder, draw, {k: batches(v, 64) for k, v in judged.items()}, squared_error, grades)

@@ -34,7 +34,7 @@ class Lstsq(LayerwiseRecovery):
     without a bias get one.
 
     Args:
-        ridge: λ as a share of the mean variance of x's channels; with less than some hundred sentences, try 1e-1.
+        ridge: λ as a share of the mean variance of x's channels.
         prior: What W is drawn to, ``W₀``: the weights as they are (``current``), or none (``zero``).
         intercept: Fit b; without, biases stay as they are.
         feed_forward: Also refit the feed-forward's output projection, where it is a linear layer whose output is added
@@ -51,7 +51,7 @@ class Lstsq(LayerwiseRecovery):
     True
     """
 
-    ridge: float = 1e-2
+    ridge: float = 0.3
     prior: Literal["current", "zero"] = "current"
     intercept: bool = True
     feed_forward: bool = False

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import ANSWERS, inputs_of, is_causal_lm, problem_type
@@ -84,6 +85,33 @@ def _tokens(model: nn.Module, logits: Tensor, labels: Any, mask: Any) -> Distrib
     if is_causal_lm(model):
         logits, counted = logits[:, :-1], counted[:, 1:] & here[:, :-1]
     return Distributions("single_label_classification", logits, counted)
+
+
+def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
+    """Numbers whose slopes, ``g`` an example, are such that ``sum g g'`` is the second derivative of the default loss.
+
+    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Labels are drawn where an example has several
+    softmax distributions, or where ``draws`` says how many.
+
+    Returns:
+        One number a class or a draw, summed over the batch; and whether labels were drawn.
+    """
+    softmax = found.kind == "single_label_classification"
+    if softmax and (draws is not None or found.counted.shape[1] > 1):
+        logits = found.logits[found.counted]
+        weights = (found.counted.sum(1, keepdim=True).clamp(min=1) * (draws or 1)).rsqrt()
+        of_position = weights.expand_as(found.counted)[found.counted]
+        losses = [cross_entropy(logits, y, reduction="none") for y in drawn_labels(found, seeds, draws or 1)]
+        return [(of_position * loss).sum() for loss in losses], True
+    output = found.logits[:, 0]
+    if found.kind == "regression":
+        scaled = output * (2 / output.shape[1]) ** 0.5
+    elif found.kind == "multi_label_classification":
+        p = output.detach().sigmoid()
+        scaled = output * (p * (1 - p) / output.shape[1]).sqrt()
+    else:
+        scaled = output.log_softmax(-1) * output.detach().softmax(-1).sqrt()
+    return [column.sum() for column in scaled.unbind(1)], False
 
 
 def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:

@@ -57,7 +57,7 @@ def same(found: Sequence[Any], expected: Sequence[Any], **tolerance: float) -> N
     """Values and standard errors agree."""
     for a, b in zip(found, expected, strict=True):
         assert (a.scorer, a.settings, a.n_examples) == (b.scorer, b.settings, b.n_examples)
-        assert max(abs(v) for row in b.values for v in row) > 1e-3
+        assert max(abs(v) for row in b.values for v in row) > 1e-4
         for x, y in ((a.values, b.values), (a.standard_errors, b.standard_errors)):
             assert (x is None) == (y is None)
             for row, other in zip(x or (), y or (), strict=True):

@@ -1,0 +1,249 @@
+"""In which order heads should go when the rest is refitted: what each removal adds to the loss, by K-FAC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.model.contexts import Inputs, inputs_of, query_mask, rows_of, watched, wide
+from headprune.model.losses import checked_losses, default_loss
+from headprune.model.running import batch_size
+from headprune.model.sites import BoundSite
+from headprune.scoring._activations import jackknife, unit_columns
+from headprune.scoring._averages import averaged
+from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._distributions import content_seeds, distributions, fisher_targets
+from headprune.scoring._gradients import gradients_of
+
+CURVATURES = ("output", "loss")
+#: A price that would be below the one before it is above it by this share, so that the order can be read off.
+_APART = 1e-9
+
+
+@dataclass(frozen=True)
+class Surgeon(Scorer):
+    """``1/2 tr([(A^-1)_uu]^-1 C_uu)`` of every unit at the moment when it is the cheapest of all that are left.
+
+    Of one site, x is what its output projection reads at a token and g the slope of the loss there. With
+    ``A = sum |g|^2 (x - x_mean)(x - x_mean)' / sum |g|^2`` and ``C = sum g g' / examples``, ``A ⊗ C`` stands for the
+    curvature of the loss in the projection's weights, and the expression is the least that the loss rises, to second
+    order, when unit u may no longer be read and the rest of the projection is refitted. The cheapest unit of all sites
+    goes, A and C become those of the refitted projection, and so on until nothing is left. So two heads that stand in
+    for each other cost little once and much the second time, and prices of all sites are in the loss's unit. A price
+    that falls is raised to the one before it: the k lowest are the first k that went, and add up to their rise.
+
+    Made for recovery by ``lstsq``, whose intercept is why A is centred. Slopes are those of the model's own predictions
+    (no labels, as ``ggn``), or of a loss.
+
+    Sources: Hassibi, Stork 1992, for the refit; Martens, Grosse 2015, for the factors; van der Ouderaa et al. 2024
+    (The LLM Surgeon), section 3, for both together, rows and columns, with refits on the way. Ours are the units
+    of attention under one projection; tokens weigh in A by their slopes, one step towards the nearest product; and
+    C is taken where the projection reads, ``W'(.)W``, so that layouts without a projection have it too.
+
+    Cost: a forward and a backward pass a class (a draw for token distributions, one for a loss); then two matrices of
+    ``width ** 2`` a site, inverted once, and ``width ** 2`` multiply-adds a removed channel. Memory:
+    ``2 * blocks * width ** 2`` fp64 numbers a site.
+
+    Args:
+        curvature: Slopes of ``output``, the model's own predictions, or of the ``loss``; None is the loss where one of
+            yours is given, and else the output.
+        ridge: Added to A's diagonal, as a share of its mean.
+        draws: Labels drawn for every distribution; None is exact where an example has one, and 1 elsewhere.
+        blocks: Blocks of examples for the standard error (a jackknife); 1 gives none and saves memory.
+        seed: Of the draws; see ``Ggn``.
+    """
+
+    curvature: Literal["output", "loss"] | None = None
+    ridge: float = 1e-2
+    draws: int | None = None
+    blocks: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.curvature is not None and self.curvature not in CURVATURES:
+            raise InvalidValue("Surgeon.curvature", f"one of {', '.join(CURVATURES)}, or None", repr(self.curvature))
+        if not self.ridge > 0:
+            raise InvalidValue("Surgeon.ridge", "a share > 0", self.ridge)
+        if self.draws is not None and self.draws < 1:
+            raise InvalidValue("Surgeon.draws", "at least 1, or None", self.draws)
+        if self.blocks < 1:
+            raise InvalidValue("Surgeon.blocks", "a count >= 1", self.blocks)
+
+    @property
+    def by_example(self) -> bool:
+        return False
+
+    def estimate(self, problem: Problem) -> Estimate:
+        bound = [b for b in problem.bound if b.site.heads]
+        own = self.curvature or ("output" if problem.loss is default_loss else "loss")
+        problem = replace(problem, bound=bound)
+        factors = [_Factors(b, self.blocks) for b in bound]
+        first, drawn = 0, False
+        for number, batch in problem.passes("slopes of contexts"):
+            drawn |= self._slopes(problem, number, batch, own, factors, first)
+            first += batch_size(batch)
+        for f in factors:
+            f.check()
+        examples = torch.tensor([len(range(g, first, self.blocks)) for g in range(self.blocks)], dtype=torch.float64)
+        rows = jackknife(partial(self._prices, factors, examples), examples, examples.int().tolist())
+        found = averaged(rows, first, row="example" if first == 1 else "block of examples")
+        unasked = own == "output" and problem.loss is not default_loss
+        notes = ("loss= was not asked: curvature='output' reads the output alone.",) if unasked else ()
+        return replace(found, seed=self.seed if drawn else None, notes=(*found.notes, *notes))
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def _slopes(
+        self, problem: Problem, number: int, batch: Any, own: str, factors: Sequence[_Factors], first: int
+    ) -> bool:
+        """Adds a batch's tokens to the factors; whether labels were drawn."""
+        drawn = False
+        with _leaves(problem, batch) as (contexts, told):
+            if own == "loss":
+                targets = [checked_losses(problem.loss, problem.model, batch, number).sum()]
+            else:
+                found = distributions(problem.model, batch, f"batch {number}")
+                seeds = content_seeds(problem.model, batch, self.seed)
+                targets, drawn = fisher_targets(found, seeds, self.draws)
+            what = "the loss" if own == "loss" else "the model's output"
+            slopes = [gradients_of(problem, t, contexts, what, t is not targets[-1]) for t in targets]
+        block = torch.arange(first, first + batch_size(batch)) % self.blocks
+        for site, factor in enumerate(factors):
+            for run, x in enumerate(contexts[site]):
+                factor.add(block, x.detach(), [of_target[site][run] for of_target in slopes], batch, told[site][run])
+        return drawn
+
+    def _prices(self, factors: Sequence[_Factors], examples: Tensor, weights: Tensor) -> Tensor:
+        """``[units]`` from the blocks with weight 1."""
+        n = (weights @ examples).clamp(min=1)
+        sites = [_Site(f, weights, n, self.ridge) for f in factors]
+        left = {(s, u): price for s, site in enumerate(sites) for u, price in enumerate(site.prices())}
+        found: dict[tuple[int, int], float] = {}
+        highest = 0.0
+        while left:
+            place = min(left, key=lambda p: (left[p], p))
+            highest = max(left.pop(place), highest * (1 + _APART))
+            found[place] = highest
+            s, u = place
+            sites[s].remove_(u)
+            left.update({(s, v): price for v, price in enumerate(sites[s].prices()) if (s, v) in left})
+        return torch.tensor([found[place] for place in sorted(found)], dtype=torch.float64)
+
+
+class _Factors:
+    """A site's sums over tokens, by block of examples, in fp64 on its device."""
+
+    def __init__(self, bound: BoundSite, blocks: int) -> None:
+        self.bound = bound
+        self.width = len(bound.site.heads) * bound.site.value_dim
+        parameter = next(bound.module.parameters())
+        nothing = torch.zeros(blocks, dtype=wide(parameter), device=parameter.device)
+        self.weight = nothing.clone()
+        self.x = nothing.new_zeros(blocks, self.width)
+        self.xx = nothing.new_zeros(blocks, self.width, self.width)
+        self.gg = torch.zeros_like(self.xx)
+        self.tokens = 0
+
+    def add(self, block: Tensor, x: Tensor, slopes: Sequence[Tensor], batch: Any, counted: Tensor | None) -> None:
+        """Adds one run's contexts and their slopes, in the form that ``watched`` hands over."""
+        x, *slopes = (self._by_example(t, len(block), batch) for t in (x, *slopes))
+        here = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if counted is None else counted
+        here = here.to(x.device).reshape(x.shape[:2])
+        self.tokens += int(here.sum())
+        for number in block.unique().tolist():
+            chosen = here & (block == number).to(here.device)[:, None]
+            of_block = [g[chosen].to(self.gg.dtype) for g in slopes]
+            weights = torch.stack([g.square().sum(-1) for g in of_block]).sum(0)
+            tokens = x[chosen].to(self.xx.dtype)
+            weighted = tokens * weights[:, None]
+            self.weight[number] += weights.sum()
+            self.x[number] += weighted.sum(0)
+            self.xx[number].addmm_(weighted.T, tokens)
+            for g in of_block:
+                self.gg[number].addmm_(g.T, g)
+
+    def check(self) -> None:
+        """Raises:
+        UnsupportedModel: no batch reached the site.
+        InvalidValue: nothing but padding did, or numbers that are not finite.
+        """
+        name = self.bound.site.name
+        if not self.tokens:
+            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
+        if not bool(self.xx.isfinite().all() & self.gg.isfinite().all()):
+            hint = "Look for NaN or infinite values in the batches."
+            raise InvalidValue(f"what {name} gives Surgeon", "finite", "NaN or infinite", hint)
+
+    def _by_example(self, x: Tensor, size: int, batch: Any) -> Tensor:
+        rows = rows_of(self.bound, x, batch)
+        if len(rows) % size:
+            hint = "Leave this site out with sites=, or give batches with the examples first."
+            raise UnsupportedModel(self.bound.site.name, f"run on {size} examples", f"{len(rows)} rows", hint)
+        return rows.reshape(size, -1, rows.shape[-1])
+
+
+class _Site:
+    """A site while its units go one after the other: the inverse of A, and C, of the refitted projection."""
+
+    def __init__(self, factors: _Factors, weights: Tensor, n: Tensor, ridge: float) -> None:
+        weights = weights.to(factors.weight)
+        total = (weights @ factors.weight).clamp(min=torch.finfo(weights.dtype).tiny)
+        mean = weights @ factors.x / total
+        a = torch.tensordot(weights, factors.xx, 1) / total - torch.outer(mean, mean)
+        added = (ridge * a.diagonal().mean()).clamp(min=1e-30)
+        a.diagonal().add_(added)
+        factor, failed = torch.linalg.cholesky_ex(a)
+        if int(failed):
+            got = f"{ridge} at {factors.bound.site.name}, whose channels depend on each other"
+            raise InvalidValue("Surgeon.ridge", "large enough to invert A", got, "Use 1e-2, or more data.")
+        self.inverse = torch.cholesky_inverse(factor)
+        self.c = torch.tensordot(weights, factors.gg, 1) / n.to(weights)
+        self.units = unit_columns(factors.bound)
+
+    def prices(self) -> list[float]:
+        """What the loss rises by if each unit goes next; of units that are gone, nothing of use."""
+        found = [(torch.linalg.inv(self.inverse[u][:, u]) * self.c[u][:, u]).sum() / 2 for u in self.units]
+        return torch.stack(found).clamp(min=0).tolist()
+
+    def remove_(self, unit: int) -> None:
+        """The rest takes over what it can of a unit; the unit's own channels stay, alone and without a slope."""
+        u = self.units[unit]
+        taken = torch.linalg.solve(self.inverse[u][:, u], self.inverse[u])
+        self.inverse = self.inverse - self.inverse[:, u] @ taken
+        across = self.c[:, u] @ taken
+        self.c = self.c - across - across.T + taken.T @ self.c[u][:, u] @ taken
+        for matrix, alone in ((self.inverse, 1.0), (self.c, 0.0)):
+            matrix[u], matrix[:, u] = 0.0, 0.0
+            matrix[u, u] = alone
+
+
+@contextmanager
+def _leaves(problem: Problem, batch: Any) -> Iterator[tuple[list[list[Tensor]], list[list[Tensor | None]]]]:
+    """For as long as the block lasts, every site keeps what it reads whenever it runs, which asks for a gradient, and
+    which of its tokens count."""
+    kept: list[list[Tensor]] = [[] for _ in problem.bound]
+    told: list[list[Tensor | None]] = [[] for _ in problem.bound]
+
+    def asking(site: int, x: Tensor) -> Tensor:
+        kept[site].append(x if x.requires_grad else x.detach().requires_grad_())
+        told[site].append(_counted(problem, site, x, inputs))
+        return kept[site][-1]
+
+    with inputs_of(problem.model, problem.bound) as inputs, watched(problem.bound, asking):
+        inputs.begin(batch)
+        yield kept, told
+
+
+def _counted(problem: Problem, site: int, x: Tensor, inputs: Inputs) -> Tensor | None:
+    b = problem.bound[site]
+    rows = rows_of(b, x.detach(), inputs.now)
+    return (
+        None if b.layout.windows else query_mask(problem.model, b.site.kind, inputs.now, (rows.shape[0], rows.shape[1]))
+    )
