@@ -22,7 +22,7 @@ from headprune.recovery._base import Job, Recovery, RecoveryReport
 def recover_(
     model: nn.Module,
     batches: Iterable[Any],
-    method: str | Recovery = "mean_fold",
+    method: str | Recovery = "lstsq",
     teacher: nn.Module | None = None,
     loss: Loss | None = None,
     sites: Iterable[AttentionSite] | None = None,
@@ -35,7 +35,8 @@ def recover_(
     Args:
         model: The pruned model, or any model for a method that only trains. A compiled model is run uncompiled.
         batches: Any iterable of what the model takes; a method that trains goes through it more than once.
-        method: A registered name, see ``hp.recovery.registry.names()``, or a configured method.
+        method: A registered name, see ``hp.recovery.registry.names()``, or a configured method. The default trains
+            nothing and is the best of that kind without touching anything but attention (docs/pipelines.md).
         teacher: The unpruned original, for methods that need one (``Recovery.needs_teacher``); left as it is.
         loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads. A method that does
             not train runs models through it, where a batch is not simply their arguments.

@@ -154,7 +154,7 @@ def test_padding_does_not_count(name):
     for batches in ([single], [bare]):
         model = copy.deepcopy(teacher)
         prune_(model, some_heads(model))
-        report = hp.recover_(model, batches, teacher=teacher)
+        report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
         biases.append([model.get_parameter(n) for n in report.changed])
     torch.testing.assert_close(biases[0], biases[1], **EXACT)
 
@@ -172,7 +172,7 @@ def test_each_token_counts_once_whatever_the_batches():
     ):
         model = copy.deepcopy(teacher)
         prune_(model, some_heads(model))
-        report = hp.recover_(model, batches, teacher=teacher)
+        report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
         biases.append([model.get_parameter(n) for n in report.changed])
     for other in biases[1:]:
         torch.testing.assert_close(other, biases[0], **EXACT)
@@ -185,7 +185,7 @@ def test_a_projection_without_a_bias_gets_one_that_is_a_parameter():
     first = model.model.layers[0].self_attn.o_proj
     first.weight.requires_grad_(False)
     assert first.bias is None
-    report = hp.recover_(model, batches, teacher=teacher)
+    report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert report.metrics["biases_added"] == 3
     assert report.changed == tuple(f"model.layers.{i}.self_attn.o_proj.bias" for i in range(3))
     assert set(report.changed) <= model.state_dict().keys()
@@ -201,7 +201,7 @@ def test_an_existing_bias_stays_the_same_parameter():
     model = copy.deepcopy(teacher)
     prune_(model, some_heads(model))
     before = model.transformer.h[0].attn.c_proj.bias
-    report = hp.recover_(model, batches, teacher=teacher)
+    report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert model.transformer.h[0].attn.c_proj.bias is before
     assert report.metrics["biases_added"] == 0
 
@@ -243,7 +243,7 @@ def test_a_shared_module_is_folded_once_over_all_its_runs():
     model = copy.deepcopy(teacher)
     mask = some_heads(model)
     prune_(model, mask)
-    report = hp.recover_(model, batches, teacher=teacher)
+    report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert report.changed == ("layers.0.W_o.bias",)
     torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT)
     # the same, where both names are given as sites
@@ -251,7 +251,7 @@ def test_a_shared_module_is_folded_once_over_all_its_runs():
     twice = [site, dataclasses.replace(site, name="layers.1", shared_with=())]
     other = copy.deepcopy(teacher)
     prune_(other, mask)
-    report = hp.recover_(other, batches, teacher=teacher, sites=twice)
+    report = hp.recover_(other, batches, "mean_fold", teacher=teacher, sites=twice)
     assert (report.changed, report.metrics["heads"]) == (("layers.0.W_o.bias",), 1)
     torch.testing.assert_close(other.state_dict(), model.state_dict(), **EXACT)
 
@@ -273,13 +273,13 @@ def test_cut_fold_cut_fold_folds_every_head_once():
     first, both = keep(teacher, [0, 2, 3]), keep(teacher, [0, 3])
     model = copy.deepcopy(teacher)
     prune_(model, first)
-    hp.recover_(model, batches, teacher=teacher)
+    hp.recover_(model, batches, "mean_fold", teacher=teacher)
     prune_(model, both)
-    report = hp.recover_(model, batches, teacher=teacher)
+    report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert report.metrics["heads"] == 3
     assert "3 removed heads had been folded before" in str(report)
     torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, both, batches), batches[0]), **EXACT)
-    again = hp.recover_(model, batches, teacher=teacher)
+    again = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert (again.changed, again.metrics["heads"]) == ((), 0)
     assert "Nothing to fold" in again.notes[-1]
     torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, both, batches), batches[0]), **EXACT)
@@ -291,14 +291,14 @@ def test_a_teacher_that_was_cut_itself_gives_the_heads_that_it_still_has():
     model = copy.deepcopy(teacher)
     mask = keep(teacher, [1, 3])
     prune_(model, mask)
-    assert hp.recover_(model, batches, teacher=teacher).metrics["heads"] == 3
+    assert hp.recover_(model, batches, "mean_fold", teacher=teacher).metrics["heads"] == 3
     torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT)
 
 
 def test_a_model_that_lost_nothing_is_left_as_it_is():
     teacher, batches = build("bert")
     model = copy.deepcopy(teacher)
-    report = hp.recover_(model, batches, teacher=teacher)
+    report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert report.changed == ()
     assert "Nothing to fold" in report.notes[0]
     torch.testing.assert_close(model.state_dict(), teacher.state_dict(), rtol=0, atol=0)
@@ -313,7 +313,7 @@ def test_sites_of_a_layout_of_your_own_reach_teacher_and_model():
     mask = some_heads(model)
     prune_(model, mask, sites=sites)
     batches = [torch.randn(2, 3, 8)]
-    assert hp.recover_(model, batches, teacher=teacher, sites=sites).changed == ("0.W_o.bias",)
+    assert hp.recover_(model, batches, "mean_fold", teacher=teacher, sites=sites).changed == ("0.W_o.bias",)
 
 
 def test_a_compiled_model_and_teacher_are_looked_at_from_inside():
@@ -321,9 +321,8 @@ def test_a_compiled_model_and_teacher_are_looked_at_from_inside():
     model = copy.deepcopy(teacher)
     mask = some_heads(model)
     prune_(model, mask)
-    report = hp.recover_(
-        torch.compile(model, backend="eager"), batches, teacher=torch.compile(teacher, backend="eager")
-    )
+    compiled = (torch.compile(one, backend="eager") for one in (model, teacher))
+    report = hp.recover_(next(compiled), batches, "mean_fold", teacher=next(compiled))
     assert len(report.changed) == 3
     torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT)
 
@@ -332,7 +331,7 @@ def test_the_report_is_a_value():
     teacher, batches = build("bert")
     model = copy.deepcopy(teacher)
     prune_(model, some_heads(model))
-    report = hp.recover_(model, batches, teacher=teacher)
+    report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert RecoveryReport.from_json(report.to_json()) == report
     assert report.method == "mean_fold"
     assert str(report).startswith("mean_fold: 3 parameters changed, 4 examples, ")
@@ -365,25 +364,25 @@ def pruned_pair():
 def test_the_teacher_must_be_given_and_be_another_model():
     model, teacher, batches = pruned_pair()
     with pytest.raises(InvalidValue, match=r"teacher: must be the unpruned original, which mean_fold needs, got None"):
-        hp.recover_(model, batches)
+        hp.recover_(model, batches, "mean_fold")
     with pytest.raises(InvalidValue, match="got the model itself"):
-        hp.recover_(model, batches, teacher=model)
+        hp.recover_(model, batches, "mean_fold", teacher=model)
     with pytest.raises(InvalidValue, match="got the model itself"):
-        hp.recover_(model, batches, teacher=torch.compile(model, backend="eager"))
+        hp.recover_(model, batches, "mean_fold", teacher=torch.compile(model, backend="eager"))
     teacher.classifier = model.classifier
     with pytest.raises(InvalidValue, match="shares trainable parameters"):
-        hp.recover_(model, batches, teacher=teacher)
+        hp.recover_(model, batches, "mean_fold", teacher=teacher)
 
 
 def test_a_teacher_of_another_structure_is_refused():
     model, teacher, batches = pruned_pair()
     with pytest.raises(PlanMismatch, match="teacher: must be the model that the pruned one was cut from"):
-        hp.recover_(model, batches, teacher=build("gpt2")[0])
+        hp.recover_(model, batches, "mean_fold", teacher=build("gpt2")[0])
     with pytest.raises(PlanMismatch, match="teacher: must be the model that the pruned one was cut from"):
-        hp.recover_(model, batches, teacher=build("gpt2")[0], sites=find_sites(model))
+        hp.recover_(model, batches, "mean_fold", teacher=build("gpt2")[0], sites=find_sites(model))
     teacher.bert.encoder.layer = teacher.bert.encoder.layer[:2]
     with pytest.raises(PlanMismatch, match="8 heads at 2 sites against BertForSequenceClassification with 12 heads"):
-        hp.recover_(model, batches, teacher=teacher)
+        hp.recover_(model, batches, "mean_fold", teacher=teacher)
 
 
 def test_a_teacher_without_heads_that_the_model_has_is_refused():
