@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.bench.quality import evaluate
-from headprune.model.running import undisturbed
-from headprune.run.models import resolve_path
+from headprune.model.running import device_of, to_device, undisturbed
+from headprune.run.models import resolve_device, resolve_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scorers import drawn, encoder_recipe, fine_tuned
@@ -65,7 +65,8 @@ class Task:
         if not self.grades:
             return np.array(evaluate(model, self.judged[split]).amounts, dtype=np.float32)
         with undisturbed(model), torch.no_grad():
-            return torch.cat([model(**inputs(batch)) for batch in self.judged[split]]).numpy()
+            batches = (inputs(to_device(batch, device_of(model))) for batch in self.judged[split])
+            return torch.cat([model(**batch) for batch in batches]).cpu().numpy()
 
     def quality(self, answers: np.ndarray, split: str, rows: np.ndarray | None = None) -> float:
         """The metric, of some rows or all."""
@@ -83,6 +84,7 @@ def encoder_task(
     calibration: int,
     epochs: float | None = None,
     most: int | None = None,
+    device: str = "cpu",
 ) -> Task:
     """A task by name.
 
@@ -94,11 +96,14 @@ def encoder_task(
         calibration: Rows a draw.
         epochs: Of fine-tuning, in place of the task's own.
         most: Judge by so many rows only.
+        device: Where the model is, and where it is fine-tuned.
     """
     if name == "stsb":
-        return _sentences(data, model, calibration, most)
+        task = _sentences(data, model, calibration, most)
+        task.model.to(resolve_device(device))
+        return task
     column, own = COLUMNS[name]
-    tuned, rows = fine_tuned(encoder_recipe(column, model, data, own if epochs is None else epochs), work)
+    tuned, rows = fine_tuned(encoder_recipe(column, model, data, own if epochs is None else epochs, device), work)
     judged = {}
     for split in ("validation", "test"):
         # Of like length together: less padding to compute.

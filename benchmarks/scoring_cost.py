@@ -21,6 +21,10 @@ the model 145 times a batch, one of 12 x 12 of width 384, the shape of MiniLM-L1
 - ``memory``: the peak of what tensors take beyond weights and batches, in ``taylor`` and in the forward and backward
   pass with frozen weights, where the embeddings' output asks for the gradient. On a GPU that is the allocator's own
   count; on a CPU it is the sum of every allocation that torch's profiler reports, which no other process disturbs.
+- ``throughput``: examples a second of a whole ``hp.score(..., "taylor")`` with MiniLM's size over ``--examples``
+  examples in batches of 32, which lie on the CPU as from a loader; on a GPU also under ``torch.autocast`` in bf16, with
+  gates and their gradients in fp32, and how often Python waited for the GPU, by torch's own count, in the call and in
+  as many forward passes of the model alone.
 
 A ratio is the median over rounds, with the 10th and 90th percentile; a round is one call of each, the order turning.
 Writes one JSON record with device, versions, commit and the seconds of every round.
@@ -32,8 +36,10 @@ import argparse
 import gc
 import json
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -47,6 +53,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import headprune as hp
 from headprune.bench.latency import no_collection, synchronize
 from headprune.core.files import write_atomic
+from headprune.model.running import to_device
 from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit, hardware, versions
 
@@ -70,6 +77,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="of first-order scores")
     parser.add_argument("--batch-tokens", type=int, default=512, help="in a batch, for first-order scores and memory")
     parser.add_argument("--batches", type=int, default=2, help="a measurement, for first-order scores and memory")
+    parser.add_argument("--examples", type=int, default=1024, help="for throughput")
     parser.add_argument("--ablation-rounds", type=int, default=3)
     parser.add_argument("--ablation-tokens", type=int, default=128, help="a measurement, in 1 to 4 batches")
     parser.add_argument("--small", type=int, nargs="+", default=[1, 4], help="batch sizes of ablations")
@@ -263,6 +271,57 @@ def memory(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any
     return rows
 
 
+def throughput(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Examples a second of ``taylor``, a row for each length and precision."""
+    rows = []
+    model = encoder(6, args.middle, args, device)
+    for tokens in args.tokens:
+        size = min(32, args.examples)
+        batches = draw(args, size, tokens, args.examples // size, torch.device("cpu"))
+        for mixed in (False, True) if device.type == "cuda" else (False,):
+            ways = {name: partial(in_precision, way, mixed) for name, way in throughput_ways(model, batches).items()}
+            interleaved(ways, 1, device)
+            times = interleaved(ways, args.rounds, device)
+            read = size * len(batches)
+            ratios = {f"{name}, examples a second": spread(read / found) for name, found in times.items()}
+            row = {**shape(model, batches), "precision": "bf16, gates fp32" if mixed else "fp32", "ratios": ratios}
+            row["waits"] = {name: waits(way, device) for name, way in ways.items()}
+            rows.append({**row, "examples": read, "seconds": listed(times)})
+            told(f"throughput, {row['precision']}", rows[-1])
+    return rows
+
+
+def throughput_ways(model: nn.Module, batches: Batches) -> Ways:
+    device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def forward() -> None:
+        for batch in batches:
+            model(**to_device(batch, device))
+
+    return {"taylor": lambda: hp.score(model, batches, "taylor", progress=False), "forward": forward}
+
+
+def in_precision(run: Callable[[], Any], mixed: bool) -> None:
+    with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
+        run()
+
+
+def waits(run: Callable[[], Any], device: torch.device) -> int | None:
+    """How often Python waits for the GPU in ``run``; None on a CPU, where there is nothing to wait for."""
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchroniz" in str(warning.message) for warning in seen)
+
+
 def frozen_pass(model: nn.Module, batches: Batches) -> None:
     """Backward to the embeddings' output, through activations only."""
     before = [p.requires_grad for p in model.parameters()]
@@ -373,6 +432,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, torch.device], list[dict[str, Any
     "first_order": first_order,
     "leave_one_out": leave_one_out,
     "memory": memory,
+    "throughput": throughput,
 }
 
 if __name__ == "__main__":

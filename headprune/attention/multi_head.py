@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
-from headprune.attention.attend import attend
-from headprune.attention.cache import KVCache
+from headprune.attention.attend import attend, repeated
+from headprune.attention.cache import Cache
 from headprune.attention.compatibility import resolve_compatibility
 from headprune.attention.linear import cut_features, replace_features_
 from headprune.attention.masks import join_masks
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.core.heads import AttentionSite, Policy
+from headprune.core.heads import KINDS, AttentionSite, Kind, Policy
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
 
@@ -51,6 +51,8 @@ class MultiHeadAttention(nn.Module):
         dropout: Probability that an attention weight is dropped in training.
         batch_first: Sequences are ``[batch, length, width]``; otherwise ``[length, batch, width]``.
         compatibility: ``scaled_dot_product``, ``additive`` or a callable, see ``Compatibility``.
+        kind: What it is there for in its model: ``self``, ``causal`` or ``cross``. Sites say so, and budgets by kind go
+            by it; what a query sees is up to the arguments of each call.
         device: Where the parameters live.
         dtype: Their type.
 
@@ -84,6 +86,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
         batch_first: bool = True,
         compatibility: str | Callable[..., Tensor] = "scaled_dot_product",
+        kind: Kind = "self",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -95,6 +98,9 @@ class MultiHeadAttention(nn.Module):
             raise InvalidValue("query_size", f"a multiple of n_heads = {n_heads}", query_size, hint)
         if not 0 <= dropout < 1:
             raise InvalidValue("dropout", "a probability, 0 <= dropout < 1", dropout)
+        if kind not in KINDS:
+            raise InvalidValue("kind", f"one of {', '.join(KINDS)}", repr(kind))
+        self.kind = kind
         self.n_heads = n_heads
         self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         self.head_dim = query_size // n_heads if head_dim is None else head_dim
@@ -143,7 +149,7 @@ class MultiHeadAttention(nn.Module):
         hide_self: bool = False,
         gates: Tensor | None = None,
         need_weights: bool = False,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attends from ``query`` to ``key``; a query that may see no key gets zeros from every head.
 
@@ -184,10 +190,9 @@ class MultiHeadAttention(nn.Module):
         v = self.W_v(value).unflatten(-1, (self.n_kv_heads, self.value_dim)).transpose(1, 2)
         if cache is not None:
             k, v = cache.append_(k, v)
-        kv_of = self.geometry.kv_of
-        if kv_of is not None:  # groups of unlike size: the cache stays compact, attention sees a key a query head
-            index = torch.tensor(kv_of, device=k.device)
-            k, v = k.index_select(1, index), v.index_select(1, index)
+        state = getattr(self, STATE_ATTRIBUTE, None)
+        if state is not None and state.uneven:  # the cache stays compact, attention sees a key a query head
+            k, v = repeated(k, state.uneven), repeated(v, state.uneven)
         dropout = self.dropout if self.training else 0.0
         context, weights = attend(q, k, v, self.compatibility, joined, self.heads, dropout, need_weights)
         context = context.transpose(1, 2)  # [batch, queries, heads, value_dim]
@@ -200,7 +205,7 @@ class MultiHeadAttention(nn.Module):
         return output if weights is None else (output, weights)
 
     def _no_heads(
-        self, query: Tensor, key: Tensor, keys: int, cache: KVCache | None, need_weights: bool
+        self, query: Tensor, key: Tensor, keys: int, cache: Cache | None, need_weights: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         """W_o's bias or zeros for every query, without any matrix product; a cache still counts positions."""
         batch, queries = query.shape[:2]

@@ -61,7 +61,7 @@ def compare_latency(
     A round is one call of each, right after the other; which one goes first alternates, so that drift of the machine
     and the state of its caches weigh on both alike. The ratio is the median over the rounds of original / pruned,
     with a 95 % percentile bootstrap interval over the rounds. Both run in evaluation and inference mode, and are left
-    as they were; on an accelerator the clock stops when its work is done.
+    as they were; on an accelerator the clock stops when its work is done. A compiled model runs compiled.
 
     Args:
         original: The model before the cut.
@@ -95,8 +95,8 @@ def compare_latency(
         raise InvalidValue("pruned", f"on {device}, where the original is", device_of(pruned), "Move it there.")
     rows = []
     with ExitStack() as stack:
-        stack.enter_context(undisturbed(original))
-        stack.enter_context(undisturbed(pruned))
+        stack.enter_context(undisturbed(original, compiled=True))
+        stack.enter_context(undisturbed(pruned, compiled=True))
         stack.enter_context(torch.inference_mode())
         for batch, length in tqdm(cells, desc="latency", disable=not progress, leave=False):
             inputs = to_device(make_batch(batch, length), device)

@@ -22,13 +22,14 @@ class Quality:
 
     Args:
         metric: ``accuracy`` (single-label classification of sequences, images or tokens), ``perplexity`` (causal
-            language models, over all counted tokens), ``mse`` (regression), or ``loss``.
+            language models, over all counted tokens) or ``bits_per_character`` (its logarithm to base 2), ``mse``
+            (regression), ``bleu`` (``evaluate_translation``), or ``loss``.
         value: The metric.
         loss: Mean per-example loss.
         n_examples: Examples.
         losses: Per-example losses, in data order, for paired comparisons.
         amounts, counts: What the metric adds up and divides by, example by example: ``value`` is
-            ``sum(amounts) / sum(counts)``, and its exponential for perplexity.
+            ``sum(amounts) / sum(counts)``, and its exponential for perplexity; for BLEU see ``headprune.core.bleu``.
     """
 
     metric: str
@@ -36,7 +37,7 @@ class Quality:
     loss: float
     n_examples: int
     losses: tuple[float, ...]
-    amounts: tuple[float, ...]
+    amounts: tuple[Any, ...]
     counts: tuple[float, ...]
 
 
@@ -54,13 +55,14 @@ class _Totals:
         self.counts += [1.0] * len(amounts) if counts is None else counts.double().tolist()
 
 
-def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None) -> Quality:
+def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None, *, bits: bool = False) -> Quality:
     """Evaluates a model; it is left as it was found.
 
     Args:
         model: The model.
         batches: Batches with labels.
         loss: Your own per-example loss; the metric is then the mean loss.
+        bits: For causal language models whose tokens are characters: bits per character in place of perplexity.
 
     Raises:
         InvalidValue: no batch, no labels, a loss that is not finite.
@@ -75,7 +77,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None)
                 continue
             output = predict(model, batch)
             losses.append(checked_losses(lambda m, b, out=output: losses_of(m, b, out), model, batch, number))  # type: ignore[misc]
-            _count(totals, model, batch, output)
+            _count(totals, model, batch, output, bits)
     if not losses:
         raise InvalidValue("batches", "at least one batch", "an empty iterable")
     flat = torch.cat(losses).double().cpu()
@@ -89,7 +91,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None)
     return Quality(totals.metric, value, mean, len(flat), *per_example)
 
 
-def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], output: Any) -> None:
+def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], output: Any, bits: bool) -> None:
     """Adds a batch to the metric that fits the model; leaves the metric at the loss where none does."""
     if "start_positions" in batch:
         return
@@ -97,7 +99,8 @@ def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], output: 
     if logits.ndim == 3:
         losses, counted = token_losses(model, batch, logits)
         if _is_causal(model):
-            totals.add("perplexity", (losses.double() * counted).sum(1), counted.sum(1))
+            name, unit = ("bits_per_character", math.log(2)) if bits else ("perplexity", 1.0)
+            totals.add(name, (losses.double() * counted).sum(1) / unit, counted.sum(1))
         else:
             right = (logits.argmax(-1) == batch["labels"]) & counted.bool()
             totals.add("accuracy", right.sum(1), counted.sum(1))

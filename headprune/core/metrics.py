@@ -11,15 +11,15 @@ from headprune.core.errors import InvalidValue
 #: A float, or an array of them.
 _Numbers = TypeVar("_Numbers", bound=Any)
 
-#: Fractions of one, higher is better: differences are given in points (hundredths).
+#: Fractions of one, higher is better: differences are given in points (hundredths; of BLEU, what others call a BLEU).
 POINTS = (
     *("accuracy", "f1", "exact_match", "mcc", "matthews", "auc", "auroc", "precision", "recall"),
-    *("pearson", "spearman", "r2", "top1", "top5"),
+    *("pearson", "spearman", "r2", "top1", "top5", "bleu"),
 )
 #: Lower is better, and what counts is the factor.
 RATIO = ("perplexity", "mse")
 #: Lower is better, plain differences.
-LOWER = ("loss", "mae", "error")
+LOWER = ("loss", "mae", "error", "bits_per_character")
 
 
 def is_one_of(metric: str, names: Sequence[str]) -> bool:

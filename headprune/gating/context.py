@@ -167,7 +167,9 @@ def multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
         if given and (len(given) != len(rows) or any(g not in (1, n) for g, n in zip(given, rows, strict=True))):
             must = f"for the {' x '.join(map(str, rows))} rows that the model runs on"
             raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
-        x = (heads * gate.to(heads)).view(x.shape)
+        # A gradient of a gate is a long sum: where it is asked for, products and sum are as wide as the gate.
+        kind = torch.promote_types(heads.dtype, gate.dtype) if gate.requires_grad else heads.dtype
+        x = (heads.to(kind) * gate.to(heads.device, kind)).to(x.dtype).view(x.shape)
     return x
 
 

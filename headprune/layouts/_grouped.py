@@ -60,21 +60,12 @@ def repeat_keys(module: Any, model: Any) -> None:
     """Groups of unlike size: keys and values are repeated for every query head, after the cache and in every step."""
     from headprune.layouts._repeated import repeat_
 
-    sizes = uneven_groups(module)
+    sizes = getattr(module, STATE_ATTRIBUTE).uneven
     if sizes and (takes_keys(module) or "past_key_values" not in _arguments(module)):
         why = "it attends to an encoder" if takes_keys(module) else "it takes no cache"
         must = f"cut to groups of one size, for {why}"
         raise UnsupportedModel(original_class(module).__name__, must, f"groups of {list(sizes)} query heads")
     repeat_(module, sizes)
-
-
-def uneven_groups(module: Any) -> tuple[int, ...] | None:
-    """How many query heads read each key/value head that is left in a cut module; None where all are as many."""
-    state = getattr(module, STATE_ATTRIBUTE)
-    size = state.n_query_heads // state.n_kv_heads
-    readers = [sum(h // size == kv for h in state.heads) for kv in range(state.n_kv_heads)]
-    sizes = tuple(n for n in readers if n)
-    return sizes if len(set(sizes)) > 1 else None
 
 
 def without_heads(gate: str) -> Callable[[Any], None]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.attend import repeated
 from headprune.core.mixin import Mixin, mix_in, mix_out
 
 
@@ -48,17 +49,13 @@ class _Repeating:
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.cache is not None:
             keys, values = self.cache.update(keys, values, *args, **kwargs)
-        return self._repeat(keys), self._repeat(values)
+        return repeated(keys, self.repeats), repeated(values, self.repeats)
 
     def get_seq_length(self, *args: Any) -> Any:
         return 0 if self.cache is None else self.cache.get_seq_length(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
-
-    def _repeat(self, x: Tensor) -> Tensor:  # [batch, key/value heads, length, width]
-        heads = [x[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.repeats)]
-        return torch.cat(heads, 1)  # slices, because an index would be one more tensor to keep on the right device
 
 
 def repeat_(module: Any, repeats: tuple[int, ...] | None, mixin: type[Mixin] = Repeated) -> None:

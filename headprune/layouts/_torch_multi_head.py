@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -38,10 +40,10 @@ def attend(
         key_padding_mask = torch.arange(query.shape[1], device=query.device) >= lengths[:, None]
     batched = query.dim() == 3
     if not batched:
-        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        query, key, value = _each(lambda x: x.unsqueeze(0), query, key, value)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     elif not (module.batch_first or nested):
-        query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        query, key, value = _each(lambda x: x.transpose(0, 1), query, key, value)
 
     q, k, v = _projected(module, query, key, value)
     hinted = is_causal and key_padding_mask is None and not need_weights  # the kernel then makes the mask itself
@@ -65,16 +67,30 @@ def attend(
     return (out if module.batch_first else out.transpose(0, 1)), weights
 
 
+def _each(change: Callable[[Tensor], Tensor], *inputs: Tensor) -> Iterator[Tensor]:
+    """The changed inputs; those that are one tensor stay one, so that their projections stay one product."""
+    made = {id(x): change(x) for x in inputs}
+    return (made[id(x)] for x in inputs)
+
+
 def _projected(module: Any, *inputs: Tensor) -> list[Tensor]:
-    """Queries, keys and values, ``[batch, heads, length, head_dim]``, with the keys that the module adds."""
-    separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    weights = separate if module.in_proj_weight is None else module.in_proj_weight.chunk(3)
-    biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    """Queries, keys and values, ``[batch, heads, length, head_dim]``, with the keys that the module adds.
+
+    A fused weight is multiplied once for all neighbours that read the same tensor, as in PyTorch's code.
+    """
+    fused = module.in_proj_weight is not None
+    runs = [list(run) for _, run in groupby(inputs, key=id)] if fused else [[x] for x in inputs]
+    sizes = [len(run) * module.num_heads * module.head_dim for run in runs]
+    weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    if fused:
+        weights = module.in_proj_weight.split(sizes)
+    biases = [None] * len(runs) if module.in_proj_bias is None else module.in_proj_bias.split(sizes)
+    projected: list[Tensor] = []
+    for run, weight, bias in zip(runs, weights, biases, strict=True):
+        projected += functional.linear(run[0], weight, bias).chunk(len(run), -1)
     split = []
-    for x, weight, bias, more in zip(inputs, weights, biases, (None, module.bias_k, module.bias_v), strict=True):
-        x = functional.linear(x, weight, bias)
-        if more is not None:
-            x = torch.cat([x, more.expand(len(x), -1, -1)], 1)
+    for x, more in zip(projected, (None, module.bias_k, module.bias_v), strict=True):
+        x = x if more is None else torch.cat([x, more.expand(len(x), -1, -1)], 1)
         split.append(x.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2))
     if module.add_zero_attn:
         split[1:] = [functional.pad(x, (0, 0, 0, 1)) for x in split[1:]]
@@ -92,7 +108,7 @@ def _merged(
     if key_padding_mask is not None:
         padding = _additive(key_padding_mask, query.dtype)[:, None, None]
         merged = padding if merged is None else merged + padding
-    return merged if merged is None else functional.pad(merged, (0, added))
+    return functional.pad(merged, (0, added)) if merged is not None and added else merged  # without any, pad copies
 
 
 def _of_heads(module: Any, mask: Tensor) -> Tensor:

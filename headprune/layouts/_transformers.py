@@ -106,4 +106,6 @@ def picked(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
     starts = [i for i in indices if i - 1 not in indices]
     stops = [i + 1 for i in indices if i + 1 not in indices]
     runs = [x.narrow(dim, start, stop - start) for start, stop in zip(starts, stops, strict=True)]
+    if len(runs) == 1:
+        return runs[0]  # a view; to join it alone would copy it
     return torch.cat(runs, dim) if runs else x.narrow(dim, 0, 0)

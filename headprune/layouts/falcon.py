@@ -7,7 +7,7 @@ from typing import Any
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, Cached, HeadSlab
 from headprune.core.mixin import mix_in
 from headprune.layouts._empty import without_heads
-from headprune.layouts._grouped import POLICIES, uneven_groups
+from headprune.layouts._grouped import POLICIES
 from headprune.layouts._tiny import decoder
 
 
@@ -19,7 +19,7 @@ def _correct(module: Any, model: Any) -> None:
 
     if module.config.alibi and getattr(module, STATE_ATTRIBUTE).heads:
         mix_in(module, SlicedAlibi)
-    repeat_(module, uneven_groups(module), Split)
+    repeat_(module, getattr(module, STATE_ATTRIBUTE).uneven, Split)
 
 
 def _cached(module: Any) -> Cached:

@@ -1,14 +1,22 @@
 """Our own MultiHeadAttention, in any model: W_q, W_k, W_v and W_o, grouped queries, separate value width.
 
-Its kind is ``self`` throughout, because causality and the cache are arguments of a call, not properties of the module;
-so ``keep_kv`` has nothing to count here, and ``keep_heads`` and the others are the budgets to use.
+Its kind is what it was built with (``kind=``, by default ``self``), because causality and the cache are arguments of a
+call; so ``keep_kv`` counts the modules that were built as ``causal``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headprune.core.layout import AttentionLayout, HeadSlab
+
+if TYPE_CHECKING:
+    from headprune.core.heads import Kind
+
+
+def _kind(module: Any, name: str) -> Kind:
+    kind: Kind = getattr(module, "kind", "self")  # older ones have no such attribute
+    return kind
 
 
 def tiny(seed: int) -> tuple[Any, Any]:
@@ -57,6 +65,7 @@ LAYOUT = AttentionLayout(
     ),
     head_dim="head_dim",
     value_dim="value_dim",
+    kind=_kind,
     requires=("n_heads", "n_kv_heads", "head_dim", "value_dim"),
     untouched=("compatibility",),
     policies=("group", "balanced", "free"),

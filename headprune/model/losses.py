@@ -5,7 +5,7 @@ A loss of your own is any callable of that form; everything that takes ``loss=``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -176,15 +176,35 @@ def checked_losses(loss: Loss, model: nn.Module, batch: Any, number: int) -> Ten
     Raises:
         InvalidValue: not one finite number an example.
     """
+    losses = shaped_losses(loss, model, batch, number)
+    check_finite([(number, losses)])
+    return losses
+
+
+def shaped_losses(loss: Loss, model: nn.Module, batch: Any, number: int) -> Tensor:
+    """Calls a loss and checks its shape, which waits for no accelerator; ``check_finite`` is the other half."""
     size = batch_size(batch, f"batch {number}")
     losses = loss(model, batch)
     if not isinstance(losses, Tensor) or tuple(losses.shape) != (size,):
         got = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         hint = "Use reduction='none', and one number an example."
         raise InvalidValue("loss(model, batch)", f"a tensor of shape [{size}], one loss an example", got, hint)
-    finite = torch.isfinite(losses.detach())
-    if not bool(finite.all()):
-        row = int((~finite).nonzero()[0])
-        hint = "Look for NaN or infinite values in that example's inputs and labels."
-        raise InvalidValue(f"the loss of batch {number}, example {row}", "finite", float(losses.detach()[row]), hint)
     return losses
+
+
+def check_finite(numbered: Iterable[tuple[int, Tensor]]) -> None:
+    """Refuses losses that are NaN or infinite, with one look at all of them: a look waits for an accelerator.
+
+    Args:
+        numbered: Numbers of batches with their losses ``[batch]``.
+
+    Raises:
+        InvalidValue: the first of them that is not finite, by batch and example.
+    """
+    given = [(number, losses.detach()) for number, losses in numbered]
+    if not given or bool(torch.isfinite(torch.cat([losses for _, losses in given])).all()):
+        return
+    number, losses = next((n, x) for n, x in given if not bool(torch.isfinite(x).all()))
+    row = int((~torch.isfinite(losses)).nonzero()[0])
+    hint = "Look for NaN or infinite values in that example's inputs and labels."
+    raise InvalidValue(f"the loss of batch {number}, example {row}", "finite", float(losses[row]), hint)

@@ -121,12 +121,13 @@ def without_fused_attention() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, frozen: bool = True) -> Iterator[nn.Module]:
+def undisturbed(model: nn.Module, frozen: bool = True, compiled: bool = False) -> Iterator[nn.Module]:
     """Evaluation mode and, if ``frozen``, weights that need no gradient; everything is put back afterwards.
 
     Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's random state, and
     the problem type that Transformers' classifiers write into their configuration when they see labels. A model that
-    was compiled in place runs uncompiled: compiled code ignores the hooks that measurements hang on it.
+    was compiled in place runs uncompiled, unless ``compiled``: compiled code ignores the hooks that measurements hang
+    on it.
     """
     modes = [(m, m.training) for m in model.modules()]
     grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
@@ -135,7 +136,8 @@ def undisturbed(model: nn.Module, frozen: bool = True) -> Iterator[nn.Module]:
     config = getattr(model, "config", None)
     problem_type = getattr(config, "problem_type", None)
     # Setting the stance imports dynamo, which takes a second; nothing is compiled where nobody has imported it.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    forced = "torch._dynamo" in sys.modules and not compiled
+    eager = torch.compiler.set_stance("force_eager") if forced else nullcontext()
     with torch.random.fork_rng(devices=devices), eager:
         try:
             model.eval()

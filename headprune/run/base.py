@@ -77,7 +77,9 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
     for split in SPLITS:
         if len(raw.splits[split]) < 2:  # said now, not when all is done
             raise InvalidValue(f"data: {split}", "two or more rows, to compare models on", len(raw.splits[split]))
-    made_of = digest([{name: _part(recipe, name) for name in _PARTS}, _facts(raw.facts), _model_files(recipe)])
+    # How translations are made belongs to it, too: every outcome of the sweep is judged by them.
+    parts = (*_PARTS, "decode") if recipe.task == "translation" else _PARTS
+    made_of = digest([{name: _part(recipe, name) for name in parts}, _facts(raw.facts), _model_files(recipe)])
     folder = sweep / BASES / made_of[:16]
     if (folder / MARK).is_file():
         base = Base.load(folder / MARK)

@@ -16,11 +16,13 @@ from torch.utils.data import DataLoader
 from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.run.features import Collate, Encoder, Example, pixel_array, pixel_statistics
 from headprune.run.models import Preparation
+from headprune.run.order import LikeLengths
 from headprune.run.recipe import DataSection, Recipe, Task
 from headprune.run.sources import Source, load_source
 from headprune.run.splits import Part, calibration_rows, normalised, partition
 
 _CLASSES = ("text_classification", "image_classification")
+_UNLABELLED = ("causal_lm", "translation")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class RawData:
         facts: Which rows these are, for the record.
         parts: The rows' numbers in the data, by purpose.
         warnings: What a reader of the record should know.
+        columns: The columns of text, that of the translation last.
     """
 
     splits: dict[str, Any]
@@ -42,6 +45,12 @@ class RawData:
     facts: dict[str, Any]
     parts: dict[str, Part] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+    def texts(self) -> list[str]:
+        """The texts of the train rows, column after column, that of the translation last: what a tokenizer learns."""
+        train = self.splits["train"]
+        return [text for name in self.columns for text in train[name]]
 
     def numbers(self) -> dict[str, Any]:
         """Every purpose's split and row numbers there, under the digest that the record has too."""
@@ -50,11 +59,12 @@ class RawData:
 
 @dataclass(frozen=True)
 class Data:
-    """Examples by purpose, and how they are batched."""
+    """Examples by purpose, and how they are batched; of a translation, also the true ones (``targets``)."""
 
     examples: dict[str, list[Example]]
     collate: Collate
     seed: int
+    targets: dict[str, list[str]] = field(default_factory=dict)
 
     def batches(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
         """Batches in data order, made once."""
@@ -63,13 +73,24 @@ class Data:
 
     def evaluation(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
         """Batches of examples of like length, made once: less padding, the same results."""
-        rows = sorted(self.examples[purpose], key=lambda e: len(e.get("input_ids", ())))
+        rows = [self.examples[purpose][i] for i in self._by_length(purpose)]
         return [self.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
 
+    def references(self, purpose: str) -> list[str]:
+        """The true translations, in the order of ``evaluation``."""
+        return [self.targets[purpose][i] for i in self._by_length(purpose)]
+
+    def _by_length(self, purpose: str) -> list[int]:
+        rows = self.examples[purpose]
+        return sorted(range(len(rows)), key=lambda i: len(rows[i].get("input_ids", ())))
+
     def loader(self, purpose: str, size: int) -> DataLoader[Any]:
-        """Batches in a new seeded order each time."""
+        """Batches in a new seeded order each time; of a translation, of sentences of like length."""
         order = torch.Generator().manual_seed(self.seed)
         rows: Any = self.examples[purpose]
+        if self.targets:
+            like = LikeLengths([len(e["input_ids"]) + len(e["labels"]) for e in rows], size, order)
+            return DataLoader(rows, batch_sampler=like, collate_fn=self.collate)
         return DataLoader(rows, batch_size=size, shuffle=True, generator=order, collate_fn=self.collate)
 
     def redrawn(self, calibration: int, seed: int) -> Data:
@@ -92,14 +113,17 @@ def load_rows(recipe: Recipe) -> RawData:
     for role, rows in source.splits.items():
         _check_columns(rows, section, task, role, label)
     keys = {role: _keys(rows, section, task, role) for role, rows in source.splits.items()}
+    if section.target is not None:
+        _check_targets(source, section.target)
     labels = _labels(source, label, task)
     strata = list(source.splits["train"][label]) if task in _CLASSES else None
     amounts = (section.holdout, section.test_holdout, section.calibration)
     parts = partition(keys, strata, *amounts, seed=recipe.seed)
     splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
-    columns = {"label": label} if task != "causal_lm" else {}
+    columns = {"label": label} if task not in _UNLABELLED else {}
     facts = {"source": {**source.facts, **columns}, **{name: part.facts for name, part in parts.items()}}
-    return RawData(splits, label, labels, facts, parts, source.warnings)
+    texts = (*section.text_columns, *([section.target] if section.target else []))
+    return RawData(splits, label, labels, facts, parts, source.warnings, texts)
 
 
 def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype: torch.dtype = torch.float32) -> Data:
@@ -109,14 +133,15 @@ def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype
     if recipe.task == "image_classification" and preparation.processor is None and section.normalise is not False:
         pixels = pixel_statistics(raw.splits["train"][section.image])
     label_ids = {label: i for i, label in enumerate(raw.labels)}
-    tools = (preparation.tokenizer, preparation.processor, pixels)
+    tools = (preparation.tokenizer, preparation.processor, pixels, preparation.start)
     encoder = Encoder(recipe.task, section, raw.label, label_ids, *tools)
     examples = {name: encoder.encode(rows) for name, rows in raw.splits.items()}
     for name, rows in examples.items():
         for i, example in enumerate(rows if recipe.task == "causal_lm" else ()):
             if len(example["input_ids"]) < 2:
                 raise InvalidValue(f"data: {name}, row {i}", "at least two tokens long", len(example["input_ids"]))
-    return Data(examples, Collate(preparation.pad, dtype=dtype), recipe.seed)
+    targets = {name: list(rows[section.target]) for name, rows in raw.splits.items()} if section.target else {}
+    return Data(examples, Collate(preparation.pad, dtype=dtype), recipe.seed, targets)
 
 
 def _columns(section: DataSection, task: Task, label: str) -> dict[str, str]:
@@ -127,6 +152,8 @@ def _columns(section: DataSection, task: Task, label: str) -> dict[str, str]:
         inputs = {"data.tokens": section.tokens}
     else:
         inputs = {f"data.text.{i}" if i else "data.text": name for i, name in enumerate(section.text_columns)}
+    if task == "translation":
+        return {**inputs, "data.target": str(section.target)}
     return inputs if task == "causal_lm" else {**inputs, "data.label": label}
 
 
@@ -152,6 +179,13 @@ def _keys(rows: Any, section: DataSection, task: Task, role: str) -> list[str]:
     return keys
 
 
+def _check_targets(source: Source, column: str) -> None:
+    for role, rows in source.splits.items():
+        for i, text in enumerate(rows[column]):
+            if not isinstance(text, str) or not text:
+                raise InvalidValue(f"data: {role}, row {i}", "a translation that is not empty", repr(text))
+
+
 def _joined(items: Sequence[Any]) -> str:
     return " ".join(map(str, items))
 
@@ -165,7 +199,7 @@ def _image_key(image: Any, where: str) -> str:
 
 def _labels(source: Source, column: str, task: Task) -> tuple[Any, ...]:
     """Label values in the order of their numbers."""
-    if task == "causal_lm":
+    if task in _UNLABELLED:
         return ()
     values: set[Any] = set()
     for role, rows in source.splits.items():

@@ -14,7 +14,9 @@ from headprune.core.errors import InvalidValue
 from headprune.run.recipe import DataSection, Task
 
 #: What a padded place holds; token numbers take the tokenizer's own.
-_PADDING = {"attention_mask": 0, "token_type_ids": 0, "labels": -100}
+_PADDING = {"attention_mask": 0, "token_type_ids": 0, "decoder_attention_mask": 0, "labels": -100}
+
+_TOKENS = ("input_ids", "decoder_input_ids")
 
 Example = dict[str, Any]
 
@@ -31,6 +33,7 @@ class Encoder:
         tokenizer: For text.
         processor: A model's own image processor.
         pixels: Mean and standard deviation of the training images, where they are normalised by these.
+        start: The token that a decoder begins with.
     """
 
     task: Task
@@ -40,6 +43,7 @@ class Encoder:
     tokenizer: Any = None
     processor: Any = None
     pixels: tuple[float, float] | None = None
+    start: int = 0
 
     def encode(self, rows: Any) -> list[Example]:
         """One example a row, in order."""
@@ -47,6 +51,8 @@ class Encoder:
             inputs: list[Example] = [{"pixel_values": self._pixels(image)} for image in rows[self.section.image]]
         elif self.task == "token_classification":
             return self._words(rows)
+        elif self.task == "translation":
+            return self._pairs(rows)
         elif self.section.tokens is not None:
             inputs = [self._tokens(ids) for ids in rows[self.section.tokens]]
         else:
@@ -62,6 +68,20 @@ class Encoder:
         limit = {"truncation": True, "max_length": self.section.max_length}
         encoded = self.tokenizer(*columns, **limit)
         return [{name: encoded[name][i] for name in encoded} for i in range(len(columns[0]))]
+
+    def _pairs(self, rows: Any) -> list[Example]:
+        """Sources, and translations as a decoder reads them (a token later) and as it should write them."""
+        limit = {"truncation": True, "max_length": self.section.max_length}
+        targets = self.tokenizer(text_target=list(rows[str(self.section.target)]), **limit)["input_ids"]
+        return [
+            {
+                **source,
+                "decoder_input_ids": [self.start, *ids[:-1]],
+                "decoder_attention_mask": [1] * len(ids),
+                "labels": list(ids),
+            }
+            for source, ids in zip(self._text(rows), targets, strict=True)
+        ]
 
     def _tokens(self, ids: Sequence[int]) -> Example:
         ids = list(ids[: self.section.max_length])
@@ -128,6 +148,6 @@ class Collate:
             return torch.stack(values).to(self.dtype)
         if not isinstance(values[0], list):
             return torch.tensor(values)
-        longest, fill = max(map(len, values)), self.pad if name == "input_ids" else _PADDING.get(name, 0)
+        longest, fill = max(map(len, values)), self.pad if name in _TOKENS else _PADDING.get(name, 0)
         gaps = [[fill] * (longest - len(v)) for v in values]
         return torch.tensor([g + v if self.side == "left" else v + g for g, v in zip(gaps, values, strict=True)])

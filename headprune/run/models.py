@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.model.classes import OWN, class_named
 from headprune.run.adapters import is_adapter, merged
 from headprune.run.recipe import Recipe, Task
+from headprune.run.vocabulary import train_tokenizer
 
 _AUTO = {
     "text_classification": "AutoModelForSequenceClassification",
@@ -21,16 +24,22 @@ _AUTO = {
     "token_classification": "AutoModelForTokenClassification",
     "causal_lm": "AutoModelForCausalLM",
     "image_classification": "AutoModelForImageClassification",
+    "translation": "AutoModelForSeq2SeqLM",
 }
+
+_WITHOUT_LABELS = ("causal_lm", "translation")
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What turns rows into a model's inputs: its tokenizer or image processor, and its padding token."""
+    """What turns rows into a model's inputs: its tokenizer or image processor, its padding token, the token that a
+    decoder starts with, and what a freshly built model's configuration says of a tokenizer that was trained for it."""
 
     tokenizer: Any = None
     processor: Any = None
     pad: int = 0
+    start: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer or image processor into a model's folder."""
@@ -84,19 +93,27 @@ def resolve_path(path: str, where: str = "model.path") -> str:
     return path
 
 
-def prepare(recipe: Recipe) -> Preparation:
+def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, base: Path | None = None) -> Preparation:
     """The tokenizer or image processor of the recipe's model, where its task and data need one.
+
+    Args:
+        recipe: The recipe.
+        texts: Gives the texts of the train rows, for a tokenizer that is trained on them.
+        base: A folder in which that tokenizer lies already.
 
     Raises:
         InvalidValue: it is needed and cannot be had.
     """
     section = recipe.model
+    if recipe.data.tokenizer is not None:
+        return _trained(recipe, texts, base)
     text = recipe.data.text is not None
     if recipe.task != "image_classification" and not text:
         return Preparation()
     if section.path is None:
         if text:
-            raise InvalidValue("model.path", f"given, because {recipe.task} on text needs a tokenizer", "none")
+            hint = "Or train one: data.tokenizer." if recipe.task in _WITHOUT_LABELS else ""
+            raise InvalidValue("model.path", f"given, because {recipe.task} on text needs a tokenizer", "none", hint)
         return Preparation()
     import transformers
 
@@ -104,16 +121,42 @@ def prepare(recipe: Recipe) -> Preparation:
     tool = _loaded(kind, section.path, "model.path")
     if not text:
         return Preparation(processor=tool)
-    return Preparation(tokenizer=tool, pad=tool.pad_token_id if tool.pad_token_id is not None else 0)
+    start = getattr(model_config(recipe), "decoder_start_token_id", None) if recipe.task == "translation" else None
+    if recipe.task == "translation" and start is None:
+        must = "a model whose configuration has a decoder_start_token_id"
+        raise InvalidValue("model.path", must, f"{section.path!r} without")
+    return Preparation(tool, pad=tool.pad_token_id if tool.pad_token_id is not None else 0, start=start or 0)
 
 
-def build_model(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
+def _trained(recipe: Recipe, texts: Callable[[], Sequence[str]] | None, base: Path | None) -> Preparation:
+    """A tokenizer trained on the train rows, and what the model has to know of it."""
+    from transformers import PreTrainedTokenizerFast
+
+    wanted = recipe.data
+    if base is not None:
+        tool: Any = PreTrainedTokenizerFast.from_pretrained(str(base))
+    elif texts is None:
+        raise InvalidValue("prepare(texts=)", "given for data.tokenizer, which is trained on train rows", "none")
+    else:
+        tool = train_tokenizer(str(wanted.tokenizer), texts(), wanted.vocabulary)
+    special = {f"{name}_token_id": getattr(tool, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    begin = {"decoder_start_token_id": tool.bos_token_id} if recipe.task == "translation" else {}
+    config = {"vocab_size": len(tool), **special, **begin}
+    return Preparation(tool, pad=tool.pad_token_id or 0, start=tool.bos_token_id or 0, config=config)
+
+
+def build_model(recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None) -> nn.Module:
     """The recipe's model, in evaluation mode on the CPU; see ``load_model``."""
-    return load_model(recipe, labels).model
+    return load_model(recipe, labels, preparation).model
 
 
-def load_model(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
+def load_model(recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None) -> Loaded:
     """The recipe's model, in evaluation mode on the CPU; what it draws is drawn from the recipe's seed.
+
+    Args:
+        recipe: The recipe.
+        labels: Labels of the data, in the order of their numbers.
+        preparation: What prepares its inputs; needed where the recipe trains a tokenizer.
 
     Raises:
         InvalidValue: the model cannot be had, its configuration is wrong, or it lacks more than a head for the task.
@@ -123,7 +166,8 @@ def load_model(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     outside = torch.random.get_rng_state()
     torch.manual_seed(recipe.seed)
     try:
-        loaded = Loaded(_fresh(recipe, labels)) if recipe.model.path is None else _from_path(recipe, labels)
+        told = preparation.config if preparation is not None else {}
+        loaded = Loaded(_fresh(recipe, labels, told)) if recipe.model.path is None else _from_path(recipe, labels)
     finally:
         torch.random.set_rng_state(outside)
     model = loaded.model if recipe.model.dtype is None else loaded.model.to(getattr(torch, recipe.model.dtype))
@@ -151,7 +195,7 @@ def _head(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
     """Configuration that a task's labels ask for."""
     if task == "regression":
         return {"num_labels": 1, "problem_type": "regression"}
-    if task == "causal_lm":
+    if task in _WITHOUT_LABELS:
         return {}
     numbers: dict[str, Any] = {"id2label": {i: str(v) for i, v in enumerate(labels)}}
     numbers |= {"label2id": {str(v): i for i, v in enumerate(labels)}}
@@ -167,7 +211,7 @@ def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     path = str(recipe.model.path)
     if (Path(resolve_path(path)) / MANIFEST).is_file():
         return Loaded(_cut_before(recipe, labels, kind))
-    more = {} if recipe.task == "causal_lm" else {"ignore_mismatched_sizes": True}
+    more = {} if recipe.task in _WITHOUT_LABELS else {"ignore_mismatched_sizes": True}
     _refuse_remote_code(_loaded(transformers.AutoConfig, path, "model.path"), path, "model.path")
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.dtype else "auto"
     settings = {**_head(recipe.task, labels), **more, "dtype": dtype}
@@ -204,7 +248,7 @@ def _cut_before(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:
     if not isinstance(model, fitting):
         raise InvalidValue("model.path", f"a model for {recipe.task}", f"{path!r}, a cut {type(model).__name__}")
     wanted = 1 if recipe.task == "regression" else len(labels)
-    if recipe.task != "causal_lm" and config.num_labels != wanted:
+    if recipe.task not in _WITHOUT_LABELS and config.num_labels != wanted:
         must = f"a cut model with as many outputs as the data has labels, {wanted}"
         raise InvalidValue("model.path", must, f"{path!r} with {config.num_labels}")
     for name, value in _head(recipe.task, labels).items():
@@ -219,6 +263,7 @@ def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
         hint = "Merge them first: headprune prune --merge-adapters does, and so does, in Python, "
         hint += "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(merged)."
         raise InvalidValue(where, "a folder with a whole model", f"{path!r}, PEFT adapters only", hint)
+    importlib.import_module("headprune.attention.transformer")  # makes itself known to the Auto classes
     try:
         return kind.from_pretrained(folder, **settings)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -230,14 +275,14 @@ def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
         raise InvalidValue(where, must, f"{path!r} ({reason})", "" if local else hint) from error
 
 
-def _fresh(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
+def _fresh(recipe: Recipe, labels: Sequence[Any], told: Mapping[str, Any]) -> nn.Module:
     import transformers
 
     section = recipe.model
-    kind: Any = getattr(transformers, str(section.class_name), None)
+    kind: Any = class_named(str(section.class_name))
     family: Any = getattr(kind, "config_class", None)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel) or family is None:
-        hint = did_you_mean(str(section.class_name), (n for n in dir(transformers) if "For" in n))
+    if family is None:
+        hint = did_you_mean(str(section.class_name), [*OWN, *(n for n in dir(transformers) if "For" in n)])
         raise UnknownName("model.class_name", "a Transformers model class", repr(section.class_name), hint)
     known = {name for cls in family.__mro__ for name in getattr(cls, "__annotations__", ())}
     for key in section.config:
@@ -245,7 +290,7 @@ def _fresh(recipe: Recipe, labels: Sequence[Any]) -> nn.Module:
             must = f"a key of {family.__name__}"
             raise InvalidValue(f"model.config.{key}", must, repr(key), did_you_mean(key, known))
     try:
-        model: nn.Module = kind(family(**{**_head(recipe.task, labels), **section.config}))
+        model: nn.Module = kind(family(**{**_head(recipe.task, labels), **told, **section.config}))
     except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise InvalidValue("model.config", f"a valid {family.__name__}", reason) from error
@@ -274,7 +319,7 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
     config = _loaded(transformers.AutoConfig, path, where)
     _refuse_remote_code(config, path, where)
     name = next(iter(config.architectures or ()), None)
-    kind = getattr(transformers, str(name), transformers.AutoModel)
+    kind = class_named(str(name)) or transformers.AutoModel
     model: nn.Module = _loaded(kind, path, where, dtype="auto")
     return model.eval()
 

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from headprune.bench.quality import evaluate
 from headprune.core.codec import FrozenDict
 from headprune.core.files import write_atomic
 from headprune.core.paired import Answers
@@ -31,7 +30,7 @@ class Outcome:
     Args:
         metric: What ``amounts`` and ``counts`` make; see ``headprune.core.paired.Answers``.
         sizes: ``heads``, ``params``, ``macs`` and ``kv`` (None without a cache).
-        arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, one number an example, in one order for all models.
+        arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, a row an example, in one order for all models.
         notes: What recoveries had to say.
     """
 
@@ -83,7 +82,7 @@ def judge(subject: Subject, model: nn.Module, batches: dict[str, list[Any]], not
     """Evaluates a model on both splits and counts its sizes.
 
     Args:
-        subject: The base model's, for the sites and the example that sizes are counted on.
+        subject: The base model's, for the metric, the sites and the example that sizes are counted on.
         model: It, or what is left of it.
         batches: The batches of every split.
         notes: Go into the outcome.
@@ -91,7 +90,7 @@ def judge(subject: Subject, model: nn.Module, batches: dict[str, list[Any]], not
     arrays: dict[str, NDArray[np.float64]] = {}
     metric = ""
     for split in SPLITS:
-        quality = evaluate(model, batches[split])
+        quality = subject.evaluate(model, split, batches[split])
         metric = quality.metric
         arrays |= {f"{split}.{name}": np.array(getattr(quality, name), dtype=np.float64) for name in _COLUMNS}
     bound = bind(model, subject.sites)

@@ -12,7 +12,9 @@ from headprune.core.plan import Budget
 if TYPE_CHECKING:
     from headprune.scoring._stopping import Stable
 
-Task = Literal["text_classification", "regression", "token_classification", "causal_lm", "image_classification"]
+Task = Literal[
+    "text_classification", "regression", "token_classification", "causal_lm", "image_classification", "translation"
+]
 Rows = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -29,7 +31,7 @@ class ModelSection(Section):
 
     Args:
         path: A local folder, a hub name, or ``package:NAME/FOLDER``, a folder inside an installed package.
-        class_name: A Transformers class.
+        class_name: A Transformers class, or our own ``TransformerForTranslation``.
         config: Keyword arguments of that class's configuration.
         dtype: Of the weights; where it is left out, that of the checkpoint, and float32 for a fresh model.
     """
@@ -44,11 +46,17 @@ class DataSection(Section):
     """The data, and which rows are for what.
 
     Args:
-        path: A hub name, a local json, jsonl, csv or parquet file, a folder with train/validation/test files, or
-            ``sklearn:digits``.
+        path: A hub name, a local json, jsonl, csv, parquet or txt file, a folder with train/validation/test files, or
+            ``sklearn:digits``. A txt file is one row, column ``text``.
         subset, revision: Configuration and revision of a hub data set; local data has none.
         train_split, validation_split, test_split: Names of the splits.
         text: Column or columns with text (two columns make a pair); for token classification, lists of words.
+        target: Column with the translation of the text.
+        tokenizer: Trained on the train rows, for a freshly built model on text: ``bpe`` (byte pairs; of a translation,
+            one for both languages) or ``characters``, one token each.
+        vocabulary: Tokens of ``bpe`` at most.
+        block: Join the rows of each split and cut the text into rows of so many characters, for language models. Parts
+            for validation and test are then the end of the text, and no draw of rows.
         tokens: Column with token numbers, for language models on data that is tokenised already.
         image: Column with images.
         label: Column with labels; of several names, the first that the train rows have.
@@ -67,6 +75,10 @@ class DataSection(Section):
     validation_split: str = "validation"
     test_split: str = "test"
     text: str | Annotated[list[str], Field(min_length=1, max_length=2)] | None = None
+    target: str | None = None
+    tokenizer: Literal["bpe", "characters"] | None = None
+    vocabulary: Annotated[int, Field(ge=300)] | None = None
+    block: Annotated[int, Field(ge=2)] | None = None
     tokens: str | None = None
     image: str = "image"
     label: str | Annotated[list[str], Field(min_length=1)] = "label"
@@ -253,12 +265,26 @@ class BenchSection(Section):
         batch_sizes: Examples a call.
         lengths: Tokens an example; images have a length of their own, and others take that of the scored examples
             where it is left out.
+        new_tokens: Of language models also time generation: each of these as a prompt, and so many tokens after it.
         seconds: About how long each of these is timed.
     """
 
     batch_sizes: Annotated[list[Positive], Field(min_length=1)] = [1, 32]
     lengths: Annotated[list[Positive], Field(min_length=1)] | None = None
+    new_tokens: Positive | None = None
     seconds: Annotated[float, Field(gt=0)] = 2.0
+
+
+class DecodeSection(Section):
+    """How translations are made, of which BLEU is taken.
+
+    Args:
+        beams: 1 takes the likeliest token every time; more search so many translations at once.
+        max_length: Tokens of a translation at most.
+    """
+
+    beams: Positive = 1
+    max_length: Positive = 64
 
 
 class Recipe(Section):
@@ -287,6 +313,7 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     train: TrainSection | None = None
+    decode: DecodeSection = DecodeSection()
     score: ScoreSection = ScoreSection()
     select: SelectSection
     gradual: GradualSection | None = None

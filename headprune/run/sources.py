@@ -12,7 +12,7 @@ from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.core.files import sha256_file
 from headprune.run.recipe import DataSection
 
-_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 _SETS = ("train", "validation", "test")
 _ALSO = {"validation": ("val", "valid", "dev")}  # common names of the default split
 _HINT = "Give a local copy with --set data.path=FOLDER."
@@ -50,7 +50,38 @@ def load_source(section: DataSection) -> Source:
     for name, rows in source.splits.items():
         if not len(rows):
             raise InvalidValue(f"data: {name}", f"at least one row in {section.path}", "an empty split")
-    return source
+    return source if section.block is None else _blocked(source, section, section.block)
+
+
+def _blocked(source: Source, section: DataSection, size: int) -> Source:
+    """The same text in rows of ``size`` characters; parts that the data lacks are the end of the text.
+
+    Raises:
+        InvalidValue: rows without text, or too little of it.
+    """
+    from datasets import Dataset
+
+    (column,) = section.text_columns
+    found: dict[str, list[str]] = {}
+    for role, rows in source.splits.items():
+        if column not in rows.column_names:
+            hint = did_you_mean(column, rows.column_names)
+            raise InvalidValue("data.text", f"a column of the {role} rows of {section.path}", repr(column), hint)
+        texts = list(rows[column])
+        if not all(isinstance(text, str) for text in texts):
+            raise InvalidValue(f"data: {role}", "rows of text, to be cut into blocks", "rows of something else")
+        text = "".join(texts)
+        found[role] = [text[i : i + size] for i in range(0, len(text) - 1, size)]
+    n_blocks = len(found["train"])
+    for role, name in (("test", "test_holdout"), ("validation", "holdout")):
+        if role not in found:
+            amount = getattr(section, name)
+            count = amount if isinstance(amount, int) else max(1, round(amount * n_blocks))
+            if count >= len(found["train"]):
+                raise InvalidValue(f"data.{name}", f"fewer than the {len(found['train'])} blocks of train", amount)
+            found["train"], found[role] = found["train"][:-count], found["train"][-count:]
+    splits = {role: Dataset.from_dict({column: blocks}) for role, blocks in found.items()}
+    return Source(splits, {**source.facts, "block": size}, source.warnings)
 
 
 def _sklearn(path: str) -> Source:
@@ -85,7 +116,9 @@ def _local(path: Path, section: DataSection) -> Source:
     # A cache of its own: the shared one is keyed by path and time, and would survive a file that was replaced.
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         try:
-            loaded = load_dataset(_FORMATS[formats.pop()], data_files=paths, cache_dir=folder, keep_in_memory=True)
+            name = _FORMATS[formats.pop()]
+            whole = {"sample_by": "document"} if name == "text" else {}
+            loaded = load_dataset(name, data_files=paths, cache_dir=folder, keep_in_memory=True, **whole)
         except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
             reason = " ".join(str(error.__cause__ or error).split()) or "no rows"
             raise InvalidValue("data.path", "readable data", f"{path}: {reason}") from error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from headprune import recovery, scoring, selection
+from headprune.bench.decoding import compare_decoding
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.bench.size import sizes
 from headprune.core.plan import PruningPlan
@@ -22,6 +23,7 @@ from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, PLAN
 from headprune.run.proofs import generation_proof, reload_proof
+from headprune.run.recipe import BenchSection
 from headprune.run.recovering import recover_once, seeded
 from headprune.run.subject import Subject
 from headprune.run.validate import configured
@@ -179,6 +181,30 @@ def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
     for row in rows:
         interval = f"[{row.low:.2f}, {row.high:.2f}]"
         subject.journal.tell(f"batch {row.batch} x {row.length}: {row.ratio:.2f}x {interval} as fast as before")
+    if wanted.new_tokens is not None:
+        _bench_decoding(subject, pruned, wanted, lengths)
+
+
+def _bench_decoding(subject: Subject, pruned: nn.Module, wanted: BenchSection, lengths: list[int]) -> None:
+    """Tokens a second in prefill and decode, and the cache's bytes."""
+    assert wanted.new_tokens is not None
+    rows = compare_decoding(
+        subject.model,
+        pruned,
+        wanted.batch_sizes,
+        lengths,
+        wanted.new_tokens,
+        seconds=wanted.seconds,
+        seed=subject.recipe.seed,
+    )
+    subject.journal.note(
+        metrics={"decoding": tuple({**asdict(row), "tokens_per_second": row.tokens_per_second()} for row in rows)}
+    )
+    for row in rows:
+        speed, at = row.tokens_per_second(), f"batch {row.decode.batch}, prompt {row.decode.length}"
+        phases = (f"{p} {speed[f'original_{p}']:.0f} -> {speed[f'pruned_{p}']:.0f}" for p in ("prefill", "decode"))
+        held = f"cache {row.original_bytes:,} -> {row.pruned_bytes:,} bytes"
+        subject.journal.tell(f"{at}: tokens/s in {', in '.join(phases)}; {held}")
 
 
 def keep(subject: Subject, pruned: nn.Module, folder: Path) -> None:

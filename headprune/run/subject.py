@@ -13,7 +13,8 @@ from torch import nn
 
 from headprune import recovery, selection
 from headprune.bench.latency_tables import latency_table
-from headprune.bench.quality import evaluate
+from headprune.bench.quality import Quality, evaluate
+from headprune.bench.translation import check_sacrebleu, evaluate_translation
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.files import write_atomic
 from headprune.core.heads import Policy
@@ -84,9 +85,16 @@ class Subject:
     def _batches(self) -> dict[str, list[Any]]:
         return {split: self.data.evaluation(split, EVALUATION_BATCH) for split in ("test", "validation")}
 
+    def evaluate(self, model: nn.Module, split: str, batches: list[Any]) -> Quality:
+        """One evaluation on the batches of a split, by the metric of the task."""
+        if self.recipe.task == "translation":
+            how = self.recipe.decode.model_dump()
+            return evaluate_translation(model, batches, self.data.references(split), self.preparation.tokenizer, **how)
+        return evaluate(model, batches, bits=self.recipe.data.tokenizer == "characters")
+
     def measure(self, model: nn.Module, name: str, kept_heads: int, split: str, trained: bool = False) -> QualityRow:
         """One evaluation, as a row of the accuracy table."""
-        found = evaluate(model, self._batches[split])
+        found = self.evaluate(model, split, self._batches[split])
         row = QualityRow(name, kept_heads, found.metric, found.value, split, found.n_examples, found.loss)
         return row if not trained else QualityRow(**{**vars(row), "trained": True})
 
@@ -120,6 +128,8 @@ def prepare_subject(recipe: Recipe, journal: Journal, base: Path | None = None) 
     """
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
+    if recipe.task == "translation":
+        check_sacrebleu("task")
     device = resolve_device(recipe.device)
     journal.note(versions=versions(), hardware=hardware(device), git_commit=git_commit(), seeds={"seed": recipe.seed})
     with journal.stage("data"):
@@ -130,8 +140,9 @@ def prepare_subject(recipe: Recipe, journal: Journal, base: Path | None = None) 
         journal.tell(", ".join(f"{name} {len(rows)}" for name, rows in raw.splits.items()))
     with journal.stage("model"):
         raw = number_labels(recipe, raw)
-        preparation = prepare(recipe)
-        loaded = load_model(recipe, raw.labels) if base is None else Loaded(open_model(str(base), "the base model"))
+        preparation = prepare(recipe, raw.texts, base)
+        opened = None if base is None else Loaded(open_model(str(base), "the base model"))
+        loaded = opened or load_model(recipe, raw.labels, preparation)
         model = loaded.model.to(device)
         journal.note(warnings=(*raw.warnings, *loaded.warnings))
         data = encode_rows(recipe, raw, preparation, dtype=next(model.parameters()).dtype)

@@ -15,7 +15,7 @@ from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, did
 from headprune.core.registry import Registry
 from headprune.run.presets import preset_named
 from headprune.run.reading import interpolate, locate, override, read_raw
-from headprune.run.recipe import BudgetSection, LatencySection, Recipe
+from headprune.run.recipe import BudgetSection, DecodeSection, LatencySection, Recipe
 from headprune.selection._inner import CALLABLES
 
 
@@ -143,6 +143,9 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
     problems += check_method(selection.registry, selector, select.get("settings"), "select", "selector")
     problems += [*_select_problems(select), *_latency_problems(select, data.get("task"))]
     problems += [*_recover_problems(data, ""), *_recover_problems(select, "select."), *_looking_problems(select)]
+    if _section(data, "bench").get("new_tokens") is not None and data.get("task") != "causal_lm":
+        got = repr(data["bench"]["new_tokens"])
+        problems.append(InvalidValue("bench.new_tokens", "left out: only causal_lm is timed in generation", got))
     if isinstance(data.get("gradual"), Mapping):
         problems += _gradual_problems(data["gradual"], score, select)
     if isinstance(data.get("train"), Mapping):
@@ -205,6 +208,8 @@ def _data_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
     text, tokens = columns.get("text"), columns.get("tokens")
     if not columns:
         return []
+    if problems := [*_translation_problems(data, task, columns), *_tokenizer_problems(data, task, columns)]:
+        return problems
     if columns.get("normalise") is not None and _section(data, "model").get("path") is not None:
         return [InvalidValue("data.normalise", "left out: the model has its own", columns["normalise"])]
     if task == "causal_lm" and (text is None) == (tokens is None):
@@ -218,6 +223,39 @@ def _data_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
         if tokens is not None:
             return [InvalidValue("data.tokens", "left out: only causal_lm takes tokenised data", repr(tokens))]
     return []
+
+
+def _translation_problems(data: Mapping[str, Any], task: Any, columns: Mapping[str, Any]) -> list[InvalidValue]:
+    """What translation alone needs, and others have no use for."""
+    target, tokens = columns.get("target"), columns.get("tokens")
+    if task == "translation":
+        text, must = columns.get("text"), "the column of the source language"
+        wrong = [] if isinstance(text, str) else [InvalidValue("data.text", must, repr(text))]
+        if target is None:
+            wrong.append(InvalidValue("data.target", "the column with the translation", "nothing"))
+        if tokens is not None:
+            wrong.append(InvalidValue("data.tokens", "left out: only causal_lm takes tokenised data", repr(tokens)))
+        return wrong
+    wrong = [] if target is None else [InvalidValue("data.target", f"left out for {task}", repr(target))]
+    if data.get("decode") not in (None, {}, DecodeSection().model_dump()):  # a resolved recipe has them all
+        wrong.append(InvalidValue("decode", "left out: only translation decodes", "a section"))
+    return wrong
+
+
+def _tokenizer_problems(data: Mapping[str, Any], task: Any, columns: Mapping[str, Any]) -> list[InvalidValue]:
+    """A tokenizer of one's own is for a model of one's own, and blocks are for language models."""
+    kind, block = columns.get("tokenizer"), columns.get("block")
+    wrong = []
+    if kind is not None and _section(data, "model").get("path") is not None:
+        wrong.append(InvalidValue("data.tokenizer", "left out: the model has its own", repr(kind)))
+    elif kind is not None and task not in (("translation",) if kind == "bpe" else ("causal_lm",)):
+        must = "bpe for translation, characters for causal_lm, and left out for other tasks"
+        wrong.append(InvalidValue("data.tokenizer", must, f"{kind!r} for {task}"))
+    if columns.get("vocabulary") is not None and kind != "bpe":
+        wrong.append(InvalidValue("data.vocabulary", "used with tokenizer: bpe", columns["vocabulary"]))
+    if block is not None and (task != "causal_lm" or not isinstance(columns.get("text"), str)):
+        wrong.append(InvalidValue("data.block", "used with causal_lm on one column of text", block))
+    return wrong
 
 
 def _select_problems(select: Mapping[str, Any]) -> list[InvalidValue]:

@@ -17,7 +17,7 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.scores import CostTable
 from headprune.model.costs import measure_costs
-from headprune.model.losses import Loss, default_loss
+from headprune.model.losses import Loss, check_finite, default_loss, shaped_losses
 from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
 from headprune.model.sites import BoundSite
 
@@ -69,12 +69,32 @@ class Problem:
     costs: CostTable | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
     _order: tuple[str, ...] | None = field(default=None, init=False)  # of a whole pass
+    _unseen: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # losses, by batch
+
+    def losses(self, number: int, batch: Any) -> Tensor:
+        """``[examples]``: the loss of a batch of ``passes``, which looks whether all are finite where it ends.
+
+        A look waits for an accelerator, so there is one a pass, and one at the first batch, where most mistakes show.
+
+        Raises:
+            InvalidValue: not one number an example; in the first batch, one that is not finite.
+        """
+        losses = shaped_losses(self.loss, self.model, batch, number)
+        self._unseen.append((number, losses.detach()))
+        if number == 0:
+            self._look()
+        return losses
+
+    def _look(self) -> None:
+        unseen, self._unseen = self._unseen, []
+        check_finite(unseen)
 
     def passes(self, what: str) -> Iterator[tuple[int, Any]]:
         """Yields ``(number, batch on the model's device)`` for one pass over the data, with a progress bar.
 
         Raises:
-            InvalidValue: no data was given, there is no batch in it, or an earlier pass gave other batches.
+            InvalidValue: no data was given, there is no batch in it, an earlier pass gave other batches, or one of
+                the ``losses`` is not finite.
         """
         if self.batches is None:
             raise InvalidValue("batches", f"given, because {what} needs data", None)
@@ -93,6 +113,7 @@ class Problem:
             if self._order is not None and self._order[count : count + 1] != (order[-1],):
                 raise _other_batches(what, f"others from batch {count} on")
             yield count, to_device(batch, device)
+        self._look()
         if not order:
             raise InvalidValue("batches", "at least one batch", "an empty iterable")
         if self._order is not None and len(order) < len(self._order):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import Take, reading, wide
-from headprune.model.losses import checked_losses
 from headprune.scoring._base import Problem
 
 
@@ -19,7 +18,7 @@ def read_contexts(problem: Problem, batches: Iterable[tuple[int, Any]], take: Ta
     with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
         for number, batch in batches:
             begin(batch)
-            checked_losses(problem.loss, problem.model, batch, number)
+            problem.losses(number, batch)
 
 
 def mean_contexts(problem: Problem) -> dict[int, Tensor]:

@@ -12,7 +12,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
 from headprune.gating.context import gated
 from headprune.model.contexts import watched
-from headprune.model.losses import Loss, checked_losses, default_loss
+from headprune.model.losses import Loss, default_loss
 from headprune.model.running import batch_size, undisturbed
 from headprune.model.sites import BoundSite, bind, sites_of, unwrap
 from headprune.scoring._base import Problem
@@ -45,15 +45,14 @@ def unit_gradients(problem: Problem) -> Tensor:
     """G of a problem, computed once and then shared by all scorers; fp64 on the CPU."""
     if "gradients" not in problem.shared:
         rows = [loss_gradients(problem, number, batch) for number, batch in problem.passes("gate gradients")]
-        problem.shared["gradients"] = torch.cat(rows)
+        problem.shared["gradients"] = torch.cat(rows).cpu().double()  # once: every copy waits for the accelerator
     found: Tensor = problem.shared["gradients"]
     return found
 
 
 def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -> Tensor:
-    """``[examples, units]``: the rows of G that a batch gives, with every gate at ``at``; fp64 on the CPU."""
-    shapes = gate_shapes(problem, batch)
-    return by_unit(problem, _backward(problem, number, batch, shapes, at)).cpu().double()
+    """``[examples, units]``: the rows of G that a batch gives, with every gate at ``at``, where the gates are."""
+    return by_unit(problem, _backward(problem, number, batch, gate_shapes(problem, batch), at))
 
 
 def token_gradients(problem: Problem) -> Tensor:
@@ -64,9 +63,9 @@ def token_gradients(problem: Problem) -> Tensor:
         lengths = _lengths(problem, batch, size)
         shapes = [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
         gradients = _backward(problem, number, batch, shapes)
-        absolute = [_units(b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
-        rows.append(torch.cat(absolute, 1).cpu().double())
-    return torch.cat(rows)
+        absolute = [_units(problem, b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
+        rows.append(torch.cat(absolute, 1))
+    return torch.cat(rows).cpu().double()
 
 
 @torch.inference_mode(False)
@@ -77,8 +76,7 @@ def _backward(
     """Gradients of the summed losses with respect to gates of the given shapes, one a site."""
     gates = open_gates(problem, shapes, at)
     with gated(problem.model, gates, sites_of(problem.bound)):
-        losses = checked_losses(problem.loss, problem.model, batch, number)
-        return gate_slopes(problem, losses.sum(), gates)
+        return gate_slopes(problem, problem.losses(number, batch).sum(), gates)
 
 
 def gate_shapes(problem: Problem, batch: Any) -> list[tuple[int, ...]]:
@@ -140,15 +138,20 @@ def gradients_of(
 
 def by_unit(problem: Problem, gradients: Sequence[Tensor]) -> Tensor:
     """``[..., units]`` of all sites, side by side, from one tensor ``[..., heads]`` a site."""
-    return torch.cat([_units(b, g) for b, g in zip(problem.bound, gradients, strict=True)], -1)
+    return torch.cat([_units(problem, b, g) for b, g in zip(problem.bound, gradients, strict=True)], -1)
 
 
-def _units(bound: BoundSite, gradient: Tensor) -> Tensor:
+def _units(problem: Problem, bound: BoundSite, gradient: Tensor) -> Tensor:
     """Sums the members of each unit: heads that share a key/value head move together, so their gradients add."""
     units = bound.site.units
-    unit_of = {head: index for index, unit in enumerate(units) for head in unit}
-    index = torch.tensor([unit_of[h] for h in bound.site.heads], dtype=torch.long, device=gradient.device)
-    return gradient.new_zeros(*gradient.shape[:-1], len(units)).index_add_(-1, index, gradient)
+    if units == tuple((head,) for head in bound.site.heads):
+        return gradient
+    key = "units", bound.site.name
+    if key not in problem.shared:  # kept, for to put it on an accelerator waits for that
+        unit_of = {head: index for index, unit in enumerate(units) for head in unit}
+        problem.shared[key] = torch.tensor([unit_of[h] for h in bound.site.heads], device=gradient.device)
+    found: Tensor = gradient.new_zeros(*gradient.shape[:-1], len(units)).index_add_(-1, problem.shared[key], gradient)
+    return found
 
 
 def _lengths(problem: Problem, batch: Any, size: int) -> dict[str, int]:

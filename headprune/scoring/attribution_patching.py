@@ -13,7 +13,6 @@ from torch import Tensor
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import reading, rows_of, watched
-from headprune.model.losses import checked_losses
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
 from headprune.scoring._contexts import mean_contexts
@@ -72,7 +71,7 @@ class AttributionPatching(Scorer):
         for number, batch in problem.passes("attribution patching"):
             bases = self._corrupted(problem, batch) if self.corrupt else {site: [m] for site, m in means.items()}
             rows.append(_effects(problem, number, batch, bases))
-        return averaged(torch.cat(rows))
+        return averaged(torch.cat(rows).cpu().double())
 
     def _corrupted(self, problem: Problem, batch: Any) -> Contexts:
         assert self.corrupt is not None
@@ -93,7 +92,7 @@ class AttributionPatching(Scorer):
 def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tensor:
     """``[examples, units]``: ``sum_t <base - ctx, dl/dctx>``, summed over the runs of a site and its unit's heads."""
     with _leaves(problem) as contexts:
-        losses = checked_losses(problem.loss, problem.model, batch, number)
+        losses = problem.losses(number, batch)
         found = gradients_of(problem, losses.sum(), contexts)
     effects = []
     for site, (b, xs, gradients) in enumerate(zip(problem.bound, contexts, found, strict=True)):
@@ -107,7 +106,7 @@ def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tens
             products = (base - x) * rows_of(b, gradient, batch)
             effect += products.reshape(len(losses), -1, len(b.site.heads), b.site.value_dim).sum((1, 3))
         effects.append(effect)
-    return by_unit(problem, effects).cpu().double()
+    return by_unit(problem, effects)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.gating.context import gated
-from headprune.model.losses import checked_losses
 from headprune.model.sites import sites_of
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
@@ -52,7 +51,7 @@ class IntegratedGradients(Scorer):
         places = [((1 + float(x)) / 2, float(w) / 2) for x, w in zip(nodes, weights, strict=True)]
         rows, wholes = [], []
         for number, batch in problem.passes("integrated gradients"):
-            parts = [weight * loss_gradients(problem, number, batch, at) for at, weight in places]
+            parts = [weight * loss_gradients(problem, number, batch, at).cpu().double() for at, weight in places]
             rows.append(-torch.stack(parts).sum(0))
             wholes.append(_saved(problem, number, batch))
         found = averaged(torch.cat(rows))
@@ -66,7 +65,7 @@ def _saved(problem: Problem, number: int, batch: Any) -> Tensor:
     losses = []
     for at in (0.0, 1.0):
         with gated(problem.model, open_gates(problem, gate_shapes(problem, batch), at), sites_of(problem.bound)):
-            losses.append(checked_losses(problem.loss, problem.model, batch, number).double().cpu())
+            losses.append(problem.losses(number, batch).double().cpu())
     return losses[0] - losses[1]
 
 

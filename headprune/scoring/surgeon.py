@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.contexts import Inputs, inputs_of, query_mask, rows_of, watched, wide
-from headprune.model.losses import checked_losses, default_loss
+from headprune.model.losses import default_loss
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite
 from headprune.scoring._activations import jackknife, unit_columns
@@ -81,18 +81,16 @@ class Surgeon(Scorer):
         return False
 
     def estimate(self, problem: Problem) -> Estimate:
-        bound = [b for b in problem.bound if b.site.heads]
         own = self.curvature or ("output" if problem.loss is default_loss else "loss")
-        problem = replace(problem, bound=bound)
-        factors = [_Factors(b, self.blocks) for b in bound]
+        factors = {site: _Factors(b, self.blocks) for site, b in enumerate(problem.bound) if b.site.heads}
         first, drawn = 0, False
         for number, batch in problem.passes("slopes of contexts"):
             drawn |= self._slopes(problem, number, batch, own, factors, first)
             first += batch_size(batch)
-        for f in factors:
+        for f in factors.values():
             f.check()
         examples = torch.tensor([len(range(g, first, self.blocks)) for g in range(self.blocks)], dtype=torch.float64)
-        rows = jackknife(partial(self._prices, factors, examples), examples, examples.int().tolist())
+        rows = jackknife(partial(self._prices, list(factors.values()), examples), examples, examples.int().tolist())
         found = averaged(rows, first, row="example" if first == 1 else "block of examples")
         unasked = own == "output" and problem.loss is not default_loss
         notes = ("loss= was not asked: curvature='output' reads the output alone.",) if unasked else ()
@@ -101,13 +99,13 @@ class Surgeon(Scorer):
     @torch.inference_mode(False)
     @torch.enable_grad()
     def _slopes(
-        self, problem: Problem, number: int, batch: Any, own: str, factors: Sequence[_Factors], first: int
+        self, problem: Problem, number: int, batch: Any, own: str, factors: Mapping[int, _Factors], first: int
     ) -> bool:
         """Adds a batch's tokens to the factors; whether labels were drawn."""
         drawn = False
         with _leaves(problem, batch) as (contexts, told):
             if own == "loss":
-                targets = [checked_losses(problem.loss, problem.model, batch, number).sum()]
+                targets = [problem.losses(number, batch).sum()]
             else:
                 found = distributions(problem.model, batch, f"batch {number}")
                 seeds = content_seeds(problem.model, batch, self.seed)
@@ -115,7 +113,7 @@ class Surgeon(Scorer):
             what = "the loss" if own == "loss" else "the model's output"
             slopes = [gradients_of(problem, t, contexts, what, t is not targets[-1]) for t in targets]
         block = torch.arange(first, first + batch_size(batch)) % self.blocks
-        for site, factor in enumerate(factors):
+        for site, factor in factors.items():
             for run, x in enumerate(contexts[site]):
                 factor.add(block, x.detach(), [of_target[site][run] for of_target in slopes], batch, told[site][run])
         return drawn

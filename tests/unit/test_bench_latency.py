@@ -348,3 +348,19 @@ def test_shaped_batch_keeps_encoder_and_decoder_lengths_apart():
 def test_shaped_batch_refuses_what_is_no_example(arguments, message):
     with pytest.raises(InvalidValue, match=message):
         shaped_batch(*arguments)
+
+
+def test_a_compiled_model_is_timed_compiled():
+    ran = []
+
+    def backend(graph, example):
+        def run(*args):
+            ran.append("compiled")
+            return graph(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    plain, compiled = nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend=backend)
+    compare_latency(plain, compiled, lambda n, t: torch.randn(n, t, 4), [1], [2], seconds=0, min_rounds=2, warmup=1)
+    assert len(ran) == 3

@@ -6,8 +6,10 @@ import json
 import random
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from tests.scripts import WORDS, benchmark, tiny_encoder
 
@@ -31,46 +33,119 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tradeoff_writes_its_record(tradeoff: ModuleType, given: Path, tmp_path: Path) -> None:
-    where = ["--data", str(given), "--model", str(given / "model"), "--out", str(tmp_path / "record.json")]
-    amounts = ["--budgets", "6", "3", "--draws", "2", "--seconds", "0.01", "--batch-sizes", "1", "--lengths", "8"]
-    record = json.loads(tradeoff.main([*where, *amounts]).read_text())
-    assert record["device"] == "cpu"
+SMALL = ["--small", "--seconds", "0.01", "--calibration", "20", "--threads", "1", "--attention-lengths", "16"]
+GRID = ["--batch-sizes", "1", "7", "2", "--lengths", "8", "16", "--prompts", "16", "--new-tokens", "4"]
+
+
+@pytest.fixture(scope="module")
+def ran(tradeoff: ModuleType, given: Path) -> tuple[list[str], dict[str, Any]]:
+    """The arguments of a run, and its record."""
+    where = ["--task", "trec", "--data", str(given), "--model", str(given / "model"), "--work", str(given / "work")]
+    out = ["--out", str(given / "tradeoff-trec-cpu.json")]
+    arguments = [*where, *out, *SMALL, *GRID, "--budgets", "8", "6", "3", "--ways", "random", "quadratic + finetune"]
+    threads = torch.get_num_threads()
+    record: dict[str, Any] = json.loads(tradeoff.main([*arguments, "--timed", "taylor"]).read_text())
+    assert torch.get_num_threads() == threads
+    return [*arguments, "--timed", "taylor"], record
+
+
+def test_tradeoff_measures_every_part(ran: tuple[list[str], dict[str, Any]]) -> None:
+    _, record = ran
     assert {"torch", "transformers", "headprune"} <= set(record["versions"])
-    assert record["hardware"]["device"] == "cpu"
-    assert record["rows"]["test"] == record["base"]["n"] == record["dense + finetune"]["n"] == 20
-    assert {"accuracy", "loss"} <= set(record["dense + finetune"])
-    assert [row["kept_heads"] for row in record["budgets"]] == [6, 3]
-    for row in record["budgets"]:
-        assert sum(row["heads_per_layer"]) == row["kept_heads"]
-        ways = ["taylor", "magnitude", "random", "taylor + mean_fold", "taylor + finetune"]
-        assert list(row["quality"]) == ways
-        draws = row["quality"]["random"]["draws"]
-        assert len(draws) == 2
-        assert row["quality"]["random"]["mean"] == pytest.approx(sum(draws) / 2)
-        assert 0 <= row["largest_difference"] < 1e-4
-        assert row["sizes"]["heads"] == [8, row["kept_heads"]]
-        assert [(cell["batch"], cell["length"]) for cell in row["speed"]] == [(1, 8)]
-        assert row["speed"][0]["rounds"] >= 8
+    assert (record["heads"], record["judged"], record["device"]) == (8, 20, "cpu")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in record["rows"]:
+        found.setdefault(row["what"], []).append(row)
+    quality = [(row["way"], row["kept"]) for row in found["quality"]]
+    ways = [(way, kept) for way in ("random", "quadratic + finetune") for kept in (6, 3)]
+    assert quality == [*ways, ("dense + finetune", 8)]
+    for row in found["quality"]:
+        apart = row["against_base"]
+        assert apart["difference"] == pytest.approx(row["quality"] - record["base"], abs=1e-5)
+        assert apart["low"] <= apart["difference"] <= apart["high"]
+    cells = [(row["length"], row["batch"], row["kept"]) for row in found["speed"]]
+    assert cells == [(length, batch, kept) for length in (8, 16) for batch in (1, 2) for kept in (6, 3)]
+    for row in found["speed"]:
+        assert row["rounds"] >= 8
+        assert row["throughput"][1] == pytest.approx(row["batch"] / row["pruned_p50"])
+        assert 1 < row["limit"] < row["attention_limit"] == pytest.approx(8 / row["kept"])
+        assert row["peak_bytes"][0] >= row["peak_bytes"][1] > 0  # so small, the feed-forward's is the peak
+    for row in found["sizes"]:
+        assert row["heads"] == [8, row["kept"]]
+        assert row["bytes on disk"][0] > row["bytes on disk"][1]
+    for row in found["attention"]:
+        assert row["attention_limit"] == pytest.approx(8 / row["kept"])
+        assert row["attention_ratio"] == pytest.approx(row["attention_seconds"][0] / row["attention_seconds"][1])
+    for row in found["kv"]:
+        before, after = row["bytes"]
+        assert before == 2 * after
+        assert set(row["tokens_a_second"]) == {
+            f"{m}_{p}" for m in ("original", "pruned") for p in ("prefill", "decode")
+        }
 
 
-def test_tradeoff_takes_the_data_of_its_recipe(
-    tradeoff: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_tradeoff_goes_on_after_the_last_row(ran: tuple[list[str], dict[str, Any]], tradeoff: ModuleType) -> None:
+    arguments, record = ran
+    out = Path(arguments[arguments.index("--out") + 1])
+    gone = {"what": "speed", "length": 16, "kept": 3}
+    left = [row for row in record["rows"] if not gone.items() <= row.items()]
+    out.write_text(json.dumps({**record, "rows": left}))
+    again = json.loads(tradeoff.main(arguments).read_text())
+    assert again["rows"][: len(left)] == left
+    assert [(row["what"], row["length"], row["kept"]) for row in again["rows"][len(left) :]] == [("speed", 16, 3)] * 2
+    with pytest.raises(SystemExit, match="record of another run, with other timed"):
+        tradeoff.main([*arguments[:-1], "quadratic"])
+
+
+def test_tradeoff_says_where_it_is_faster_and_where_not(tradeoff: ModuleType) -> None:
+    def cell(batch: int, low: float, high: float) -> dict[str, Any]:
+        return {"batch": batch, "low": low, "high": high, "kept": 6, "length": 8}
+
+    words = tradeoff.tradeoff_page._in_words
+    assert words([cell(1, 1.1, 1.2), cell(8, 1.2, 1.3)]) == "faster at every batch size (1 to 8)"
+    mixed = [cell(1, 0.8, 0.9), cell(8, 0.9, 1.1), cell(32, 1.1, 1.2), cell(128, 1.2, 1.3)]
+    assert words(mixed) == "faster from batch 32 on, not faster: slower at batch 1, no difference shown at batch 8"
+    assert words([cell(1, 1.1, 1.2), cell(8, 0.9, 1.1)]) == "faster at batch 1, no difference shown at batch 8"
+    assert words([cell(1, 0.8, 0.9)]) == "not faster: slower at batch 1"
+
+
+def test_tradeoff_draws_its_page_from_the_record(
+    ran: tuple[list[str], dict[str, Any]], tradeoff: ModuleType, tmp_path: Path
 ) -> None:
-    assert tradeoff.arguments([]).data is None
-    paths: list[str] = []
+    arguments, record = ran
+    folder = Path(arguments[arguments.index("--out") + 1]).parent
+    tradeoff.main(["--figure", "--records", str(folder), "--docs", str(tmp_path)])
+    text = (tmp_path / "tradeoff.md").read_text()
+    row = next(row for row in record["rows"] if row["what"] == "speed")
+    assert f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}] | {row['limit']:.2f}" in text
+    assert f"All 8 heads: {record['base']:.3f}, on 20 test rows." in text
+    assert "Trade-off: no GPU record yet." in text
+    first = (tmp_path / "tradeoff.svg").read_bytes()
+    tradeoff.main(["--figure", "--records", str(folder), "--docs", str(tmp_path)])
+    assert (tmp_path / "tradeoff.svg").read_bytes() == first
+    assert "6 heads" in tradeoff.tradeoff_page.readme(folder)
 
-    def stop(recipe: object) -> None:
-        paths.append(recipe.data.path)  # type: ignore[attr-defined]
-        raise InterruptedError
 
-    monkeypatch.setattr(tradeoff, "load_rows", stop)
-    with pytest.raises(InterruptedError):
-        tradeoff.main([])
-    assert paths == ["CogComp/trec"]
-    with pytest.raises(SystemExit):
-        tradeoff.arguments(["--task", "sst2"])
-    assert "--data must be given for sst2" in capsys.readouterr().err
+def test_native_compares_models_of_one_function(tmp_path: Path) -> None:
+    native = benchmark("native")
+    out = ["--out", str(tmp_path / "native-cpu.json")]
+    record = json.loads(native.main(["--small", "--seconds", "0", "--threads", "1", *out]).read_text())
+    assert [row["subject"] for row in record["rows"]] == list(native.SUBJECTS)
+    for row in record["rows"]:
+        assert row["largest_difference"] < 1e-4
+        assert row["speed"]["ratio"] > 0 < row["uncut"]["ratio"]
+
+
+def test_startup_takes_off_what_the_stages_took(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    startup = benchmark("startup")
+    took = {"--help": 3.0, "import headprune": 2.0, "import torch, transformers": 5.0}
+    monkeypatch.setattr(startup, "timed", lambda command: took.get(command[-1], 1.0))
+    monkeypatch.setattr(startup, "a_run", lambda args: (9.0, 2.5))
+    out = tmp_path / "startup.json"
+    record = json.loads(startup.main(["--rounds", "2", "--run-rounds", "1", "--out", str(out)]).read_text())
+    beyond = {"import headprune": 1.0, "headprune --help": 2.0, "libraries": 4.0, "run": 8.0, "run, overhead": 5.5}
+    assert record["beyond an empty process"] == beyond
+    assert len(record["seconds"]["python"]) == 2
 
 
 @pytest.mark.parametrize(

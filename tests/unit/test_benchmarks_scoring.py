@@ -35,7 +35,7 @@ def measured(cost: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     amounts = ["--rounds", "2", "--batches", "1", "--ablation-rounds", "1", "--small", "1", "--largest", "1"]
     out = tmp_path_factory.mktemp("cost") / "record.json"
     threads = torch.get_num_threads()
-    more = ["--ablation-tokens", "4", "--threads", "1", "--out", str(out)]
+    more = ["--ablation-tokens", "4", "--threads", "1", "--examples", "8", "--out", str(out)]
     found: dict[str, Any] = json.loads(cost.main([*sizes, *amounts, *more]).read_text())
     assert torch.get_num_threads() == threads
     return found
@@ -78,6 +78,15 @@ def test_memory_counts_what_is_alive_at_once(cost: ModuleType, measured: dict[st
     for row in measured["memory"]:
         n_bytes = row["bytes"]
         assert row["ratios"]["taylor / frozen"] == n_bytes["taylor"] / n_bytes["frozen forward + backward"]
+
+
+def test_throughput_is_that_of_all_examples(measured: dict[str, Any]) -> None:
+    (row,) = measured["throughput"]
+    assert (row["precision"], row["batch"] * row["batches"]) == ("fp32", 8)
+    for name in ("taylor", "forward"):
+        rate = row["ratios"][f"{name}, examples a second"]["median"]
+        assert rate == pytest.approx(float(np.median(8 / np.array(row["seconds"][name]))))
+        assert row["waits"][name] is None  # no GPU
 
 
 def test_the_frozen_pass_reaches_the_embeddings_and_thaws_the_model(cost: ModuleType) -> None:

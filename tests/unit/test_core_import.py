@@ -28,6 +28,25 @@ def test_importing_the_package_is_light():
     assert not loaded & {"torch", "transformers", "numpy", "scipy", "datasets", "pydantic", "rich"}
 
 
+def test_importing_the_package_loads_two_files_of_it():
+    """Counted, because a busy machine says nothing by time; ``benchmarks/startup.py`` has that."""
+    code = "import __future__, importlib, typing, sys; a = {*sys.modules}\nimport headprune; print(*{*sys.modules} - a)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {"headprune", "headprune.core", "headprune.core.version"}
+
+
+@pytest.mark.parametrize("command", ["--help", "run --help", "ls"])
+def test_the_command_line_loads_torch_only_to_work(command):
+    code = """
+import contextlib, io
+from headprune.cli.main import app
+with contextlib.redirect_stdout(io.StringIO()) as out:
+    app({!r}, standalone_mode=False)
+assert "digits-vit" in out.getvalue() or "Usage" in out.getvalue(), out.getvalue()
+"""
+    assert not loaded_after(code.format(command.split())) & {"torch", "transformers"}
+
+
 @pytest.mark.parametrize(("room", "at_least"), [("core", 10), ("selection", 5)])
 def test_no_module_of_the_room_imports_torch(room, at_least):
     folder = ROOT / "headprune" / room

@@ -207,9 +207,9 @@ def test_missing_and_empty_data(tmp_path: Path) -> None:
     write(tmp_path / "other.jsonl", questions(3))
     with pytest.raises(InvalidValue, match=r"other.jsonl. Set data.train_split"):
         load_rows(recipe(tmp_path))
-    (tmp_path / "rows.txt").write_text("x")
+    (tmp_path / "rows.tsv").write_text("x")
     with pytest.raises(InvalidValue, match=r"files of one format"):
-        load_rows(recipe(tmp_path / "rows.txt"))
+        load_rows(recipe(tmp_path / "rows.tsv"))
 
 
 def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ def test_blocks_change_the_errors_alone() -> None:
     one, some = (hp.score(subject.model, [batch], Surgeon(blocks=n), progress=False) for n in (1, 4))
     assert one.standard_errors is None
     assert some.standard_errors is not None
+    assert some.data is not None
     for mine, other in zip(one.values, some.values, strict=True):
         assert_close(mine, other, rtol=1e-9, atol=0)
     assert all(e > 0 for row in some.standard_errors for e in row)

@@ -270,7 +270,7 @@ def test_the_model_is_left_as_it_was_after_an_error(subject: Subject, scorer: An
 
     before, old, state = picture(model), grads(model), torch.get_rng_state()
     with pytest.raises(InvalidValue, match="finite"):
-        hp.score(model, [subject.batch] * 3, scorer, loss=breaks, progress=False)
+        hp.score(model, [subject.batch] * 2, scorer, loss=breaks, progress=False)
     assert len(calls) == 3
     assert_untouched(model, before, old, state)
 

@@ -22,6 +22,7 @@ from headprune.core.files import sha256_file, write_atomic
 from headprune.core.heads import HeadMask
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.version import __version__
+from headprune.model.classes import class_named
 from headprune.model.fingerprint import fingerprint
 from headprune.model.sites import BoundSite
 from headprune.surgery.formats.building import fresh, no_memory
@@ -81,9 +82,8 @@ def build(folder: Path, manifest: Manifest) -> nn.Module:
     """
     import transformers
 
-    kind: Any = getattr(transformers, manifest.model_class, None)
-    known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-    if not (manifest.transformers and known):
+    kind: Any = class_named(manifest.model_class)
+    if not (manifest.transformers and kind is not None):
         hint = "Pass from_pretrained(folder, model=...) a freshly built full-size model; it is cut and filled."
         raise CheckpointError(str(folder), "a Transformers model", f"class {manifest.model_class!r}", hint)
     if not (folder / "config.json").is_file():  # Transformers would take the defaults of the class

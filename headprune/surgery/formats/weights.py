@@ -108,7 +108,8 @@ def _read_file(path: Path, sha256: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise CheckpointError(str(path), "the model's weights", "no such file")
     try:
-        tensors: dict[str, Tensor] = load_file(path)
+        # Copied: a file's tensors lie at any address, and kernels round otherwise where memory is not aligned.
+        tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(str(path), "a valid safetensors file", str(error), _AGAIN) from error
     _check(path, sha256)

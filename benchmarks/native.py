@@ -1,0 +1,307 @@
+"""Speed of a pruned model over one that was built small: the same shape, the same weights, in turn in one run.
+
+    python benchmarks/native.py                       # 2 CPU threads, some minutes
+    python benchmarks/native.py --device cuda
+    python benchmarks/native.py --small --out native.json
+
+Uniform plans, so that the small model can be built at all. Each subject is cut to ``--keep`` heads a layer and compared
+with
+
+- ``bert``: an encoder that is written out here with nn.Linear, LayerNorm and SDPA and knows neither Transformers nor
+  headprune (there is no configuration for a head narrower than width / heads);
+- ``vit``, ``llama``: the class itself, configured with so many heads (``head_dim``);
+- ``llama, free``: policy ``free`` leaves groups of unlike size, whose keys are repeated in every call. Compared with
+  the configured model of as many query heads, it says what that costs; nothing is promised for it.
+
+The small model gets the pruned model's weights and must give its outputs. ``speed`` is the median over rounds of
+native / pruned time: 1 is as fast, 0.97 is aimed at; with a 95 % bootstrap interval. ``uncut`` is the same comparison
+with all heads, before any cut: what it misses from 1 is the library's code, not the cut's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+import headprune as hp
+from headprune.bench.latency import compare_latency
+from headprune.core.heads import HeadMask
+from headprune.model.running import call, outputs
+from headprune.run.models import resolve_device
+from headprune.run.surroundings import git_commit, hardware, versions
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from studies import RECORDS, keep, now
+
+AIM = 0.97
+#: Largest difference of outputs, relative to the largest output, by dtype.
+ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=2, help="of torch, on a CPU")
+    parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384, help="a multiple of --heads")
+    parser.add_argument("--heads", type=int, default=12, help="a multiple of 4")
+    parser.add_argument("--keep", type=int, default=4, help="heads a layer that stay, a multiple of 4")
+    parser.add_argument("--shapes", nargs="+", default=["1x32", "8x128", "32x128"], help="batch x tokens")
+    parser.add_argument("--dtypes", nargs="+", choices=list(ROUNDING), help="default: fp32, on a GPU bf16 too")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile, too")
+    parser.add_argument("--seconds", type=float, default=5.0, help="about how long each comparison is timed")
+    parser.add_argument("--small", action="store_true", help="seconds: two narrow layers, one shape")
+    parser.add_argument("--out", type=Path, help="default benchmarks/records/native-DEVICE.json")
+    args = parser.parse_args(argv)
+    args.dtypes = args.dtypes or ["float32", *(["bfloat16"] if args.device == "cuda" else [])]
+    if args.small:
+        args.layers, args.width, args.shapes, args.seconds = 2, 48, ["2x8"], min(args.seconds, 0.05)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Runs the comparisons and returns the record's path."""
+    args = arguments(argv)
+    device, start, threads = resolve_device(args.device), perf_counter(), torch.get_num_threads()
+    torch.set_num_threads(args.threads)
+    record: dict[str, Any] = {
+        "benchmark": "native",
+        "created": now(),
+        "hardware": hardware(device) | {"threads": args.threads},
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "aim": AIM,
+        "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "rows": [],
+    }
+    try:
+        for name in args.subjects:
+            for dtype in args.dtypes:
+                record["rows"] += compared(name, args, device, dtype)
+    finally:
+        torch.set_num_threads(threads)
+    record["seconds"] = perf_counter() - start
+    out: Path = args.out or RECORDS / f"native-{args.device}.json"
+    keep(record, out)
+    print(out)
+    return out
+
+
+def compared(name: str, args: argparse.Namespace, device: torch.device, dtype: str) -> list[dict[str, Any]]:
+    """The rows of a subject: every shape, eager and, if asked for, compiled."""
+    kind = getattr(torch, dtype)
+    uncut, small, native, native_uncut = (m.to(device, kind).eval() for m in SUBJECTS[name](args))
+
+    def make(batch: int, tokens: int) -> Any:
+        return INPUTS[name.partition(",")[0]](args, batch, tokens, device, kind)
+
+    gap = difference(small, native, make(2, 8))
+    if gap > ROUNDING[dtype]:
+        raise RuntimeError(f"{name}: the two models are not the same, outputs differ by {gap}")
+    rows = []
+    for compiled in (False, True) if args.compile else (False,):
+        ways = [torch.compile(m) if compiled else m for m in (native, small, native_uncut, uncut)]
+        for batch, tokens in (map(int, shape.split("x")) for shape in args.shapes):
+            sizes: Any = ([batch], [tokens])
+            (speed,) = compare_latency(*ways[:2], make, *sizes, seconds=args.seconds)
+            (before,) = compare_latency(*ways[2:], make, *sizes, seconds=args.seconds)
+            about = {"subject": name, "dtype": dtype, "compiled": compiled, "batch": batch, "tokens": tokens}
+            cells = {"speed": vars(speed), "uncut": vars(before), "largest_difference": gap}
+            rows.append({**about, **cells})
+            told = "{ratio:.3f} ({low:.3f} to {high:.3f})"
+            print(*about.values(), told.format(**cells["speed"]), "uncut", told.format(**cells["uncut"]), flush=True)
+    return rows
+
+
+@torch.no_grad()
+def difference(one: nn.Module, other: nn.Module, batch: Any) -> float:
+    """The largest difference of the first outputs, relative to the largest."""
+    a, b = (outputs(call(model, batch))[0].double() for model in (one, other))
+    return float((a - b).abs().max() / b.abs().max())
+
+
+# ------------------------------------------------------------------------------------------------ subjects
+
+
+Four = tuple[nn.Module, nn.Module, nn.Module, nn.Module]
+
+
+def bert(args: argparse.Namespace) -> Four:
+    """BERT and the plain encoder: uncut, cut, small, and the plain one of the uncut size."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": args.width, "num_hidden_layers": args.layers, "num_attention_heads": args.heads}
+    config = BertConfig(vocab_size=1000, intermediate_size=4 * args.width, **sizes)
+    uncut = BertModel(config, add_pooling_layer=False)
+    small = cut(uncut, args.keep)
+    return uncut, small, plain_like(small, args.keep), plain_like(uncut, args.heads)
+
+
+def vit(args: argparse.Namespace) -> Four:
+    """ViT, whose small one is configured."""
+    from transformers import ViTConfig, ViTModel
+
+    def build(n_heads: int) -> nn.Module:
+        config = ViTConfig(
+            hidden_size=args.width,
+            num_hidden_layers=args.layers,
+            num_attention_heads=n_heads,
+            intermediate_size=4 * args.width,
+            image_size=16 if args.small else 224,
+            patch_size=8 if args.small else 16,
+            head_dim=args.width // args.heads,
+        )
+        return ViTModel(config, add_pooling_layer=False)
+
+    return configured(build, args)
+
+
+def llama(args: argparse.Namespace) -> Four:
+    """Llama with two query heads a group, whose small one is configured."""
+    return configured(lambda n_heads: _llama(args, n_heads, n_heads // 2), args)
+
+
+def llama_free(args: argparse.Namespace) -> Four:
+    """Llama with all of one group and one query head of the others, against as many heads in pairs."""
+    torch.manual_seed(0)
+    uncut = _llama(args, args.heads, args.heads // 2)
+    sites = hp.find_sites(uncut, policy="free")
+    heads = [0, 1, *range(2, 2 * (args.keep - 1), 2)][: args.keep]
+    mask = HeadMask.from_keep({s.name: heads for s in sites}, {s.name: s.n_query_heads for s in sites})
+    small = copy.deepcopy(uncut)
+    hp.prune_(small, mask, sites=sites)
+    # One key/value head a query head holds every pair of the two, so that it can be given the same weights.
+    native = _llama(args, args.keep, args.keep)
+    state = small.state_dict()
+    rows = torch.tensor([0, *range(args.keep - 1)])
+    for name, tensor in state.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            state[name] = tensor.unflatten(0, (args.keep - 1, -1))[rows].flatten(0, 1)
+    native.load_state_dict(state)
+    return uncut, small, native, copy.deepcopy(uncut)
+
+
+def _llama(args: argparse.Namespace, n_heads: int, n_kv_heads: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv_heads,
+        intermediate_size=4 * args.width,
+        head_dim=args.width // args.heads,
+        use_cache=False,
+    )
+    return LlamaModel(config)
+
+
+def configured(build: Callable[[int], nn.Module], args: argparse.Namespace) -> Four:
+    """A class that can be configured with fewer heads: uncut, cut, configured small, and the uncut one again."""
+    torch.manual_seed(0)
+    uncut = build(args.heads)
+    small, native = cut(uncut, args.keep), build(args.keep)
+    native.load_state_dict(small.state_dict())
+    return uncut, small, native, copy.deepcopy(uncut)
+
+
+def cut(model: nn.Module, kept: int) -> nn.Module:
+    """A copy whose layers keep their last heads."""
+    sites = hp.find_sites(model)
+    n_heads = {site.name: site.n_query_heads for site in sites}
+    small = copy.deepcopy(model)
+    hp.prune_(small, HeadMask.from_keep({name: range(n - kept, n) for name, n in n_heads.items()}, n_heads))
+    return small
+
+
+class PlainLayer(nn.Module):
+    """Attention and feed-forward with norms after them, as in BERT."""
+
+    def __init__(self, width: int, n_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.query, self.key, self.value = (nn.Linear(width, n_heads * head_dim) for _ in range(3))
+        self.output = nn.Linear(n_heads * head_dim, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm_1, self.norm_2 = (nn.LayerNorm(width, eps=1e-12) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ways = (self.query, self.key, self.value)
+        q, k, v = (way(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for way in ways)
+        heads = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = self.norm_1(x + self.output(heads))
+        out: Tensor = self.norm_2(x + self.down(gelu(self.up(x))))
+        return out
+
+
+class PlainEncoder(nn.Module):
+    """BERT without options: tokens, positions, one sentence, no padding."""
+
+    def __init__(self, vocabulary: int, width: int, n_layers: int, n_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
+        self.sentence = nn.Parameter(torch.zeros(width))
+        self.norm = nn.LayerNorm(width, eps=1e-12)
+        self.layers = nn.Sequential(*(PlainLayer(width, n_heads, head_dim) for _ in range(n_layers)))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = self.positions.weight[: input_ids.shape[1]]
+        out: Tensor = self.layers(self.norm(self.tokens(input_ids) + self.sentence + positions))
+        return out
+
+
+@torch.no_grad()
+def plain_like(model: Any, n_heads: int) -> PlainEncoder:
+    """The plain encoder with a BERT's sizes and weights."""
+    config, embeddings = model.config, model.embeddings
+    head_dim = model.encoder.layer[0].attention.self.attention_head_size
+    plain = PlainEncoder(config.vocab_size, config.hidden_size, config.num_hidden_layers, n_heads, head_dim)
+    plain.sentence.copy_(embeddings.token_type_embeddings.weight[0])
+    parts = [(plain.tokens, embeddings.word_embeddings), (plain.positions, embeddings.position_embeddings)]
+    parts.append((plain.norm, embeddings.LayerNorm))
+    for ours, theirs in zip(plain.layers, model.encoder.layer, strict=True):
+        own, attention = theirs.attention.self, theirs.attention.output
+        parts += [(ours.query, own.query), (ours.key, own.key), (ours.value, own.value), (ours.output, attention.dense)]
+        parts += [(ours.norm_1, attention.LayerNorm), (ours.norm_2, theirs.output.LayerNorm)]
+        parts += [(ours.up, theirs.intermediate.dense), (ours.down, theirs.output.dense)]
+    for mine, given in parts:
+        mine.load_state_dict(given.state_dict())
+    return plain
+
+
+def tokens(args: argparse.Namespace, batch: int, length: int, device: torch.device, kind: torch.dtype) -> Any:
+    return {"input_ids": torch.arange(batch * length, device=device).view(batch, length) % 1000}
+
+
+def images(args: argparse.Namespace, batch: int, length: int, device: torch.device, kind: torch.dtype) -> Any:
+    """Of the size that the model is for, whatever ``length`` says."""
+    side = 16 if args.small else 224
+    return {
+        "pixel_values": torch.linspace(-1, 1, batch * 3 * side * side, device=device, dtype=kind).view(
+            batch, 3, side, side
+        )
+    }
+
+
+SUBJECTS: dict[str, Callable[[argparse.Namespace], Four]] = {
+    "bert": bert,
+    "vit": vit,
+    "llama": llama,
+    "llama, free": llama_free,
+}
+INPUTS: dict[str, Callable[..., Any]] = {"bert": tokens, "vit": images, "llama": tokens}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""ONNX Runtime: in fp32, with dynamic INT8 and with static INT8, of the uncut or of our cut model's ONNX file."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from protocol import Cut, Job, Run, main, pretrained, running
+from torch import Tensor
+
+
+def cut(job: Job) -> Cut:
+    job.only_cpu("this package of ONNX Runtime")
+    base, out = pretrained(job.base, job.device), job.out / "model.onnx"
+    start = perf_counter()
+    WAYS[job.settings["way"]](job, str(job.given), str(out))
+    seconds = {"cut": perf_counter() - start}
+
+    def save(folder: Path) -> str:
+        shutil.copy(out, folder / "model.onnx")
+        return "an ONNX file"
+
+    return Cut(running(base), session(out, job.threads), save, seconds)
+
+
+def fp32(job: Job, source: str, out: str) -> None:
+    shutil.copy(source, out)
+
+
+def dynamic(job: Job, source: str, out: str) -> None:
+    quantization: Any = importlib.import_module("onnxruntime.quantization")
+    quantization.quantize_dynamic(prepared(job, source), out, per_channel=True)
+
+
+def static(job: Job, source: str, out: str) -> None:
+    """Quantise and dequantise nodes around matrix products, ranges of the calibration rows, weights per channel."""
+    quantization: Any = importlib.import_module("onnxruntime.quantization")
+
+    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            batches = job.batches("calibration")[: job.settings["batches"]]
+            self.rows: Iterator[dict[str, Any]] = iter([{k: v.numpy() for k, v in b.items()} for b in batches])
+
+        def get_next(self) -> dict[str, Any] | None:
+            return next(self.rows, None)
+
+    types = ["MatMul", "Gemm"]
+    quantization.quantize_static(prepared(job, source), out, Reader(), per_channel=True, op_types_to_quantize=types)
+
+
+def prepared(job: Job, source: str) -> str:
+    """Optimised first, as its manual asks, and without the exporter's shapes, at which dynamic quantisation stops."""
+    onnx: Any = importlib.import_module("onnx")
+    inference: Any = importlib.import_module("onnxruntime.quantization.shape_inference")
+    found = str(job.out / "prepared.onnx")
+    inference.quant_pre_process(source, found, skip_symbolic_shape=True)
+    model = onnx.load(found)
+    del model.graph.value_info[:]
+    onnx.save(model, found)
+    return found
+
+
+WAYS = {"fp32": fp32, "dynamic": dynamic, "static": static}
+
+
+def session(path: Path, threads: int) -> Run:
+    """An ONNX file's logits, in ONNX Runtime on the CPU."""
+    runtime: Any = importlib.import_module("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    made = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def run(inputs: dict[str, Tensor]) -> Any:
+        return made.run(None, {k: v.numpy() for k, v in inputs.items()})[0]
+
+    return run
+
+
+def load(job: Job, folder: Path) -> Run:
+    return session(folder / "model.onnx", job.threads)
+
+
+if __name__ == "__main__":
+    main(cut, load)

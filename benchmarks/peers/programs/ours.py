@@ -1,0 +1,71 @@
+"""headprune itself, and the presets of two papers: score, select, cut, and recover without or with training."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import training
+from protocol import Cut, Job, Run, head_width, heads_left, main, pretrained, running
+
+import headprune as hp
+from headprune.run.presets import PRESETS
+from headprune.run.validate import configured
+
+
+def cut(job: Job) -> Cut:
+    base, steps = pretrained(job.base, job.device), method(job.settings)
+    batches = job.batches("calibration", labels=True)
+    start = perf_counter()
+    scores = hp.score(base, batches, steps["score"], progress=False)
+    seconds = {"score": perf_counter() - start}
+    start = perf_counter()
+    plan = hp.select(scores, hp.Budget(keep_heads=job.kept), steps["select"])
+    small = copy.deepcopy(base)
+    hp.prune_(small, plan)
+    for step in steps["recover"]:
+        hp.recover_(small, batches, step, base)
+    seconds["cut"] = perf_counter() - start
+    if distill := job.settings.get("distill"):
+        start = perf_counter()
+        training.train_(small, job, teacher=base, distill=distill)
+        seconds["train"] = perf_counter() - start
+    small.eval()
+
+    def save(folder: Path) -> str:
+        hp.save_pretrained(small, folder)
+        return "headprune.save_pretrained, headprune.from_pretrained"
+
+    return Cut(running(base), running(small), save, seconds, heads_left(small, head_width(base)))
+
+
+def method(settings: dict[str, Any]) -> dict[str, Any]:
+    """Scorer, selector and recoveries: of a preset, or our own."""
+    if name := settings.get("preset"):
+        preset = PRESETS[name]
+        parts = ((hp.scoring.registry, preset.score), (hp.selection.registry, preset.select))
+        score, select = (_configured(registry, part) for registry, part in parts)
+        return {
+            "score": score,
+            "select": select,
+            "recover": [_configured(hp.recovery.registry, step) for step in preset.recover],
+        }
+    refit = hp.recovery.Lstsq(feed_forward=True)
+    return {"score": settings["scorer"], "select": settings["selector"], "recover": [refit]}
+
+
+def _configured(registry: Any, part: Any) -> Any:
+    named = {**part}
+    settings = dict(named.pop("settings"))
+    (name,) = named.values()
+    return configured(registry, name, settings)
+
+
+def load(job: Job, folder: Path) -> Run:
+    return running(hp.from_pretrained(folder).to(job.device).eval())
+
+
+if __name__ == "__main__":
+    main(cut, load)

@@ -1,0 +1,75 @@
+"""A plain smaller BERT or ViT with as many multiply-adds, trained as the base model was: what anyone could do instead.
+
+It keeps the first layers of the pretrained model, as many as the cut model's multiply-adds pay for, rounded up, and
+narrows their feed-forwards (neurons of the largest weights stay) until the multiply-adds are those of the cut model.
+A layer of width D with feed-forward F at T tokens takes ``4 D² + 2 T D + 2 D F`` a token; a layer that keeps the share
+s of its heads, ``s (4 D² + 2 T D) + 2 D F``.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import training
+from protocol import Cut, Job, Run, main, pretrained, running, saving
+from torch import nn
+
+
+def cut(job: Job) -> Cut:
+    base = pretrained(job.base, job.device)
+    start = perf_counter()
+    small: Any = pretrained(Path(job.settings["before"]), job.device)  # before it was fine-tuned
+    layers, inner = shape(small.config, job.kept / job.heads, job.settings["tokens"])
+    stack = next(m for m in small.modules() if isinstance(m, nn.ModuleList))
+    del stack[layers:]
+    for layer in stack:
+        narrow_(*feed_forward(layer), inner)
+    small.config.num_hidden_layers, small.config.intermediate_size = layers, inner
+    seconds = {"cut": perf_counter() - start}
+    start = perf_counter()
+    training.train_(small, job, base, job.settings["distill"])
+    seconds["train"] = perf_counter() - start
+    notes = [f"{layers} layers with feed-forwards of {inner}"]
+    return Cut(running(base), running(small.eval()), saving(small), seconds, notes=notes)
+
+
+def shape(config: Any, share: float, tokens: int) -> tuple[int, int]:
+    """Layers, and their feed-forward's width, with the multiply-adds of all layers with a ``share`` of their heads.
+
+    >>> from types import SimpleNamespace
+    >>> shape(SimpleNamespace(hidden_size=4, intermediate_size=16, num_hidden_layers=6), 1.0, 8)
+    (6, 16)
+    """
+    width, inner = config.hidden_size, config.intermediate_size
+    attention = 4 * width**2 + 2 * tokens * width
+    whole = attention + 2 * width * inner
+    left = config.num_hidden_layers * (share * attention + 2 * width * inner)
+    layers = math.ceil(left / whole - 1e-9)
+    return layers, round((left / layers - attention) / (2 * width))
+
+
+def feed_forward(layer: Any) -> tuple[nn.Linear, nn.Linear]:
+    """Of a BERT's layer or a ViT's."""
+    return (layer.mlp.fc1, layer.mlp.fc2) if hasattr(layer, "mlp") else (layer.intermediate.dense, layer.output.dense)
+
+
+def narrow_(first: nn.Linear, second: nn.Linear, inner: int) -> None:
+    """Keeps the neurons with the largest product of norms."""
+    size = first.weight.norm(dim=1) * second.weight.norm(dim=0)
+    keep = size.argsort(descending=True)[:inner].sort().values
+    with torch.no_grad():
+        first.weight, first.bias = nn.Parameter(first.weight[keep]), nn.Parameter(first.bias[keep])
+        second.weight = nn.Parameter(second.weight[:, keep])
+    first.out_features = second.in_features = inner
+
+
+def load(job: Job, folder: Path) -> Run:
+    return running(pretrained(folder, job.device))
+
+
+if __name__ == "__main__":
+    main(cut, load)

@@ -1,0 +1,74 @@
+"""TextPruner's ``TransformerPruner`` with its own iterative scores, heads alone, an uneven number a layer."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from protocol import Cut, Job, Run, head_width, heads_left, main, pretrained, running
+from torch import Tensor
+
+
+def cut(job: Job) -> Cut:
+    package = importlib.import_module("textpruner")
+    base = pretrained(job.base, job.device)
+    small = copy.deepcopy(base)
+    general = package.GeneralConfig(use_device=job.device, output_dir=str(job.out / "textpruner"))
+    target = package.TransformerPruningConfig(
+        target_ffn_size=base.config.intermediate_size,
+        target_num_of_heads=heads_a_layer(job.kept, base.config.num_hidden_layers),
+        n_iters=job.settings["iterations"],
+        pruning_method="iterative",
+        head_even_masking=False,
+    )
+    batches = job.batches("calibration", labels=True)
+    pruner = package.TransformerPruner(small, target, general)
+    scoring = 0.0
+    score = pruner.get_importance_score
+
+    def timed(*args: object, **named: object) -> object:
+        nonlocal scoring
+        start = perf_counter()
+        found = score(*args, **named)
+        scoring += perf_counter() - start
+        return found
+
+    pruner.get_importance_score = timed
+    start = perf_counter()
+    pruner.prune(batches, save_model=False)
+    seconds = {"score": scoring, "cut": perf_counter() - start - scoring}
+    small.eval()
+    example = job.batches("test", size=2)[0]
+
+    def save(folder: Path) -> str:
+        """TorchScript, as its manual says for uneven heads."""
+        pruner.output_dir = pruner.general_config.output_dir = str(folder)
+        pruner.save_jit_model((example["input_ids"], example["attention_mask"]), "traced")
+        return "save_jit_model (TorchScript), torch.jit.load"
+
+    return Cut(running(base), running(small), save, seconds, heads_left(small, head_width(base)))
+
+
+def heads_a_layer(kept: int, layers: int) -> int:
+    if kept % layers:
+        raise ValueError(f"target_num_of_heads must be whole heads a layer on average, not {kept} in {layers} layers")
+    return kept // layers
+
+
+def load(job: Job, folder: Path) -> Run:
+    model = torch.jit.load(str(folder / "traced" / "pytorch_model.ts"), map_location=job.device).eval()
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        with torch.inference_mode():
+            found = model(inputs["input_ids"], inputs["attention_mask"])
+        logits: Tensor = found["logits"] if isinstance(found, dict) else found[0]
+        return logits
+
+    return run
+
+
+if __name__ == "__main__":
+    main(cut, load)

@@ -1,0 +1,157 @@
+"""Who takes part: a program, an environment and settings each. A new peer is an entry here and a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: The environment that the runner itself runs in.
+OWN = "headprune"
+REFERENCE = "headprune"
+TITLES = {"sst2": "MiniLM on SST-2", "trec": "MiniLM on TREC", "digits": "a small ViT on digits"}
+TEXT, IMAGE = ("sst2", "trec"), ("digits",)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to a smaller or faster model.
+
+    Args:
+        name: In the table.
+        program: File of ``programs``, without its ending.
+        about: A line for the page.
+        environment: One of ``environments.py``; by default the runner's own.
+        settings: For the program.
+        tasks: That it can do.
+        given: What it starts from in place of the base model: ``onnx``, or ``headprune`` for what that peer made of the
+            same rows with as many heads, or ``headprune.onnx``.
+        cuts: Has a row for every number of heads; else one for the whole model.
+        draws: At most so many draws of calibration rows, where its result does not depend on them or training costs.
+        trains: Trains as long as the base model was trained.
+    """
+
+    name: str
+    program: str
+    about: str
+    environment: str = OWN
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tasks: tuple[str, ...] = TEXT + IMAGE
+    given: str | None = None
+    cuts: bool = True
+    draws: int | None = None
+    trains: bool = False
+
+
+_TAYLOR = {"scorer": "taylor", "selector": "global_topk"}
+_TRAINED = "trained as long as the base model"
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("unpruned", "unpruned", "the base model", cuts=False, draws=1),
+        Peer("headprune", "ours", "`taylor`, `global_topk`, `lstsq` with the feed-forward", settings=_TAYLOR),
+        Peer(
+            "headprune, trained",
+            "ours",
+            f"the same, then {_TRAINED}, with its logits",
+            settings={**_TAYLOR, "distill": 1.0},
+            draws=1,
+            trains=True,
+        ),
+        Peer("flap2024", "ours", "FLAP, heads only, by our parts", settings={"preset": "flap2024"}),
+        Peer("kwon2022", "ours", "Kwon et al., heads only, by our parts", settings={"preset": "kwon2022"}),
+        Peer(
+            "Transformers 4 prune_heads",
+            "bertology",
+            "`prune_heads` with the scores of the bertology example, a tenth at a time",
+            environment="transformers4",
+            settings={"step": 0.1},
+        ),
+        Peer(
+            "Transformers 5 prune_heads",
+            "bertology",
+            "the same program on today's Transformers",
+            settings={"step": 0.1},
+            draws=1,
+        ),
+        Peer(
+            "TextPruner",
+            "text_pruner",
+            "its own iterative scores, uneven heads, feed-forwards left alone",
+            environment="textpruner",
+            settings={"iterations": 8},
+            tasks=TEXT,
+        ),
+        Peer(
+            "Torch-Pruning, uniform",
+            "torch_pruning_heads",
+            "Taylor importance, the same number of heads in every layer",
+            environment="torch-pruning",
+            settings={"global": False},
+        ),
+        Peer(
+            "Torch-Pruning, global",
+            "torch_pruning_heads",
+            "Taylor importance over the whole model",
+            environment="torch-pruning",
+            settings={"global": True},
+        ),
+        Peer(
+            "onnxsim",
+            "onnxsim_heads",
+            "heads of the ONNX file, by the size of their weights",
+            environment="onnx",
+            settings={"importance": "weights", "fuse": False},
+            given="onnx",
+            draws=1,
+        ),
+        *(
+            Peer(
+                f"onnxsim, fused{', Wanda' if importance == 'wanda' else ''}",
+                "onnxsim_heads",
+                f"the same after ONNX Runtime has fused an older exporter's file, by {what}; run in ONNX Runtime",
+                environment="onnx",
+                settings={"importance": importance, "fuse": True},
+                draws=draws,
+            )
+            for importance, what, draws in (("weights", "weights", 1), ("wanda", "weights times activations", None))
+        ),
+        Peer(
+            "smaller architecture",
+            "smaller",
+            f"fewer layers with as many multiply-adds, {_TRAINED}",
+            settings={"tokens": 128, "distill": 0.0},
+            draws=1,
+            trains=True,
+        ),
+        Peer(
+            "smaller architecture, distilled",
+            "smaller",
+            "the same, with the base model's logits",
+            settings={"tokens": 128, "distill": 1.0},
+            draws=1,
+            trains=True,
+        ),
+        Peer("PyTorch INT8", "torch_int8", "dynamic INT8 of linear layers", cuts=False, draws=1),
+        Peer("headprune + PyTorch INT8", "torch_int8", "the same of our cut model", given="headprune"),
+        *(
+            Peer(
+                f"{start}ONNX Runtime {title}",
+                "onnx_runtime",
+                f"{about}{', of our cut model' if start else ''}",
+                environment="onnx",
+                settings={"way": way, "batches": 8},
+                given="headprune.onnx" if start else "onnx",
+                cuts=bool(start),
+                draws=None if start or way == "static" else 1,
+            )
+            for start in ("", "headprune + ")
+            for title, way, about in (
+                ("fp32", "fp32", "the ONNX file as it is"),
+                ("dynamic INT8", "dynamic", "dynamic INT8"),
+                ("static INT8", "static", "static INT8 with ranges of 256 calibration rows"),
+            )
+        ),
+    )
+}

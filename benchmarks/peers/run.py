@@ -1,0 +1,307 @@
+"""headprune beside what else one could use: the same weights, rows and judging code, every peer in its own environment.
+
+    python benchmarks/peers/environments.py --environments FOLDER
+    python benchmarks/peers/run.py --task sst2 --data path/to/sst2 --work runs/peers --environments FOLDER
+    python benchmarks/peers/run.py --task digits --work runs/peers --environments FOLDER
+    python benchmarks/peers/run.py --figure            # docs/peers.md, from the records
+
+The base model is trained once and written as a plain Transformers folder, the rows as arrays; a peer's program
+(``programs``) gets both with a job in JSON, makes its smaller model, and hands back logits, raw times, the saved model
+and what it took. A second process loads what was saved, alone. Times are rounds of the base model and the smaller one
+in turn, in one process. A peer that cannot do it has its error in the table.
+
+A row of the record is one peer with one number of heads and one draw of calibration rows, written as soon as it is
+there; a run that is started again goes on after the last one (``--again`` repeats rows with an error). Logits stay in
+``--work``, for the paired comparisons with headprune.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headprune.run.surroundings import git_commit
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import environments
+import judging
+import page
+import studies
+import subjects
+from roster import OWN, PEERS, REFERENCE, TITLES, Peer
+from studies import RECORDS, now
+from subjects import Subject
+
+HERE = Path(__file__).resolve().parent
+#: Heads kept by default, of 72 and of 32.
+BUDGETS = {"sst2": (36, 24), "trec": (36, 24), "digits": (16, 8)}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = studies.parser(__doc__, "peers", TITLES, [])
+    parser.add_argument("--environments", type=Path, help="folder of the peers' environments")
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128], help="tokens; images have their own")
+    parser.add_argument("--seconds", type=float, default=5.0, help="about how long each shape is timed")
+    parser.add_argument("--epochs", type=float, help="of training the base model; default: the task's own")
+    parser.add_argument("--judged", type=int, help="judge by the first so many rows only, to try the script")
+    parser.add_argument("--train-rows", type=int, help="peers that train see so many rows only, to try the script")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for one half of a job")
+    parser.add_argument("--again", action="store_true", help="try rows with an error again")
+    args = parser.parse_args(argv)
+    if not args.figure:
+        needed = ("task", "work", "environments", *(() if args.task == "digits" else ("data",)))
+        if lacking := [name for name in needed if getattr(args, name) is None]:
+            parser.error(f"give --{', --'.join(lacking)}, or --figure")
+        args.budgets = args.budgets or list(BUDGETS[args.task])
+        args.work = args.work.resolve()
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Runs what is missing from the record, or writes the page; returns the path that was written."""
+    args = arguments(argv)
+    if args.figure:
+        return page.write(args.records, args.docs)
+    subject = subjects.subject(args)
+    out: Path = args.out or RECORDS / f"peers-{args.task}{'-cuda' if args.device == 'cuda' else ''}.json"
+    record = begin(args, subject, out)
+    for peer, kept, seed in wanted(args):
+        name = (peer.name, kept, seed)
+        done = next((row for row in record["rows"] if key(row) == name), None)
+        if done is not None and not (args.again and "error" in done):
+            continue
+        row = measured(args, subject, peer, kept, seed)
+        record["rows"] = [other for other in record["rows"] if other is not done] + [row]
+        studies.keep(record, out)
+        print(f"{peer.name:40} {kept or '-':>3} {seed} {row.get('test', row.get('error'))}", flush=True)
+    record["compared"] = compared(args, subject, record["rows"])
+    studies.keep(record, out)
+    print(out)
+    return out
+
+
+def begin(args: argparse.Namespace, subject: Subject, out: Path) -> dict[str, Any]:
+    """The record without rows, or the one that lies at ``out``, if it is of the same model, rows and shapes."""
+    same: dict[str, Any] = {
+        "benchmark": "peers",
+        "task": args.task,
+        "model": args.model if args.task != "digits" else "digits-vit",
+        "weights": subject.weights,
+        "heads": subject.heads,
+        "rows_used": subject.rows,
+        "train": subject.train,
+        "shapes": [list(shape) for shape in shapes(args)],
+        "device_used": args.device,
+        "threads": args.threads,
+    }
+    return studies.begun(out, same, torch.device(args.device), git_commit=git_commit())
+
+
+def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
+    lengths = [0] if args.task == "digits" else args.lengths
+    return [(batch, length) for length in lengths for batch in args.batch_sizes]
+
+
+def wanted(args: argparse.Namespace) -> Iterator[tuple[Peer, int | None, int]]:
+    """Peer, heads kept and draw of every row; ours come before those that start from what they leave."""
+    for peer in sorted((PEERS[name] for name in args.peers), key=lambda peer: (peer.given or "").startswith(REFERENCE)):
+        if args.task in peer.tasks:
+            for kept in args.budgets if peer.cuts else [None]:
+                for seed in range(min(args.seeds, peer.draws or args.seeds)):
+                    yield peer, kept, seed
+
+
+def key(row: dict[str, Any]) -> tuple[str, int | None, int]:
+    return row["peer"], row["kept"], row["seed"]
+
+
+def measured(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int) -> dict[str, Any]:
+    """One row: what a peer did, or why it could not."""
+    row: dict[str, Any] = {"peer": peer.name, "kept": kept, "seed": seed, "environment": peer.environment}
+    try:
+        python = interpreter(args.environments, peer)
+        job = written(args, subject, peer, kept, seed)
+        cut = answer(args, python, peer, job, "cut")
+        row |= {k: cut[k] for k in ("versions", "seconds", "heads", "notes") if cut.get(k) is not None}
+        row |= judged(args, subject, job, cut)
+        row["loads_back"] = loaded(args, python, peer, job, cut)
+        row["memory_mib"] = {"cut": cut["memory"], "run": row["loads_back"].pop("memory", None)}
+    except Failure as error:
+        row["error"] = tidied(str(error), args)
+    return {**row, "created": now()}
+
+
+class Failure(Exception):
+    """A peer could not do it; the words are its row."""
+
+
+def tidied(text: str, args: argparse.Namespace) -> str:
+    """Without folders of this machine."""
+    for folder, word in ((args.work, "WORK"), (args.environments.resolve(), "ENVIRONMENTS"), (HERE, "peers")):
+        text = text.replace(str(folder), word)
+    return text.replace(sys.prefix, "PREFIX")
+
+
+def interpreter(folder: Path, peer: Peer) -> str:
+    """Python of the peer's environment."""
+    if peer.environment == OWN:
+        return sys.executable
+    state = environments.state(folder, peer.environment)
+    if not state:
+        raise Failure(f"no environment {peer.environment}: run benchmarks/peers/environments.py")
+    if not state["ok"]:
+        raise Failure(f"its environment cannot be made: {state['error']}")
+    return str(environments.python(folder, peer.environment))
+
+
+# ---------------------------------------------------------------------------------------------- one job
+
+
+def folder_of(args: argparse.Namespace, subject: Subject, name: str, kept: int | None, seed: int) -> Path:
+    """Where a job and its answers lie."""
+    plain = "".join(c if c.isalnum() else "-" for c in name)
+    return subject.folder / f"jobs-{args.device}" / f"{plain}-{kept or 'whole'}-{seed}"
+
+
+def written(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int) -> Path:
+    """The job's file, in a fresh folder."""
+    folder = folder_of(args, subject, peer.name, kept, seed)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    rows = {p: str(subject.file(p, seed)) for p in ("calibration", "train", "validation", "test")}
+    settings = dict(peer.settings)
+    if peer.program == "smaller":
+        settings["before"] = str(subject.before)
+    job = {
+        "base": str(subject.base),
+        "rows": rows,
+        "given": given(args, subject, peer, kept, seed),
+        "kept": kept,
+        "heads": subject.heads,
+        "settings": settings,
+        "train": subject.train,
+        "device": args.device,
+        "threads": args.threads,
+        "batch": 32,
+        "shapes": shapes(args),
+        "seconds": args.seconds,
+        "seed": seed,
+    }
+    path = folder / "job.json"
+    path.write_text(json.dumps(job, indent=1))
+    return path
+
+
+def given(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int) -> str | None:
+    """What a peer starts from in place of the base model."""
+    if peer.given is None:
+        return None
+    folder = subject.base
+    if peer.given.startswith(REFERENCE):
+        folder = folder_of(args, subject, REFERENCE, kept, seed) / "saved"
+        if not folder.is_dir():
+            raise Failure(f"{REFERENCE} left nothing to start from; run it first, with the same heads and draw")
+    if not peer.given.endswith("onnx"):
+        return str(folder)
+    try:
+        return str(subjects.onnx_file(folder, subject.file("test", 0), folder.parent / f"{folder.name}.onnx"))
+    except Exception as error:  # an exporter raises anything
+        raise Failure(f"no ONNX file: {type(error).__name__}: {' '.join(str(error).split())[:600]}") from error
+
+
+def answer(args: argparse.Namespace, python: str, peer: Peer, job: Path, half: str) -> dict[str, Any]:
+    """What a program left; its error, and its death, are raised."""
+    command = [python, str(HERE / "programs" / f"{peer.program}.py"), str(job), half]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(args.threads))
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | threads | {"HF_HUB_OFFLINE": "1"}
+    if peer.environment == OWN:
+        environ["PYTHONPATH"] = str(studies.ROOT)
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=args.timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"took more than {args.timeout:g} s") from None
+    found = job.with_name(f"{half}.json")
+    if done.returncode or not found.is_file():
+        raise Failure(f"exit status {done.returncode}: {' '.join(done.stderr.split())[-600:]}")
+    data: dict[str, Any] = json.loads(found.read_text())
+    if "error" in data:
+        raise Failure(data["error"])
+    return data
+
+
+def arrays(job: Path, half: str) -> dict[str, np.ndarray]:
+    with np.load(job.with_name(f"{half}.npz"), allow_pickle=False) as file:
+        return dict(file)
+
+
+def judged(args: argparse.Namespace, subject: Subject, job: Path, cut: dict[str, Any]) -> dict[str, Any]:
+    """Accuracy, speed and size on disk."""
+    logits = arrays(job, "cut")
+    found: dict[str, Any] = {}
+    for split in ("validation", "test"):
+        found[split] = round(float(judging.right(logits[split], subject.labels(split)).mean()), 5)
+    first = subject.first()
+    apart = float(np.abs(logits["base"] - first).max())
+    if not apart < 1e-2 * np.abs(first).max():
+        raise Failure(f"its base model is another one: logits differ by {apart:.2g}")
+    found["speed"] = [judging.speed(*pair) for pair in zip(shapes(args), cut["rounds"], strict=True)]
+    files = [path for path in job.with_name("saved").rglob("*") if path.is_file()]
+    found["bytes"] = sum(path.stat().st_size for path in files) or None
+    return found
+
+
+def loaded(args: argparse.Namespace, python: str, peer: Peer, job: Path, cut: dict[str, Any]) -> dict[str, Any]:
+    """Whether what was saved, loaded by a fresh process, says the same on the test rows."""
+    if "not_saved" in cut:
+        return {"ok": False, "error": tidied(cut["not_saved"], args)}
+    try:
+        found = answer(args, python, peer, job, "load")
+    except Failure as error:
+        return {"ok": False, "by": cut["saved_by"], "error": tidied(str(error), args)}
+    apart = float(np.abs(arrays(job, "load")["test"] - arrays(job, "cut")["test"]).max())
+    return {"ok": apart < 1e-3, "by": cut["saved_by"], "difference": apart, "memory": found["memory"]}
+
+
+def compared(args: argparse.Namespace, subject: Subject, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every peer against headprune with as many heads; what keeps all heads, against the base model."""
+    found = []
+    by = {key(row): row for row in rows if "error" not in row}
+    for name, kept in dict.fromkeys((peer, kept) for peer, kept, _ in by):
+        other = "unpruned" if kept is None else REFERENCE
+        seeds = [s for p, k, s in by if (p, k) == (name, kept)]
+        against = {s: s if (other, kept, s) in by else 0 for s in seeds}
+        if name == other or any((other, kept, s) not in by for s in against.values()):
+            continue
+        line: dict[str, Any] = {"peer": name, "kept": kept, "reference": other, "draws": len(seeds)}
+        for split in ("validation", "test"):
+            labels = subject.labels(split)
+            line[split] = judging.difference(
+                [
+                    tuple(
+                        judging.right(arrays(folder_of(args, subject, p, kept, s) / "job.json", "cut")[split], labels)
+                        for p, s in ((name, mine), (other, theirs))
+                    )
+                    for mine, theirs in against.items()
+                ]
+            )
+        found.append(line)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What all peers start from: a base model as a plain Transformers folder, its rows as arrays, and ONNX files.
+
+Nothing here is a pickle, so that environments with other versions can read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import headprune as hp
+from headprune.core.files import atomic_path
+from headprune.run.data import Data, load_rows
+from headprune.run.labels import number_labels
+from headprune.run.models import build_model
+from headprune.run.reading import locate
+from headprune.run.recipe import Recipe
+from headprune.run.validate import load_recipe
+from headprune.surgery.export import export_onnx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "programs"))
+from encoder_tasks import COLUMNS
+from protocol import FIRST, pretrained
+from scorers import drawn, encoder_recipe, fine_tuned
+
+_TRAINING = ("epochs", "learning_rate", "weight_decay", "warmup_ratio", "schedule")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained model and its data, laid out for other environments.
+
+    Args:
+        name: Of the task.
+        folder: Where it lies.
+        heads: Of the whole model.
+        weights: Fingerprint of the weights.
+        train: How it was trained: settings of ``Finetune``, and the batch size.
+        rows: Rows by purpose, for the record.
+    """
+
+    name: str
+    folder: Path
+    heads: int
+    weights: str
+    train: dict[str, Any]
+    rows: dict[str, int]
+
+    @property
+    def image(self) -> bool:
+        return self.name == "digits"
+
+    @property
+    def base(self) -> Path:
+        return self.folder / "base"
+
+    @property
+    def before(self) -> Path:
+        """The model before it was fine-tuned."""
+        return self.folder / "before"
+
+    def file(self, purpose: str, seed: int) -> Path:
+        return self.folder / (f"calibration-{seed}.npz" if purpose == "calibration" else f"{purpose}.npz")
+
+    def first(self) -> np.ndarray:
+        """The base model's logits of the first test rows, which every environment must give."""
+        with np.load(self.folder / "first.npz", allow_pickle=False) as file:
+            return file["logits"]
+
+    def labels(self, purpose: str) -> np.ndarray:
+        with np.load(self.file(purpose, 0), allow_pickle=False) as file:
+            return file["label"]
+
+
+def subject(args: Any) -> Subject:
+    """Trains what is not trained yet, and writes what peers read."""
+    recipe = recipe_of(args)
+    model, data = fine_tuned(recipe, args.work)
+    model = model.cpu()
+    mark = hp.score(model, None, "random").model
+    assert mark is not None
+    assert recipe.train is not None
+    amounts = [args.calibration, args.judged, args.train_rows, args.seeds]
+    digest = hashlib.sha256(json.dumps([mark.weights, *amounts]).encode()).hexdigest()[:16]
+    folder = args.work / f"subject-{args.task}-{digest}"
+    if not folder.is_dir():
+        unfinished = args.work / f".unfinished-subject-{digest}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        model.save_pretrained(unfinished / "base")
+        build_model(recipe, number_labels(recipe, load_rows(recipe)).labels).save_pretrained(unfinished / "before")
+        parts = {"train": data.examples["train"][: args.train_rows]}
+        parts |= {split: data.examples[split][: args.judged] for split in ("validation", "test")}
+        for purpose, rows in parts.items():
+            _write(data, rows, unfinished / f"{purpose}.npz")
+        for seed in range(args.seeds):
+            _save(_joined(_calibration(args, data, seed)), unfinished / f"calibration-{seed}.npz")
+        rows = data.collate(parts["test"][:FIRST])
+        with torch.inference_mode():
+            logits = model.eval()(**{k: v for k, v in rows.items() if k != "labels"}).logits
+        _save({"logits": logits.numpy()}, unfinished / "first.npz")
+        unfinished.rename(folder)
+    train = {key: getattr(recipe.train, key) for key in (*_TRAINING, "batch_size")}
+    counts = {p: len(np.load(folder / f"{p}.npz")["label"]) for p in ("train", "validation", "test")}
+    heads = sum(len(site.heads) for site in hp.find_sites(model))
+    return Subject(args.task, folder, heads, mark.weights, train, {**counts, "calibration": args.calibration})
+
+
+def recipe_of(args: Any) -> Recipe:
+    """How the base model is made."""
+    if args.task == "digits":
+        more = [] if args.epochs is None else [f"train.epochs={args.epochs}"]
+        return load_recipe(locate("digits-vit"), [f"device={args.device}", *more])
+    column, epochs = COLUMNS[args.task]
+    epochs = epochs if args.epochs is None else args.epochs
+    return encoder_recipe(column, args.model, args.data, epochs, args.device)
+
+
+def onnx_file(folder: Path, rows: Path, out: Path) -> Path:
+    """The ONNX file of a model in a folder, of ours or of Transformers', proven equal; made once."""
+    if not out.is_file():
+        ours = (folder / "headprune.json").is_file()
+        model = hp.from_pretrained(folder).eval() if ours else pretrained(folder, "cpu")
+        with np.load(rows, allow_pickle=False) as file:
+            example = {k: torch.from_numpy(v[:4]) for k, v in file.items() if k != "label"}
+        with atomic_path(out) as temporary:
+            export_onnx(model, example, temporary)
+    return out
+
+
+def _calibration(args: Any, data: Data, seed: int) -> list[dict[str, torch.Tensor]]:
+    """A draw of training rows; of text, rows of like length together."""
+    if args.task != "digits":
+        return drawn(data, args.calibration, args.calibration, seed)
+    train = data.examples["train"]
+    return [data.collate(random.Random(seed).sample(train, min(args.calibration, len(train))))]
+
+
+def _write(data: Data, rows: list[Any], path: Path) -> None:
+    _save(_joined([data.collate(rows)]), path)
+
+
+def _joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
+    """Batches as one, padded on the right with zeros, which masks leave out."""
+    found: dict[str, np.ndarray] = {}
+    for name in batches[0]:
+        values = [batch[name].numpy() for batch in batches]
+        if values[0].ndim == 2:
+            widest = max(v.shape[1] for v in values)
+            values = [np.pad(v, ((0, 0), (0, widest - v.shape[1]))) for v in values]
+        found["label" if name in ("labels", "label") else name] = np.concatenate(values)
+    return found
+
+
+def _save(arrays: dict[str, np.ndarray], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **arrays)

@@ -1,0 +1,393 @@
+"""docs/tradeoff.md, its figure, and the README's block about it, from the records alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from headprune.core.files import write_atomic
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import studies
+
+PAGE, PICTURE = "tradeoff.md", "tradeoff.svg"
+NONE = "no GPU record yet"
+TITLES = {"sst2": "SST-2, accuracy", "trec": "TREC, accuracy", "stsb": "STS-B, Spearman"}
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+
+def draw(records: Path, docs: Path) -> Path:
+    """Writes the page and the figure, from every record there is."""
+    found = drawable(tradeoffs(records))
+    if found:
+        picture(found, docs / PICTURE)
+    return write_atomic(docs / PAGE, page(records).encode())
+
+
+def tradeoffs(records: Path) -> list[Record]:
+    """The records of this study; those of its first form have no rows of their own."""
+    found = _read(records, "tradeoff-*.json")
+    return [record for record in found if isinstance(record["rows"], list)]
+
+
+def drawable(records: list[Record]) -> list[Record]:
+    """Those with both axes of the figure."""
+    return [record for record in records if of(record, "speed") and of(record, "quality")]
+
+
+def _read(records: Path, pattern: str) -> list[Record]:
+    return [json.loads(path.read_text()) for path in sorted(records.glob(pattern))]
+
+
+def page(records: Path) -> str:
+    """Markdown; every number is computed from the records."""
+    found = tradeoffs(records)
+    lines = [
+        "# Speed against accuracy",
+        "",
+        "Written by `make docs-figures` from the records in `benchmarks/records`; do not edit. How each number is",
+        "measured is said by the scripts: `benchmarks/tradeoff.py`, `native.py`, `scoring_cost.py`, `startup.py`.",
+        "",
+        "A speed is the time of the whole model over the time of the cut one, in the same run: 2 is twice as fast. In",
+        "brackets are 95 % intervals. *Limit* is what multiply-adds alone would allow; norms, softmax and everything",
+        "that a cut leaves as it is do not count as multiply-adds, and keep a model below it.",
+    ]
+    if drawable(found):
+        lines += ["", f"![quality against speed, by heads kept]({PICTURE})"]
+    if not found:
+        lines += ["", "No record of `benchmarks/tradeoff.py` yet."]
+    for record in found:
+        lines += ["", f"## {title(record)}", "", machine(record), "", *accuracy(record), *sizes(record)]
+        lines += [*speed(record), *long_inputs(record), *cache(record)]
+    if not any(record["device"] == "cuda" for record in found):
+        lines += ["", "## On a GPU", "", f"Trade-off: {NONE}."]
+    lines += [*natives(records), *scoring(records), *startup(records)]
+    return "\n".join(lines) + "\n"
+
+
+def title(record: Record) -> str:
+    return f"{TITLES.get(record['task'], record['task'])}, on {record.get('gpu', 'a CPU')}"
+
+
+def machine(record: Record) -> str:
+    hardware, versions = record["hardware"], record["versions"]
+    where = hardware.get("gpu") or f"{hardware['processor']}, {hardware['threads']} threads"
+    return f"{where}; torch {versions['torch']}, transformers {versions['transformers']}; {record['created'][:10]}."
+
+
+def of(record: Record, what: str, **wanted: Any) -> list[Row]:
+    """Rows of a kind that were measured."""
+    rows = [row for row in record["rows"] if row["what"] == what and "error" not in row]
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def distinct(rows: Iterable[Row], *names: str) -> list[Any]:
+    found = dict.fromkeys(tuple(row[name] for name in names) for row in rows)
+    return [key[0] if len(names) == 1 else key for key in found]
+
+
+def table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
+    rule = ["---"] * left + ["---:"] * (len(head) - left)
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+
+
+# ------------------------------------------------------------------------------------------------ accuracy and size
+
+
+def accuracy(record: Record) -> list[str]:
+    rows = of(record, "quality")
+    if not rows:
+        return []
+    budgets = sorted(distinct(rows, "kept"), reverse=True)
+    lines = [
+        f"All {record['heads']} heads: {record['base']:.3f}, on {record['judged']} test rows. Mean ± standard",
+        "deviation over draws of calibration rows; in brackets the interval of the difference from the base, paired",
+        "over examples, the mean of its ends over draws.",
+        "",
+    ]
+    body = []
+    for way in distinct(rows, "way"):
+        cells = []
+        for kept in budgets:
+            draws = of(record, "quality", way=way, kept=kept)
+            cells.append(_quality(draws) if draws else "")
+        body.append([way, *cells])
+    return [*lines, *table(["", *(f"{kept} kept" for kept in budgets)], body)]
+
+
+def _quality(draws: list[Row]) -> str:
+    low, high = (statistics.fmean(row["against_base"][end] for row in draws) for end in ("low", "high"))
+    return f"{studies.spread([row['quality'] for row in draws])} [{low:+.3f}, {high:+.3f}]"
+
+
+def sizes(record: Record) -> list[str]:
+    rows = of(record, "sizes")
+    if not rows:
+        return []
+    names = [name for name in rows[0] if name not in ("what", "kept", "created", "heads")]
+    body = [[f"{rows[0]['heads'][0]:.0f}", *(f"{rows[0][name][0]:,.0f}" for name in names)]]
+    body += [[f"{row['heads'][1]:.0f}", *(f"{row[name][1]:,.0f}" for name in names)] for row in rows]
+    return ["", *table(["heads", *names], body, left=0)]
+
+
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def speed(record: Record) -> list[str]:
+    lines: list[str] = []
+    for way in distinct(of(record, "speed"), "dtype", "attention", "compiled"):
+        rows = of(record, "speed", **dict(zip(("dtype", "attention", "compiled"), way, strict=True)))
+        budgets = sorted(distinct(rows, "kept"), reverse=True)
+        lines += ["", f"### {way_words(*way)}", "", *break_even(rows), "", *times(rows, budgets)]
+    return [*lines, *headline(record)] if lines else []
+
+
+def way_words(dtype: str, attention: str, compiled: bool) -> str:
+    return f"{dtype}, {attention} attention, {'torch.compile' if compiled else 'eager mode'}"
+
+
+def times(rows: list[Row], budgets: list[int]) -> list[str]:
+    head = ["tokens", "batch", "whole, ms p50 (p90)", "examples/s"]
+    head += [word for kept in budgets for word in (f"{kept} kept: ms p50 (p90)", "speed", "limit")]
+    memory = any("peak_bytes" in row for row in rows)
+    joules = any(any(row.get("joules_an_example") or []) for row in rows)
+    head += ["peak MiB, whole to smallest"] * memory + ["J/example, whole to smallest"] * joules
+    body = []
+    for length, batch in sorted(distinct(rows, "length", "batch")):
+        found = {row["kept"]: row for row in rows if (row["length"], row["batch"]) == (length, batch)}
+        first, last = found[max(found)], found[min(found)]
+        cells = [str(length), str(batch), _ms(first, "original"), f"{first['throughput'][0]:,.1f}"]
+        for kept in budgets:
+            row = found.get(kept)
+            cells += [_ms(row, "pruned"), _ratio(row), f"{row['limit']:.2f}"] if row else ["", "", ""]
+        if memory:
+            peaks = last.get("peak_bytes")
+            cells.append(" to ".join(f"{n / 2**20:.0f}" for n in peaks) if peaks else "")
+        if joules:
+            spent = last.get("joules_an_example") or [None]
+            cells.append(" to ".join(f"{n:.3g}" for n in spent) if all(spent) else "")
+        body.append(cells)
+    return table(head, body, left=0)
+
+
+def _ms(row: Row, which: str) -> str:
+    return f"{1000 * row[f'{which}_p50']:.3g} ({1000 * row[f'{which}_p90']:.3g})"
+
+
+def _ratio(row: Row) -> str:
+    return f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+
+
+def break_even(rows: list[Row]) -> list[str]:
+    """From which batch on the cut model is surely faster, where it is surely slower, and where neither can be said."""
+    lines = []
+    for kept in sorted(distinct(rows, "kept"), reverse=True):
+        said = []
+        for length in sorted(distinct(rows, "length")):
+            cells = sorted((r for r in rows if (r["kept"], r["length"]) == (kept, length)), key=lambda r: r["batch"])
+            said.append(f"{length} tokens: {_in_words(cells)}")
+        lines.append(f"- With {kept} heads kept. {'; '.join(said)}.")
+    return lines
+
+
+def _in_words(cells: list[Row]) -> str:
+    """One length, batches in ascending order."""
+    if all(row["low"] > 1 for row in cells):
+        return f"faster at every batch size ({cells[0]['batch']} to {cells[-1]['batch']})"
+    words = []
+    if cells[-1]["low"] > 1:
+        start = next(i for i in range(len(cells)) if all(row["low"] > 1 for row in cells[i:]))
+        words.append(f"faster from batch {cells[start]['batch']} on")
+        cells = cells[:start]
+    kinds = {
+        "faster": [row["batch"] for row in cells if row["low"] > 1],
+        "not faster: slower": [row["batch"] for row in cells if row["high"] < 1],
+        "no difference shown": [row["batch"] for row in cells if row["low"] <= 1 <= row["high"]],
+    }
+    words += [f"{kind} at batch {', '.join(map(str, batches))}" for kind, batches in kinds.items() if batches]
+    return ", ".join(words)
+
+
+def headline(record: Record) -> list[str]:
+    """The encoder at batch 32 of 128 tokens with a third of its heads, next to what multiply-adds allow."""
+    third = record["heads"] // 3
+    rows = of(record, "speed", kept=third, batch=32, length=128)
+    lines = []
+    for row in rows:
+        way = way_words(row["dtype"], row["attention"], row["compiled"])
+        share = row["ratio"] / row["limit"]
+        lines.append(f"- {way}: {_ratio(row)} of a limit of {row['limit']:.2f}, a share of {share:.2f}.")
+    intro = f"Batch 32 of 128 tokens, {record['heads'] - third} of {record['heads']} heads gone:"
+    return ["", intro, "", *lines] if lines else []
+
+
+def long_inputs(record: Record) -> list[str]:
+    """The attention part, predicted by a latency table, and the model, measured, at long inputs."""
+    body = []
+    for row in of(record, "attention"):
+        ms = " to ".join(f"{1000 * seconds:.3g}" for seconds in row["attention_seconds"])
+        part = [f"{row['attention_ratio']:.2f}", f"{row['attention_limit']:.2f}"]
+        model = [_ratio(row["model"]), f"{row['limit']:.2f}"]
+        body.append([str(row["length"]), str(row["batch"]), str(row["kept"]), ms, *part, *model])
+    head = ["tokens", "batch", "heads kept", "attention, ms", "its speed", "its limit", "model's speed", "its limit"]
+    return ["", "### Long inputs: the attention part and the model", "", *table(head, body, left=0)] if body else []
+
+
+def cache(record: Record) -> list[str]:
+    rows = of(record, "kv")
+    body = []
+    for row in rows:
+        a, b = row["bytes"]
+        speeds = row["tokens_a_second"]
+        cells = [row["dtype"], str(row["prompt"]), str(row["batch"]), f"{a:,} to {b:,}", f"{a / b:g}"]
+        for phase in ("prefill", "decode"):
+            cells += [f"{speeds[f'original_{phase}']:,.0f} to {speeds[f'pruned_{phase}']:,.0f}", _ratio(row[phase])]
+        body.append(cells)
+    head = [
+        "dtype",
+        "prompt",
+        "batch",
+        "bytes of the cache",
+        "ratio",
+        "prefill tokens/s",
+        "speed",
+        "decode tokens/s",
+        "speed",
+    ]
+    intro = "### A decoder with grouped queries, half of its groups gone"
+    return ["", intro, "", *table(head, body)] if body else []
+
+
+# ------------------------------------------------------------------------------------------------ other records
+
+
+def natives(records: Path) -> list[str]:
+    lines = ["", "## Beside a model that was built small", ""]
+    found = _read(records, "native-*.json")
+    for record in found:
+        lines += [
+            machine(record),
+            "",
+            f"Speed of the pruned model over the native one of its shape; {record['aim']} or more is aimed at.",
+            "*Uncut* is the same comparison before any cut, so what it misses from 1 is the library's code.",
+            "",
+        ]
+        body = []
+        for row in record["rows"]:
+            about = [
+                row["subject"],
+                row["dtype"],
+                "yes" if row["compiled"] else "no",
+                f"{row['batch']} x {row['tokens']}",
+            ]
+            body.append([*about, _ratio(row["speed"]), _ratio(row["uncut"])])
+        lines += [*table(["model", "dtype", "compiled", "batch x tokens", "pruned", "uncut"], body, left=2), ""]
+    return [*lines, *_missing(found, "native.py")]
+
+
+def scoring(records: Path) -> list[str]:
+    lines = ["", "## Scoring", ""]
+    found = [record for record in _read(records, "scoring-cost-*.json") if "throughput" in record]
+    for record in found:
+        body = []
+        for row in record["throughput"]:
+            cells = [f"{row['ratios'][f'{name}, examples a second']['median']:,.0f}" for name in ("taylor", "forward")]
+            waits = [
+                str(row["waits"][name]) if row["waits"][name] is not None else "-" for name in ("taylor", "forward")
+            ]
+            body.append([row["precision"], str(row["examples"]), str(row["tokens"]), *cells, " / ".join(waits)])
+        head = ["precision", "examples", "tokens", "`taylor`, examples/s", "forward alone", "waits for the GPU, both"]
+        size = "A BERT of {layers} layers x {heads} heads, width {width}, with random weights.".format(**row)
+        lines += [machine(record), "", size, "", *table(head, body), ""]
+    return [*lines, *_missing(found, "scoring_cost.py")]
+
+
+def startup(records: Path) -> list[str]:
+    lines = ["", "## Starting", ""]
+    found = _read(records, "startup.json")
+    for record in found:
+        body = [[f"`{name}`", f"{seconds:.3f}"] for name, seconds in record["beyond an empty process"].items()]
+        lines += [machine(record), "", *table(["", "seconds beyond an empty process"], body)]
+    return lines if found else [*lines, "No record of `benchmarks/startup.py` yet."]
+
+
+def _missing(found: list[Record], script: str) -> list[str]:
+    if not found:
+        return [f"No record of `benchmarks/{script}` yet."]
+    on_gpu = any("gpu" in record["hardware"] for record in found)
+    return [] if on_gpu else [f"On a GPU: {NONE}."]
+
+
+# ------------------------------------------------------------------------------------------------ figure and README
+
+
+def shown(record: Record) -> list[Row]:
+    """The cell that the figure is about: batch 32 of 128 tokens in fp32 with SDPA in eager mode, or the nearest."""
+    rows = of(record, "speed", compiled=False) or of(record, "speed")
+    wanted = {"dtype": "float32", "attention": "sdpa", "length": 128, "batch": 32}
+    for key, value in wanted.items():
+        near = min(distinct(rows, key), key=lambda v: (v != value, str(v)) if isinstance(v, str) else abs(v - value))  # type: ignore[arg-type, return-value]
+        rows = [row for row in rows if row[key] == near]
+    return sorted(rows, key=lambda row: -row["kept"])
+
+
+def readme(records: Path) -> str:
+    """The block of the README: what the figure shows, and the first record's best cells in words."""
+    found = drawable(tradeoffs(records))
+    if not found:
+        return "Speed against accuracy is measured by `benchmarks/tradeoff.py`: no record yet."
+    words = []
+    for record in found:
+        rows = shown(record)
+        at = f"batch {rows[0]['batch']} of {rows[0]['length']} tokens"
+        best = [_best(record, row) for row in rows if of(record, "quality", kept=row["kept"])]
+        words.append(
+            f"- {title(record)}, {record['base']:.3f} with all {record['heads']} heads; {at}: {'; '.join(best)}"
+        )
+    return "\n".join(
+        [f"![quality against speed](docs/{PICTURE})", "", *words, "", f"All cells: [docs/{PAGE}](docs/{PAGE})."]
+    )
+
+
+def _best(record: Record, row: Row) -> str:
+    """What is left without training at a budget, by the timed way with or without least squares."""
+    every = distinct(of(record, "quality", kept=row["kept"]), "way")
+    ways = [way for way in every if "finetune" not in way]
+    untrained = [way for way in ways if way.startswith(record["timed"])] or ways or every
+    values = [statistics.fmean(r["quality"] for r in of(record, "quality", kept=row["kept"], way=w)) for w in untrained]
+    return f"{row['kept']} heads {max(values):.3f} at {row['ratio']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
+
+
+def picture(records: list[Record], path: Path) -> None:
+    """A panel a record: quality against measured speed, a line a way, a point a budget."""
+    from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
+
+    figure = Figure(figsize=(4.6 * len(records), 4.2), layout="constrained")
+    for panel, record in zip(figure.subplots(1, len(records), squeeze=False)[0], records, strict=True):
+        rows = shown(record)
+        for way in distinct(of(record, "quality"), "way"):
+            points = []
+            for row in rows:
+                draws = [r["quality"] for r in of(record, "quality", way=way, kept=row["kept"])]
+                if draws:
+                    points.append(
+                        (row["ratio"], statistics.fmean(draws), statistics.stdev(draws) if draws[1:] else 0.0)
+                    )
+            if points:
+                panel.errorbar(*zip(*points, strict=True), label=way, marker=".", linewidth=1, capsize=2)
+        for row in rows:
+            panel.axvline(row["ratio"], color="0.85", linewidth=0.8, zorder=0)
+            panel.annotate(str(row["kept"]), (row["ratio"], 0), xycoords=("data", "axes fraction"), fontsize=7)
+        panel.axhline(record["base"], color="0.6", linestyle="--", linewidth=1)
+        panel.set_title(title(record), fontsize=9)
+        panel.set_xlabel(
+            f"speed at batch {rows[0]['batch']} of {rows[0]['length']} tokens; heads kept of {record['heads']}"
+        )
+        panel.grid(alpha=0.2)
+        panel.legend(fontsize=6)
+    studies.save_figure(figure, path)

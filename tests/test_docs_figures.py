@@ -1,0 +1,72 @@
+"""Everything measured that README and docs state is what the committed records say: written anew, it is the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
+from tests.scripts import ROOT, script
+
+DOCS, README = ROOT / "docs", ROOT / "README.md"
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    return script(DOCS / "figures.py")
+
+
+def test_pages_and_blocks_are_those_of_the_records(figures: ModuleType, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    # Every block is emptied first, or one that is not written would pass.
+    readme.write_text(figures.BLOCK.sub(r"\1\3", README.read_text()))
+    figures.main(["--docs", str(tmp_path), "--readme", str(readme)])
+    for path in sorted(tmp_path.iterdir()):
+        if path.suffix == ".md":
+            committed = README if path.name == "README.md" else DOCS / path.name
+            assert path.read_text() == committed.read_text(), f"{committed.name}: run `make docs-figures`"
+        else:
+            assert (DOCS / path.name).is_file(), f"docs/{path.name}: run `make docs-figures`"
+    assert {"README.md", "tradeoff.md", "scorers-accuracy.md", "coverage.md"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_the_readme_begins_with_a_written_block(figures: ModuleType) -> None:
+    names = [found[2] for found in figures.BLOCK.finditer(README.read_text())]
+    assert names[0] == "tradeoff"
+    assert README.read_text().index("make docs-figures: tradeoff") < 400
+    assert set(names) <= set(figures.BLOCKS)
+    assert len(re.findall("<!-- make docs-figures", README.read_text())) == len(names), "a block that does not end"
+
+
+def test_every_study_has_its_page(figures: ModuleType) -> None:
+    """A record whose page the command forgets would go stale."""
+    apart = {"exactness", "known_answer"}  # tested against the registries, and stated nowhere
+    others = {"tradeoff", "native", "scoring-cost", "startup"}  # all of docs/tradeoff.md
+    patterns = [pattern.partition(".")[0].rstrip("*").rstrip("-") for pattern in figures.PAGES]
+    for path in figures.RECORDS.glob("*.json"):
+        assert any(path.stem.startswith(name) for name in {*apart, *others, *patterns, "demo"}), path.name
+
+
+def test_a_block_that_nobody_writes_is_an_error(figures: ModuleType) -> None:
+    with pytest.raises(KeyError, match="nothing"):
+        figures.filled("<!-- make docs-figures: nothing -->\nx\n<!-- end of nothing -->", DOCS)
+
+
+def test_the_demo_is_said_by_its_record(figures: ModuleType, tmp_path: Path) -> None:
+    rows = [("base", 32, 0.98), ("taylor", 16, 0.97)]
+    quality = tuple(QualityRow(name, kept, "accuracy", value, "test", 420, 0.1) for name, kept, value in rows)
+    speed = tuple(SpeedRow(b, 1, 2.0, 2.0, 1.0, 1.0, 1.0 + b / 100, 1.5, 1.9, 9) for b in (1, 64))
+    record = RunRecord(
+        "digits-vit", "done", "report", "2026-01-01T00:00:00+00:00", quality=quality, speed=speed,
+        hardware={"processor": "a processor", "threads": 1}, size=(SizeRow("parameters", 200.0, 150.0),),
+        proofs=(Proof("logits", 1e-6, 1.0, 1e-4, "float32", 8),),
+    )  # fmt: skip
+    record.save(tmp_path / "demo.json")
+    text = " ".join(figures.demo(tmp_path).split())
+    assert "25 % smaller, runs 1.64x as fast at batch 64 (95 % interval 1.50 to 1.90)" in text
+    assert "| taylor | 16 | 0.970 |" in text
+    assert json.loads((tmp_path / "demo.json").read_text())["status"] == "done"

@@ -1,0 +1,291 @@
+"""benchmarks/peers: rows are what programs did, errors are rows, runs go on; no network and no other environment."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import headprune as hp
+from tests.scripts import BENCHMARKS, WORDS, benchmark, tiny_encoder
+
+PROGRAMS = BENCHMARKS / "peers" / "programs"
+#: Its answers are sums of tokens modulo 3 (the reference's: modulo 2), which padding does not change; its models are
+#: naps. What it says of the base model is what the runner wrote down.
+PROGRAM = f"""
+import os, sys, time
+if '"dies"' in open(sys.argv[1]).read():
+    os._exit(3)
+sys.path.insert(0, {str(PROGRAMS)!r})
+import numpy as np
+import torch
+from protocol import Cut, main
+
+def run_for(seconds, classes):
+    def run(inputs):
+        time.sleep(seconds)
+        return torch.nn.functional.one_hot(inputs["input_ids"].sum(1) % classes, 3).float()
+    return run
+
+def cut(job):
+    how = job.settings["how"]
+    if how == "raises":
+        raise ValueError(f"no head left in {{job.out}}")
+    first = np.load(job.base.parent / "first.npz")["logits"] + (how == "strange")
+
+    def base(inputs):
+        time.sleep(0.03)
+        return first[: len(inputs["input_ids"])]
+
+    notes = [f"{{len(job.batches('calibration', labels=True)[0]['labels'])}} labels"]
+    save = lambda folder: (folder / "model").write_text("x" * 100) and "a text file"
+    small = run_for(0.003, 2 if how == "reference" else 3)
+    return Cut(base, small, save, {{"score": 1.0, "cut": 2.0}}, [2, job.kept - 2], notes)
+
+def load(job, folder):
+    assert (folder / "model").read_text() == "x" * 100
+    return run_for(0, 2 if job.settings["how"] in ("reference", "forgets") else 3)
+
+main(cut, load)
+"""
+
+
+@pytest.fixture(scope="module")
+def run() -> ModuleType:
+    return benchmark("peers/run")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT, labelled questions, and the program."""
+    made = tmp_path_factory.mktemp("peers")
+    tiny_encoder(made)
+    drawing = random.Random(0)
+    for split, count in (("train", 60), ("validation", 20), ("test", 30)):
+        rows = [
+            {"text": " ".join(drawing.choices(WORDS, k=drawing.randint(3, 7))), "label": i % 3} for i in range(count)
+        ]
+        (made / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (made / "fake.py").write_text(PROGRAM)
+    return made
+
+
+def given(folder: Path, out: Path, *more: str) -> list[str]:
+    where = ["--task", "trec", "--data", str(folder), "--work", str(folder / "work"), "--environments", str(folder)]
+    small = ["--budgets", "5", "--seeds", "1", "--calibration", "16", "--threads", "1", "--epochs", "1"]
+    speed = ["--batch-sizes", "2", "--lengths", "8", "--seconds", "0.05"]
+    return [*where, "--model", str(folder / "model"), *small, *speed, "--out", str(out), *more]
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a program as a module, beside what it imports."""
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    return importlib.import_module
+
+
+def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = replace(run.PEERS["headprune"], program=str(folder / "fake"), settings={"how": "reference"})
+    hows = ("works", "forgets", "raises", "dies", "strange")
+    peers = {how: replace(fake, name=how, settings={"how": how}) for how in hows}
+    peers["elsewhere"] = replace(fake, name="elsewhere", environment="onnx")
+    for module in (run, run.page):
+        monkeypatch.setattr(module, "PEERS", {"headprune": fake, **peers})
+    out = tmp_path / "peers-trec.json"
+    record = json.loads(run.main(given(folder, out)).read_text())
+    rows = {row["peer"]: row for row in record["rows"]}
+    assert list(rows) == ["headprune", *peers]
+
+    (subject,) = (folder / "work").glob("subject-trec-*")
+    with np.load(subject / "test.npz") as file:
+        right, reference = (file["input_ids"].sum(1) % n == file["label"] for n in (3, 2))
+    row = rows["works"]
+    assert len(right) == 30
+    assert row["test"] == pytest.approx(right.mean(), abs=1e-5)
+    assert (row["heads"], row["notes"], row["bytes"]) == ([2, 3], ["16 labels"], 100)
+    (speed,) = row["speed"]
+    assert speed["low"] <= speed["ratio"] <= speed["high"]
+    assert speed["ratio"] > 1.5  # naps of 30 and of 3 ms, and a busy machine
+    assert speed["base_ms"] >= 30
+    assert row["loads_back"] == {"ok": True, "by": "a text file", "difference": 0.0}
+    assert rows["forgets"]["loads_back"]["difference"] == 1
+    assert not rows["forgets"]["loads_back"]["ok"]
+    assert rows["raises"]["error"].startswith("ValueError: no head left in WORK")
+    assert rows["dies"]["error"] == "exit status 3: "
+    assert "its base model is another one: logits differ by 1" in rows["strange"]["error"]
+    assert "environments.py" in rows["elsewhere"]["error"]
+    line = next(line for line in record["compared"] if line["peer"] == "works")
+    assert (line["reference"], line["kept"]) == ("headprune", 5)
+    assert line["test"]["difference"] == pytest.approx(right.mean() - reference.mean(), abs=1e-5)
+
+    # Goes on: nothing runs twice, and errors again only when asked to.
+    monkeypatch.setattr(run, "measured", lambda *_: pytest.fail("measured twice"))
+    run.main(given(folder, out))
+    tried: list[str] = []
+    monkeypatch.setattr(
+        run, "measured", lambda a, s, peer, *_: tried.append(peer.name) or {**rows[peer.name], "created": "again"}
+    )
+    again = json.loads(run.main(given(folder, out, "--again")).read_text())
+    assert tried == ["raises", "dies", "strange", "elsewhere"]
+    assert len(again["rows"]) == 7
+    with pytest.raises(SystemExit, match="give another --out"):
+        run.main(given(folder, out, "--lengths", "9"))
+
+    run.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
+    text = (tmp_path / "peers.md").read_text()
+    assert "### 5 of 8 heads kept" in text
+    assert f"| works | {row['test']:.3f} | {100 * line['test']['difference']:+.1f} [" in text
+    assert "| raises | does not work |" in text
+    assert "- **raises** failed: ValueError: no head left" in text
+    assert "**forgets** does not load back: says something else, by 1" in text
+
+
+@pytest.mark.parametrize("name", ["headprune", "flap2024", "kwon2022"])
+def test_ours_is_cut_recovered_and_loads_back(run: ModuleType, folder: Path, programs: Any, name: str) -> None:
+    args = run.arguments(given(folder, folder / "unused.json"))
+    subject = run.subjects.subject(args)
+    ours, protocol = programs("ours"), sys.modules["protocol"]
+    job = protocol.Job.read(run.written(args, subject, run.PEERS[name], 5, 0))
+    cut = ours.cut(job)
+    assert sum(cut.heads) == 5
+    assert list(cut.seconds) == ["score", "cut"]
+    batches = job.batches("test")
+    assert np.abs(protocol.logits(cut.base, batches) - subject.first()).max() < 1e-5
+    cut.save(job.saved)
+    found = protocol.logits(cut.small, batches)
+    np.testing.assert_array_equal(protocol.logits(ours.load(job, job.saved), batches), found)
+    assert np.abs(found - subject.first()).max() > 1e-6
+
+
+def test_the_page_is_that_of_its_records(run: ModuleType, tmp_path: Path) -> None:
+    if not list(run.RECORDS.glob("peers-*.json")):
+        assert not (BENCHMARKS.parent / "docs" / "peers.md").exists(), "a page without a record"
+        return
+    run.main(["--figure", "--docs", str(tmp_path)])
+    page = (BENCHMARKS.parent / "docs" / "peers.md").read_text()
+    assert (tmp_path / "peers.md").read_text() == page, "run `python benchmarks/peers/run.py --figure`"
+
+
+def test_what_a_run_needs_is_said(run: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.arguments(["--task", "digits"])
+    assert "give --work, --environments, or --figure" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run.arguments(["--task", "sst2", "--work", "w", "--environments", "e"])
+    assert "give --data" in capsys.readouterr().err
+
+
+def test_the_roster_is_whole(run: ModuleType) -> None:
+    names = run.environments.names()
+    assert {"transformers4", "textpruner", "torch-pruning", "onnx"} == set(names)
+    for peer in run.PEERS.values():
+        assert (PROGRAMS / f"{peer.program}.py").is_file(), peer.name
+        assert peer.environment in (run.OWN, *names), peer.name
+    for path in run.environments.REQUIREMENTS.iterdir():
+        pins = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        assert all(line.count("==") == 1 for line in pins), path.name
+        assert not any("+" in line for line in pins), path.name  # builds differ from machine to machine
+
+
+def test_ours_come_before_those_that_need_them(run: ModuleType, tmp_path: Path) -> None:
+    order = [peer.name for peer, *_ in run.wanted(run.arguments(given(tmp_path, tmp_path / "r.json")))]
+    assert order.index("headprune") < min(i for i, name in enumerate(order) if name.startswith("headprune + "))
+    assert order.index("PyTorch INT8") < order.index("headprune + PyTorch INT8")
+
+
+def test_an_environment_that_cannot_be_made_is_a_row(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments, calls = run.environments, []
+
+    def failing(command: list[str]) -> str | None:
+        calls.append(command)
+        return "No matching distribution" if "pip" in command else None
+
+    monkeypatch.setattr(environments, "_error", failing)
+    assert environments.main(["--environments", str(tmp_path), "--names", "onnx", "--pip=--no-index"]) == 1
+    assert "--no-index" in calls[1]
+    with pytest.raises(run.Failure, match="cannot be made: No matching distribution"):
+        run.interpreter(tmp_path, run.PEERS["onnxsim"])
+    monkeypatch.setattr(environments, "_error", lambda command: calls.append(command))
+    assert environments.main(["--environments", str(tmp_path), "--names", "onnx", "textpruner"]) == 0
+    assert "--no-deps" in calls[-1]
+    assert run.interpreter(tmp_path, run.PEERS["onnxsim"]).startswith(str(tmp_path / "onnx"))
+    made = len(calls)
+    assert environments.main(["--environments", str(tmp_path), "--names", "onnx"]) == 0
+    assert len(calls) == made  # the same pins: left alone
+
+
+def test_a_difference_is_the_paired_one(run: ModuleType) -> None:
+    chance = np.random.default_rng(1)
+    base = (chance.random(400) < 0.8).astype(np.float32)
+    other = base.copy()
+    other[:20] = 1 - other[:20]
+    found = run.judging.difference([(other, base)])
+    apart = other - base
+    assert found["difference"] == pytest.approx(float(apart.mean()), abs=1e-5)
+    assert (found["high"] - found["low"]) / 3.92 == pytest.approx(float(apart.std()) / 20, rel=0.1)
+    assert run.judging.difference([(other, base), (base, other)])["difference"] == 0
+
+
+def test_speed_is_a_median_of_rounds(run: ModuleType) -> None:
+    found = run.judging.speed((4, 128), [[0.2, 0.1]] * 9 + [[9.0, 0.1]])
+    assert (found["ratio"], found["low"], found["base_ms"], found["ms"]) == (2, 2, 200, 100)
+    assert (found["batch"], found["length"], found["rounds"]) == (4, 128, 10)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 1 / 3])
+def test_a_smaller_architecture_has_as_many_multiply_adds(programs: Any, share: float) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from headprune.model.costs import measure_costs
+    from headprune.model.sites import bind
+
+    smaller = programs("smaller")
+    shape = {"hidden_size": 24, "intermediate_size": 96, "num_attention_heads": 6, "vocab_size": 8}
+    config = BertConfig(**shape, num_hidden_layers=6, max_position_embeddings=32)
+    layers, inner = smaller.shape(config, share, 16)
+    cut, plain = BertForSequenceClassification(config), BertForSequenceClassification(config)
+    keep = round(6 * share)
+    hp.prune_heads_(cut, {layer: list(range(keep, 6)) for layer in range(6)})
+    del plain.bert.encoder.layer[layers:]
+    for layer in plain.bert.encoder.layer:
+        smaller.narrow_(layer.intermediate.dense, layer.output.dense, inner)
+    example = {"input_ids": torch.ones(1, 16, dtype=torch.long)}
+    wanted, found = (measure_costs(m, bind(m, hp.find_sites(m)), example).total.macs(16) for m in (cut, plain))
+    assert found == pytest.approx(wanted, rel=0.01)
+    assert layers <= 6
+    assert plain(**example).logits.shape == (1, 2)
+
+
+def test_narrowing_keeps_the_largest_neurons(programs: Any) -> None:
+    first, second = nn.Linear(4, 6), nn.Linear(6, 4)
+    with torch.no_grad():
+        first.weight[[1, 4]] = 0
+    x = torch.randn(3, 4)
+    whole = second(torch.relu(first(x)) * (torch.arange(6) % 3 != 1))
+    programs("smaller").narrow_(first, second, 4)
+    torch.testing.assert_close(second(torch.relu(first(x))), whole)
+
+
+def test_batches_end_at_their_longest_row(programs: Any) -> None:
+    protocol = programs("protocol")
+    mask = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]])
+    rows = {"input_ids": mask * 7, "attention_mask": mask, "label": np.array([0, 1, 2])}
+    found = list(protocol._batches(rows, 2, labels=True, device="cpu"))
+    assert [tuple(batch["input_ids"].shape) for batch in found] == [(2, 2), (1, 3)]
+    assert found[1]["labels"].tolist() == [2]
+    shaped = protocol.shaped(rows, 5, 9, "cpu")
+    assert shaped["input_ids"].shape == (5, 9)
+    assert (shaped["input_ids"] == 7).all()  # tokens, no padding
+    assert (shaped["attention_mask"] == 1).all()

@@ -1,0 +1,290 @@
+"""Translation as a task: tokenizers trained on the spot, batches, decoding, BLEU, and what recipes may say of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sacrebleu.metrics import BLEU
+from torch.testing import assert_close
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
+from headprune.bench.quality import evaluate
+from headprune.bench.translation import evaluate_translation, translate
+from headprune.core.bleu import bleu
+from headprune.core.errors import InvalidValue
+from headprune.core.metrics import drop, drop_words
+from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_bounds
+from headprune.run import prepared
+from headprune.run.base import open_base, ready_base
+from headprune.run.data import load_rows
+from headprune.run.order import LikeLengths
+from headprune.run.outcome import Outcome, judge
+from headprune.run.reading import override
+from headprune.run.recipe import Recipe
+from headprune.run.validate import RecipeError, check_recipe
+from headprune.run.vocabulary import train_tokenizer
+
+MULTI30K = Path(__file__).resolve().parents[3] / "shared" / "data" / "multi30k"
+WORDS = ["cat", "dog", "house", "tree", "sun", "moon", "red", "blue"]
+TEXTS = ["A man's dog.", "Straße  über\tLöwe ☃ <s> </s>.", " leading", "trailing \n", "<pad>"]
+
+
+def sentences(count: int, seed: int, longest: int = 7) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, longest))) for _ in range(count)]
+
+
+def test_byte_pairs_give_every_text_back_and_end_it(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer("bpe", sentences(200, 0), 320)
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        assert ids[-1] == tokenizer.eos_token_id
+        assert not {tokenizer.pad_token_id, tokenizer.bos_token_id} & set(ids), "text was taken for a mark"
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert len(train_tokenizer("bpe", sentences(200, 0), 270)) == 270
+    assert set(tokenizer(TEXTS[0])) == {"input_ids", "attention_mask"}
+    assert len(tokenizer("cat dog cat")["input_ids"]) == 4, "nothing was merged"
+    assert train_tokenizer("bpe", sentences(200, 0), 320).get_vocab() == tokenizer.get_vocab()
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert [again(t)["input_ids"] for t in TEXTS] == [tokenizer(t)["input_ids"] for t in TEXTS]
+
+
+def test_characters_are_tokens(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer("characters", ["ab\n", "b c"])
+    assert len(tokenizer) == 1 + len("\n abc")
+    text = "cab\n\n  ba"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer("z")["input_ids"] == [tokenizer.unk_token_id]
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == ids
+
+
+def counts_of(said: list[str], true: list[str]) -> tuple[Any, Any]:
+    found = [BLEU(effective_order=True).sentence_score(a, [b]) for a, b in zip(said, true, strict=True)]
+    return np.array([[*s.counts, *s.totals] for s in found], float), np.array([s.ref_len for s in found], float)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bleu_is_sacrebleus(seed: int) -> None:
+    draw = random.Random(seed)
+    n = draw.randint(1, 5)
+    said, true = sentences(n, seed), sentences(n, seed + 1000)
+    said = [draw.choice([a, b, "", b + " cat"]) for a, b in zip(said, true, strict=True)]
+    counts, reference = counts_of(said, true)
+    ours = float(bleu(counts.sum(0), reference.sum()))
+    assert_close(100 * ours, BLEU().corpus_score(said, [true]).score, rtol=0.0, atol=1e-9)
+
+
+def test_bleu_has_a_direction_and_a_paired_bootstrap() -> None:
+    assert_close(drop("bleu", 0.35, 0.34), 0.01, rtol=0.0, atol=1e-12)
+    assert drop_words("bleu", 0.01) == "1.00 points"
+    true = sentences(30, 1)
+    draw = random.Random(0)
+    base, worse = ([t if draw.random() > p else "cat dog" for t in true] for p in (0.2, 0.5))
+    answers = [Answers("bleu", *counts_of(said, true)) for said in (base, worse)]
+    assert_close(100 * answers[0].value, BLEU().corpus_score(base, [true]).score, rtol=0.0, atol=1e-9)
+    found = resampled_drops(answers[0], [answers[1], answers[0]], 20, 3)
+    rows = np.random.default_rng(3).integers(30, size=(20, 30))
+    for i, picked in enumerate(rows):
+        scores = [
+            BLEU().corpus_score([said[k] for k in picked], [[true[k] for k in picked]]).score for said in (base, worse)
+        ]
+        assert_close(float(found[i, 0]), (scores[0] - scores[1]) / 100, rtol=0.0, atol=1e-9)
+    assert not found[:, 1].any()
+    (interval,) = paired_drops(answers[0], [answers[1]], draws=500)
+    assert 0 < interval.low < interval.value < interval.high
+    (bound,) = upper_bounds(answers[0], [answers[1]], 0.95, draws=500)
+    assert interval.value < bound < 1
+    (same,) = upper_bounds(answers[0], [answers[0]], 0.95, draws=500)
+    assert same == 0
+
+
+def tiny_model(vocabulary: int) -> TransformerForTranslation:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2}
+    model = TransformerForTranslation(TransformerConfig(vocab_size=vocabulary, **sizes)).eval()
+    with torch.no_grad():
+        model.decoder.layers[0].feed_forward[3].weight.mul_(20)
+    return model
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_the_metric_is_sacrebleu_of_the_translations(beams: int) -> None:
+    tokenizer = train_tokenizer("bpe", sentences(200, 0), 320)
+    model, texts = tiny_model(320), sentences(6, 5)
+    encoded = tokenizer(texts, padding=True, return_tensors="pt")
+    labels = encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, -100)
+    batches = [{**{k: v[i : i + 3] for k, v in encoded.items()}, "labels": labels[i : i + 3]} for i in (0, 3)]
+    how: dict[str, Any] = {"beams": beams, "max_length": 24}
+    said = translate(model.train(), batches, tokenizer, **how)
+    assert model.training
+    assert len(set(said)) > 1
+    alone = [tokenizer([text], return_tensors="pt") for text in texts]
+    assert translate(model, alone, tokenizer, **how) == said, "padding changes translations"
+    true = [f"{text} cat" for text in said]
+    found = evaluate_translation(model, batches, true, tokenizer, **how)
+    assert found.metric == "bleu"
+    assert 0 < found.value < 1
+    assert_close(100 * found.value, BLEU().corpus_score(said, [true]).score, rtol=0.0, atol=1e-9)
+    assert found.losses == evaluate(model, batches).losses
+    with pytest.raises(InvalidValue, match="references: must be one for each of 6 sentences"):
+        evaluate_translation(model, batches, true[1:], tokenizer)
+
+
+def test_bits_per_character_is_the_logarithm_of_perplexity() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=9, pad_token_id=None, **sizes))
+    ids = torch.randint(0, 9, (4, 12))
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+    bits, plain = evaluate(model, batches, bits=True), evaluate(model, batches)
+    assert (bits.metric, plain.metric) == ("bits_per_character", "perplexity")
+    assert_close(bits.value, math.log2(plain.value), rtol=1e-9, atol=0.0)
+    assert_close(sum(bits.amounts) / sum(bits.counts), bits.value, rtol=1e-12, atol=0.0)
+    assert drop("bits_per_character", 2.0, 2.25) == 0.25
+
+
+def test_batches_of_like_length_hold_every_row_once_in_a_new_order() -> None:
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 40) for _ in range(1003)]
+    order = LikeLengths(lengths, 8, torch.Generator().manual_seed(0))
+    first, second = list(order), list(order)
+    assert len(first) == len(order) == 126
+    assert sorted(i for batch in first for i in batch) == list(range(1003))
+    assert first != second
+    assert list(LikeLengths(lengths, 8, torch.Generator().manual_seed(0))) == first
+    padded = sum(max(lengths[i] for i in batch) * len(batch) for batch in first)
+    assert padded < 1.1 * sum(lengths)
+    shuffled = [lengths[batch[0]] for batch in first]
+    assert shuffled != sorted(shuffled), "batches come in order of length"
+
+
+def folder_of(path: Path, count: int = 40) -> Path:
+    for split, seed in (("train", 0), ("validation", 1), ("test", 2)):
+        texts = [f"{split} {text}" for text in sentences(count, seed)]
+        rows = [{"en": text, "de": text.upper()} for text in texts]
+        (path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+RECIPE: dict[str, Any] = {
+    "name": "tiny",
+    "description": "for tests",
+    "task": "translation",
+    "device": "cpu",
+    "model": {
+        "class_name": "TransformerForTranslation",
+        "config": {"d_model": 16, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2},
+    },
+    "data": {"path": "rows.jsonl", "text": "en", "target": "de", "tokenizer": "bpe", "vocabulary": 300},
+    "select": {"keep_heads": 0.5},
+}
+
+
+OTHER = ["task=causal_lm", "data.tokenizer=null", "data.vocabulary=null"]
+
+
+def test_rows_become_what_a_decoder_reads_and_what_it_should_write(tmp_path: Path) -> None:
+    recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(tmp_path)}"]))
+    subject = prepared(recipe, say=lambda line: None)
+    tokenizer, data = subject.preparation.tokenizer, subject.data
+    assert subject.model.config.vocab_size == len(tokenizer)
+    assert subject.model.config.decoder_start_token_id == tokenizer.bos_token_id
+    row = data.examples["test"][0]
+    assert tokenizer.decode(row["labels"], skip_special_tokens=True) == data.targets["test"][0]
+    assert row["decoder_input_ids"] == [tokenizer.bos_token_id, *row["labels"][:-1]]
+    batches, references = data.evaluation("test", 16), data.references("test")
+    rows = [row for batch in batches for row in batch["labels"].tolist()]
+    assert len(rows) == len(references) == 40
+    for labels, reference in zip(rows, references, strict=True):
+        assert tokenizer.decode([i for i in labels if i >= 0], skip_special_tokens=True) == reference
+    assert references != data.targets["test"], "nothing was sorted"
+    for batch in [*batches, *data.loader("train", 16)]:
+        counted = batch["labels"] >= 0
+        assert torch.equal(subject.model._shifted(batch["labels"])[counted], batch["decoder_input_ids"][counted])
+        assert torch.equal(batch["decoder_attention_mask"], counted.long())
+
+
+def test_a_text_is_cut_into_rows_and_its_end_is_held_out(tmp_path: Path) -> None:
+    text = "".join(f"{i:04d}\n" for i in range(400))
+    (tmp_path / "text.txt").write_text(text)
+    data = {"path": str(tmp_path / "text.txt"), "text": "text", "tokenizer": "characters", "block": 50}
+    model = {"class_name": "LlamaForCausalLM", "config": {}}
+    raw = {**RECIPE, "task": "causal_lm", "model": model, "data": {**data, "holdout": 4, "test_holdout": 0.1}}
+    rows = load_rows(check_recipe(raw))
+    train, validation, test = (list(rows.splits[n]["text"]) for n in ("train", "validation", "test"))
+    assert "".join([*train, *validation, *test]) == text
+    assert [len(train), len(validation), len(test)] == [32, 4, 4]
+    assert {len(row) for row in (*train, *validation, *test)} == {50}
+    with pytest.raises(InvalidValue, match=r"data\.test_holdout: must be fewer than the 40 blocks"):
+        load_rows(check_recipe({**raw, "data": {**raw["data"], "test_holdout": 40}}))
+    with pytest.raises(InvalidValue, match=r"data\.text: must be a column"):
+        load_rows(check_recipe({**raw, "data": {**raw["data"], "text": "txt"}}))
+
+
+def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_of(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(tmp_path / 'rows')}", "decode.max_length=12"]))
+    base, said = ready_base(recipe, tmp_path / "sweep", lambda line: None), prepared(recipe, say=lambda line: None)
+    subject = open_base(base, tmp_path / "sweep", recipe)
+    assert subject.preparation.tokenizer.get_vocab() == said.preparation.tokenizer.get_vocab()
+    assert subject.data.examples == said.data.examples
+    batches = {split: subject.data.evaluation(split, 16) for split in ("validation", "test")}
+    path = judge(subject, subject.model, batches).save(tmp_path / "outcome.safetensors", "key")
+    found = Outcome.find(path, "key")
+    assert found is not None
+    assert found.answers("test").amounts.shape == (40, 8)
+    assert found.answers("test").value == said.measure(said.model, "base", 4, "test").value
+    other = check_recipe(override(recipe.model_dump(), ["decode.beams=2"]))
+    assert ready_base(other, tmp_path / "sweep", lambda line: None).made_of != base.made_of
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        (["data.target=null"], "data.target", "the column with the translation"),
+        (["data.text=[en, de]"], "data.text", "the column of the source language"),
+        (["data.tokens=ids"], "data.tokens", "left out"),
+        (["data.tokenizer=characters", "data.vocabulary=null"], "data.tokenizer", "bpe for translation"),
+        (["data.tokenizer=null"], "data.vocabulary", "used with tokenizer: bpe"),
+        (["data.block=20"], "data.block", "used with causal_lm"),
+        (["decode.beams=0"], "decode.beams", "greater than or equal to 1"),
+        ([*OTHER, "data.target=null", "decode.beams=2"], "decode", "only translation decodes"),
+        (OTHER, "data.target", "left out for causal_lm"),
+        (["model={path: there}", "data.vocabulary=null"], "data.tokenizer", "the model has its own"),
+    ],
+)
+def test_recipes_that_make_no_sense(changes: list[str], path: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(override(RECIPE, changes))
+    found = {p.where: str(p) for p in caught.value.problems}
+    assert path in found, found
+    assert words in found[path]
+
+
+def test_a_resolved_recipe_is_one_again_and_rows_need_translations(tmp_path: Path) -> None:
+    recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(tmp_path)}"]))
+    assert check_recipe(recipe.model_dump()) == recipe
+    assert isinstance(recipe, Recipe)
+    (tmp_path / "test.jsonl").write_text(json.dumps({"en": "a dog", "de": ""}))
+    with pytest.raises(InvalidValue, match="data: test, row 0: must be a translation that is not empty"):
+        load_rows(recipe)
+
+
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason="needs Multi30k beside the project")
+def test_real_sentences_come_back_from_their_tokens() -> None:
+    rows = [json.loads(line) for line in (MULTI30K / "test.jsonl").read_text().splitlines()]
+    texts = [row[name] for name in ("en", "de") for row in rows]
+    tokenizer = train_tokenizer("bpe", texts, 2000)
+    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"], skip_special_tokens=True) == texts
