@@ -42,6 +42,8 @@ class Task:
         calibration: ``(seed) -> batches`` of training rows.
         judged: Batches of validation and test rows.
         loss: Per-example loss; None is the default.
+        output: One number an example that the model is used for, where it is no classifier: ``surgeon`` takes its
+            slopes in place of the loss's, so that the curvature is that of the output, whatever the grades say.
         grades: By split, what a correlation is taken with; empty where the metric is accuracy.
     """
 
@@ -50,6 +52,7 @@ class Task:
     calibration: Callable[[int], list[Any]]
     judged: dict[str, list[Any]]
     loss: Any = None
+    output: Any = None
     grades: dict[str, np.ndarray] = field(default_factory=dict)
 
     def recover_(self, small: nn.Module, batches: list[Any], method: Any) -> None:
@@ -133,9 +136,14 @@ def inputs(batch: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in batch.items() if k != "grade"}
 
 
+def cosine(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    found: Tensor = model(**inputs(batch))
+    return found
+
+
 def squared_error(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Of the cosine against the grade, which goes from 0 to 5."""
-    return (model(**inputs(batch)) - batch["grade"] / 5).square()
+    return (cosine(model, batch) - batch["grade"] / 5).square()
 
 
 def _sentences(data: Path, model: str, calibration: int, most: int | None) -> Task:
@@ -157,7 +165,8 @@ def _sentences(data: Path, model: str, calibration: int, most: int | None) -> Ta
     judged = {split: by_length(rows[split][:most]) for split in ("validation", "test")}
     grades = {split: np.array([row["score"] for row in some]) for split, some in judged.items()}
     encoder = Cosine(AutoModel.from_pretrained(folder)).eval()
-    return Task("stsb", encoder, draw, {k: batches(v, 64) for k, v in judged.items()}, squared_error, grades)
+    batched = {k: batches(v, 64) for k, v in judged.items()}
+    return Task("stsb", encoder, draw, batched, squared_error, cosine, grades)
 
 
 def _graded(path: Path) -> list[dict[str, Any]]:

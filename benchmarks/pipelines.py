@@ -143,7 +143,8 @@ def rows(
             if not missing:
                 continue
             if by not in scored:
-                scored[by] = hp.score(task.model, batches, scorer(by, seed), loss=task.loss, progress=False)
+                loss = task.output if by == "surgeon" else task.loss
+                scored[by] = hp.score(task.model, batches, scorer(by, seed), loss=loss, progress=False)
             start = perf_counter()
             plan = select(task, scored[by], kept, selector, batches)
             choosing = perf_counter() - start
