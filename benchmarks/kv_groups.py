@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Runs what is missing from the record, or writes the page; returns the path that was written."""
     args = arguments(argv)
     if args.figure:
-        return write_atomic(args.docs / PAGE, page(studies.records_in(args.records, "kv-groups")[0]).encode())
+        return draw(args.records, args.docs)
     recipe = load_recipe(locate("llama-stories"), [f"model.path={args.model}", "device=cpu"])
     raw = number_labels(recipe, load_rows(recipe))
     data = encode_rows(recipe, raw, prepare(recipe))
@@ -144,6 +144,11 @@ def trained(model: nn.Module, data: Data, args: argparse.Namespace, seed: int) -
 
 def perplexity(model: nn.Module, data: Data) -> float:
     return round(evaluate(model, data.evaluation("test", 16)).value, 4)
+
+
+def draw(records: Path, docs: Path) -> Path:
+    """Writes the page from the record."""
+    return write_atomic(docs / PAGE, page(studies.records_in(records, "kv-groups")[0]).encode())
 
 
 def page(record: dict[str, Any]) -> str:

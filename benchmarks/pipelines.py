@@ -42,6 +42,14 @@ from encoder_tasks import TITLES, Task, encoder_task
 from studies import RECORDS, now, spread
 
 PAGE, PICTURE = "pipelines.md", "pipelines.svg"
+#: What the README shows, and how it says it.
+README_TASKS = ("sst2",)
+README_ROWS = {
+    "surgeon/lstsq+ff": "`surgeon`, then `lstsq` with the feed-forwards",
+    "kwon2022/kwon2022": "Kwon et al. 2022 (`preset=kwon2022`)",
+    "flap2024/flap2024": "FLAP 2024 (`preset=flap2024`)",
+    "random/none": "chance",
+}
 #: A search by measured loss looks at about this many of the 16 calibration batches, and measures so many plans.
 SEARCHED, MEASURED = 4, 160
 #: Bootstrap resamples of examples behind an interval.
@@ -315,6 +323,35 @@ def differences(record: dict[str, Any]) -> list[str]:
         ]
         lines.append(f"| {line['pipeline']} - {line['reference']} | {line['kept']} | {words[0]} | {words[1]} |")
     return lines
+
+
+def readme(records: Path) -> str:
+    """The block of the README: the reference, the authors' pipelines and chance on test rows, from the first record."""
+    found = [r for r in studies.records_in(records, "pipelines") if r["task"] in README_TASKS]
+    lines = []
+    for record in found:
+        budgets = sorted({row["kept"] for row in record["rows"]}, reverse=True)
+        table = cells(record, "test")
+        lines += [
+            f"{TITLES[record['task']]} on {record['judged']['test']} test rows; all {record['heads']} heads:"
+            f" {record['base']['test']:.3f}.",
+            "",
+            "| heads kept | " + " | ".join(map(str, budgets)) + " |",
+            "| --- |" + " ---: |" * len(budgets),
+            *(
+                f"| {words} | " + " | ".join(spread(table[name][kept]) for kept in budgets) + " |"
+                for name, words in README_ROWS.items()
+                if set(budgets) <= table.get(name, {}).keys()
+            ),
+            "",
+        ]
+    draws = len({row["seed"] for row in found[0]["rows"]})
+    about = [
+        f"A BERT-style encoder after the cut, **nothing trained**: {found[0]['calibration']} unlabelled sentences",
+        f"choose the heads and refit what is left; mean ± standard deviation over {draws} draws of them.",
+        "",
+    ]
+    return "\n".join([*about, *lines, f"More pipelines and tasks: [docs/{PAGE}](docs/{PAGE})."])
 
 
 def picture(records: list[dict[str, Any]], path: Path) -> None:

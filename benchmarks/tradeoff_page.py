@@ -340,7 +340,7 @@ def readme(records: Path) -> str:
     """The block of the README: what the figure shows, and the first record's best cells in words."""
     found = drawable(tradeoffs(records))
     if not found:
-        return "Speed against accuracy is measured by `benchmarks/tradeoff.py`: no record yet."
+        return "Speed against accuracy of encoders, by `benchmarks/tradeoff.py`: no record yet."
     words = []
     for record in found:
         rows = shown(record)

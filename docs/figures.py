@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "peers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import coverage
+import kv_groups
 import learned_gates
 import pipelines
 import scorers
@@ -35,6 +36,7 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "scorers-*.json": scorers.draw,
     "learned-gates-*.json": learned_gates.write_page,
     "pipelines-*.json": pipelines.draw,
+    "kv-groups-*.json": kv_groups.draw,
     "peers-*.json": lambda records, docs: importlib.import_module("page").write(records, docs),  # of benchmarks/peers
     "coverage.json": lambda records, docs: write_atomic(
         docs / "coverage.md", coverage.table(json.loads((records / "coverage.json").read_text())).encode()
@@ -110,7 +112,13 @@ def demo(records: Path) -> str:
 
 
 #: What writes each block.
-BLOCKS: dict[str, Callable[[Path], str]] = {"tradeoff": tradeoff_page.readme, "trec": trec, "demo": demo}
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "pipelines": pipelines.readme,
+    "tradeoff": tradeoff_page.readme,
+    "trec": trec,
+    "demo": demo,
+}
+
 
 if __name__ == "__main__":
     main()

@@ -36,8 +36,8 @@ def test_pages_and_blocks_are_those_of_the_records(figures: ModuleType, tmp_path
 
 def test_the_readme_begins_with_a_written_block(figures: ModuleType) -> None:
     names = [found[2] for found in figures.BLOCK.finditer(README.read_text())]
-    assert names[0] == "tradeoff"
-    assert README.read_text().index("make docs-figures: tradeoff") < 400
+    assert names[0] == "pipelines"
+    assert README.read_text().index("make docs-figures: pipelines") < 400
     assert set(names) <= set(figures.BLOCKS)
     assert len(re.findall("<!-- make docs-figures", README.read_text())) == len(names), "a block that does not end"
 

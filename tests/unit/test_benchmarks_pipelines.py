@@ -57,9 +57,9 @@ def test_rows_of_sentence_pairs(pipelines: ModuleType, folder: Path, tmp_path: P
     from transformers import AutoModel, AutoTokenizer
 
     out = tmp_path / "pipelines-stsb.json"
-    names = ["taylor", "quadratic", "iterative-refit", "kwon2022", "flap2024"]
+    names = ["taylor", "surgeon", "quadratic", "iterative-refit", "kwon2022", "flap2024"]
     record = load(pipelines.main(given(folder, "stsb", out, "--pipelines", *names)))
-    assert len(record["rows"]) == 2 * (5 + 3 + 1 + 1 + 1)
+    assert len(record["rows"]) == 2 * (5 + 3 + 2 + 1 + 1 + 1)
     assert record["heads"] == 8
     row = next(r for r in record["rows"] if (r["pipeline"], r["recovery"], r["kept"]) == ("taylor", "none", 3))
     assert sum(map(len, row["heads"].values())) == 3
@@ -103,6 +103,32 @@ def test_a_run_goes_on_and_compares(
     text = (tmp_path / pipelines.PAGE).read_text()
     assert f"| taylor/none | {values['none', 5]:.3f} | {values['none', 3]:.3f} |" in text
     assert "taylor/lstsq" in (tmp_path / pipelines.PICTURE).read_text()
+
+
+def test_the_readme_says_what_the_record_does(pipelines: ModuleType, tmp_path: Path) -> None:
+    rows = [
+        {
+            "pipeline": name,
+            "recovery": recovery,
+            "kept": kept,
+            "seed": seed,
+            "validation": 0.1,
+            "test": test + seed / 10,
+        }
+        for name, recovery, test in (("surgeon", "lstsq+ff", 0.6), ("random", "none", 0.3), ("taylor", "none", 0.4))
+        for kept in (36, 24)
+        for seed in (0, 1)
+    ]
+    about = {"task": "sst2", "heads": 72, "calibration": 512, "judged": {"test": 7}, "base": {"test": 0.9}}
+    (tmp_path / "pipelines-sst2.json").write_text(json.dumps({**about, "rows": rows}))
+    text = pipelines.readme(tmp_path)
+    assert "512 unlabelled sentences" in text
+    assert "over 2 draws" in text
+    assert "on 7 test rows; all 72 heads: 0.900." in text
+    assert "then `lstsq` with the feed-forwards | 0.650 ± 0.071 | 0.650 ± 0.071 |" in text
+    assert "| chance | 0.350 ± 0.071 |" in text
+    assert "taylor" not in text
+    assert "kwon" not in text
 
 
 def test_an_interval_is_the_paired_one(pipelines: ModuleType) -> None:
