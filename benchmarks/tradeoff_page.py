@@ -318,7 +318,7 @@ def startup(records: Path) -> list[str]:
 
 def _missing(found: list[Record], script: str) -> list[str]:
     if not found:
-        return [f"No record of `benchmarks/{script}` yet."]
+        return [f"Not measured by `benchmarks/{script}` yet."]
     on_gpu = any("gpu" in record["hardware"] for record in found)
     return [] if on_gpu else [f"On a GPU: {NONE}."]
 

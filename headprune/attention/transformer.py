@@ -187,7 +187,7 @@ def _keys(mask: Tensor | None) -> Tensor | None:
 def _check_options(options: dict[str, Any]) -> None:
     """Transformers passes what it was asked for; what is not there is refused and not left out."""
     for name, value in options.items():
-        if value and name not in ("return_dict", "use_cache"):
+        if value is not None and value is not False and name not in ("return_dict", "use_cache"):
             hint = "Attention weights come from MultiHeadAttention(need_weights=True)." if "attent" in name else ""
             raise InvalidValue(f"TransformerForTranslation: {name}", "left out", repr(value), hint)
 

@@ -18,6 +18,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.record import SpeedRow
 from headprune.model.losses import is_causal_lm
 from headprune.model.running import device_of, undisturbed
+from headprune.model.sites import unwrap
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _rounds(
 
 def _timed(model: nn.Module, ids: Tensor, prompt: int) -> tuple[tuple[float, float], int]:
     last: dict[str, Any] = {"use_cache": True}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters:
         last["logits_to_keep"] = 1
     synchronize(ids.device)
     start = perf_counter()

@@ -9,7 +9,8 @@ every parameter of the module is accounted for. What is not accounted for is ref
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from headprune.core.errors import InvalidValue
@@ -44,15 +45,18 @@ class HeadState:
     heads: tuple[int, ...]
     widths: tuple[int, int, int | None] | None = None
     layout: str | None = None
-    #: How many query heads read each key/value head that is left, where consecutive heads share one; None where all
-    #: are as many. Kept, for a module may ask in every forward.
-    uneven: tuple[int, ...] | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.uneven  # noqa: B018 (worked out now: a module asks in every forward)
+
+    @cached_property
+    def uneven(self) -> tuple[int, ...] | None:
+        """How many query heads read each key/value head that is left, where consecutive heads share one; None where all
+        are as many."""
         size = self.n_query_heads // max(1, self.n_kv_heads)
         readers = [sum(h // size == kv for h in self.heads) for kv in range(self.n_kv_heads)]
         sizes = tuple(n for n in readers if n)
-        object.__setattr__(self, "uneven", sizes if len(set(sizes)) > 1 else None)
+        return sizes if len(set(sizes)) > 1 else None
 
 
 @dataclass(frozen=True)

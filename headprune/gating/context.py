@@ -168,7 +168,8 @@ def multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
             must = f"for the {' x '.join(map(str, rows))} rows that the model runs on"
             raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
         # A gradient of a gate is a long sum: where it is asked for, products and sum are as wide as the gate.
-        kind = torch.promote_types(heads.dtype, gate.dtype) if gate.requires_grad else heads.dtype
+        asked = gate.requires_grad and torch.is_grad_enabled()
+        kind = torch.promote_types(heads.dtype, gate.dtype) if asked else heads.dtype
         x = (heads.to(kind) * gate.to(heads.device, kind)).to(x.dtype).view(x.shape)
     return x
 

@@ -24,8 +24,8 @@ ROOM = 2**30
 class Playback:
     """Layers of a model that need not run again while projections are refitted one after the other.
 
-    It holds for layers that are called once a pass and return tensors; others run. Layers for whose output there is no
-    room run too.
+    It holds for layers that are called once a pass and return tensors; others run, and so does one that a batch calls
+    again, from then on. Layers for whose output there is no room run too.
 
     Args:
         layers: In evaluation mode.
@@ -39,6 +39,7 @@ class Playback:
         self._projections = list(projections)
         self._last: dict[int, int] = {}  # by layer that may be played back: the last projection it depends on
         self._kept: dict[tuple[int, str], Any] = {}
+        self._again: set[tuple[int, str]] = set()  # layers that a batch calls more than once
 
     def learn(self, run: Callable[[], Any]) -> None:
         """Sees in one pass which layers depend on which projections."""
@@ -101,8 +102,17 @@ class Playback:
                     layer.__dict__["forward"] = before[n]
 
     def _kept_or_run(self, place: tuple[int, str], original: Callable[..., Any]) -> Callable[..., Any]:
+        called = False  # in this pass
+
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal called
+            if called:
+                self._again.add(place)
+                self._kept.pop(place, None)
+            called = True
+            if place in self._again:
+                return original(*args, **kwargs)
             if place in self._kept:
                 return mapped(self._kept[place], Tensor.clone)  # code may go on to change it in place
             output = original(*args, **kwargs)

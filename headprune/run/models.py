@@ -289,6 +289,9 @@ def _fresh(recipe: Recipe, labels: Sequence[Any], told: Mapping[str, Any]) -> nn
         if key not in known:
             must = f"a key of {family.__name__}"
             raise InvalidValue(f"model.config.{key}", must, repr(key), did_you_mean(key, known))
+        if key in told:
+            must = f"left out, for the trained tokenizer says that it is {told[key]}"
+            raise InvalidValue(f"model.config.{key}", must, section.config[key])
     try:
         model: nn.Module = kind(family(**{**_head(recipe.task, labels), **told, **section.config}))
     except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError, AttributeError) as error:

@@ -25,6 +25,8 @@ from headprune.scoring._gradients import gradients_of
 CURVATURES = ("output", "loss")
 #: A price that would be below the one before it is above it by this share, so that the order can be read off.
 _APART = 1e-9
+#: A's diagonal is at least this share of the contexts' mean square.
+_ROUNDING = 1e-10
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class Surgeon(Scorer):
     curvature of the loss in the projection's weights, and the expression is the least that the loss rises, to second
     order, when unit u may no longer be read and the rest of the projection is refitted. The cheapest unit of all sites
     goes, A and C become those of the refitted projection, and so on until nothing is left. So two heads that stand in
-    for each other cost little once and much the second time, and prices of all sites are in the loss's unit. A price
-    that falls is raised to the one before it: the k lowest are the first k that went, and add up to their rise.
+    for each other cost little once and much the second time, and prices of all sites are in the loss's unit. They add
+    up to the rise of the whole, but that a price that falls is raised to the one before it: the k lowest are the first
+    k that went.
 
     Made for recovery by ``lstsq``, whose intercept is why A is centred. Slopes are those of the model's own predictions
     (no labels, as ``ggn``), or of a loss.
@@ -47,16 +50,18 @@ class Surgeon(Scorer):
     of attention under one projection; tokens weigh in A by their slopes, one step towards the nearest product; and
     C is taken where the projection reads, ``W'(.)W``, so that layouts without a projection have it too.
 
-    Cost: a forward and a backward pass a class (a draw for token distributions, one for a loss); then two matrices of
-    ``width ** 2`` a site, inverted once, and ``width ** 2`` multiply-adds a removed channel. Memory:
-    ``2 * blocks * width ** 2`` fp64 numbers a site.
+    Cost: a forward and a backward pass a class (a draw for token distributions, one for a loss); then, once and once
+    more a block, an inverse of ``width ** 2`` numbers a site and ``width ** 2`` multiply-adds a removed channel.
+    Memory: ``2 * blocks * width ** 2`` fp64 numbers a site, and a batch's contexts and their slopes for one class.
 
     Args:
         curvature: Slopes of ``output``, the model's own predictions, or of the ``loss``; None is the loss where one of
             yours is given, and else the output.
         ridge: Added to A's diagonal, as a share of its mean.
-        draws: Labels drawn for every distribution; None is exact where an example has one, and 1 elsewhere.
-        blocks: Blocks of examples for the standard error (a jackknife); 1 gives none and saves memory.
+        draws: Labels drawn for every distribution of the output; None is exact where an example has one, and 1
+            elsewhere.
+        blocks: Blocks of examples for the standard error (a jackknife); 1 gives none and saves memory. Where leaving
+            out a block changes the order in which units go, the error is a rough one.
         seed: Of the draws; see ``Ggn``.
     """
 
@@ -73,6 +78,8 @@ class Surgeon(Scorer):
             raise InvalidValue("Surgeon.ridge", "a share > 0", self.ridge)
         if self.draws is not None and self.draws < 1:
             raise InvalidValue("Surgeon.draws", "at least 1, or None", self.draws)
+        if self.draws is not None and self.curvature == "loss":
+            raise InvalidValue("Surgeon.draws", "None with curvature='loss', which draws nothing", self.draws)
         if self.blocks < 1:
             raise InvalidValue("Surgeon.blocks", "a count >= 1", self.blocks)
 
@@ -111,11 +118,17 @@ class Surgeon(Scorer):
                 seeds = content_seeds(problem.model, batch, self.seed)
                 targets, drawn = fisher_targets(found, seeds, self.draws)
             what = "the loss" if own == "loss" else "the model's output"
-            slopes = [gradients_of(problem, t, contexts, what, t is not targets[-1]) for t in targets]
-        block = torch.arange(first, first + batch_size(batch)) % self.blocks
+            block = torch.arange(first, first + batch_size(batch)) % self.blocks
+            weights = [[torch.zeros(())] * len(runs) for runs in contexts]
+            for number, target in enumerate(targets):  # one at a time: a class's slopes are as large as the contexts
+                slopes = gradients_of(problem, target, contexts, what, number < len(targets) - 1)
+                for site, factor in factors.items():
+                    for run, g in enumerate(slopes[site]):
+                        more = factor.add_slopes(block, g, batch, told[site][run])
+                        weights[site][run] = weights[site][run].to(more) + more
         for site, factor in factors.items():
             for run, x in enumerate(contexts[site]):
-                factor.add(block, x.detach(), [of_target[site][run] for of_target in slopes], batch, told[site][run])
+                factor.add_tokens(block, x.detach(), weights[site][run], batch)
         return drawn
 
     def _prices(self, factors: Sequence[_Factors], examples: Tensor, weights: Tensor) -> Tensor:
@@ -149,28 +162,31 @@ class _Factors:
         self.gg = torch.zeros_like(self.xx)
         self.tokens = 0
 
-    def add(self, block: Tensor, x: Tensor, slopes: Sequence[Tensor], batch: Any, counted: Tensor | None) -> None:
-        """Adds one run's contexts and their slopes, in the form that ``watched`` hands over."""
-        x, *slopes = (self._by_example(t, len(block), batch) for t in (x, *slopes))
-        here = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if counted is None else counted
-        here = here.to(x.device).reshape(x.shape[:2])
-        self.tokens += int(here.sum())
+    def add_slopes(self, block: Tensor, g: Tensor, batch: Any, counted: Tensor | None) -> Tensor:
+        """Adds the slopes of one target at one run; returns how much each token weighs, ``[examples, tokens]``."""
+        g = self._by_example(g, len(block), batch).to(self.gg.dtype)
+        if counted is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
+            g = g.masked_fill(~counted.to(g.device).reshape(g.shape[:2])[..., None], 0)
         for number in block.unique().tolist():
-            chosen = here & (block == number).to(here.device)[:, None]
-            of_block = [g[chosen].to(self.gg.dtype) for g in slopes]
-            weights = torch.stack([g.square().sum(-1) for g in of_block]).sum(0)
-            tokens = x[chosen].to(self.xx.dtype)
-            weighted = tokens * weights[:, None]
-            self.weight[number] += weights.sum()
+            rows = g[block == number].flatten(0, 1)
+            self.gg[number].addmm_(rows.T, rows)
+        self.tokens += g.shape[0] * g.shape[1] if counted is None else int(counted.sum())
+        return g.square().sum(-1)
+
+    def add_tokens(self, block: Tensor, x: Tensor, weights: Tensor, batch: Any) -> None:
+        """Adds one run's contexts, by the weights of their tokens; those that weigh nothing are left out."""
+        x = self._by_example(x, len(block), batch).to(self.xx.dtype)
+        x = x.masked_fill(weights[..., None] == 0, 0)
+        for number in block.unique().tolist():
+            rows, w = x[block == number].flatten(0, 1), weights[block == number].flatten()
+            weighted = rows * w[:, None]
+            self.weight[number] += w.sum()
             self.x[number] += weighted.sum(0)
-            self.xx[number].addmm_(weighted.T, tokens)
-            for g in of_block:
-                self.gg[number].addmm_(g.T, g)
+            self.xx[number].addmm_(weighted.T, rows)
 
     def check(self) -> None:
         """Raises:
-        UnsupportedModel: no batch reached the site.
-        InvalidValue: nothing but padding did, or numbers that are not finite.
+        InvalidValue: nothing but padding reached the site, or numbers that are not finite.
         """
         name = self.bound.site.name
         if not self.tokens:
@@ -194,8 +210,10 @@ class _Site:
         weights = weights.to(factors.weight)
         total = (weights @ factors.weight).clamp(min=torch.finfo(weights.dtype).tiny)
         mean = weights @ factors.x / total
-        a = torch.tensordot(weights, factors.xx, 1) / total - torch.outer(mean, mean)
-        added = (ridge * a.diagonal().mean()).clamp(min=1e-30)
+        second = torch.tensordot(weights, factors.xx, 1) / total
+        a = second - torch.outer(mean, mean)
+        rounding = _ROUNDING * second.diagonal().mean()  # what does not vary has no inverse else
+        added = torch.maximum(ridge * a.diagonal().mean(), rounding).clamp(min=1e-30)
         a.diagonal().add_(added)
         factor, failed = torch.linalg.cholesky_ex(a)
         if int(failed):

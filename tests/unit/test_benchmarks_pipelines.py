@@ -122,8 +122,8 @@ def test_the_readme_says_what_the_record_does(pipelines: ModuleType, tmp_path: P
     about = {"task": "sst2", "heads": 72, "calibration": 512, "judged": {"test": 7}, "base": {"test": 0.9}}
     (tmp_path / "pipelines-sst2.json").write_text(json.dumps({**about, "rows": rows}))
     text = pipelines.readme(tmp_path)
-    assert "512 unlabelled sentences" in text
-    assert "over 2 draws" in text
+    assert "512 sentences choose" in text
+    assert "2 draws" in text
     assert "on 7 test rows; all 72 heads: 0.900." in text
     assert "then `lstsq` with the feed-forwards | 0.650 ± 0.071 | 0.650 ± 0.071 |" in text
     assert "| chance | 0.350 ± 0.071 |" in text

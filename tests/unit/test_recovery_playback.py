@@ -71,6 +71,38 @@ def test_what_does_not_repeat_itself_runs() -> None:
     assert model[0].asked - before == whole
 
 
+class Residual(nn.Module):
+    """A layer."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.attention(x)
+        return y
+
+
+def test_batches_that_call_a_layer_more_often_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    teacher = nn.Sequential(*[Residual(hp.MultiHeadAttention(8, 2)) for _ in range(4)])
+    names = [f"{n}.attention" for n in range(4)]
+    mask = hp.HeadMask.from_keep({name: [1] for name in names}, dict.fromkeys(names, 2))
+    batches = [torch.randn(3, 5, 8), torch.randn(3, 15, 8)]
+
+    def pieces(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.cat([model(piece) for piece in x.split(5, 1)], 1).square().mean((1, 2))
+
+    states = []
+    for room in (2**30, 0):
+        monkeypatch.setattr(_playback, "ROOM", room)
+        model = copy.deepcopy(teacher)
+        hp.prune_(model, mask)
+        hp.recover_(model, batches, Lstsq(), teacher, loss=pieces)
+        states.append(model.state_dict())
+    assert_close(*states, rtol=0, atol=0)
+
+
 class Playing:
     """Three linear layers, one after the other, that count their calls."""
 
