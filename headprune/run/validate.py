@@ -251,6 +251,9 @@ def _tokenizer_problems(data: Mapping[str, Any], task: Any, columns: Mapping[str
     elif kind is not None and task not in (("translation",) if kind == "bpe" else ("causal_lm",)):
         must = "bpe for translation, characters for causal_lm, and left out for other tasks"
         wrong.append(InvalidValue("data.tokenizer", must, f"{kind!r} for {task}"))
+    if kind is not None and columns.get("tokens") is not None:
+        must = "left out with data.tokenizer, which reads text"
+        wrong.append(InvalidValue("data.tokens", must, repr(columns["tokens"])))
     if columns.get("vocabulary") is not None and kind != "bpe":
         wrong.append(InvalidValue("data.vocabulary", "used with tokenizer: bpe", columns["vocabulary"]))
     if block is not None and (task != "causal_lm" or not isinstance(columns.get("text"), str)):

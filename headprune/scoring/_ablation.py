@@ -113,7 +113,7 @@ def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
 
     def holding() -> Iterator[tuple[int, Any]]:
         for number, batch in problem.passes("outputs of other examples"):
-            here[:] = marks[number]
+            here[:] = marks[number - problem.before]
             if not set(here).isdisjoint(chosen):
                 yield number, batch
 

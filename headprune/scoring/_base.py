@@ -58,6 +58,7 @@ class Problem:
         batches: The data; None where no scorer needs any.
         loss: Per-example loss.
         progress: Show a bar; None shows it on a terminal only.
+        before: Batches of the user's that came before these, which are numbered after them.
     """
 
     model: nn.Module
@@ -68,6 +69,7 @@ class Problem:
     data: str | None = None
     costs: CostTable | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
+    before: int = 0
     _order: tuple[str, ...] | None = field(default=None, init=False)  # of a whole pass
     _unseen: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # losses, by batch
 
@@ -81,7 +83,7 @@ class Problem:
         """
         losses = shaped_losses(self.loss, self.model, batch, number)
         self._unseen.append((number, losses.detach()))
-        if number == 0:
+        if number == self.before:
             self._look()
         return losses
 
@@ -105,12 +107,13 @@ class Problem:
         total = operator.length_hint(self.batches) or None
         # tqdm.auto asks for an iterator of its own, and a DataLoader starts its workers for each: give it one.
         bar = tqdm(iter(self.batches), desc=what, total=total, disable=disable, leave=False)
-        for count, batch in enumerate(bar):
+        for count, batch in enumerate(bar, self.before):
             batch_size(batch, f"batch {count}")
             _refuse_caches(batch, count)
             digest.add(batch)
             order.append(digest.hexdigest())
-            if self._order is not None and self._order[count : count + 1] != (order[-1],):
+            known = None if self._order is None else self._order[len(order) - 1 : len(order)]
+            if known not in (None, (order[-1],)):
                 raise _other_batches(what, f"others from batch {count} on")
             yield count, to_device(batch, device)
         self._look()

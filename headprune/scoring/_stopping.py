@@ -159,12 +159,13 @@ def read_until(problem: Problem, scorers: list[tuple[str, Scorer]], until: Stabl
     digest = DataDigest()
     parts: list[list[Estimate]] = []
     rows: list[Tensor] = []
-    done = False
+    done, read = False, 0
     for chunk in _chunks(problem, until, digest):
-        part = _part(problem, chunk)
+        part = _part(problem, chunk, read)
+        read += len(chunk)
         found = [_checked(name, scorer.estimate(part)) for name, scorer in scorers]
         if not parts and len(chunk) > 1:
-            _check_additive(_part(problem, chunk[:1]), scorers, found)
+            _check_additive(_part(problem, chunk[:1], 0), scorers, found)
         parts.append(found)
         rows = [torch.cat([_rows(estimate) for estimate in column]) for column in zip(*parts, strict=True)]
         done = all(settled(samples, until.k, until.error(len(parts)), until.rare) for samples in rows)
@@ -195,9 +196,10 @@ def _chunks(problem: Problem, until: Stable, digest: DataDigest) -> Iterator[lis
         raise InvalidValue("batches", "at least one batch", "an empty iterable")
 
 
-def _part(problem: Problem, batches: list[Any]) -> Problem:
+def _part(problem: Problem, batches: list[Any], before: int) -> Problem:
     """The problem for some of the batches; nothing that was gathered from others is carried over."""
-    return replace(problem, batches=batches, shared={k: v for k, v in problem.shared.items() if k == "scorers"})
+    kept = {k: v for k, v in problem.shared.items() if k == "scorers"}
+    return replace(problem, batches=batches, shared=kept, before=before)
 
 
 def _rows(estimate: Estimate) -> Tensor:

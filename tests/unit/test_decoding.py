@@ -64,6 +64,15 @@ def test_steps_read_every_token_once_after_those_before(model: LlamaForCausalLM)
     assert calls == [(5, 0), (1, 5), (1, 6), (1, 7)] * 2
 
 
+def test_a_compiled_model_makes_the_last_logits_alone_too(model: LlamaForCausalLM) -> None:
+    made: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: made.append(args[0].shape[1]))
+    compiled = torch.compile(model, backend="eager")
+    compare_decoding(compiled, model, [2], [5], 2, seconds=0, min_rounds=1, max_rounds=1, warmup=0)
+    assert made
+    assert set(made) == {1}
+
+
 def test_what_cannot_be_timed_is_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(InvalidValue, match="new_tokens"):
         compare_decoding(model, model, new_tokens=0)

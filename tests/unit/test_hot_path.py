@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headprune as hp
 from headprune.core import slabs
 from headprune.core.heads import HeadMask
+from headprune.core.layout import HeadState
 from headprune.layouts import registry
 from headprune.model.running import call, outputs, without_fused_attention
 from headprune.surgery.prune import prune_
@@ -201,3 +202,12 @@ class _Of(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.attention(x)
+
+
+def test_a_state_from_before_groups_were_kept_knows_them() -> None:
+    """Pickles of cut modules hold attributes, and older ones not this one."""
+    new = HeadState(8, 4, (0, 1, 2))
+    old = object.__new__(HeadState)
+    old.__dict__.update({name: value for name, value in vars(new).items() if name != "uneven"})
+    assert old.uneven == new.uneven == (2, 1)
+    assert old == new

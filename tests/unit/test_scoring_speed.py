@@ -89,6 +89,19 @@ def test_a_loss_that_is_not_finite_is_found_at_the_end_of_the_pass_and_named() -
     assert len(calls) == 5
 
 
+def test_batches_are_numbered_through_however_often_one_looks() -> None:
+    """With ``until=`` batches are read chunk by chunk."""
+    batches = [torch.randn(3, 5, 16) for _ in range(8)]
+
+    def breaks(model: nn.Module, x: Tensor) -> Tensor:
+        found = loss(model, x)
+        return torch.where(torch.arange(3) == 1, torch.nan, found) if torch.equal(x, batches[6]) else found
+
+    stable = hp.Stable(k=2, first=6, growth=1.5)
+    with pytest.raises(InvalidValue, match=r"the loss of batch 6, example 1: must be finite, got nan"):
+        hp.score(Encoder(4), batches, "taylor", loss=breaks, until=stable, progress=False)
+
+
 def test_a_first_batch_that_is_not_finite_ends_the_pass() -> None:
     calls: list[int] = []
 
@@ -127,3 +140,13 @@ def test_a_gate_of_one_that_asks_for_its_gradient_changes_no_bit_of_a_bf16_model
     with hp.gated(model, gates):
         found = model(**batch).logits
     assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_gate_that_asks_for_its_gradient_changes_nothing_where_none_is_taken() -> None:
+    model, batch = subject_of("bert").copy().bfloat16(), subject_of("bert").batch
+    found = []
+    for asks in (False, True):
+        gates = {s.name: torch.full((s.n_query_heads,), 0.3, requires_grad=asks) for s in hp.find_sites(model)}
+        with hp.gated(model, gates), torch.no_grad():
+            found.append(model(**batch).logits)
+    assert_close(*found, rtol=0, atol=0)

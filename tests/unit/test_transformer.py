@@ -226,6 +226,7 @@ def test_positions_are_those_of_the_paper() -> None:
         ({"input_ids": [[3]]}, "must be given decoder_input_ids or labels"),
         ({"input_ids": [[3]], "labels": [[3]], "output_attentions": True}, "output_attentions: must be left out"),
         ({"input_ids": [[3]], "labels": [[3]], "head_mask": [1]}, "head_mask: must be left out"),
+        ({"input_ids": [[3, 4]], "labels": [[3]], "token_type_ids": torch.zeros(1, 2)}, "token_type_ids: must be left"),
     ],
 )
 def test_what_it_cannot_do_is_refused(model: TransformerForTranslation, given: dict[str, Any], words: str) -> None:

@@ -233,6 +233,13 @@ def test_a_text_is_cut_into_rows_and_its_end_is_held_out(tmp_path: Path) -> None
         load_rows(check_recipe({**raw, "data": {**raw["data"], "text": "txt"}}))
 
 
+@pytest.mark.parametrize("name", ["vocab_size", "pad_token_id", "decoder_start_token_id"])
+def test_what_the_trained_tokenizer_says_is_not_said_otherwise(name: str, tmp_path: Path) -> None:
+    recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(tmp_path)}", f"model.config.{name}=7"]))
+    with pytest.raises(InvalidValue, match=rf"model\.config\.{name}: must be left out, for the trained tokenizer"):
+        prepared(recipe, say=lambda line: None)
+
+
 def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_of(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(tmp_path / 'rows')}", "decode.max_length=12"]))
@@ -263,6 +270,18 @@ def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_o
         ([*OTHER, "data.target=null", "decode.beams=2"], "decode", "only translation decodes"),
         (OTHER, "data.target", "left out for causal_lm"),
         (["model={path: there}", "data.vocabulary=null"], "data.tokenizer", "the model has its own"),
+        (
+            [
+                "task=causal_lm",
+                "data.target=null",
+                "data.tokenizer=characters",
+                "data.vocabulary=null",
+                "data.text=null",
+                "data.tokens=ids",
+            ],
+            "data.tokens",
+            "left out with data.tokenizer",
+        ),
     ],
 )
 def test_recipes_that_make_no_sense(changes: list[str], path: str, words: str) -> None:
