@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headprune.bench.latency import _check_count, _Effort, _row, _sizes, no_collection, synchronize
+from headprune.bench.latency import Effort, check_count, rounds, sizes_of, speed_row, synchronize
 from headprune.core.errors import InvalidValue
 from headprune.core.record import SpeedRow
 from headprune.model.losses import is_causal_lm
@@ -85,8 +84,8 @@ def compare_decoding(
     Raises:
         InvalidValue: sizes below 1, a model that is no causal language model, models on two devices.
     """
-    effort = _Effort(seconds, warmup, min_rounds, max_rounds)
-    _check_count("new_tokens", new_tokens, 1)
+    effort = Effort(seconds, warmup, min_rounds, max_rounds)
+    check_count("new_tokens", new_tokens, 1)
     device = device_of(original)
     for name, model in (("original", original), ("pruned", pruned)):
         if not is_causal_lm(model):
@@ -94,53 +93,43 @@ def compare_decoding(
         if device_of(model) != device:
             raise InvalidValue(name, f"on {device}, where the original is", device_of(model), "Move it there.")
     vocabulary = int(original.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    models = (original, pruned)
+    options = [_last_logits(model) for model in models]
     draw, rows = torch.Generator().manual_seed(seed), []
     with ExitStack() as stack:
-        for model in (original, pruned):
+        for model in models:
             stack.enter_context(undisturbed(model, compiled=True))
         stack.enter_context(torch.inference_mode())
-        for prompt in _sizes("prompts", prompts):
-            for batch in _sizes("batch_sizes", batch_sizes):
+        for prompt in sizes_of("prompts", prompts):
+            for batch in sizes_of("batch_sizes", batch_sizes):
                 ids = torch.randint(vocabulary, (batch, prompt + new_tokens), generator=draw).to(device)
-                times, held = _rounds((original, pruned), ids, prompt, effort)
-                prefill, decode = (_row(batch, prompt, times[:, :, phase], seed) for phase in (0, 1))
+                held = [0, 0]
+
+                def timed(which: int, ids: Tensor = ids, prompt: int = prompt, held: list[int] = held) -> Any:
+                    took, held[which] = _timed(models[which], ids, prompt, options[which])
+                    return took
+
+                times = rounds(timed, effort)
+                prefill, decode = (speed_row(batch, prompt, times[:, :, phase], seed) for phase in (0, 1))
                 rows.append(DecodingRow(new_tokens, prefill, decode, *held))
     return tuple(rows)
 
 
-def _rounds(
-    models: tuple[nn.Module, nn.Module], ids: Tensor, prompt: int, effort: _Effort
-) -> tuple[np.ndarray, tuple[int, int]]:
-    """Seconds ``[rounds, 2 models, 2 phases]``, and the bytes of both caches."""
-    times: list[list[tuple[float, float]]] = []
-    held = [0, 0]
-    for _ in range(effort.warmup):
-        for model in models:
-            _timed(model, ids, prompt)
-    spent = 0.0
-    with no_collection():
-        while len(times) < effort.max_rounds and (
-            len(times) < effort.min_rounds or len(times) % 2 or spent < effort.seconds
-        ):
-            took = [(0.0, 0.0), (0.0, 0.0)]
-            for which in (0, 1) if len(times) % 2 == 0 else (1, 0):
-                took[which], held[which] = _timed(models[which], ids, prompt)
-            times.append(took)
-            spent += sum(map(sum, took))
-    return np.array(times), (held[0], held[1])
+def _last_logits(model: nn.Module) -> dict[str, Any]:
+    """The argument by which a model makes the last position's logits alone, where it knows one."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters else {}
 
 
-def _timed(model: nn.Module, ids: Tensor, prompt: int) -> tuple[tuple[float, float], int]:
-    last: dict[str, Any] = {"use_cache": True}
-    if "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters:
-        last["logits_to_keep"] = 1
+def _timed(model: nn.Module, ids: Tensor, prompt: int, options: dict[str, Any]) -> tuple[tuple[float, float], int]:
+    """Seconds of the prompt and of the steps after it, and the bytes that the cache holds then."""
     synchronize(ids.device)
     start = perf_counter()
-    cache = model(input_ids=ids[:, :prompt], **last).past_key_values
+    cache = model(input_ids=ids[:, :prompt], use_cache=True, **options).past_key_values
     synchronize(ids.device)
     begun = perf_counter()
     for place in range(prompt, ids.shape[1]):
-        cache = model(input_ids=ids[:, place : place + 1], past_key_values=cache, **last).past_key_values
+        step = ids[:, place : place + 1]
+        cache = model(input_ids=step, past_key_values=cache, use_cache=True, **options).past_key_values
     synchronize(ids.device)
     return (begun - start, perf_counter() - begun), cache_bytes(cache)
 

@@ -25,7 +25,7 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 @dataclass(frozen=True)
-class _Effort:
+class Effort:
     """How long one cell may take."""
 
     seconds: float
@@ -35,7 +35,7 @@ class _Effort:
 
     def __post_init__(self) -> None:
         for name in ("warmup", "min_rounds", "max_rounds"):
-            _check_count(name, getattr(self, name), least=0 if name == "warmup" else 1)
+            check_count(name, getattr(self, name), least=0 if name == "warmup" else 1)
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, (int, float)) or not self.seconds >= 0:
             raise InvalidValue("seconds", "a number >= 0", repr(self.seconds))
         if self.max_rounds < self.min_rounds:
@@ -88,8 +88,10 @@ def compare_latency(
     >>> [(row.batch, row.length, row.rounds) for row in rows]
     [(1, 5, 2), (2, 5, 2)]
     """
-    effort = _Effort(seconds, warmup, min_rounds, max_rounds)
-    cells = [(batch, length) for length in _sizes("lengths", lengths) for batch in _sizes("batch_sizes", batch_sizes)]
+    effort = Effort(seconds, warmup, min_rounds, max_rounds)
+    cells = [
+        (batch, length) for length in sizes_of("lengths", lengths) for batch in sizes_of("batch_sizes", batch_sizes)
+    ]
     device = device_of(original)
     if device_of(pruned) != device:
         raise InvalidValue("pruned", f"on {device}, where the original is", device_of(pruned), "Move it there.")
@@ -100,28 +102,32 @@ def compare_latency(
         stack.enter_context(torch.inference_mode())
         for batch, length in tqdm(cells, desc="latency", disable=not progress, leave=False):
             inputs = to_device(make_batch(batch, length), device)
-            times = _rounds((original, pruned), inputs, device, effort)
-            rows.append(_row(batch, length, times, seed))
+
+            def timed(which: int, inputs: Any = inputs) -> tuple[float]:
+                return (_timed((original, pruned)[which], inputs, device),)
+
+            times = rounds(timed, effort)
+            rows.append(speed_row(batch, length, times[:, :, 0], seed))
     return tuple(rows)
 
 
-def _rounds(models: tuple[nn.Module, nn.Module], inputs: Any, device: torch.device, effort: _Effort) -> np.ndarray:
-    """Seconds ``[rounds, 2]``, original and pruned."""
+def rounds(timed: Callable[[int], tuple[float, ...]], effort: Effort) -> np.ndarray:
+    """Seconds ``[rounds, 2, ...]``, original and pruned; ``timed(0)`` and ``timed(1)`` take theirs."""
     for _ in range(effort.warmup):
-        for model in models:
-            _timed(model, inputs, device)
-    times: list[tuple[float, float]] = []
+        for which in (0, 1):
+            timed(which)
+    times: list[list[tuple[float, ...]]] = []
     spent = 0.0
     with no_collection():
         # After an odd number of rounds one model would have gone first more often.
         while len(times) < effort.max_rounds and (
             len(times) < effort.min_rounds or len(times) % 2 or spent < effort.seconds
         ):
-            took = [0.0, 0.0]
+            took: list[tuple[float, ...]] = [(), ()]
             for which in (0, 1) if len(times) % 2 == 0 else (1, 0):
-                took[which] = _timed(models[which], inputs, device)
-            times.append((took[0], took[1]))
-            spent += sum(took)
+                took[which] = timed(which)
+            times.append(took)
+            spent += sum(map(sum, took))
     return np.array(times)
 
 
@@ -156,7 +162,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _row(batch: int, length: int, times: np.ndarray, seed: int) -> SpeedRow:
+def speed_row(batch: int, length: int, times: np.ndarray, seed: int) -> SpeedRow:
     ratios = times[:, 0] / times[:, 1]
     draws = np.random.default_rng(seed).integers(0, len(ratios), (_RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(ratios[draws], axis=1), (2.5, 97.5))
@@ -196,9 +202,9 @@ def shaped_batch(example: Mapping[str, Any], batch: int, length: int | None = No
             [1, 2, 3, 1]]), 'attention_mask': tensor([[1, 1, 1, 1],
             [1, 1, 1, 1]])}
     """
-    _check_count("batch", batch, 1)
+    check_count("batch", batch, 1)
     if length is not None:
-        _check_count("length", length, 1)
+        check_count("length", length, 1)
     kept = {k: v for k, v in example.items() if k not in _LABELS} if isinstance(example, Mapping) else {}
     if not any(isinstance(v, Tensor) and v.ndim and len(v) for v in kept.values()):
         must = "a mapping of tensors with the examples first"
@@ -223,14 +229,14 @@ def _shaped(name: str, value: Any, example: Mapping[str, Any], batch: int, lengt
     return torch.ones_like(rows) if name in _MASKS else rows
 
 
-def _sizes(name: str, sizes: Sequence[int]) -> list[int]:
+def sizes_of(name: str, sizes: Sequence[int]) -> list[int]:
     if isinstance(sizes, (str, int)) or not len(sizes):
         raise InvalidValue(name, "a list of counts, at least one", repr(sizes))
     for size in sizes:
-        _check_count(name, size, 1)
+        check_count(name, size, 1)
     return list(sizes)
 
 
-def _check_count(where: str, value: Any, least: int) -> None:
+def check_count(where: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidValue(where, f"a whole number >= {least}", repr(value))

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from headprune.core.errors import HeadPruneError
-from headprune.model.running import tensors
+from headprune.model.running import other_forwards, tensors
 from headprune.model.sites import BoundSite
 
 #: A call by the calls around it: the number of the module, and how often the surrounding call had called it before.
@@ -221,19 +221,12 @@ class Tape:
     @contextmanager
     def _instead(self, around: Callable[..., Any], numbers: Iterable[int] | None = None) -> Iterator[None]:
         """Calls ``around(number, forward, args, kwargs)`` wherever the ``forward`` of a module would be called."""
-        before = {n: self.modules[n].__dict__.get("forward") for n in numbers or range(len(self.modules))}
-        try:
-            for number in before:
-                module = self.modules[number]
-                module.__dict__["forward"] = _wrapped(around, number, module.forward)
-            yield
-        finally:
-            for number, forward in before.items():
-                if forward is None:
-                    self.modules[number].__dict__.pop("forward", None)
-                else:
-                    self.modules[number].__dict__["forward"] = forward
-            self._stack = []
+        chosen = range(len(self.modules)) if numbers is None else numbers
+        with other_forwards((self.modules[n], functools.partial(_wrapped, around, n)) for n in chosen):
+            try:
+                yield
+            finally:
+                self._stack = []
 
 
 def _wrapped(around: Callable[..., Any], number: int, original: Any) -> Any:

@@ -35,7 +35,7 @@ def reading(model: nn.Module, bound: Sequence[BoundSite], take: Take) -> Iterato
     def seen(number: int, x: Tensor) -> None:
         b, batch = bound[number], inputs.now
         x = rows_of(b, x.detach(), batch)
-        take(number, x, None if b.layout.windows else query_mask(model, b.site.kind, batch, (x.shape[0], x.shape[1])))
+        take(number, x, counted(model, b, x, batch))
 
     with inputs_of(model, bound) as inputs, watched(bound, seen):
         yield inputs.begin
@@ -133,6 +133,11 @@ def query_mask(model: nn.Module, kind: Kind, batch: Any, shape: tuple[int, int])
             mask = None
         mask = mask if batch.get("decoder_attention_mask") is None else batch["decoder_attention_mask"]
     return mask.bool() if isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
+
+
+def counted(model: nn.Module, b: BoundSite, rows: Tensor, batch: Any) -> Tensor | None:
+    """``[rows, tokens]``: True where a token of ``rows_of`` is no padding; None where nothing is known."""
+    return None if b.layout.windows else query_mask(model, b.site.kind, batch, (rows.shape[0], rows.shape[1]))
 
 
 def wide(x: Tensor) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -118,6 +118,23 @@ def without_fused_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def other_forwards(instead: Iterable[tuple[nn.Module, Callable[[Callable[..., Any]], Any]]]) -> Iterator[None]:
+    """For as long as the block lasts, modules of pairs (module, make) are called by ``make(forward)``."""
+    before: list[tuple[nn.Module, Any]] = []
+    try:
+        for module, make in instead:
+            before.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = make(module.forward)
+        yield
+    finally:
+        for module, forward in reversed(before):
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
 
 
 @contextmanager

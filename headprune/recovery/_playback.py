@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headprune.gating.tape import mapped
-from headprune.model.running import tensors
+from headprune.model.running import other_forwards, tensors
 
 #: Bytes of layers' outputs that are kept at most.
 ROOM = 2**30
@@ -89,17 +89,9 @@ class Playback:
             key: The batch's; None where it has none, so that everything runs.
             number: Of the projection that is next to be refitted.
         """
-        fixed = {} if key is None else {n: self._layers[n] for n, last in self._last.items() if last < number}
-        before = {n: layer.__dict__.get("forward") for n, layer in fixed.items()}
-        try:
-            for n, layer in fixed.items():
-                layer.__dict__["forward"] = self._kept_or_run((n, key or ""), layer.forward)
+        fixed = [] if key is None else [layer for layer, last in self._last.items() if last < number]
+        with other_forwards((self._layers[n], functools.partial(self._kept_or_run, (n, key or ""))) for n in fixed):
             yield
-        finally:
-            for n, layer in fixed.items():
-                layer.__dict__.pop("forward")
-                if before[n] is not None:
-                    layer.__dict__["forward"] = before[n]
 
     def _kept_or_run(self, place: tuple[int, str], original: Callable[..., Any]) -> Callable[..., Any]:
         called = False  # in this pass

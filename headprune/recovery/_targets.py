@@ -12,7 +12,7 @@ from headprune.attention.linear import feature_count, is_conv1d
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.heads import Kind
 from headprune.core.slabs import rows_of as columns_of
-from headprune.model.contexts import query_mask, rows_of
+from headprune.model.contexts import counted, query_mask, rows_of
 from headprune.model.refusals import check_unshared
 from headprune.model.running import batch_size, device_of, to_device
 from headprune.model.sites import BoundSite
@@ -67,8 +67,7 @@ class Target:
     def counted(self, model: nn.Module, x: Tensor, batch: Any) -> Tensor | None:
         """``[tokens]``: True where a token is no padding; None where nothing is known."""
         if self.bound is not None:
-            shape = rows_of(self.bound, x, batch).shape
-            mask = None if self.bound.layout.windows else query_mask(model, self.kind, batch, (shape[0], shape[1]))
+            mask = counted(model, self.bound, rows_of(self.bound, x, batch), batch)
         elif x.ndim == 3:
             mask = query_mask(model, self.kind, batch, (x.shape[0], x.shape[1]))
             if mask is None:  # tokens first

@@ -17,12 +17,11 @@ from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.run.features import Collate, Encoder, Example, pixel_array, pixel_statistics
 from headprune.run.models import Preparation
 from headprune.run.order import LikeLengths
-from headprune.run.recipe import DataSection, Recipe, Task
+from headprune.run.recipe import UNLABELLED, DataSection, Recipe, Task
 from headprune.run.sources import Source, load_source
 from headprune.run.splits import Part, calibration_rows, normalised, partition
 
 _CLASSES = ("text_classification", "image_classification")
-_UNLABELLED = ("causal_lm", "translation")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def load_rows(recipe: Recipe) -> RawData:
     amounts = (section.holdout, section.test_holdout, section.calibration)
     parts = partition(keys, strata, *amounts, seed=recipe.seed)
     splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
-    columns = {"label": label} if task not in _UNLABELLED else {}
+    columns = {"label": label} if task not in UNLABELLED else {}
     facts = {"source": {**source.facts, **columns}, **{name: part.facts for name, part in parts.items()}}
     texts = (*section.text_columns, *([section.target] if section.target else []))
     return RawData(splits, label, labels, facts, parts, source.warnings, texts)
@@ -199,7 +198,7 @@ def _image_key(image: Any, where: str) -> str:
 
 def _labels(source: Source, column: str, task: Task) -> tuple[Any, ...]:
     """Label values in the order of their numbers."""
-    if task in _UNLABELLED:
+    if task in UNLABELLED:
         return ()
     values: set[Any] = set()
     for role, rows in source.splits.items():

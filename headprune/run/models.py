@@ -15,7 +15,7 @@ from torch import nn
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.model.classes import OWN, class_named
 from headprune.run.adapters import is_adapter, merged
-from headprune.run.recipe import Recipe, Task
+from headprune.run.recipe import UNLABELLED, Recipe, Task
 from headprune.run.vocabulary import train_tokenizer
 
 _AUTO = {
@@ -26,8 +26,6 @@ _AUTO = {
     "image_classification": "AutoModelForImageClassification",
     "translation": "AutoModelForSeq2SeqLM",
 }
-
-_WITHOUT_LABELS = ("causal_lm", "translation")
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, ba
         return Preparation()
     if section.path is None:
         if text:
-            hint = "Or train one: data.tokenizer." if recipe.task in _WITHOUT_LABELS else ""
+            hint = "Or train one: data.tokenizer." if recipe.task in UNLABELLED else ""
             raise InvalidValue("model.path", f"given, because {recipe.task} on text needs a tokenizer", "none", hint)
         return Preparation()
     import transformers
@@ -195,7 +193,7 @@ def _head(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
     """Configuration that a task's labels ask for."""
     if task == "regression":
         return {"num_labels": 1, "problem_type": "regression"}
-    if task in _WITHOUT_LABELS:
+    if task in UNLABELLED:
         return {}
     numbers: dict[str, Any] = {"id2label": {i: str(v) for i, v in enumerate(labels)}}
     numbers |= {"label2id": {str(v): i for i, v in enumerate(labels)}}
@@ -211,7 +209,7 @@ def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     path = str(recipe.model.path)
     if (Path(resolve_path(path)) / MANIFEST).is_file():
         return Loaded(_cut_before(recipe, labels, kind))
-    more = {} if recipe.task in _WITHOUT_LABELS else {"ignore_mismatched_sizes": True}
+    more = {} if recipe.task in UNLABELLED else {"ignore_mismatched_sizes": True}
     _refuse_remote_code(_loaded(transformers.AutoConfig, path, "model.path"), path, "model.path")
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.dtype else "auto"
     settings = {**_head(recipe.task, labels), **more, "dtype": dtype}
@@ -248,7 +246,7 @@ def _cut_before(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:
     if not isinstance(model, fitting):
         raise InvalidValue("model.path", f"a model for {recipe.task}", f"{path!r}, a cut {type(model).__name__}")
     wanted = 1 if recipe.task == "regression" else len(labels)
-    if recipe.task not in _WITHOUT_LABELS and config.num_labels != wanted:
+    if recipe.task not in UNLABELLED and config.num_labels != wanted:
         must = f"a cut model with as many outputs as the data has labels, {wanted}"
         raise InvalidValue("model.path", must, f"{path!r} with {config.num_labels}")
     for name, value in _head(recipe.task, labels).items():

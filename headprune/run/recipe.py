@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Task = Literal[
     "text_classification", "regression", "token_classification", "causal_lm", "image_classification", "translation"
 ]
+#: Tasks whose rows have no labels.
+UNLABELLED: tuple[Task, ...] = ("causal_lm", "translation")
 Rows = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

@@ -23,6 +23,7 @@ from headprune.model.running import batch_size, call
 from headprune.model.sites import BoundSite
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._contexts import by_example
 
 #: Blocks of examples for statistics of a vector a site.
 BLOCKS = 20
@@ -265,12 +266,10 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
     first, size = 0, 0
 
     def take(number: int, x: Tensor, counted: Tensor | None) -> None:
-        if len(x) % size:
-            hint = "Leave this site out with sites=, or give batches with the examples first."
-            raise UnsupportedModel(bound[number].site.name, f"run on {size} examples", f"{len(x)} rows", hint)
+        x = by_example(bound[number], x, size)
         x = x.cpu() if x.device.type == "mps" else x
         counted = torch.ones(x.shape[:2], device=x.device) if counted is None else counted.to(x.device)
-        x, counted = x.reshape(size, -1, x.shape[-1]), counted.reshape(size, -1)
+        counted = counted.reshape(size, -1)
         rounding = torch.finfo(x.dtype).eps
         # Chosen, not multiplied by 0: attention may leave NaN at padding.
         x = x.masked_fill(counted.unsqueeze(-1) == 0, 0).double()

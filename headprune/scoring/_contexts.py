@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue
-from headprune.model.contexts import Take, reading, wide
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.model.contexts import Take, reading, watched, wide
+from headprune.model.sites import BoundSite
 from headprune.scoring._base import Problem
 
 
@@ -43,3 +45,33 @@ def mean_contexts(problem: Problem) -> dict[int, Tensor]:
             name = problem.bound[site].site.name
             raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
     return {site: total / counts[site] for site, total in totals.items()}
+
+
+@contextmanager
+def leaves(problem: Problem, see: Callable[[int, Tensor], None] | None = None) -> Iterator[list[list[Tensor]]]:
+    """For as long as the block lasts, every site keeps what it reads whenever it runs, and that asks for a gradient.
+
+    ``see(number of the site, x)`` is called at each run.
+    """
+    kept: list[list[Tensor]] = [[] for _ in problem.bound]
+
+    def asking(site: int, x: Tensor) -> Tensor:
+        if see is not None:
+            see(site, x)
+        kept[site].append(x if x.requires_grad else x.detach().requires_grad_())
+        return kept[site][-1]
+
+    with watched(problem.bound, asking):
+        yield kept
+
+
+def by_example(b: BoundSite, rows: Tensor, size: int) -> Tensor:
+    """``[examples, tokens, ...]`` of rows, of which windows of an example follow one another.
+
+    Raises:
+        UnsupportedModel: rows that are no examples.
+    """
+    if len(rows) % size:
+        hint = "Leave this site out with sites=, or give batches with the examples first."
+        raise UnsupportedModel(b.site.name, f"run on {size} examples", f"{len(rows)} rows", hint)
+    return rows.reshape(size, -1, *rows.shape[2:])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
-from headprune.model.contexts import reading, rows_of, watched
+from headprune.model.contexts import reading, rows_of
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
-from headprune.scoring._contexts import mean_contexts
+from headprune.scoring._contexts import leaves, mean_contexts
 from headprune.scoring._gradients import by_unit, gradients_of, unit_gradients
 
 #: By site number, the heads' outputs: one tensor for each time that the site runs in a pass, or one for all of them.
@@ -91,7 +90,7 @@ class AttributionPatching(Scorer):
 @torch.enable_grad()
 def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tensor:
     """``[examples, units]``: ``sum_t <base - ctx, dl/dctx>``, summed over the runs of a site and its unit's heads."""
-    with _leaves(problem) as contexts:
+    with leaves(problem) as contexts:
         losses = problem.losses(number, batch)
         found = gradients_of(problem, losses.sum(), contexts)
     effects = []
@@ -107,16 +106,3 @@ def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tens
             effect += products.reshape(len(losses), -1, len(b.site.heads), b.site.value_dim).sum((1, 3))
         effects.append(effect)
     return by_unit(problem, effects)
-
-
-@contextmanager
-def _leaves(problem: Problem) -> Iterator[list[list[Tensor]]]:
-    """For as long as the block lasts, every site keeps what it reads whenever it runs, and that asks for a gradient."""
-    kept: list[list[Tensor]] = [[] for _ in problem.bound]
-
-    def asking(site: int, x: Tensor) -> Tensor:
-        kept[site].append(x if x.requires_grad else x.detach().requires_grad_())
-        return kept[site][-1]
-
-    with watched(problem.bound, asking):
-        yield kept

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -11,14 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.model.contexts import Inputs, inputs_of, query_mask, rows_of, watched, wide
+from headprune.core.errors import InvalidValue
+from headprune.model.contexts import counted, inputs_of, rows_of, wide
 from headprune.model.losses import default_loss
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite
 from headprune.scoring._activations import jackknife, unit_columns
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._contexts import by_example, leaves
 from headprune.scoring._distributions import content_seeds, distributions, fisher_targets
 from headprune.scoring._gradients import gradients_of
 
@@ -110,7 +110,14 @@ class Surgeon(Scorer):
     ) -> bool:
         """Adds a batch's tokens to the factors; whether labels were drawn."""
         drawn = False
-        with _leaves(problem, batch) as (contexts, told):
+        told: list[list[Tensor | None]] = [[] for _ in problem.bound]
+
+        def see(site: int, x: Tensor) -> None:
+            b = problem.bound[site]
+            told[site].append(counted(problem.model, b, rows_of(b, x.detach(), inputs.now), inputs.now))
+
+        with inputs_of(problem.model, problem.bound) as inputs, leaves(problem, see) as contexts:
+            inputs.begin(batch)
             if own == "loss":
                 targets = [problem.losses(number, batch).sum()]
             else:
@@ -162,15 +169,15 @@ class _Factors:
         self.gg = torch.zeros_like(self.xx)
         self.tokens = 0
 
-    def add_slopes(self, block: Tensor, g: Tensor, batch: Any, counted: Tensor | None) -> Tensor:
+    def add_slopes(self, block: Tensor, g: Tensor, batch: Any, here: Tensor | None) -> Tensor:
         """Adds the slopes of one target at one run; returns how much each token weighs, ``[examples, tokens]``."""
         g = self._by_example(g, len(block), batch).to(self.gg.dtype)
-        if counted is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
-            g = g.masked_fill(~counted.to(g.device).reshape(g.shape[:2])[..., None], 0)
+        if here is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
+            g = g.masked_fill(~here.to(g.device).reshape(g.shape[:2])[..., None], 0)
         for number in block.unique().tolist():
             rows = g[block == number].flatten(0, 1)
             self.gg[number].addmm_(rows.T, rows)
-        self.tokens += g.shape[0] * g.shape[1] if counted is None else int(counted.sum())
+        self.tokens += g.shape[0] * g.shape[1] if here is None else int(here.sum())
         return g.square().sum(-1)
 
     def add_tokens(self, block: Tensor, x: Tensor, weights: Tensor, batch: Any) -> None:
@@ -196,11 +203,7 @@ class _Factors:
             raise InvalidValue(f"what {name} gives Surgeon", "finite", "NaN or infinite", hint)
 
     def _by_example(self, x: Tensor, size: int, batch: Any) -> Tensor:
-        rows = rows_of(self.bound, x, batch)
-        if len(rows) % size:
-            hint = "Leave this site out with sites=, or give batches with the examples first."
-            raise UnsupportedModel(self.bound.site.name, f"run on {size} examples", f"{len(rows)} rows", hint)
-        return rows.reshape(size, -1, rows.shape[-1])
+        return by_example(self.bound, rows_of(self.bound, x, batch), size)
 
 
 class _Site:
@@ -238,28 +241,3 @@ class _Site:
         for matrix, alone in ((self.inverse, 1.0), (self.c, 0.0)):
             matrix[u], matrix[:, u] = 0.0, 0.0
             matrix[u, u] = alone
-
-
-@contextmanager
-def _leaves(problem: Problem, batch: Any) -> Iterator[tuple[list[list[Tensor]], list[list[Tensor | None]]]]:
-    """For as long as the block lasts, every site keeps what it reads whenever it runs, which asks for a gradient, and
-    which of its tokens count."""
-    kept: list[list[Tensor]] = [[] for _ in problem.bound]
-    told: list[list[Tensor | None]] = [[] for _ in problem.bound]
-
-    def asking(site: int, x: Tensor) -> Tensor:
-        kept[site].append(x if x.requires_grad else x.detach().requires_grad_())
-        told[site].append(_counted(problem, site, x, inputs))
-        return kept[site][-1]
-
-    with inputs_of(problem.model, problem.bound) as inputs, watched(problem.bound, asking):
-        inputs.begin(batch)
-        yield kept, told
-
-
-def _counted(problem: Problem, site: int, x: Tensor, inputs: Inputs) -> Tensor | None:
-    b = problem.bound[site]
-    rows = rows_of(b, x.detach(), inputs.now)
-    return (
-        None if b.layout.windows else query_mask(problem.model, b.site.kind, inputs.now, (rows.shape[0], rows.shape[1]))
-    )

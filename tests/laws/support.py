@@ -94,6 +94,13 @@ def labelled_subject(name: str) -> Subject:
     return found
 
 
+def examples_of(subject: Subject, n: int = 7) -> dict[str, Any]:
+    """One batch of so many different examples, of a family that takes mappings."""
+    named = [subject.family] if subject.family else []
+    parts = [as_double(subject.layout.tiny(seed, *named)[1]) for seed in range(1 + n // 3)]
+    return {k: torch.cat([p[k] for p in parts])[:n] for k in parts[0]}
+
+
 def shaken(model: nn.Module, norms: bool = True) -> nn.Module:
     """Random values everywhere: fresh models have biases of zero and norms of one, which would hide mistakes."""
     generator = torch.Generator().manual_seed(1)

@@ -22,7 +22,8 @@ from headprune.model.running import call
 from headprune.model.sites import lookup, slabs_of
 from headprune.scoring import HardConcrete, SubsetTopk, Taylor, registry
 from headprune.scoring._base import Scorer
-from tests.laws.support import CLOSE, TRANSFORMERS, Subject, as_double, set_implementation, subject_of
+from tests.laws.support import CLOSE, TRANSFORMERS, Subject, set_implementation, subject_of
+from tests.laws.support import examples_of as data
 
 #: A few steps tell as much here as the default's hundreds.
 LEARNED: dict[str, Any] = {"hard_concrete": HardConcrete(steps=3, block=2), "subset_topk": SubsetTopk(steps=3, block=2)}
@@ -37,11 +38,6 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def loss_of(subject: Subject) -> Callable[[nn.Module, Any], Tensor]:
     return default_loss if hasattr(subject.model, "config") else own_loss
-
-
-def data(subject: Subject, n: int) -> dict[str, Any]:
-    parts = [as_double(subject.layout.tiny(seed)[1]) for seed in range(1 + n // 3)]
-    return {k: torch.cat([p[k] for p in parts])[:n] for k in parts[0]}
 
 
 def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:

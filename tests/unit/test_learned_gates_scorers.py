@@ -18,14 +18,13 @@ from headprune.scoring import HardConcrete, SubsetTopk
 from tests.known.ablation import necessary, recall
 from tests.known.induction import examples, loss
 from tests.known.trained import trained
-from tests.laws.support import CLOSE, Subject, as_double, picture, subject_of
+from tests.laws.support import CLOSE, Subject, examples_of, picture, subject_of
 
 SCORERS: list[Any] = [HardConcrete(steps=4, block=3, warmup=2), SubsetTopk(steps=4, block=3)]
 
 
 def data(subject: Subject, n: int) -> dict[str, Tensor]:
-    parts = [as_double(subject.layout.tiny(seed)[1]) for seed in range(1 + n // 3)]
-    batch = {k: torch.cat([p[k] for p in parts])[:n] for k in parts[0]}
+    batch = examples_of(subject, n)
     if "decoder_input_ids" in batch:
         batch["labels"] = batch["decoder_input_ids"].roll(-1, 1)
     return batch

@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from headprune.bench.quality import evaluate
 from headprune.core.errors import InvalidValue
-from tests.laws.support import Subject, as_double, picture, subject_of
+from tests.laws.support import Subject, picture, subject_of
+from tests.laws.support import examples_of as data
 
 BERT = {
     "vocab_size": 50,
@@ -28,11 +29,6 @@ BERT = {
 
 def bert(kind: str, **options: Any) -> nn.Module:
     return getattr(hf, kind)(hf.BertConfig(**BERT, **options)).double().eval()
-
-
-def data(subject: Subject, n: int = 7) -> dict[str, Any]:
-    parts = [as_double(subject.layout.tiny(seed)[1]) for seed in range(1 + n // 3)]
-    return {k: torch.cat([p[k] for p in parts])[:n] for k in parts[0]}
 
 
 def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ from headprune.model.double import Doubled
 from headprune.model.running import call, outputs
 from headprune.scoring import ActivationNorm, Attattr, Confidence, Entropy, Fluctuation, Obs, Wanda
 from headprune.scoring._activations import jackknife
-from tests.laws.support import Subject, as_double, family_subject, picture, set_implementation
+from tests.laws.support import Subject, family_subject, picture, set_implementation
+from tests.laws.support import examples_of as data
 from tests.reference import activations as reference
 
 MAIN = [
@@ -49,11 +50,6 @@ def _doubled() -> Iterator[None]:
     """Norms, angles and softmaxes in fp64, which Transformers takes in fp32 whatever the model's type."""
     with Doubled():
         yield
-
-
-def data(subject: Subject, n: int) -> dict[str, Any]:
-    parts = [as_double(subject.layout.tiny(seed, subject.family)[1]) for seed in range(1 + n // 3)]
-    return {k: torch.cat([p[k] for p in parts])[:n] for k in parts[0]}
 
 
 def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:

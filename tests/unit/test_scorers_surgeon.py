@@ -19,7 +19,8 @@ from headprune.model.sites import bind
 from headprune.scoring import Surgeon
 from headprune.scoring._activations import unit_columns
 from headprune.scoring._distributions import Distributions, fisher_targets
-from tests.laws.support import Subject, as_double, family_subject
+from tests.laws.support import examples_of as data
+from tests.laws.support import family_subject
 from tests.reference import surgeon as reference
 
 
@@ -27,11 +28,6 @@ from tests.reference import surgeon as reference
 def _doubled() -> Iterator[None]:
     with Doubled():
         yield
-
-
-def data(subject: Subject, n: int) -> dict[str, Any]:
-    parts = [as_double(subject.layout.tiny(seed, subject.family)[1]) for seed in range(1 + n // 3)]
-    return {k: torch.cat([p[k] for p in parts])[:n] for k in parts[0]}
 
 
 def one_by_one(batch: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ from headprune.model.losses import default_loss
 from headprune.model.running import call
 from headprune.model.sites import bind
 from headprune.scoring import LeaveOneOut, Magnitude, Random, Taylor, gate_gradients
-from tests.laws.support import Subject, as_double, logits, picture, subject_of
+from tests.laws.support import Subject, logits, picture, subject_of
+from tests.laws.support import examples_of as data
 from tests.reference import scores as reference
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -31,12 +32,6 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def loss_of(subject: Subject) -> Callable[[nn.Module, Any], Tensor]:
     return default_loss if hasattr(subject.model, "config") else own_loss
-
-
-def data(subject: Subject, n: int = 7) -> dict[str, Any]:
-    """``n`` different examples in one batch."""
-    parts = [as_double(subject.layout.tiny(seed)[1]) for seed in range(1 + n // 3)]
-    return {k: torch.cat([p[k] for p in parts])[:n] for k in parts[0]}
 
 
 def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
