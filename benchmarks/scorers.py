@@ -112,14 +112,22 @@ def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
     folder = work / f"fine-tuned-{digest}"
     device = resolve_device(recipe.device)
     if not folder.is_dir():
-        keys = ("epochs", "learning_rate", "weight_decay", "warmup_ratio", "schedule")
-        tune = hp.recovery.Finetune(**{k: getattr(train, k) for k in keys}, seed=recipe.seed)
-        hp.recover_(model.to(device), data.loader("train", train.batch_size), tune)
+        tuned_(model.to(device), data, recipe)
         unfinished = work / f".unfinished-{digest}"
         shutil.rmtree(unfinished, ignore_errors=True)
         hp.save_pretrained(model, unfinished)
         unfinished.rename(folder)
     return hp.from_pretrained(folder).to(device).eval(), data
+
+
+def tuned_(model: nn.Module, data: Data, recipe: Recipe, seed: int | None = None) -> nn.Module:
+    """The same model, trained as the recipe says, with its seed or another."""
+    train = recipe.train
+    assert train is not None
+    keys = ("epochs", "learning_rate", "weight_decay", "warmup_ratio", "schedule")
+    tune = hp.recovery.Finetune(**{k: getattr(train, k) for k in keys}, seed=recipe.seed if seed is None else seed)
+    hp.recover_(model, data.loader("train", train.batch_size), tune)
+    return model.eval()
 
 
 def begin(

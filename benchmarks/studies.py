@@ -84,9 +84,9 @@ def save_figure(figure: Figure, path: Path) -> None:
         figure.savefig(temporary, format="svg", metadata={"Date": None})
 
 
-def spread(values: list[float]) -> str:
-    mean = f"{statistics.fmean(values):.3f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
+def spread(values: list[float], digits: int = 3) -> str:
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def now() -> str:

@@ -21,10 +21,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "peers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import coverage
+import findings
 import kv_groups
 import learned_gates
 import pipelines
 import scorers
+import selector_loss
 import tradeoff_page
 from studies import RECORDS, ROOT
 
@@ -37,6 +39,8 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "learned-gates-*.json": learned_gates.write_page,
     "pipelines-*.json": pipelines.draw,
     "kv-groups-*.json": kv_groups.draw,
+    "findings-*.json": findings.draw,
+    "selector-loss-*.json": selector_loss.draw,
     "peers-*.json": lambda records, docs: importlib.import_module("page").write(records, docs),  # of benchmarks/peers
     "coverage.json": lambda records, docs: write_atomic(
         docs / "coverage.md", coverage.table(json.loads((records / "coverage.json").read_text())).encode()

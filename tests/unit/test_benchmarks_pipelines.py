@@ -84,9 +84,8 @@ def test_a_run_goes_on_and_compares(
     few = given(folder, "trec", out, "--pipelines", "taylor", "--recoveries", "none")
     before = load(pipelines.main(few))["rows"]
     assert [(r["recovery"], r["kept"]) for r in before] == [("none", 5), ("none", 3)]
-    more = given(
-        folder, "trec", out, "--pipelines", "taylor", "--reference", "taylor/lstsq", "--recoveries", "none", "lstsq"
-    )
+    compared = ["--references", "taylor/lstsq", "--against", "taylor/none"]
+    more = given(folder, "trec", out, "--pipelines", "taylor", *compared, "--recoveries", "none", "lstsq")
     record = load(pipelines.main(more))
     assert record["rows"][:2] == before
     assert len(record["rows"]) == 4

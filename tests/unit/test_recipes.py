@@ -19,8 +19,8 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 WORDS = [f"w{i}" for i in range(30)]
 
 
-def _questions(folder: Path) -> list[str]:
-    """A tiny BERT with a tokenizer, and questions whose class is their first word."""
+def _encoder(folder: Path, labels: int) -> list[str]:
+    """A tiny BERT with a tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
@@ -28,7 +28,7 @@ def _questions(folder: Path) -> list[str]:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 2), ("[SEP]", 3)]
     )
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
@@ -39,19 +39,32 @@ def _questions(folder: Path) -> list[str]:
         num_attention_heads=12,
         intermediate_size=16,
         max_position_embeddings=64,
+        num_labels=labels,
     )
     BertForSequenceClassification(config).save_pretrained(folder / "model")
+    return [f"model.path={folder / 'model'}", f"data.path={folder}", "train.epochs=1", "bench.lengths=[8]"]
+
+
+def _questions(folder: Path) -> list[str]:
+    """Questions whose class is their first word."""
     draw = random.Random(0)
     for split, count in (("train", 90), ("test", 20)):
         rows = [{"text": " ".join(draw.choices(WORDS, k=draw.randint(2, 9))), "label": i % 6} for i in range(count)]
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return [
-        f"model.path={folder / 'model'}",
-        f"data.path={folder}",
-        "data.holdout=20",
-        "train.epochs=1",
-        "bench.lengths=[8]",
-    ]
+    return [*_encoder(folder, 2), "data.holdout=20"]
+
+
+def _pairs(folder: Path) -> list[str]:
+    """Pairs of sentences, whose grade is their share of common words."""
+    draw = random.Random(0)
+    for split, count in (("train", 90), ("validation", 20), ("test", 20)):
+        sentences = [[draw.choices(WORDS, k=draw.randint(2, 9)) for _ in range(2)] for _ in range(count)]
+        rows = [
+            {"sentence1": " ".join(a), "sentence2": " ".join(b), "score": len({*a} & {*b}) / len({*a, *b})}
+            for a, b in sentences
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return _encoder(folder, 1)
 
 
 def _stories(folder: Path) -> list[str]:
@@ -104,6 +117,7 @@ FIXTURES: dict[str, Callable[[Path], list[str]]] = {
     "digits-vit": _digits,
     "llama-stories": _stories,
     "sst2-minilm": _questions,
+    "stsb-minilm": _pairs,
     "translation": _sentences,
     "trec-minilm": _questions,
 }
@@ -112,7 +126,7 @@ QUICK = ["data.calibration=24", "score.random_draws=2", "bench.batch_sizes=[2]",
 
 def test_every_recipe_has_a_smoke_test_and_is_shipped() -> None:
     assert [p.stem for p in RECIPES] == sorted(FIXTURES)
-    assert len(RECIPES) == 6
+    assert len(RECIPES) == 7
     assert list(shipped_recipes()) == sorted(FIXTURES)
 
 
