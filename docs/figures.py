@@ -28,6 +28,7 @@ import pipelines
 import scorers
 import selector_loss
 import tradeoff_page
+import translation
 from studies import RECORDS, ROOT
 
 from headprune.core.files import write_atomic
@@ -41,6 +42,7 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "kv-groups-*.json": kv_groups.draw,
     "findings-*.json": findings.draw,
     "selector-loss-*.json": selector_loss.draw,
+    "translation-*.json": translation.draw,
     "peers-*.json": lambda records, docs: importlib.import_module("page").write(records, docs),  # of benchmarks/peers
     "coverage.json": lambda records, docs: write_atomic(
         docs / "coverage.md", coverage.table(json.loads((records / "coverage.json").read_text())).encode()
