@@ -355,12 +355,11 @@ def readme(records: Path) -> str:
 
 
 def _best(record: Record, row: Row) -> str:
-    """What is left without training at a budget, by the timed way with or without least squares."""
+    """What is left at a budget, without training: by the timed way, refitted where the record has that."""
     every = distinct(of(record, "quality", kept=row["kept"]), "way")
-    ways = [way for way in every if "finetune" not in way]
-    untrained = [way for way in ways if way.startswith(record["timed"])] or ways or every
-    values = [statistics.fmean(r["quality"] for r in of(record, "quality", kept=row["kept"], way=w)) for w in untrained]
-    return f"{row['kept']} heads {max(values):.3f} at {row['ratio']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
+    way = next((way for way in (f"{record['timed']} + lstsq", record["timed"]) if way in every), every[0])
+    value = statistics.fmean(r["quality"] for r in of(record, "quality", kept=row["kept"], way=way))
+    return f"{row['kept']} heads {value:.3f} at {row['ratio']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
 
 
 def picture(records: list[Record], path: Path) -> None:

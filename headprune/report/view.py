@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import yaml
 
 from headprune.core.record import Proof, RunRecord, SizeRow, SpeedRow
+from headprune.report.decoding import DecodingLine, decoding_lines
 from headprune.report.formats import count, fixed, flat, milliseconds, signed, significant, times
 from headprune.report.heatmap import HeatMap, heat_map
 from headprune.report.provenance import Pairs, command, provenance, python_lines
@@ -71,6 +72,7 @@ class View:
     heads: HeatMap | None
     quality: tuple[QualityGroup, ...]
     speed: tuple[SpeedLine, ...]
+    decoding: tuple[DecodingLine, ...]
     size: tuple[SizeLine, ...]
     proofs: tuple[ProofLine, ...]
     provenance: tuple[tuple[str, Pairs], ...]
@@ -85,6 +87,7 @@ def view(record: RunRecord) -> View:
     """Formats a record."""
     quality = quality_groups(record)
     speed = tuple(_speed_line(r) for r in record.speed)
+    decoding = decoding_lines(record)
     proofs = tuple(_proof_line(p) for p in record.proofs)
     parts = {
         "scores": record.scores,
@@ -95,6 +98,7 @@ def view(record: RunRecord) -> View:
         "proof": record.proofs,
     }
     recipe = record.to_dict()["recipe"]
+    shown = {"attention", *(["decoding"] if decoding else [])}
     return View(
         record=record,
         sentence=_sentence(record, quality),
@@ -103,10 +107,11 @@ def view(record: RunRecord) -> View:
         heads=heat_map(record),
         quality=quality,
         speed=speed,
+        decoding=decoding,
         size=tuple(_size_line(r) for r in record.size),
         proofs=proofs,
         provenance=provenance(record),
-        measurements=flat({k: v for k, v in record.metrics.items() if k != "attention"}),
+        measurements=flat({k: v for k, v in record.metrics.items() if k not in shown}),
         recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100).strip() if recipe else "",
         command=command(record),
         python=python_lines(record),

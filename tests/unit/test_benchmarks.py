@@ -42,7 +42,7 @@ def ran(tradeoff: ModuleType, given: Path) -> tuple[list[str], dict[str, Any]]:
     """The arguments of a run, and its record."""
     where = ["--task", "trec", "--data", str(given), "--model", str(given / "model"), "--work", str(given / "work")]
     out = ["--out", str(given / "tradeoff-trec-cpu.json")]
-    arguments = [*where, *out, *SMALL, *GRID, "--budgets", "8", "6", "3", "--ways", "random", "quadratic + finetune"]
+    arguments = [*where, *out, *SMALL, *GRID, "--budgets", "8", "6", "3", "--ways", "random", "surgeon + finetune"]
     threads = torch.get_num_threads()
     record: dict[str, Any] = json.loads(tradeoff.main([*arguments, "--timed", "taylor"]).read_text())
     assert torch.get_num_threads() == threads
@@ -57,7 +57,7 @@ def test_tradeoff_measures_every_part(ran: tuple[list[str], dict[str, Any]]) -> 
     for row in record["rows"]:
         found.setdefault(row["what"], []).append(row)
     quality = [(row["way"], row["kept"]) for row in found["quality"]]
-    ways = [(way, kept) for way in ("random", "quadratic + finetune") for kept in (6, 3)]
+    ways = [(way, kept) for way in ("random", "surgeon + finetune") for kept in (6, 3)]
     assert quality == [*ways, ("dense + finetune", 8)]
     for row in found["quality"]:
         apart = row["against_base"]
@@ -94,7 +94,7 @@ def test_tradeoff_goes_on_after_the_last_row(ran: tuple[list[str], dict[str, Any
     assert again["rows"][: len(left)] == left
     assert [(row["what"], row["length"], row["kept"]) for row in again["rows"][len(left) :]] == [("speed", 16, 3)] * 2
     with pytest.raises(SystemExit, match="record of another run, with other timed"):
-        tradeoff.main([*arguments[:-1], "quadratic"])
+        tradeoff.main([*arguments[:-1], "surgeon"])
 
 
 def test_tradeoff_says_where_it_is_faster_and_where_not(tradeoff: ModuleType) -> None:

@@ -6,12 +6,13 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from headprune.bench.decoding import DecodingRow
 from headprune.core.codec import FrozenDict
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import Budget, PruningPlan
@@ -355,6 +356,26 @@ def test_an_empty_record_renders() -> None:
     assert "The run is in stage load, before anything was measured." in page.text
     assert "Not in this record: scores, plan, accuracy, speed, size, proof." in page.text
     assert "before anything was measured" in render_markdown(empty)
+
+
+def test_generation_has_a_table_of_its_own(record: RunRecord) -> None:
+    phases = {
+        "prefill": SpeedRow(8, 128, 0.5, 0.5, 0.4, 0.4, 1.25, 1.2, 1.3, 9),
+        "decode": SpeedRow(8, 128, 0.4, 0.4, 0.32, 0.32, 1.25, 1.21, 1.29, 9),
+    }
+    row = DecodingRow(32, **phases, original_bytes=2_097_152, pruned_bytes=1_048_576)
+    noted = {"decoding": ({**asdict(row), "tokens_per_second": row.tokens_per_second()},)}
+    found = replace(record, metrics={**record.metrics, **noted})
+    found = RunRecord.from_json(found.to_json())  # as it is stored
+    line = "| 8 × 128 | 2048 → 2560 | 640 → 800 | 1.25× | 1.210 to 1.290 | 2,097,152 → 1,048,576 |"
+    assert line in render_markdown(found)
+    page = render_html(found)
+    assert 'id="decoding"' in page
+    assert "640 → 800" in page
+    assert "decoding.0" not in page
+    assert 'id="decoding"' not in render_html(record)
+    other = replace(record, metrics={"decoding": "greedy"})  # of somebody else's making
+    assert "| decoding | greedy |" in render_markdown(other)
 
 
 @pytest.mark.parametrize("missing", ["scores", "plan", "quality", "speed", "size", "proofs"])
