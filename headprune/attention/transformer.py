@@ -257,7 +257,7 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
             options: What Transformers hands on; attention weights and hidden states are not returned.
 
         Raises:
-            InvalidValue: no source, no target, or an option that is not there.
+            InvalidValue: no source, no target, a static cache, or an option that is not there.
         """
         _check_options(options)
         if decoder_input_ids is None:
@@ -269,6 +269,9 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
         memory = encoder_outputs[0]
         if past_key_values is None and use_cache:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        if past_key_values is not None and past_key_values.self_attention_cache.is_compileable:
+            hint = "Leave cache_implementation out."
+            raise InvalidValue("past_key_values", "a cache that grows with the tokens", "a static one", hint)
         asked = (decoder_input_ids, decoder_attention_mask, memory, attention_mask, past_key_values)
         logits = self.lm_head(self.decoder(*asked).last_hidden_state)
         return Seq2SeqLMOutput(logits=logits, past_key_values=past_key_values, encoder_last_hidden_state=memory)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Task = Literal[
     "text_classification", "regression", "token_classification", "causal_lm", "image_classification", "translation"
 ]
+#: The column of labels, unless the recipe says another.
+LABEL = "label"
 #: Tasks whose rows have no labels.
 UNLABELLED: tuple[Task, ...] = ("causal_lm", "translation")
 Rows = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
@@ -83,7 +85,7 @@ class DataSection(Section):
     block: Annotated[int, Field(ge=2)] | None = None
     tokens: str | None = None
     image: str = "image"
-    label: str | Annotated[list[str], Field(min_length=1)] = "label"
+    label: str | Annotated[list[str], Field(min_length=1)] = LABEL
     max_length: Positive | None = None
     holdout: Rows = 0.1
     test_holdout: Rows = 0.2

@@ -15,7 +15,7 @@ from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, did
 from headprune.core.registry import Registry
 from headprune.run.presets import preset_named
 from headprune.run.reading import interpolate, locate, override, read_raw
-from headprune.run.recipe import BudgetSection, DecodeSection, LatencySection, Recipe
+from headprune.run.recipe import LABEL, UNLABELLED, BudgetSection, DecodeSection, LatencySection, Recipe
 from headprune.selection._inner import CALLABLES
 
 
@@ -210,6 +210,8 @@ def _data_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
         return []
     if problems := [*_translation_problems(data, task, columns), *_tokenizer_problems(data, task, columns)]:
         return problems
+    if task in UNLABELLED and (label := columns.get("label", LABEL)) != LABEL:  # a resolved recipe has the default
+        return [InvalidValue("data.label", f"left out: {task} has no labels", repr(label))]
     if columns.get("normalise") is not None and _section(data, "model").get("path") is not None:
         return [InvalidValue("data.normalise", "left out: the model has its own", columns["normalise"])]
     if task == "causal_lm" and (text is None) == (tokens is None):

@@ -233,3 +233,8 @@ def test_what_it_cannot_do_is_refused(model: TransformerForTranslation, given: d
     tensors = {k: torch.tensor(v) if isinstance(v, list) and k != "head_mask" else v for k, v in given.items()}
     with pytest.raises(InvalidValue, match=words):
         model(**tensors)
+
+
+def test_a_static_cache_is_refused_in_words(model: TransformerForTranslation) -> None:
+    with pytest.raises(InvalidValue, match="past_key_values: must be a cache that grows with the tokens, got a static"):
+        model.generate(**sources(), cache_implementation="static", max_new_tokens=3)

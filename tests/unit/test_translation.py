@@ -261,6 +261,7 @@ def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_o
     ("changes", "path", "words"),
     [
         (["data.target=null"], "data.target", "the column with the translation"),
+        (["data.label=de"], "data.label", "left out: translation has no labels"),
         (["data.text=[en, de]"], "data.text", "the column of the source language"),
         (["data.tokens=ids"], "data.tokens", "left out"),
         (["data.tokenizer=characters", "data.vocabulary=null"], "data.tokenizer", "bpe for translation"),
