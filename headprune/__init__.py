@@ -20,6 +20,7 @@ from headprune.core.version import __version__
 
 _HOME = {
     "AttentionLayout": "headprune.core.layout",
+    "AttentionMaps": "headprune.core.attention_maps",
     "AttentionSite": "headprune.core.heads",
     "Budget": "headprune.core.plan",
     "HeadId": "headprune.core.heads",
@@ -32,6 +33,7 @@ _HOME = {
     "RunRecord": "headprune.core.record",
     "Stable": "headprune.scoring._stopping",
     "agreement": "headprune.scoring._agreement",
+    "attention_maps": "headprune.scoring._attention_maps",
     "find_sites": "headprune.model.sites",
     "from_pretrained": "headprune.surgery.checkpoint",
     "gated": "headprune.gating.context",
@@ -49,7 +51,7 @@ _ROOMS = (
     *("recovery", "report", "run", "scoring", "selection", "surgery"),
 )
 
-__all__ = ["__version__", *_HOME, *_ROOMS]
+__all__ = ["__version__", *_HOME, *_ROOMS, "plot"]
 
 
 def __getattr__(name: str) -> Any:
@@ -59,6 +61,8 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _ROOMS:
         return importlib.import_module(f"headprune.{name}")
+    if name == "plot":
+        return importlib.import_module("headprune.report.plot")
     raise AttributeError(f"module 'headprune' has no attribute {name!r}")
 
 
@@ -68,6 +72,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from headprune.attention.multi_head import MultiHeadAttention
+    from headprune.core.attention_maps import AttentionMaps
     from headprune.core.errors import HeadPruneError
     from headprune.core.heads import AttentionSite, HeadId, HeadMask
     from headprune.core.layout import AttentionLayout, HeadSlab
@@ -78,8 +83,10 @@ if TYPE_CHECKING:
     from headprune.gating.learned import learned_gates
     from headprune.model.sites import find_sites
     from headprune.recovery._api import recover_
+    from headprune.report import plot
     from headprune.scoring._agreement import agreement
     from headprune.scoring._api import score
+    from headprune.scoring._attention_maps import attention_maps
     from headprune.scoring._stopping import Stable
     from headprune.selection._api import select
     from headprune.surgery.checkpoint import from_pretrained, save_pretrained

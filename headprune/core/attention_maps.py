@@ -1,0 +1,251 @@
+"""AttentionMaps: what every head attended to in some examples, a value that is saved; and what a head mostly does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headprune.core.errors import CheckpointError, InvalidValue, UnknownName, did_you_mean
+from headprune.core.files import write_atomic
+from headprune.core.heads import HeadId
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Self
+
+#: A head is said to do what this share of its weight supports.
+MOSTLY = 0.5
+_MARK = "AttentionMaps 1"
+_HINT = "Make them again with hp.attention_maps."
+#: Marks of word pieces, which do not make punctuation a word.
+_PIECES = "#▁ĠĊ"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a head does, and how much of its weight says so.
+
+    Args:
+        name: In words, such as ``previous token``.
+        share: Mean weight on what the name says, over all queries that have such a key.
+        chance: What attention that is even over the keys that a query may see would have.
+    """
+
+    name: str
+    share: float
+    chance: float
+
+    def __str__(self) -> str:
+        return f"{self.name} ({100 * self.share:.0f} % of its weight; even attention: {100 * self.chance:.0f} %)"
+
+
+@dataclass(frozen=True)
+class SiteMaps:
+    """The maps of one attention module.
+
+    Args:
+        site: Its name.
+        kind: ``self``, ``causal`` or ``cross``.
+        heads: Original indices of its heads.
+        weights: ``[examples, heads, queries, keys]`` in fp32; 0 at padding.
+        queries, keys: Which queries and keys are no padding, ``[examples, queries]`` and ``[examples, keys]``.
+    """
+
+    site: str
+    kind: str
+    heads: tuple[int, ...]
+    weights: NDArray[np.float32]
+    queries: NDArray[np.bool_]
+    keys: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMaps:
+    """What every head attended to, example by example; ``maps[HeadId(site, head)]`` is ``[examples, queries, keys]``.
+
+    Args:
+        sites: The maps, module by module.
+        tokens: The tokens that the model reads, in words, a row an example, where they are known; without padding.
+        targets: Those that the decoder of an encoder-decoder reads.
+        image: Rows and columns of the image's patches, where keys are patches; tokens before them are the model's own.
+    """
+
+    sites: tuple[SiteMaps, ...]
+    tokens: tuple[tuple[str, ...], ...] = ()
+    targets: tuple[tuple[str, ...], ...] = ()
+    image: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sites:
+            raise InvalidValue("AttentionMaps.sites", "at least one", "none")
+        n = len(self.sites[0].weights)
+        for name in ("tokens", "targets"):
+            if len(getattr(self, name)) not in (0, n):
+                raise InvalidValue(
+                    f"AttentionMaps.{name}", f"one row for each of {n} examples", len(getattr(self, name))
+                )
+
+    @property
+    def n_examples(self) -> int:
+        """Examples."""
+        return len(self.sites[0].weights)
+
+    @cached_property
+    def _places(self) -> dict[str, SiteMaps]:
+        return {s.site: s for s in self.sites}
+
+    def of(self, site: str) -> SiteMaps:
+        """The maps of one module.
+
+        Raises:
+            UnknownName: there are none of that name.
+        """
+        if site not in self._places:
+            raise UnknownName("attention map", "a site that was looked at", site, did_you_mean(site, self._places))
+        return self._places[site]
+
+    def __getitem__(self, head: HeadId) -> NDArray[np.float32]:
+        found = self.of(head.site)
+        if head.head not in found.heads:
+            raise InvalidValue(f"attention map of {head.site}", f"one of its heads, {found.heads}", head.head)
+        return found.weights[:, found.heads.index(head.head)]
+
+    def __iter__(self) -> Iterator[HeadId]:
+        return (HeadId(s.site, head) for s in self.sites for head in s.heads)
+
+    def labels(self, site: str, example: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What to write beside the queries and under the keys of an example, padding left out: tokens or positions."""
+        found = self.of(site)
+        queries, keys = (int(mask[example].sum()) for mask in (found.queries, found.keys))
+        beside, under = self._words(found.kind)
+        return _labels(beside[example] if beside else (), queries), _labels(under[example] if under else (), keys)
+
+    def _words(self, kind: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """Tokens of queries and of keys of a kind of attention."""
+        if kind == "cross":
+            return self.targets, self.tokens
+        own = self.targets if kind == "causal" and self.targets else self.tokens
+        return own, own
+
+    def shown(self, head: HeadId, example: int) -> NDArray[np.float32]:
+        """One head's weights in one example, ``[queries, keys]`` without padding."""
+        found = self.of(head.site)
+        return self[head][example][found.queries[example]][:, found.keys[example]]
+
+    def patterns(self, head: HeadId) -> tuple[Pattern, ...]:
+        """Every pattern that can be looked for in the head's maps, the one with the largest share first.
+
+        ``previous token``, ``own position``, ``next token`` and ``first token`` where queries and keys are the same
+        tokens, ``punctuation`` where tokens were given, ``one key`` anywhere: the largest weight of each query.
+        """
+        import numpy as np
+
+        found = self.of(head.site)
+        sums: dict[str, list[tuple[float, float]]] = {}
+        for example in range(self.n_examples):
+            weights = self.shown(head, example).astype(np.float64)
+            queries, keys = weights.shape
+            seen = np.tri(queries, keys, dtype=bool) if found.kind == "causal" else np.ones((queries, keys), bool)
+            if queries != keys and found.kind == "causal":
+                continue
+            even = seen / seen.sum(1, keepdims=True)
+            for name, wanted in self._wanted(found, example, queries, keys).items():
+                rows = (wanted & seen).any(1)
+                values = ((m * wanted).sum(1)[rows] for m in (weights, even))
+                sums.setdefault(name, []).extend(zip(*(v.tolist() for v in values), strict=True))
+            sums.setdefault("one key", []).extend(zip(weights.max(1).tolist(), even.max(1).tolist(), strict=True))
+        every = [Pattern(name, *map(float, np.mean(pairs, axis=0))) for name, pairs in sums.items() if pairs]
+        return tuple(sorted(every, key=lambda p: -p.share))
+
+    def mostly(self, head: HeadId) -> Pattern | None:
+        """What the head mostly does: the named pattern with the largest share, if that is at least half of its weight
+        and twice what even attention would have; else None."""
+        named = [p for p in self.patterns(head) if p.name != "one key"]
+        return next((p for p in named if p.share >= max(MOSTLY, min(2 * p.chance, 0.9))), None)
+
+    def _wanted(self, found: SiteMaps, example: int, queries: int, keys: int) -> dict[str, NDArray[np.bool_]]:
+        """Which weights each pattern is about, ``[queries, keys]``."""
+        import numpy as np
+
+        wanted: dict[str, NDArray[np.bool_]] = {}
+        if found.kind != "cross" and queries == keys:
+            shifts = {"previous token": -1, "own position": 0, "next token": 1}
+            if found.kind == "causal":
+                del shifts["next token"]
+            wanted = {name: np.eye(queries, k=shift, dtype=bool) for name, shift in shifts.items()}
+            wanted["first token"] = np.zeros((queries, keys), bool)
+            wanted["first token"][1:, 0] = True  # of the first token itself it is its own position
+        _, words = self._words(found.kind)
+        if words and len(words[example]) == keys:
+            marks = np.array([_is_punctuation(word) for word in words[example]])
+            wanted["punctuation"] = np.broadcast_to(marks, (queries, keys))
+        return wanted
+
+    def save(self, path: str | Path) -> Path:
+        """Writes them as one safetensors file, whole or not at all."""
+        from safetensors.numpy import save
+
+        arrays = {f"{i}.{name}": getattr(s, name) for i, s in enumerate(self.sites) for name in _ARRAYS}
+        sites = [[s.site, s.kind, s.heads] for s in self.sites]
+        facts = json.dumps({"sites": sites, "tokens": self.tokens, "targets": self.targets, "image": self.image})
+        marks = {"headprune": _MARK, "facts": facts, "sha256": _digest(arrays, facts)}
+        return write_atomic(Path(path), save(arrays, marks))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what ``save`` wrote.
+
+        Raises:
+            CheckpointError: no such file, a damaged one, or one of something else.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        must = "a file of attention maps"
+        try:
+            with safe_open(path, framework="np") as file:
+                marks: dict[str, str] = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(str(path), must, str(error), _HINT) from error
+        if marks.get("headprune") != _MARK:
+            raise CheckpointError(str(path), must, "a file of something else", _HINT)
+        if marks.get("sha256") != _digest(arrays, marks.get("facts", "")):
+            raise CheckpointError(str(path), must, "a damaged one", _HINT)
+        facts = json.loads(marks["facts"])
+        sites = [
+            SiteMaps(name, kind, tuple(heads), *(arrays[f"{i}.{part}"] for part in _ARRAYS))
+            for i, (name, kind, heads) in enumerate(facts["sites"])
+        ]
+        tokens, targets = (tuple(map(tuple, facts[name])) for name in ("tokens", "targets"))
+        return cls(tuple(sites), tokens, targets, None if facts["image"] is None else tuple(facts["image"]))
+
+    def __repr__(self) -> str:
+        heads = sum(len(s.heads) for s in self.sites)
+        return f"AttentionMaps of {heads} heads at {len(self.sites)} sites, {self.n_examples} examples"
+
+
+_ARRAYS = ("weights", "queries", "keys")
+
+
+def _digest(arrays: dict[str, Any], facts: str) -> str:
+    found = hashlib.sha256(facts.encode())
+    for name in sorted(arrays):
+        found.update(f"{name} {arrays[name].dtype} {arrays[name].shape} ".encode() + arrays[name].tobytes())
+    return found.hexdigest()
+
+
+def _labels(words: Sequence[str], count: int) -> tuple[str, ...]:
+    return tuple(words) if len(words) == count else tuple(map(str, range(count)))
+
+
+def _is_punctuation(word: str) -> bool:
+    """Whether a token is nothing but punctuation; word pieces' marks and separators such as [SEP] are none."""
+    bare = word.strip().strip(_PIECES)
+    return bool(bare) and all(c in string.punctuation for c in bare)

@@ -1,0 +1,174 @@
+"""hp.attention_maps: the weights that the model used, without padding; stored, and said in words where they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headprune as hp
+from headprune.core.attention_maps import AttentionMaps, Pattern, SiteMaps
+from headprune.core.errors import CheckpointError, InvalidValue, UnknownName, UnsupportedModel
+from headprune.core.heads import HeadId
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return ["," if i == 7 else f"w{i}" for i in ids]
+
+
+@pytest.fixture(scope="module")
+def bert() -> Any:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    return BertModel(BertConfig(vocab_size=30, **sizes)).eval()
+
+
+def padded() -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[3, 7, 5, 6, 9], [4, 8, 2, 0, 0]])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def test_the_weights_are_those_of_the_model_and_it_is_left_as_it_was(bert: Any) -> None:
+    implementation = bert.config._attn_implementation
+    maps = hp.attention_maps(bert, padded(), tokenizer=Words())
+    assert bert.config._attn_implementation == implementation == "sdpa"
+    assert not bert.encoder.layer[0].attention._forward_hooks
+    bert.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            expected = bert(**padded(), output_attentions=True).attentions
+    finally:
+        bert.set_attn_implementation(implementation)
+    for site, weights in zip(maps.sites, expected, strict=True):
+        for i, n in enumerate((5, 3)):
+            shown = maps.shown(HeadId(site.site, 2), i)
+            np.testing.assert_allclose(shown, weights[i, 2, :n, :n].numpy(), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(shown.sum(1), 1, rtol=1e-5)
+        assert not site.weights[1, :, 3:].any()
+    assert repr(maps) == "AttentionMaps of 8 heads at 2 sites, 2 examples"
+    assert maps.tokens == (("w3", ",", "w5", "w6", "w9"), ("w4", "w8", "w2"))
+    assert maps.labels(maps.sites[0].site, 1) == (maps.tokens[1], maps.tokens[1])
+    assert len(list(maps)) == 8
+
+
+def test_a_cut_model_shows_its_heads_by_their_original_numbers(bert: Any) -> None:
+    import copy
+
+    small = copy.deepcopy(bert)
+    first, second = (site.name for site in hp.find_sites(small))
+    hp.prune_(small, hp.HeadMask.from_keep({first: [1, 3], second: []}, {first: 4, second: 4}))
+    maps = hp.attention_maps(small, padded())
+    assert list(maps) == [HeadId(first, 1), HeadId(first, 3)]
+    whole = hp.attention_maps(bert, padded())
+    np.testing.assert_allclose(maps[HeadId(first, 3)], whole[HeadId(first, 3)], rtol=1e-5, atol=1e-6)
+    with pytest.raises(InvalidValue, match="one of its heads"):
+        maps[HeadId(first, 0)]
+    with pytest.raises(UnknownName, match="a site that was looked at"):
+        maps.of(second)
+    assert maps.labels(first, 0)[0] == ("0", "1", "2", "3", "4")
+
+
+def test_a_translator_has_words_of_both_languages() -> None:
+    from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2}
+    model = TransformerForTranslation(TransformerConfig(vocab_size=30, **sizes)).eval()
+    labels = torch.tensor([[11, 12, 13], [14, 15, -100]])
+    maps = hp.attention_maps(model, {**padded(), "labels": labels}, tokenizer=Words())
+    by_kind = {site.kind: site for site in maps.sites}
+    start = f"w{model.config.decoder_start_token_id}"
+    assert maps.targets == ((start, "w11", "w12"), (start, "w14"))
+    assert maps.labels(by_kind["cross"].site, 1) == (maps.targets[1], maps.tokens[1])
+    assert maps.labels(by_kind["causal"].site, 0) == (maps.targets[0], maps.targets[0])
+    assert maps.labels(by_kind["self"].site, 0) == (maps.tokens[0], maps.tokens[0])
+    assert maps.shown(HeadId(by_kind["cross"].site, 0), 1).shape == (2, 3)
+
+
+def test_what_shows_no_map_is_refused() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    with pytest.raises((UnsupportedModel, InvalidValue)):
+        hp.attention_maps(torch.nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(InvalidValue, match="left out where the batch has no input_ids"):
+        hp.attention_maps(torch.nn.Sequential(hp.MultiHeadAttention(8, 2)), torch.randn(2, 3, 8), tokenizer=Words())
+    assert layer is not None
+
+
+def test_they_are_stored_and_damage_is_seen(bert: Any, tmp_path: Path) -> None:
+    maps = hp.attention_maps(bert, padded(), tokenizer=Words(), image=(1, 2))
+    path = maps.save(tmp_path / "maps.safetensors")
+    again = AttentionMaps.load(path)
+    assert (again.tokens, again.targets, again.image) == (maps.tokens, (), (1, 2))
+    for a, b in zip(again.sites, maps.sites, strict=True):
+        assert (a.site, a.kind, a.heads) == (b.site, b.kind, b.heads)
+        for name in ("weights", "queries", "keys"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="a damaged one"):
+        AttentionMaps.load(path)
+    path.write_bytes(path.read_bytes().replace(b"w3", b"w4"))
+    with pytest.raises(CheckpointError, match="a damaged one"):
+        AttentionMaps.load(path)
+    path.write_text("{}")
+    with pytest.raises(CheckpointError, match="a file of attention maps"):
+        AttentionMaps.load(path)
+    with pytest.raises(CheckpointError, match="a file of attention maps"):
+        AttentionMaps.load(tmp_path / "nothing")
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def made(weights: Any, kind: str = "self", tokens: tuple[str, ...] = ()) -> AttentionMaps:
+    """One head with these weights, in one example."""
+    grid = np.array(weights, dtype=np.float32)[None, None]
+    masks = (np.ones((1, n), bool) for n in grid.shape[2:])
+    return AttentionMaps((SiteMaps("x", kind, (0,), grid, *masks),), (tokens,) if tokens else ())
+
+
+HEAD = HeadId("x", 0)
+
+
+def test_shares_are_what_they_say() -> None:
+    weights = [[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.1, 0.6, 0.2, 0.1], [0.0, 0.0, 0.5, 0.5]]
+    maps = made(weights, tokens=("a", ",", "##.", "[SEP]"))
+    found = {p.name: p for p in maps.patterns(HEAD)}
+    assert found["previous token"].share == pytest.approx((0.7 + 0.6 + 0.5) / 3)
+    assert found["own position"].share == pytest.approx((0.1 + 0.1 + 0.2 + 0.5) / 4)
+    assert found["next token"].share == pytest.approx((0.2 + 0.1 + 0.1) / 3)
+    assert found["first token"].share == pytest.approx((0.7 + 0.1 + 0.0) / 3)
+    assert found["punctuation"].share == pytest.approx((0.5 + 0.2 + 0.8 + 0.5) / 4)
+    assert found["one key"].share == pytest.approx((0.4 + 0.7 + 0.6 + 0.5) / 4)
+    assert found["previous token"].chance == pytest.approx(0.25)
+    assert found["punctuation"].chance == pytest.approx(0.5)
+    assert maps.mostly(HEAD) == found["previous token"]
+    assert str(Pattern("previous token", 0.6, 0.25)) == "previous token (60 % of its weight; even attention: 25 %)"
+
+
+def test_what_even_attention_would_do_is_nothing_to_say() -> None:
+    assert made(np.full((4, 4), 0.25), tokens=(",", ",", ",", "a")).mostly(HEAD) is None
+    causal = np.tril(np.ones((3, 3))) / np.arange(1, 4)[:, None]
+    found = {p.name: p for p in made(causal, "causal").patterns(HEAD)}
+    assert "next token" not in found
+    for pattern in found.values():
+        assert pattern.share == pytest.approx(pattern.chance)
+    assert made(causal, "causal").mostly(HEAD) is None
+    cross = made([[0.9, 0.05, 0.05], [0.9, 0.05, 0.05]], "cross")
+    assert [p.name for p in cross.patterns(HEAD)] == ["one key"]
+
+
+def test_values_must_fit() -> None:
+    with pytest.raises(InvalidValue, match="at least one"):
+        AttentionMaps(())
+    with pytest.raises(InvalidValue, match="one row for each of 1 examples"):
+        AttentionMaps(made(np.eye(2)).sites, (("a",), ("b",)))

@@ -1,0 +1,147 @@
+"""hp.plot: axes in and out, and what is drawn is what the values say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import headprune as hp
+from headprune.core.attention_maps import AttentionMaps, SiteMaps
+from headprune.core.codec import EMPTY, FrozenDict
+from headprune.core.errors import InvalidValue
+from headprune.core.heads import AttentionSite, HeadId, HeadMask
+from headprune.core.plan import PruningPlan
+from headprune.core.record import QualityRow, RunRecord
+from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.core.sweeps import SweepTable
+
+matplotlib.use("Agg")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    yield
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+
+
+SITES = (
+    AttentionSite("a.b", "bert", "self", 3, 3, 4, 4, (0, 1, 2)),
+    AttentionSite("a.c", "bert", "self", 3, 3, 4, 4, (0, 2)),
+)
+MARK = ModelFingerprint("s", "w")
+
+
+def scores(name: str = "taylor", values: Any = ((1.0, 2.0, 3.0), (4.0, 5.0))) -> HeadScores:
+    return HeadScores(SITES, values, ((0.1, 0.2, 0.3), (0.4, 0.5)), name, EMPTY, 9, MARK)
+
+
+def plan() -> PruningPlan:
+    return PruningPlan(HeadMask.from_keep({"a.b": [0, 2], "a.c": [2]}, {"a.b": 3, "a.c": 3}))
+
+
+def test_a_head_map_shows_scores_cuts_and_gaps() -> None:
+    panel = Figure().subplots()
+    assert hp.plot.head_map(scores(), plan(), ax=panel, values=True) is panel
+    (image,) = panel.images
+    shown = np.ma.filled(image.get_array(), np.nan)
+    np.testing.assert_array_equal(shown, [[1, 2, 3], [4, np.nan, 5]])
+    assert {p.get_xy() for p in panel.patches if p.get_hatch()} == {(0.5, -0.5), (-0.5, 0.5)}
+    assert [t.get_text() for t in panel.get_yticklabels()] == ["a.b", "a.c"]
+    assert {t.get_text() for t in panel.texts} >= {"1\n±0.1", "5\n±0.5"}
+    alone = hp.plot.head_map(plan=plan())
+    assert len([p for p in alone.patches if p.get_hatch()]) == 3
+    assert len(alone.figure.axes) == 1, "no colours to explain"
+    assert not [p for p in hp.plot.head_map(scores()).patches if p.get_hatch()]
+    with pytest.raises(InvalidValue, match="neither"):
+        hp.plot.head_map()
+    other = PruningPlan(HeadMask.from_keep({"a.b": [0]}, {"a.b": 3}))
+    with pytest.raises(InvalidValue, match=r"none for a\.c"):
+        hp.plot.head_map(scores(), other)
+
+
+def maps(image: tuple[int, int] | None = None) -> AttentionMaps:
+    draw = np.random.default_rng(0)
+    masks = np.array([[True] * 5, [True] * 3 + [False] * 2])
+    sites = tuple(
+        SiteMaps(name, "self", heads, draw.random((2, len(heads), 5, 5), dtype=np.float32), masks, masks)
+        for name, heads in (("a.b", (0, 1, 2)), ("a.c", (0, 2)))
+    )
+    return AttentionMaps(sites, (("[CLS]", "<b>", "$x$", "\x07é", "."), ("a", "b", "c")), (), image)
+
+
+def test_one_head_has_its_tokens_beside_it() -> None:
+    found, head = maps(), HeadId("a.c", 2)
+    panel = hp.plot.attention(found, head)
+    np.testing.assert_array_equal(panel.images[0].get_array(), found.shown(head, 0))
+    assert [t.get_text() for t in panel.get_yticklabels()] == ["[CLS]", "<b>", r"\$x\$", "é", "."]
+    panel.figure.canvas.draw()
+    small = hp.plot.attention(found, head, example=1, ax=Figure().subplots())
+    assert small.images[0].get_array().shape == (3, 3)
+    with pytest.raises(InvalidValue, match="0 to 1"):
+        hp.plot.attention(found, head, example=2)
+
+
+def test_all_heads_are_small_multiples() -> None:
+    panels = hp.plot.attention(maps())
+    assert panels.shape == (2, 3)
+    assert [[p.get_title() for p in row if p.get_visible()] for row in panels] == [["0", "1", "2"], ["0", "2"]]
+    assert hp.plot.attention(maps(), "a.b").shape == (1, 3)
+
+
+def test_of_an_image_a_query_is_laid_out_as_the_image() -> None:
+    found, head = maps((2, 2)), HeadId("a.b", 1)
+    panel = hp.plot.attention(found, head, query=3)
+    np.testing.assert_array_equal(panel.images[0].get_array(), found.shown(head, 0)[3, 1:].reshape(2, 2))
+    with pytest.raises(InvalidValue, match="at most 5 patches"):
+        hp.plot.attention(replace(found, image=(3, 3)), head)
+
+
+def record(kept: int, value: float) -> RunRecord:
+    rows = [("base", 8, 0.9, 0.0), ("taylor", kept, value, 0.0), ("random", kept, 0.5, 0.1)]
+    quality = tuple(
+        QualityRow(name, heads, "accuracy", v, "test", 10, 0.1, draws=3, spread=s) for name, heads, v, s in rows
+    )
+    return RunRecord("x", "done", "report", "2026-01-01T00:00:00+00:00", quality=quality)
+
+
+def test_a_tradeoff_of_runs_and_of_a_sweep() -> None:
+    panel = hp.plot.tradeoff([record(6, 0.85), record(4, 0.8)])
+    lines = {line.get_label(): line for line in panel.get_lines()}
+    assert list(lines["random"].get_xdata()) == [4, 6]
+    assert set(lines["all heads"].get_ydata()) == {0.9}
+    (bars,) = panel.containers
+    assert bars.get_label() == "taylor"
+    assert list(bars[0].get_ydata()) == [0.8, 0.85]
+    assert panel.get_ylabel() == "accuracy on test rows"
+    with pytest.raises(InvalidValue, match="one metric, measured on validation rows, got nothing"):
+        hp.plot.tradeoff(record(6, 0.85), split="validation")
+
+    base = {"validation": 9.0, "test": 9.5, "heads": 8, "params": 9, "macs": 9, "kv": None}
+    drops = {"validation_drop": 0.1, "test_drop": 0.1}
+    rows = tuple(
+        FrozenDict({"scorer": "fisher", "seed": seed, "heads": 4, "test": 10.0 + seed, "validation": 10.0, **drops})
+        for seed in (0, 2)
+    )
+    table = SweepTable("s", "perplexity", ("scorer",), (), FrozenDict(base), rows)
+    panel = hp.plot.tradeoff(table, ax=Figure().subplots())
+    assert list(panel.containers[0][0].get_ydata()) == [11.0]
+    assert panel.get_ylabel() == "perplexity on test rows, lower is better"
+    with pytest.raises(InvalidValue, match="test or validation"):
+        hp.plot.tradeoff(table, split="train")
+
+
+def test_agreement_has_a_panel_a_measure() -> None:
+    found = hp.agreement(scores(), scores("fisher", ((1.0, 3.0, 2.0), (4.0, 5.0))))
+    panels = hp.plot.agreement(found)
+    assert [p.get_xlabel() for p in panels] == list(found.header[1:])
+    assert [t.get_text() for t in panels[0].get_yticklabels()] == [found.label(found.pairs[0])]
+    (x,), _ = panels[0].get_lines()[-1].get_data()
+    assert x == pytest.approx(found.pairs[0].spearman.value)
