@@ -39,7 +39,7 @@ class Task:
     Args:
         name: Of the task.
         model: Uncut.
-        calibration: ``(seed) -> batches`` of training rows.
+        calibration: ``(seed, by_length=True) -> batches`` of training rows: of like length together, or as drawn.
         judged: Batches of validation and test rows.
         loss: Per-example loss; None is the default.
         output: One number an example that the model is used for, where it is no classifier: ``surgeon`` takes its
@@ -49,7 +49,7 @@ class Task:
 
     name: str
     model: nn.Module
-    calibration: Callable[[int], list[Any]]
+    calibration: Callable[..., list[Any]]
     judged: dict[str, list[Any]]
     loss: Any = None
     output: Any = None
@@ -112,7 +112,11 @@ def encoder_task(
         # Of like length together: less padding to compute.
         rows.examples[split] = sorted(rows.examples[split][:most], key=lambda example: len(example["input_ids"]))
         judged[split] = rows.evaluation(split, 128)
-    return Task(name, tuned, lambda seed: drawn(rows, calibration, calibration, seed), judged)
+
+    def draw(seed: int, by_length: bool = True) -> list[Any]:
+        return drawn(rows, calibration, calibration, seed, by_length)
+
+    return Task(name, tuned, draw, judged)
 
 
 class Cosine(nn.Module):
@@ -156,13 +160,14 @@ def _sentences(data: Path, model: str, calibration: int, most: int | None) -> Ta
     def batches(some: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         return [_collated(tokenizer, some[i : i + size]) for i in range(0, len(some), size)]
 
-    def by_length(some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def sorted_by_length(some: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return sorted(some, key=lambda row: len(row["sentence1"]) + len(row["sentence2"]))
 
-    def draw(seed: int) -> list[dict[str, Any]]:
-        return batches(by_length(random.Random(seed).sample(rows["train"], calibration)), 32)
+    def draw(seed: int, by_length: bool = True) -> list[dict[str, Any]]:
+        some = random.Random(seed).sample(rows["train"], calibration)
+        return batches(sorted_by_length(some) if by_length else some, 32)
 
-    judged = {split: by_length(rows[split][:most]) for split in ("validation", "test")}
+    judged = {split: sorted_by_length(rows[split][:most]) for split in ("validation", "test")}
     grades = {split: np.array([row["score"] for row in some]) for split, some in judged.items()}
     encoder = Cosine(AutoModel.from_pretrained(folder)).eval()
     batched = {k: batches(v, 64) for k, v in judged.items()}

@@ -11,8 +11,11 @@ second training brings is not taken for what a choice of heads brings. Learned g
 ``learned_gates.py``; the page shows its records too.
 
 A seed is another draw of calibration rows out of the training rows, and another order of batches. Accuracy is that of
-test rows, which nothing is chosen on. A row of the record is written as soon as it is there, and a run that is started
-again goes on after the last one.
+test rows, which nothing is chosen on; every row of the record says which of them were right, so that differences are
+paired. Rows are written as soon as they are there, and a run that is started again goes on after the last one.
+
+A verdict is that of an interval: what 95 % of the resamples (of draws, and of test rows within them) say. Where they
+disagree it is undecided.
 """
 
 from __future__ import annotations
@@ -23,9 +26,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.stats import t as student
 from torch import nn
 
 import headprune as hp
@@ -50,8 +56,12 @@ TITLES = {"trec": "MiniLM on TREC", "digits": "a small ViT on digits"}
 CHOICES = ("important", "chance", "unimportant")
 #: Shares of the heads that are masked, for the curve.
 SHARES = tuple(tenth / 10 for tenth in range(1, 10))
-#: Points of accuracy that nobody would notice.
-UNNOTICED = 0.01
+#: Loss of accuracy that nobody would notice, and one that is still "nearly as good".
+UNNOTICED, NEARLY = 0.01, 0.03
+#: Heads that went at least, in theirs, before anybody noticed.
+MICHEL = 0.2
+#: Resamples behind an interval.
+DRAWS = 2000
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -81,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     for row in missing(args, recipe, record, model, untrained, data, rows):
         record["rows"].append(row)
         studies.keep(record, out)
-        print(*row.values(), flush=True)
+        print(*list(row.values())[:5], flush=True)
     if "alone" not in record:
         record["alone"] = alone(model, rows)
         studies.keep(record, out)
@@ -107,7 +117,7 @@ def begin(args: argparse.Namespace, model: nn.Module, rows: list[Any], out: Path
         "budgets": args.budgets,
         "calibration": args.calibration,
         "heads": sum(len(site.heads) for site in hp.find_sites(model)),
-        "judged": {"rows": "test", "n": base.n_examples, "accuracy": base.value},
+        "judged": {"rows": "test", "n": base.n_examples, "accuracy": base.value, "right": bits(base.amounts)},
     }
     return studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
 
@@ -133,14 +143,13 @@ def missing(
             plan = chosen(scores, choice, kept, seed, model)
             if way == "masked":
                 with hp.gated(model, plan):
-                    accuracy = evaluate(model, rows).value
+                    found = evaluate(model, rows)
             else:
                 again = untrained()
                 hp.prune_(again, plan)
-                accuracy = evaluate(tuned_(again, mine, recipe, seed), rows).value
-            yield {
-                "way": way, "choice": choice, "kept": kept, "seed": seed, "accuracy": accuracy, "created": now()
-            }  # fmt: skip
+                found = evaluate(tuned_(again, mine, recipe, seed), rows)
+            row = {"way": way, "choice": choice, "kept": kept, "seed": seed, "accuracy": found.value}
+            yield {**row, "created": now(), "git_commit": git_commit(), "right": bits(found.amounts)}
 
 
 def chosen(scores: hp.HeadScores, choice: str, kept: int, seed: int, model: nn.Module) -> hp.PruningPlan:
@@ -153,16 +162,18 @@ def chosen(scores: hp.HeadScores, choice: str, kept: int, seed: int, model: nn.M
 
 
 def alone(model: nn.Module, rows: list[Any]) -> dict[str, int]:
-    """How many heads change the loss, each removed alone, by more than its 95 % interval."""
+    """How many heads change the loss, each removed alone: by more than an interval that holds for all of them at once
+    with 95 %."""
     scores = hp.score(model, rows, "leave_one_out", progress=False)
-    assert scores.standard_errors is not None
-    pairs = [
-        (value, error)
-        for values, errors in zip(scores.values, scores.standard_errors, strict=True)
-        for value, error in zip(values, errors, strict=True)
-    ]
-    raises, lowers = (sum(sign * v > 1.96 * e for v, e in pairs) for sign in (1, -1))
-    return {"heads": len(pairs), "raises": raises, "lowers": lowers}
+    units = list(scores.units())
+    wide = statistics.NormalDist().inv_cdf(1 - 0.025 / len(units))
+    raises, lowers = (sum(sign * u.value > wide * (u.standard_error or 0.0) for u in units) for sign in (1, -1))
+    return {"heads": len(units), "raises": raises, "lowers": lowers}
+
+
+def bits(amounts: Sequence[float]) -> str:
+    """Which examples were right, a digit each."""
+    return "".join(str(int(amount)) for amount in amounts)
 
 
 # ---------------------------------------------------------------------------------------------- page and figure
@@ -176,13 +187,55 @@ def draw(records: Path, docs: Path) -> Path:
     return write_atomic(docs / PAGE, page(found, gates).encode())
 
 
-def values(record: dict[str, Any], way: str, choice: str, kept: int) -> list[float]:
-    """Accuracies, one a seed."""
-    return [r["accuracy"] for r in record["rows"] if (r["way"], r["choice"], r["kept"]) == (way, choice, kept)]
+class Share(NamedTuple):
+    """A difference of accuracies: its mean over draws, and the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def points(self) -> str:
+        """In points."""
+        mean, low, high = (100 * v for v in (self.mean, self.low, self.high))
+        return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
-def mean(record: dict[str, Any], way: str, choice: str, kept: int) -> float:
-    return statistics.fmean(values(record, way, choice, kept))
+def verdict(holds: Sequence[bool], fails: Sequence[bool]) -> str:
+    """Of a finding with several parts: it holds if all do for sure, and fails if one does for sure."""
+    return f"**{'Reproduced' if all(holds) else 'Contradicted' if any(fails) else 'Undecided'}.**"
+
+
+def answers(record: dict[str, Any], way: str, choice: str, kept: int) -> dict[int, NDArray[np.float64]]:
+    """Which examples were right, by seed."""
+    rows = (r for r in record["rows"] if (r["way"], r["choice"], r["kept"]) == (way, choice, kept))
+    return {r["seed"]: _digits(r["right"]) for r in rows}
+
+
+def accuracies(record: dict[str, Any], way: str, choice: str, kept: int) -> list[float]:
+    """One a seed."""
+    return [float(right.mean()) for right in answers(record, way, choice, kept).values()]
+
+
+def _digits(text: str) -> NDArray[np.float64]:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.float64) - ord("0")
+
+
+def difference(pairs: Sequence[tuple[dict[int, Any], dict[int, Any]]]) -> Share:
+    """Mean of ``a - b`` over pairs and over the draws that both have; resamples are of draws, and of examples."""
+    seeds = sorted(set.intersection(*(set(d) for pair in pairs for d in pair)))
+    gains = np.array([[a[seed] - b[seed] for seed in seeds] for a, b in pairs]).mean(0)  # [draws, examples]
+    chance = np.random.default_rng(0)
+    again = [
+        gains[np.ix_(chance.integers(0, len(gains), len(gains)), chance.integers(0, gains.shape[1], gains.shape[1]))]
+        for _ in range(DRAWS)
+    ]
+    low, high = np.percentile([g.mean() for g in again], (2.5, 97.5))
+    return Share(float(gains.mean()), float(low), float(high))
+
+
+def whole(record: dict[str, Any], like: dict[int, Any]) -> dict[int, NDArray[np.float64]]:
+    """The answers of the whole model, for every draw of another."""
+    return dict.fromkeys(like, _digits(record["judged"]["right"]))
 
 
 def counts(record: dict[str, Any]) -> list[int]:
@@ -190,14 +243,21 @@ def counts(record: dict[str, Any]) -> list[int]:
     return sorted({row["kept"] for row in record["rows"] if row["way"] == "masked"}, reverse=True)
 
 
-def unnoticed(record: dict[str, Any], choice: str) -> int:
-    """The most heads that go, with all smaller cuts, while the mean accuracy falls by no more than UNNOTICED."""
-    gone = 0
-    for kept in counts(record):
-        if record["judged"]["accuracy"] - mean(record, "masked", choice, kept) > UNNOTICED:
+def losses(record: dict[str, Any], choice: str) -> dict[int, Share]:
+    """Accuracy that masking loses, by heads kept, most first."""
+    found = {kept: answers(record, "masked", choice, kept) for kept in counts(record)}
+    return {kept: difference([(whole(record, right), right)]) for kept, right in found.items()}
+
+
+def unnoticed(record: dict[str, Any], choice: str, surely: bool) -> float:
+    """The largest share of the heads that goes, with all smaller ones, and loses at most UNNOTICED: ``surely``, by the
+    upper end of the interval, or at least possibly, by the lower one."""
+    share = 0.0
+    for kept, lost in losses(record, choice).items():
+        if (lost.high if surely else lost.low) > UNNOTICED:
             break
-        gone = record["heads"] - kept
-    return gone
+        share = 1 - kept / record["heads"]
+    return share
 
 
 def page(records: list[dict[str, Any]], gates: list[dict[str, Any]]) -> str:
@@ -206,8 +266,9 @@ def page(records: list[dict[str, Any]], gates: list[dict[str, Any]]) -> str:
         "# Three findings of the literature, on our models",
         "",
         "Written by `python benchmarks/findings.py --figure` from the records in `benchmarks/records`; do not edit.",
-        "Accuracy on test rows that nothing was chosen on, mean ± standard deviation over draws. Our models are small,",
-        "and so are the tasks: a finding that holds here need not hold for yours, and `headprune sweep` will tell.",
+        "Accuracy on rows that nothing was chosen on, mean ± standard deviation over draws; in brackets are 95 %",
+        "intervals over draws and test rows, and a verdict is what the whole interval says. Our models are small, and",
+        "so are the tasks: a finding that holds here need not hold for yours, and `headprune sweep` will tell.",
     ]
     for record in records:
         judged = record["judged"]
@@ -217,7 +278,7 @@ def page(records: list[dict[str, Any]], gates: list[dict[str, Any]]) -> str:
             f" {judged['accuracy']:.3f} on {judged['n']} test rows.",
         ]
     lines += ["", "## Many heads go unnoticed (Michel et al. 2019)", "", *michel(records)]
-    lines += ["", "## Trained again, any heads will do (Prasanna et al. 2020)", "", *prasanna(records)]
+    lines += ["", "## Trained again, any heads will do (Prasanna et al. 2020)", "", *prasanna(records), *again(gates)]
     if gates:
         lines += ["", "## Few heads do the work, and gates that learn find them (Voita et al. 2019)", "", *voita(gates)]
     return "\n".join(lines) + "\n"
@@ -232,15 +293,15 @@ def michel(records: list[dict[str, Any]]) -> list[str]:
         "",
     ]
     for record in records:
-        heads, single = record["heads"], record["alone"]
-        most, chance = (unnoticed(record, choice) / heads for choice in ("important", "chance"))
+        single = record["alone"]
+        surely, possibly = (unnoticed(record, "important", surely) for surely in (True, False))
+        chance = unnoticed(record, "chance", False)
         lines += [
-            f"- `{record['task']}`: {100 * most:.0f} % of the heads go before {100 * UNNOTICED:g} point is lost, least"
-            f" important first; {100 * chance:.0f} % by chance. Alone, {single['raises']} of {single['heads']} heads"
-            f" raise the loss when taken by more than its 95 % interval, {single['lowers']} lower it."
-            f" **{'Reproduced' if most >= 0.2 else 'Contradicted'}**"
-            f"{'' if most >= 0.2 else ', less than 20 %'}"
-            + ("." if most > chance else ", but importance brings no more than chance.")
+            f"- `{record['task']}`: {100 * surely:.0f} % of the heads go, least important first, for surely at most"
+            f" {100 * UNNOTICED:g} point; from {100 * possibly:.0f} % on it is surely more. By chance it is surely more"
+            f" from {100 * chance:.0f} % on. Alone, {single['raises']} of {single['heads']} heads raise the loss when"
+            f" taken, {single['lowers']} lower it (95 % for all of them at once)."
+            f" {verdict([surely >= MICHEL], [possibly < MICHEL])}"
         ]
     return lines
 
@@ -257,52 +318,93 @@ def prasanna(records: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
     verdicts = []
     for record in records:
-        whole = values(record, "trained", "all", record["heads"])
+        every = ("trained", "all", record["heads"])
         for kept in record["budgets"]:
-            found = [spread(values(record, way, c, kept)) for way in ("masked", "trained") for c in CHOICES]
-            lines.append(f"| {record['task']} | {kept} | {' | '.join(found)} | {spread(whole)} |")
-        gaps = {
-            way: statistics.fmean(
-                mean(record, way, "important", kept) - mean(record, way, "chance", kept) for kept in record["budgets"]
+            found = [spread(accuracies(record, way, c, kept)) for way in ("masked", "trained") for c in CHOICES]
+            cells = [*found, spread(accuracies(record, *every))]
+            lines.append(f"| {record['task']} | {kept} | {' | '.join(cells)} |")
+        masked, trained = (
+            difference(
+                [
+                    (answers(record, way, "important", kept), answers(record, way, "chance", kept))
+                    for kept in record["budgets"]
+                ]
             )
             for way in ("masked", "trained")
-        }
-        short = statistics.fmean(whole) - statistics.fmean(
-            mean(record, "trained", "chance", kept) for kept in record["budgets"]
         )
-        holds = gaps["masked"] > 0 and abs(gaps["trained"]) < gaps["masked"] / 2
+        short = difference(
+            [(answers(record, *every), answers(record, "trained", "chance", kept)) for kept in record["budgets"]]
+        )
+        half = masked.mean / 2
+        holds = [masked.low > 0, trained.high < half, short.high <= NEARLY]
+        fails = [masked.high <= 0, trained.low > half, short.low > NEARLY]
         verdicts.append(
-            f"- `{record['task']}`: important heads are {100 * gaps['masked']:+.1f} points from random ones when masked"
-            f" and {100 * gaps['trained']:+.1f} when trained again (mean over budgets); random ones, trained, end"
-            f" {100 * short:.1f} points below the whole. **{'Reproduced' if holds else 'Contradicted'}.**"
+            f"- `{record['task']}`, mean over budgets: important heads are {masked.points()} points from random ones"
+            f" when masked and {trained.points()} when trained again; random ones, trained, lose {short.points()}"
+            f" points of the whole (nearly as good: at most {100 * NEARLY:g}). {verdict(holds, fails)}"
         )
     return [*lines, "", *verdicts]
+
+
+def again(gates: list[dict[str, Any]]) -> list[str]:
+    """The same shape where a fine-tuned encoder is trained on, from the records of learned gates."""
+    lines = []
+    for record in gates:
+        steps, full = record["training"]["steps"], _methods(record).get((learned_gates.WHOLE, record["heads"]), [])
+        lines += [
+            "",
+            f"A fine-tuned encoder, `{record['task']}`, trained on for {steps} steps after the cut,"
+            f" {record['judged']['n']} {record['judged']['rows']} rows;"
+            f" whole, before: {record['judged']['accuracy']:.3f}"
+            + (f"; whole, trained on: {spread([row['accuracy'] for row in full])}." if full else "."),
+            "",
+            f"| heads by | kept of {record['heads']} | masked | trained on |",
+            "| --- | ---: | ---: | ---: |",
+        ]
+        for (method, kept), rows in _methods(record).items():
+            if method in learned_gates.ONE_SHOT:
+                both = (spread([row[key] for row in rows]) for key in ("untrained", "accuracy"))
+                lines.append(f"| `{method}` | {kept} | {' | '.join(both)} |")
+    return lines
+
+
+def _methods(record: dict[str, Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in record["rows"]:
+        found.setdefault((row["method"], row["kept"]), []).append(row)
+    return found
 
 
 def voita(records: list[dict[str, Any]]) -> list[str]:
     lines = [
         "Theirs: gates that learn to close leave 10 of 48 encoder heads of a translator, 0.15 BLEU below it. Ours have",
         f"as many training steps as heads cut by a score and trained afterwards ([{learned_gates.PAGE}]"
-        f"({learned_gates.PAGE})):",
+        f"({learned_gates.PAGE})), and are compared with the whole model after as many; intervals are over draws.",
         "",
     ]
     for record in records:
-        for kept in record["budgets"]:
-            best = {}
-            for ways in (learned_gates.LEARNED, learned_gates.ONE_SHOT):
-                by = {
-                    way: [r["accuracy"] for r in record["rows"] if (r["method"], r["kept"]) == (way, kept)]
-                    for way in ways
-                }
-                best[ways] = max((statistics.fmean(v), way) for way, v in by.items() if v)
-            (learned, gate), (scored, score) = best.values()
-            before = record["judged"]["accuracy"]
-            verdict = "Reproduced" if before - learned <= UNNOTICED else "Contradicted at this budget"
+        methods = _methods(record)
+        full = {row["seed"]: row["accuracy"] for row in methods.get((learned_gates.WHOLE, record["heads"]), [])}
+        for (method, kept), rows in methods.items():
+            pairs = [(full[row["seed"]], row["accuracy"]) for row in rows if row["seed"] in full]
+            if method == learned_gates.WHOLE or len(pairs) < 2:
+                continue
+            lost = over_draws([a - b for a, b in pairs])
+            said = ""
+            if method in learned_gates.LEARNED:
+                said = " " + verdict([lost.high <= UNNOTICED], [lost.low > UNNOTICED])
             lines.append(
-                f"- `{record['task']}`, {kept} of {record['heads']} heads kept: `{gate}` ends at {learned:.3f}, and the"
-                f" model that both began with had {before:.3f}. **{verdict}.** `{score}` at equal steps: {scored:.3f}."
+                f"- `{record['task']}`, {kept} of {record['heads']} heads by `{method}`: {lost.points()} points lost of"
+                f" the whole model's {spread(list(full.values()))} on {record['judged']['rows']} rows.{said}"
             )
     return lines
+
+
+def over_draws(values: Sequence[float]) -> Share:
+    """Mean and Student's 95 % interval of a few draws."""
+    mean, error = statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
+    width = float(student.ppf(0.975, len(values) - 1)) * error
+    return Share(mean, mean - width, mean + width)
 
 
 def picture(records: list[dict[str, Any]], path: Path) -> None:
@@ -312,7 +414,9 @@ def picture(records: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(4.6 * len(records), 3.6), layout="constrained")
     for panel, record in zip(figure.subplots(1, len(records), squeeze=False)[0], records, strict=True):
         for choice, style in zip(CHOICES, ("-o", "--s", ":^"), strict=True):
-            points = [(100 * (1 - k / record["heads"]), values(record, "masked", choice, k)) for k in counts(record)]
+            points = [
+                (100 * (1 - k / record["heads"]), accuracies(record, "masked", choice, k)) for k in counts(record)
+            ]
             means, errors = ([f(v) for _, v in points] for f in (statistics.fmean, _deviation))
             panel.errorbar([x for x, _ in points], means, errors, fmt=style, label=choice, markersize=4, capsize=2)
         panel.axhline(record["judged"]["accuracy"], color="0.6", linestyle="--", linewidth=1)

@@ -105,7 +105,7 @@ def rows(
     def row(scorer: str, keep: float, way: str, small: nn.Module) -> dict[str, Any]:
         groups = [len(site.units) for site in hp.find_sites(small)]
         found = {"scorer": scorer, "keep": keep, "way": way, "seed": seed, "perplexity": perplexity(small, data)}
-        return {**found, "groups": groups, "created": now()}
+        return {**found, "groups": groups, "created": now(), "git_commit": git_commit()}
 
     if ("dense", 1.0, "trained") not in have:
         yield row("dense", 1.0, "trained", trained(copy.deepcopy(model), data, args, seed))
@@ -113,10 +113,10 @@ def rows(
         how = hp.scoring.Random(seed=seed) if name == "random" else name
         scores = hp.score(model, batches, how, progress=False)
         for keep in args.keep:
-            if all((name, keep, way) in have for way in WAYS):
-                continue
             plan = hp.select(scores, hp.Budget(keep_kv=keep))
             for way in WAYS:
+                if (name, keep, way) in have:
+                    continue
                 small = copy.deepcopy(model)
                 hp.prune_(small, plan)
                 if way.startswith("lstsq"):
@@ -124,8 +124,7 @@ def rows(
                     hp.recover_(small, batches, lstsq, model)
                 if way.endswith("trained"):
                     trained(small, data, args, seed)
-                if (name, keep, way) not in have:
-                    yield row(name, keep, way, small)
+                yield row(name, keep, way, small)
 
 
 def drawn(data: Data, seed: int) -> list[Any]:
@@ -136,7 +135,8 @@ def drawn(data: Data, seed: int) -> list[Any]:
 
 
 def trained(model: nn.Module, data: Data, args: argparse.Namespace, seed: int) -> nn.Module:
-    """Some steps on training rows; the model itself."""
+    """Some steps on training rows, in an order of the seed's; the model itself."""
+    data = data.redrawn(1, seed)
     tune = hp.recovery.Finetune(steps=args.steps, learning_rate=args.rate, warmup_ratio=0.1, seed=seed)
     hp.recover_(model, data.loader("train", 16), tune)
     return model

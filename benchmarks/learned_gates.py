@@ -10,6 +10,8 @@ steps of the same batches, optimizer and schedule:
 - learned: train S steps with gates on every head (``hard_concrete`` to a target, ``subset_topk``), cut all but the
   heads of the largest weights, train no more. Gates have a learning rate of their own.
 
+The whole model trains S steps, too, so that what training brings is not taken for what a choice of heads brings.
+
 Accuracy is measured on rows that neither training nor scoring has seen; nothing is chosen on them. A seed is another
 draw of calibration rows, another order of batches and other noise. Every row of the record is written as soon as it is
 there; a run that is started again goes on after the last one.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -45,6 +48,8 @@ from headprune.run.surroundings import git_commit
 
 PAGE = "learned-gates.md"
 ONE_SHOT, LEARNED = ("taylor", "fisher", "random"), ("hard_concrete", "subset_topk")
+#: The whole model, trained as long: nothing is cut.
+WHOLE = "all heads"
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,15 +72,14 @@ def main(argv: Sequence[str] | None = None) -> Path:
     out: Path = args.out or RECORDS / f"learned-gates-{args.task}.json"
     record = opened(args, model, data, rows, out)
     done = {(row["method"], row["kept"], row["seed"]) for row in record["rows"]}
-    for kept in args.budgets:
-        for method in args.methods:
-            for seed in range(args.seeds):
-                if (method, kept, seed) in done:
-                    continue
-                row = measured(model, data, rows, method, kept, seed, args)
-                record["rows"].append(row)
-                studies.keep(record, out)
-                print(f"{method:14} {kept:3} {seed:2} {row['seconds']:7.1f} s  {row['accuracy']:.4f}", flush=True)
+    wanted = [(WHOLE, record["heads"]), *((method, kept) for kept in args.budgets for method in args.methods)]
+    for (method, kept), seed in itertools.product(wanted, range(args.seeds)):
+        if (method, kept, seed) in done:
+            continue
+        row = measured(model, data, rows, method, kept, seed, args)
+        record["rows"].append(row)
+        studies.keep(record, out)
+        print(f"{method:14} {kept:3} {seed:2} {row['seconds']:7.1f} s  {row['accuracy']:.4f}", flush=True)
     print(out)
     return out
 
@@ -94,16 +98,20 @@ def measured(
 ) -> dict[str, Any]:
     """One way to so many heads, with one seed."""
     start, model, data = perf_counter(), copy.deepcopy(base), data.redrawn(args.calibration, seed)
-    if method in ONE_SHOT:
+    before: float | None = None
+    notes: list[str] = []
+    if method == WHOLE:
+        train_(model, data, args, seed)
+    elif method in ONE_SHOT:
         calibration = drawn(data, args.calibration, args.calibration, seed)
         scores = hp.score(model, calibration, configured(method, seed), progress=False)
         cut_(model, scores, kept)
-        before = evaluate(model, rows).value
+        before, notes = evaluate(model, rows).value, list(scores.notes)
         train_(model, data, args, seed)
     else:
         scores = train_(model, data, args, seed, distribution(method, kept, args.steps))
-        before = None
         cut_(model, scores, kept)
+        notes = list(scores.notes)
     return {
         "method": method,
         "kept": kept,
@@ -111,7 +119,7 @@ def measured(
         "accuracy": evaluate(model, rows).value,
         "untrained": before,
         "heads": [len(site.heads) for site in hp.find_sites(model)],
-        "notes": list(scores.notes),
+        "notes": notes,
         "seconds": perf_counter() - start,
         "created": now(),
         "git_commit": git_commit(),
@@ -182,8 +190,9 @@ def page(records: list[dict[str, Any]]) -> str:
         "",
         "Written by `python benchmarks/learned_gates.py --figure` from the records in `benchmarks/records`; do not",
         "edit. Both ways train equally many steps from the same fine-tuned model: one-shot scores cut first and train",
-        "the cut model, learned gates train with all heads and are cut in the end. Accuracy on rows that nothing was",
-        "chosen on, mean ± standard deviation over seeds; in brackets what one-shot scores have before their training.",
+        "the cut model, learned gates train with all heads and are cut in the end; the whole model trains as long.",
+        "Accuracy on rows that nothing was chosen on, mean ± standard deviation over seeds; in brackets what one-shot",
+        "scores have before their training.",
     ]
     for record in records:
         judged, training = record["judged"], record["training"]
@@ -199,7 +208,10 @@ def page(records: list[dict[str, Any]]) -> str:
             "| method | seeds | " + " | ".join(f"{kept} kept" for kept in record["budgets"]) + " |",
             "| --- | ---: |" + " ---: |" * len(record["budgets"]),
         ]
-        for method in dict.fromkeys(row["method"] for row in record["rows"]):
+        whole = [row["accuracy"] for row in record["rows"] if row["method"] == WHOLE]
+        if whole:
+            lines.insert(-3, f"The whole model after {training['steps']} steps: {spread(whole)}.")
+        for method in dict.fromkeys(row["method"] for row in record["rows"] if row["method"] != WHOLE):
             of = [row for row in record["rows"] if row["method"] == method]
             cells = [_cell([row for row in of if row["kept"] == kept]) for kept in record["budgets"]]
             seeds = len({row["seed"] for row in of})

@@ -185,11 +185,13 @@ def configured(name: str, seed: int) -> Any:
     return hp.scoring.registry.get(name)(**settings.get(name, {}))
 
 
-def drawn(data: Data, calibration: int, count: int, seed: int) -> list[Any]:
-    """Batches of the first ``count`` of a draw of training rows, examples of like length together."""
+def drawn(data: Data, calibration: int, count: int, seed: int, by_length: bool = True) -> list[Any]:
+    """Batches of the first ``count`` of a draw of training rows; examples of like length together, or as drawn."""
     train = data.examples["train"]
     order = random.Random(seed).sample(range(len(train)), min(calibration, len(train)))
-    some = sorted((train[i] for i in order[:count]), key=lambda example: len(example["input_ids"]))
+    some = [train[i] for i in order[:count]]
+    if by_length:
+        some.sort(key=lambda example: len(example["input_ids"]))
     return [data.collate(some[i : i + 32]) for i in range(0, len(some), 32)]
 
 

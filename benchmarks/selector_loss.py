@@ -30,7 +30,7 @@ from headprune.run.surroundings import git_commit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from encoder_tasks import TITLES, Task, encoder_task
-from pipelines import DRAWS, scorer, select
+from pipelines import DRAWS, MEASURED, scorer, select
 from studies import RECORDS, now, spread
 
 PAGE = "selector-loss.md"
@@ -95,7 +95,15 @@ def missing(args: argparse.Namespace, task: Task, rows: list[dict[str, Any]]) ->
                 found = evaluate(task.model, task.judged["validation"], task.loss)
             losses = [round(loss, 5) for loss in found.losses]
             row = {"scorer": by, "selector": selector, "kept": kept, "seed": seed, "loss": found.loss}
-            yield {**row, "seconds": seconds, "notes": list(plan.notes), "losses": losses, "created": now()}
+            yield {
+                **row,
+                "seconds": seconds,
+                "notes": list(plan.notes),
+                "losses": losses,
+                "created": now(),
+                "git_commit": git_commit(),
+                "git_commit": git_commit(),
+            }
 
 
 def draw(records: Path, docs: Path) -> Path:
@@ -112,7 +120,8 @@ def page(records: list[dict[str, Any]]) -> str:
         "",
         "Mean loss on validation rows, which no choice has seen; masked, nothing refitted; mean ± standard deviation",
         "over draws of calibration rows. A difference is from `global_topk` by the same scorer, mean over draws, with",
-        "its 95 % interval of a bootstrap over examples.",
+        f"its 95 % interval of a bootstrap over examples. `local_search` measures at most {MEASURED} plans, on every",
+        "fourth batch of the calibration rows.",
     ]
     for record in records:
         judged = record["judged"]

@@ -153,7 +153,7 @@ def missing(
             for split in SPLITS:
                 (drop,) = paired_drops(whole[split], [found[split]])
                 row[split] = {"bleu": found[split].value, "drop": drop.value, "low": drop.low, "high": drop.high}
-            yield {**row, "created": now()}
+            yield {**row, "created": now(), "git_commit": git_commit()}
 
 
 def wanted(args: argparse.Namespace, sites: Sequence[hp.AttentionSite]) -> Iterator[tuple[str, int, str]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import headprune as hp
@@ -69,6 +71,8 @@ def test_rows_and_a_run_that_goes_on(
         assert evaluate(cut, data.evaluation("test", 128)).value == pytest.approx(rows["masked", choice, 4])
     assert [sum(len(site.heads) for site in hp.find_sites(m)) for m in trained[2:]] == [4, 4, 4]
     assert record["alone"]["heads"] == 8
+    for row in record["rows"]:
+        assert row["right"].count("1") / len(row["right"]) == pytest.approx(row["accuracy"])
 
     more = json.loads(findings.main([*few, "--seeds", "2"]).read_text())
     assert more["rows"][: len(record["rows"])] == record["rows"]
@@ -77,24 +81,31 @@ def test_rows_and_a_run_that_goes_on(
         findings.main([*given, "--budgets", "5", "--out", str(out)])
 
 
+def right(accuracy: float) -> str:
+    """Answers of 1000 examples, the same ones wrong first."""
+    return "".join("0" if i < round(1000 * (1 - accuracy)) else "1" for i in range(1000))
+
+
 def record(important: list[float], trained: list[float], alone: int = 3) -> dict[str, Any]:
-    """What a run of ten heads would leave: chance is .5 when masked."""
-    rows = [
-        {"way": "masked", "choice": choice, "kept": kept, "seed": 0, "accuracy": value}
+    """What a run of ten heads and three draws would leave: chance is .5 when masked."""
+    found = [
+        ("masked", choice, kept, value)
         for choice in ("important", "chance", "unimportant")
         for kept, value in zip((8, 6, 4), important if choice == "important" else [0.5] * 3, strict=True)
     ]
     names = [("important", 4), ("chance", 4), ("unimportant", 4), ("all", 10)]
-    rows += [
-        {"way": "trained", "choice": choice, "kept": kept, "seed": 0, "accuracy": value}
-        for (choice, kept), value in zip(names, trained, strict=True)
-    ]
-    judged = {"rows": "test", "n": 100, "accuracy": 0.9}
+    found += [("trained", choice, kept, value) for (choice, kept), value in zip(names, trained, strict=True)]
+    keys = ("way", "choice", "kept", "accuracy")
+    rows = [dict(zip(keys, f, strict=True)) | {"right": right(f[3]), "seed": seed} for f in found for seed in range(3)]
+    judged = {"rows": "test", "n": 1000, "accuracy": 0.9, "right": right(0.9)}
     about = {"task": "trec", "heads": 10, "budgets": [4], "judged": judged}
     return {**about, "rows": rows, "alone": {"heads": 10, "raises": alone, "lowers": 1}}
 
 
-def test_verdicts_follow_the_record(findings: ModuleType, tmp_path: Path) -> None:
+@pytest.fixture
+def told(findings: ModuleType, tmp_path: Path) -> Callable[..., str]:
+    """The page of records."""
+
     def text(found: dict[str, Any], gates: dict[str, Any] | None = None) -> str:
         (tmp_path / "findings-trec.json").write_text(json.dumps(found))
         if gates:
@@ -103,31 +114,87 @@ def test_verdicts_follow_the_record(findings: ModuleType, tmp_path: Path) -> Non
         assert (tmp_path / findings.PICTURE).read_text().startswith("<?xml")
         return " ".join((tmp_path / findings.PAGE).read_text().split())
 
-    page = text(record([0.9, 0.895, 0.8], [0.9, 0.88, 0.87, 0.9]))
-    assert "40 % of the heads go before 1 point is lost, least important first; 0 % by chance." in page
+    return text
+
+
+GOOD = [0.9, 0.898, 0.8]
+
+
+def test_michel_is_judged_by_the_interval(told: Callable[..., str]) -> None:
+    page = told(record(GOOD, [0.9, 0.895, 0.89, 0.9]))
+    assert "40 % of the heads go, least important first, for surely at most 1 point; from 40 % on it is surely" in page
     assert "Alone, 3 of 10 heads raise the loss" in page
-    assert "+30.0 points from random ones when masked and +2.0 when trained again" in page
-    assert "end 2.0 points below the whole. **Reproduced.**" in page
-    assert "| trec | 4 | 0.800 | 0.500 | 0.500 | 0.900 | 0.880 | 0.870 | 0.900 |" in page
-    assert "Contradicted" not in page
+    assert "at once). **Reproduced.**" in page
     assert "Voita" not in page
+    page = told(record([0.889, 0.889, 0.8], [0.9, 0.895, 0.89, 0.9]))  # 1.1 points lost: neither is sure
+    assert "0 % of the heads go, least important first, for surely at most 1 point; from 40 % on" in page
+    assert "at once). **Undecided.**" in page
+    assert "at once). **Contradicted.**" in told(record([0.8, 0.7, 0.6], [0.9, 0.895, 0.89, 0.9]))
 
-    page = text(record([0.8, 0.7, 0.6], [0.9, 0.5, 0.5, 0.9]))
-    assert "0 % of the heads go before 1 point is lost" in page
-    assert "**Contradicted**, less than 20 %, but importance brings no more than chance." in page
-    assert "+10.0 points from random ones when masked and +40.0 when trained again" in page
-    assert "**Contradicted.**" in page
 
-    def gates(learned: float) -> dict[str, Any]:
-        found = {"task": "trec", "heads": 10, "budgets": [4], "judged": {"accuracy": 0.9}}
-        rows = [("hard_concrete", learned), ("subset_topk", 0.2), ("taylor", 0.85)]
-        return {**found, "rows": [{"method": m, "kept": 4, "seed": 0, "accuracy": v} for m, v in rows]}
+@pytest.mark.parametrize(
+    ("trained", "word"),
+    [
+        ([0.9, 0.895, 0.89, 0.9], "Reproduced"),
+        ([0.5, 0.45, 0.5, 0.95], "Contradicted"),  # random ones end far below the whole
+        ([0.9, 0.6, 0.5, 0.9], "Contradicted"),  # training leaves the difference
+        ([0.9, 0.871, 0.5, 0.9], "Undecided"),  # 2.9 points below the whole, of 3 allowed
+    ],
+)
+def test_prasanna_has_three_parts(told: Callable[..., str], trained: list[float], word: str) -> None:
+    page = told(record(GOOD, trained))
+    assert f"(nearly as good: at most 3). **{word}.**" in page
+    assert f"{100 * (trained[0] - trained[1]):+.1f} [" in page
+    cells = " | ".join(f"{value:.3f} ± 0.000" for value in (0.8, 0.5, 0.5, *trained))
+    assert f"| trec | 4 | {cells} |" in page
+    assert "important heads are +30.0 [" in page
 
-    page = text(record([0.9, 0.895, 0.8], [0.9, 0.88, 0.87, 0.9]), gates(0.891))
-    assert "`hard_concrete` ends at 0.891, and the model that both began with had 0.900. **Reproduced.**" in page
-    assert "`taylor` at equal steps: 0.850." in page
-    page = text(record([0.9, 0.895, 0.8], [0.9, 0.88, 0.87, 0.9]), gates(0.88))
-    assert "**Contradicted at this budget.**" in page
+
+def gates(*lost: float) -> dict[str, Any]:
+    """A record of learned gates; the whole model trained on has .9."""
+    found = {"task": "sst2", "heads": 10, "budgets": [4], "training": {"steps": 7}}
+    judged = {"accuracy": 0.85, "n": 50, "rows": "validation"}
+    ways = [
+        ("all heads", 10, lambda _: 0.9),
+        ("taylor", 4, lambda _: 0.88),
+        ("subset_topk", 4, lambda seed: 0.9 - lost[seed]),
+    ]
+    rows = [
+        {"method": m, "kept": kept, "seed": seed, "accuracy": value(seed), "untrained": 0.7 if m == "taylor" else None}
+        for m, kept, value in ways
+        for seed in range(3)
+    ]
+    return {**found, "judged": judged, "rows": rows}
+
+
+@pytest.mark.parametrize(
+    ("lost", "word"),
+    [((0.001, 0.002, 0.003), "Reproduced"), ((0.03, 0.031, 0.032), "Contradicted"), ((0.0, 0.02, 0.01), "Undecided")],
+)
+def test_voita_is_judged_beside_the_whole_after_as_many_steps(
+    told: Callable[..., str], lost: tuple[float, ...], word: str
+) -> None:
+    page = told(record(GOOD, [0.9, 0.895, 0.89, 0.9]), gates(*lost))
+    mean = 100 * sum(lost) / 3
+    assert f"- `sst2`, 4 of 10 heads by `subset_topk`: {mean:+.1f} [" in page
+    assert f"of the whole model's 0.900 ± 0.000 on validation rows. **{word}.**" in page
+    assert "by `taylor`: +2.0 [+2.0, +2.0] points lost of the whole model's 0.900 ± 0.000 on validation rows." in page
+    assert "whole, before: 0.850; whole, trained on: 0.900 ± 0.000." in page
+    assert "| `taylor` | 4 | 0.700 ± 0.000 | 0.880 ± 0.000 |" in page
+
+
+def test_a_difference_is_over_draws_and_examples(findings: ModuleType) -> None:
+    chance = np.random.default_rng(0)
+    same = {seed: (chance.random(500) < 0.8).astype(float) for seed in range(3)}
+    assert findings.difference([(same, same)]) == findings.Share(0.0, 0.0, 0.0)
+    apart = {seed: right - 0.1 * seed for seed, right in same.items()}  # draws differ, examples do not
+    found = findings.difference([(same, apart), (same, apart)])
+    assert found.mean == pytest.approx(0.1)
+    assert found.low == pytest.approx(0.0, abs=1e-9)
+    assert found.high == pytest.approx(0.2)
+    student = findings.over_draws([0.01, 0.02, 0.03])
+    assert student.mean == pytest.approx(0.02)
+    assert student.high - student.mean == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-4)
 
 
 def test_missing_arguments_are_named(findings: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

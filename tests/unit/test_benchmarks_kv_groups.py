@@ -57,6 +57,12 @@ def test_rows_and_page(kv_groups: ModuleType, stories: Path, tmp_path: Path) -> 
     more = json.loads(kv_groups.main([*given, "--scorers", "surgeon", "random"]).read_text())
     assert more["rows"][: len(record["rows"])] == record["rows"]
     assert len(more["rows"]) == len(record["rows"]) + len(kv_groups.WAYS)
+
+    two = ["--keep", "0.5", "--scorers", "random", "--seeds", "2", "--steps", "3", "--out", str(out)]
+    last = json.loads(kv_groups.main(["--model", str(stories), *two]).read_text())
+    dense = [row["perplexity"] for row in last["rows"] if row["scorer"] == "dense"]
+    assert len(dense) == 2
+    assert dense[0] != dense[1], "a seed is another order of training rows"
     with pytest.raises(SystemExit, match="give another --out"):
         kv_groups.main([*given, "--steps", "4"])
     text = kv_groups.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)]).read_text()

@@ -287,27 +287,29 @@ def test_learned_gates_and_one_shot_scores_train_equally_many_steps(
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: (steps.append("step"), original(*a, **k))[1])
     methods = ["fisher", "hard_concrete"]
     record = json.loads(learned.main([*few, "--methods", *methods]).read_text())
-    del steps[: len(steps) - 12]  # those of the fine-tuning that both begin with, if it was not there yet
-    assert len(steps) == 2 * 2 * 3
+    del steps[: len(steps) - 15]  # those of the fine-tuning that both begin with, if it was not there yet
+    assert len(steps) == (1 + 2 * 2) * 3
     assert [(row["method"], row["kept"], sum(row["heads"])) for row in record["rows"]] == [
+        ("all heads", 8, 8),
         ("fisher", 6, 6),
         ("hard_concrete", 6, 6),
         ("fisher", 3, 3),
         ("hard_concrete", 3, 3),
     ]
-    assert [row["untrained"] is None for row in record["rows"]] == [False, True, False, True]
+    assert [row["untrained"] is None for row in record["rows"]] == [True, False, True, False, True]
     assert all(0 <= row["accuracy"] <= 1 for row in record["rows"])
     steps.clear()
     again = json.loads(learned.main([*few, "--methods", *methods, "subset_topk"]).read_text())
     assert len(steps) == 2 * 3, "only what is missing"
-    assert again["rows"][:4] == record["rows"]
+    assert again["rows"][:5] == record["rows"]
     with pytest.raises(SystemExit, match="record of another training"):
         learned.main([*few[:-4], "--steps", "4", "--out", str(out)])
     learned.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / learned.PAGE).read_text()
-    first = record["rows"][0]
+    assert f"The whole model after 3 steps: {record['rows'][0]['accuracy']:.3f}." in text
+    first = record["rows"][1]
     assert f"| `fisher` | 1 | {first['accuracy']:.3f} ({first['untrained']:.3f}) |" in text
-    assert f"| `subset_topk` | 1 | {again['rows'][4]['accuracy']:.3f} |" in text
+    assert f"| `subset_topk` | 1 | {again['rows'][5]['accuracy']:.3f} |" in text
     assert "3 steps of 32 examples; judged on 40 test rows" in text
 
 
