@@ -102,7 +102,6 @@ def missing(args: argparse.Namespace, task: Task, rows: list[dict[str, Any]]) ->
                 "losses": losses,
                 "created": now(),
                 "git_commit": git_commit(),
-                "git_commit": git_commit(),
             }
 
 

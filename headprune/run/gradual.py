@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -76,6 +76,8 @@ def prune_gradually_(
     finetune: Finetune | None = None,
     scorer: str | Scorer = "taylor",
     selector: str | Selector = "global_topk",
+    must_keep: Mapping[str, Iterable[int]] | None = None,
+    must_remove: Mapping[str, Iterable[int]] | None = None,
     calibration: Iterable[Any] | None = None,
     teacher: nn.Module | None = None,
     loss: Loss | None = None,
@@ -102,6 +104,7 @@ def prune_gradually_(
             stage) hold in every stage. Not with validation or checkpoints, which belong to one training.
         scorer: How heads are scored, at every stage anew.
         selector: Which leave.
+        must_keep, must_remove: Heads that stay, and heads that leave at the first stage; as for ``select``.
         calibration: Data to score on; ``batches`` where it is left out.
         teacher: The unpruned original, if ``finetune`` distils.
         loss: Per-example loss, of scorer and training.
@@ -129,6 +132,7 @@ def prune_gradually_(
     _check(budget, stages, settings, steps)
     sites = find_sites(model) if sites is None else sites if isinstance(sites, Sites) else tuple(sites)
     calibration = batches if calibration is None else calibration
+    rules: dict[str, Any] = {"must_keep": _listed(must_keep), "must_remove": _listed(must_remove)}
     source, whole, before = _endless(batches), 0, 0
     done: list[GradualStage] = []
     for i in range(1, stages + 1):
@@ -138,9 +142,10 @@ def prune_gradually_(
             whole = pose(scores, budget).whole
             budget = _fixed_length(scores, budget)
             if not extra:
-                select(scores, budget, selector)  # refuses what cannot be reached, before anything changes
+                select(scores, budget, selector, **rules)  # refuses what cannot be reached, before anything changes
         wanted = stage_budget(budget, i, stages, whole)
-        plan = select(scores, _of_now(wanted, whole, pose(scores, budget).whole), selector, **extra)
+        plan = select(scores, _of_now(wanted, whole, pose(scores, budget).whole), selector, **rules, **extra)
+        rules["must_remove"] = {}  # they have left
         cut = prune_(model, plan, example, sites)
         sites, after = cut.sites, steps * i // stages
         share = replace(settings, epochs=1, steps=after - before, seed=(settings.seed + i - 1) % 2**32)
@@ -224,6 +229,10 @@ def _check(budget: Budget, stages: int, settings: Finetune, steps: int) -> None:
         if getattr(settings, name) is not None:
             must = "left out: every stage is a training of its own"
             raise InvalidValue(f"prune_gradually_(finetune=): {name}", must, getattr(settings, name))
+
+
+def _listed(heads: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:
+    return {site: list(indices) for site, indices in (heads or {}).items()}
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:

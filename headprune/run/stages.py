@@ -46,7 +46,7 @@ class Scored:
 def score_heads(subject: Subject) -> Scored:
     """Scores on calibration rows, by the chosen scorer and by the baselines."""
     wanted = subject.recipe.score
-    chosen = configured(scoring.registry, wanted.scorer, wanted.settings)
+    chosen = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     seeds = [subject.recipe.seed + _RANDOM_SEEDS + i for i in range(wanted.random_draws)]
     weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
@@ -129,8 +129,10 @@ def cut_gradually(subject: Subject, folder: Path) -> nn.Module:
         recipe.select.budget,
         stages=recipe.gradual.stages,
         finetune=method,
-        scorer=configured(scoring.registry, recipe.score.scorer, recipe.score.settings),
+        scorer=seeded(scoring.registry, recipe.score.scorer, recipe.score.settings, recipe.seed),
         selector=configured(selection.registry, recipe.select.selector, recipe.select.settings),
+        must_keep=recipe.select.must_keep,
+        must_remove=recipe.select.must_remove,
         calibration=subject.data.batches("calibration", recipe.score.batch_size),
         teacher=subject.model if method.needs_teacher else None,
         sites=subject.sites,

@@ -83,11 +83,12 @@ def file_of(sweep: Path, kind: Kind, key: str) -> Path:
 
 
 def load_scores(path: Path) -> HeadScores | None:
-    """Scores, where the file is there and whole, its samples included."""
+    """Scores, where the file is there and whole, its samples and curvature included."""
     try:
         found = HeadScores.load(path)
-        if found.samples is not None:
-            found.samples.matrix  # noqa: B018, raises where the numbers are missing or damaged
+        for companion in (found.samples, found.curvature):
+            if companion is not None:
+                companion.matrix  # noqa: B018, raises where the numbers are missing or damaged
     except HeadPruneError:
         return None
     return found

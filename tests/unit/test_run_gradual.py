@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import headprune as hp
-from headprune.core.errors import InfeasibleBudget, InvalidValue
+from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
 from headprune.layouts import registry as layouts
 from headprune.model.losses import default_loss
 from headprune.recovery import Finetune
@@ -246,6 +246,37 @@ def raw(folder, **sections):
         "report": False,
         **sections,
     }
+
+
+def test_heads_that_must_stay_or_go():
+    model, batches = build()
+    weakest = hp.score(model, batches, "magnitude", progress=False).ranked()
+    stay = {weakest[0].name: list(weakest[0].heads)}
+    gone = {next(site.name for site in hp.find_sites(model) if site.name not in stay): [0]}
+    done = prune_gradually_(
+        model, batches, hp.Budget(keep_heads=0.5), stages=3, finetune=TINY, scorer="magnitude", must_keep=stay,
+        must_remove=gone,
+    )  # fmt: skip
+    for stage in done.stages:
+        kept = {row.site: set(row.kept) for row in stage.plan.mask.rows}
+        assert all(set(heads) <= kept[site] for site, heads in stay.items())
+        assert not any(set(heads) & kept[site] for site, heads in gone.items())
+    plain, batches = build()
+    prune_gradually_(plain, batches, hp.Budget(keep_heads=0.5), stages=3, finetune=TINY, scorer="magnitude")
+    ((site, heads),) = stay.items()
+    assert not set(heads) <= set(next(s.heads for s in hp.find_sites(plain) if s.name == site)), "it would have left"
+    with pytest.raises(UnknownName, match="must_keep"):
+        prune_gradually_(plain, batches, hp.Budget(keep_heads=2), stages=2, finetune=TINY, must_keep={"nowhere": [1]})
+
+
+def test_a_recipes_rules_hold_in_every_stage(tmp_path):
+    gradual = {"stages": 2, "batch_size": 8, "settings": {"steps": 4}}
+    scores = runner.score_recipe(check_recipe(raw(tmp_path)), say=lambda line: None)
+    weakest = scores.ranked()[0]
+    select = {"keep_heads": 0.5, "must_keep": {weakest.name: list(weakest.heads)}}
+    record = runner.run_recipe(check_recipe(raw(tmp_path, gradual=gradual, select=select)), say=lambda line: None)
+    kept = {row.site: set(row.kept) for row in record.plan.mask.rows}
+    assert set(weakest.heads) <= kept[weakest.name]
 
 
 def test_a_recipe_asks_for_it(tmp_path):

@@ -464,3 +464,14 @@ def test_pixels_are_of_the_weights_dtype(tmp_path: Path) -> None:
         "report": False,
     }
     assert quiet_run(check_recipe(raw)).status == "done"
+
+
+def test_the_recipes_seed_is_the_scorers_too(bert: Path, tmp_path: Path) -> None:
+    """As in a sweep: what a scorer draws, it draws by the recipe's seed, unless its settings have one."""
+    seeds = {}
+    for seed, settings in ((1, {}), (2, {}), (2, {"seed": 1})):
+        score = {"scorer": "random", "settings": settings}
+        found = runner.score_recipe(recipe(bert, tmp_path, seed=seed, score=score), say=lambda line: None)
+        seeds[seed, bool(settings)] = found
+    assert [found.seed for found in seeds.values()] == [1, 2, 1]
+    assert seeds[1, False].values == seeds[2, True].values != seeds[2, False].values

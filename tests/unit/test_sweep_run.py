@@ -181,6 +181,18 @@ def test_what_is_damaged_or_missing_is_done_again(copied: Path, swept: sweeping.
     assert (copied / "table.json").read_bytes() == table
 
 
+def test_damaged_curvature_is_scored_again(tmp_path: Path) -> None:
+    grid = ["scorer=fisher", "selector=quadratic", "keep=0.5"]
+    table = sweep(tmp_path / "s", grid, seeds=1).table
+    (curvature,) = (tmp_path / "s" / "scores").glob("*.curvature.safetensors")
+    curvature.write_bytes(curvature.read_bytes()[:-8])
+    for kind in ("runs", "plans"):
+        shutil.rmtree(tmp_path / "s" / kind)
+    again = sweep(tmp_path / "s", grid, seeds=1).table
+    assert not again.failed
+    assert again == table
+
+
 def test_pieces_of_another_model_are_no_answer(copied: Path, swept: sweeping.SweepResult) -> None:
     """Not in one folder, where they have other names, and not under the right names either: they say whose they are."""
     before = files(copied)
