@@ -27,11 +27,13 @@ class Distributions:
             sigmoid each) or ``regression``.
         logits: ``[batch, positions, classes]``, with their graph.
         counted: ``[batch, positions]``: which positions the default loss averages over.
+        by_token: Whether there is one for every token, or end of an answer, and not one an example.
     """
 
     kind: str
     logits: Tensor
     counted: Tensor
+    by_token: bool = True
 
 
 def distributions(model: nn.Module, batch: Any, where: str) -> Distributions:
@@ -63,7 +65,7 @@ def distributions(model: nn.Module, batch: Any, where: str) -> Distributions:
     if logits.ndim == 2:
         labels = mapping.get("labels")
         kind = problem_type(model, labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long), logits)
-        return Distributions(kind, logits.unsqueeze(1), torch.ones_like(logits[:, :1], dtype=torch.bool))
+        return Distributions(kind, logits.unsqueeze(1), torch.ones_like(logits[:, :1], dtype=torch.bool), False)
     return _tokens(model, logits, mapping.get("labels"), mask)
 
 
@@ -90,14 +92,14 @@ def _tokens(model: nn.Module, logits: Tensor, labels: Any, mask: Any) -> Distrib
 def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
     """Numbers whose slopes, ``g`` an example, are such that ``sum g g'`` is the second derivative of the default loss.
 
-    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Labels are drawn where an example has several
-    softmax distributions, or where ``draws`` says how many.
+    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Labels are drawn where an example has a
+    softmax distribution a token, or where ``draws`` says how many.
 
     Returns:
         One number a class or a draw, summed over the batch; and whether labels were drawn.
     """
     softmax = found.kind == "single_label_classification"
-    if softmax and (draws is not None or found.counted.shape[1] > 1):
+    if softmax and (draws is not None or found.by_token):
         logits = found.logits[found.counted]
         weights = (found.counted.sum(1, keepdim=True).clamp(min=1) * (draws or 1)).rsqrt()
         of_position = weights.expand_as(found.counted)[found.counted]

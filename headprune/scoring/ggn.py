@@ -89,7 +89,7 @@ class Ggn(Scorer):
         with gated(problem.model, gates, sites_of(problem.bound)):
             found = distributions(problem.model, batch, f"batch {number}")
             softmax = found.kind == "single_label_classification"
-            drawn = softmax and (self.draws is not None or found.counted.shape[1] > 1)
+            drawn = softmax and (self.draws is not None or found.by_token)
             if drawn:
                 seeds = content_seeds(problem.model, batch, self.seed)
                 targets = _drawn_losses(found, seeds, self.draws or 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.testing import assert_allclose
 
 import headprune as hp
@@ -188,3 +189,27 @@ def test_bundles_have_the_form_of_their_heads() -> None:
         r, few = np.array([h in heads for h in flat], float), np.isin(np.arange(5), gone).astype(float)
         assert len(heads) > len(gone) or set(gone) <= {2, 3, 4}
         assert_allclose(few @ found.curvature.matrix @ few, r @ matrix @ r, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["ggn", "surgeon"])
+def test_short_texts_are_scored_as_if_padded(name: str) -> None:
+    """A text of one token predicts nothing, one of two tokens as much alone as beside longer ones."""
+    from headprune.layouts import registry
+
+    model, batch = registry.get("llama").tiny(0)
+    ids = batch["input_ids"]
+
+    def scored(*lengths: int, width: int | None = None) -> HeadScores:
+        batches = []
+        for row, length in zip(ids, lengths, strict=False):
+            row = row[: width or length].clone()[None]
+            batches.append({"input_ids": row, "attention_mask": (torch.arange(row.shape[1])[None] < length).long()})
+        found = hp.score(model.double(), batches, name, progress=False)
+        assert isinstance(found, HeadScores)
+        return found
+
+    alone, padded = scored(2, 1, 2), scored(2, 1, 2, width=7)
+    assert_allclose(np.concatenate(alone.values), np.concatenate(padded.values), rtol=1e-8, atol=1e-12)
+    assert max(map(max, alone.values)) > 0
+    nothing = scored(1, 1)
+    assert not any(map(any, nothing.values))
