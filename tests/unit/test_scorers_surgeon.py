@@ -110,7 +110,8 @@ def test_blocks_change_the_errors_alone() -> None:
 def test_slopes_of_targets_give_the_second_derivative_of_the_loss(kind: str) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 1, 4, dtype=torch.float64, requires_grad=True)
-    targets, drawn = fisher_targets(Distributions(kind, logits, torch.ones(2, 1, dtype=torch.bool)), [0, 1], None)
+    found = Distributions(kind, logits, torch.ones(2, 1, dtype=torch.bool), by_token=False)
+    targets, drawn = fisher_targets(found, [0, 1], None)
     assert not drawn
     slopes = torch.stack([torch.autograd.grad(t, logits, retain_graph=True)[0][:, 0] for t in targets])
     for example in range(2):
