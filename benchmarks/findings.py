@@ -298,8 +298,8 @@ def michel(records: list[dict[str, Any]]) -> list[str]:
         chance = unnoticed(record, "chance", False)
         lines += [
             f"- `{record['task']}`: {100 * surely:.0f} % of the heads go, least important first, for surely at most"
-            f" {100 * UNNOTICED:g} point; from {100 * possibly:.0f} % on it is surely more. By chance it is surely more"
-            f" from {100 * chance:.0f} % on. Alone, {single['raises']} of {single['heads']} heads raise the loss when"
+            f" {100 * UNNOTICED:g} point; beyond {100 * possibly:.0f} % it is surely more. By chance it is surely more"
+            f" beyond {100 * chance:.0f} %. Alone, {single['raises']} of {single['heads']} heads raise the loss when"
             f" taken, {single['lowers']} lower it (95 % for all of them at once)."
             f" {verdict([surely >= MICHEL], [possibly < MICHEL])}"
         ]

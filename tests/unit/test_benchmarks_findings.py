@@ -122,12 +122,12 @@ GOOD = [0.9, 0.898, 0.8]
 
 def test_michel_is_judged_by_the_interval(told: Callable[..., str]) -> None:
     page = told(record(GOOD, [0.9, 0.895, 0.89, 0.9]))
-    assert "40 % of the heads go, least important first, for surely at most 1 point; from 40 % on it is surely" in page
+    assert "40 % of the heads go, least important first, for surely at most 1 point; beyond 40 % it is surely" in page
     assert "Alone, 3 of 10 heads raise the loss" in page
     assert "at once). **Reproduced.**" in page
     assert "Voita" not in page
     page = told(record([0.889, 0.889, 0.8], [0.9, 0.895, 0.89, 0.9]))  # 1.1 points lost: neither is sure
-    assert "0 % of the heads go, least important first, for surely at most 1 point; from 40 % on" in page
+    assert "0 % of the heads go, least important first, for surely at most 1 point; beyond 40 %" in page
     assert "at once). **Undecided.**" in page
     assert "at once). **Contradicted.**" in told(record([0.8, 0.7, 0.6], [0.9, 0.895, 0.89, 0.9]))
 
