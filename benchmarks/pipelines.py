@@ -45,7 +45,8 @@ PAGE, PICTURE = "pipelines.md", "pipelines.svg"
 #: What the README shows, and how it says it.
 README_TASKS = ("sst2",)
 README_ROWS = {
-    "surgeon-min0/lstsq+ff": "`surgeon`, then `lstsq` with the feed-forwards",
+    "surgeon/lstsq+ff": "`surgeon`, then `lstsq` with the feed-forwards",
+    "surgeon-min0/lstsq+ff": "the same, where a layer may lose its last head (`min_heads=0`)",
     "kwon2022/kwon2022": "Kwon et al. 2022 (`preset=kwon2022`)",
     "flap2024/flap2024": "FLAP 2024 (`preset=flap2024`)",
     "random/none": "chance",
@@ -53,6 +54,8 @@ README_ROWS = {
 #: What the authors' pipelines are compared with: the defaults of ``score``, ``select`` and ``recover_``, and what the
 #: docs advise where few heads may stay.
 REFERENCES = ("taylor/lstsq", "taylor-min0/lstsq+ff", "surgeon-min0/lstsq+ff")
+#: What the figure shows.
+PICTURED = ("taylor/none", *REFERENCES, "surgeon/lstsq+ff", *(f"{name}/{name}" for name in PRESETS), "random/none")
 #: A search by measured loss looks at about this many of the 16 calibration batches, and measures so many plans.
 SEARCHED, MEASURED = 4, 160
 #: Bootstrap resamples of examples behind an interval.
@@ -394,22 +397,25 @@ def readme(records: Path) -> str:
 
 
 def picture(records: list[dict[str, Any]], path: Path) -> None:
-    """A panel a task: quality on test rows against heads kept, a line a pipeline."""
+    """A panel a task: quality on test rows against heads kept; the pipelines of ``PICTURED``, each with one look."""
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
-    figure = Figure(figsize=(5.2 * len(records), 5.2), layout="constrained")
-    for panel, record in zip(figure.subplots(1, len(records), squeeze=False)[0], records, strict=True):
-        for number, (name, by_budget) in enumerate(cells(record, "test").items()):
+    figure = Figure(figsize=(4.6 * len(records), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(records), squeeze=False)[0]
+    for panel, record in zip(panels, records, strict=True):
+        found = cells(record, "test")
+        for number, name in enumerate(PICTURED):
+            by_budget = found.get(name, {})
             budgets = sorted(by_budget)
             means = [statistics.fmean(by_budget[kept]) for kept in budgets]
             errors = [statistics.stdev(v) if len(v := by_budget[kept]) > 1 else 0.0 for kept in budgets]
-            style = ("-", "--", ":", "-.")[number // 10 % 4]
-            panel.errorbar(budgets, means, errors, label=name, linestyle=style, marker=".", linewidth=1, capsize=2)
+            look = {"color": f"C{number}", "linestyle": ("-", "--", ":")[number % 3], "marker": "osd^v<>"[number % 7]}
+            panel.errorbar(budgets, means, errors, label=name, markersize=4, linewidth=1.2, capsize=2, **look)
         panel.axhline(record["base"]["test"], color="0.6", linestyle="--", linewidth=1)
         panel.set_title(f"{TITLES[record['task']]} on test rows", fontsize=9)
         panel.set_xlabel(f"heads kept of {record['heads']}")
         panel.grid(alpha=0.3)
-    panel.legend(fontsize=6)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     studies.save_figure(figure, path)
 
 
