@@ -144,7 +144,7 @@ def test_the_readme_says_what_the_record_does(pipelines: ModuleType, tmp_path: P
             "test": test + seed / 10,
         }
         for name, recovery, test in (
-            ("surgeon-min0", "lstsq+ff", 0.6),
+            ("surgeon", "lstsq+ff", 0.6),
             ("random", "none", 0.3),
             ("taylor", "none", 0.4),
         )
