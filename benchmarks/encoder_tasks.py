@@ -55,6 +55,12 @@ class Task:
     output: Any = None
     grades: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def score(self, batches: list[Any], scorer: Any) -> hp.HeadScores:
+        """Scores of the model, a scorer by name or configured, by the loss; ``surgeon``'s by the output."""
+        loss = self.output if scorer == "surgeon" or isinstance(scorer, hp.scoring.Surgeon) else self.loss
+        found: hp.HeadScores = hp.score(self.model, batches, scorer, loss=loss, progress=False)
+        return found
+
     def recover_(self, small: nn.Module, batches: list[Any], method: Any) -> None:
         """Of a pair, the encoder sees one sentence after the other; recovery is a matter of the encoder alone."""
         if isinstance(small, Cosine) and isinstance(self.model, Cosine):

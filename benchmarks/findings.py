@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import learned_gates
 import studies
 from scorers import encoder_recipe, tuned_
-from studies import RECORDS, now, spread
+from studies import RECORDS, deviation, spread
 
 PAGE, PICTURE = "findings.md", "findings.svg"
 TITLES = {"trec": "MiniLM on TREC", "digits": "a small ViT on digits"}
@@ -108,12 +108,11 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 def begin(args: argparse.Namespace, model: nn.Module, rows: list[Any], out: Path) -> dict[str, Any]:
     """The record without rows; or the one that lies at ``out``, if it is of the same model, budgets and rows."""
-    base, mark = evaluate(model, rows), hp.score(model, None, "random").model
-    assert mark is not None
+    base = evaluate(model, rows)
     same: dict[str, Any] = {
         "benchmark": "findings",
         "task": args.task,
-        "weights": mark.weights,
+        "weights": studies.weights_of(model),
         "budgets": args.budgets,
         "calibration": args.calibration,
         "heads": sum(len(site.heads) for site in hp.find_sites(model)),
@@ -132,14 +131,15 @@ def missing(
     curve = {heads - round(share * heads) for share in SHARES}
     curve = sorted({*args.budgets, *(kept for kept in curve if kept >= layers)}, reverse=True)  # a head a layer stays
     for seed in range(args.seeds):
-        mine = data.redrawn(args.calibration, seed)
-        scores = hp.score(model, mine.batches("calibration", 32), "taylor", progress=False)
         wanted = [("trained", "all", heads)]
         wanted += [("masked", choice, kept) for choice in CHOICES for kept in curve]
         wanted += [("trained", choice, kept) for kept in args.budgets for choice in CHOICES]
+        wanted = [one for one in wanted if (*one, seed) not in done]
+        if not wanted:
+            continue
+        mine = data.redrawn(args.calibration, seed)
+        scores = hp.score(model, mine.batches("calibration", 32), "taylor", progress=False)
         for way, choice, kept in wanted:
-            if (way, choice, kept, seed) in done:
-                continue
             plan = chosen(scores, choice, kept, seed, model)
             if way == "masked":
                 with hp.gated(model, plan):
@@ -149,7 +149,7 @@ def missing(
                 hp.prune_(again, plan)
                 found = evaluate(tuned_(again, mine, recipe, seed), rows)
             row = {"way": way, "choice": choice, "kept": kept, "seed": seed, "accuracy": found.value}
-            yield {**row, "created": now(), "git_commit": git_commit(), "right": bits(found.amounts)}
+            yield {**row, **studies.stamp(), "right": bits(found.amounts)}
 
 
 def chosen(scores: hp.HeadScores, choice: str, kept: int, seed: int, model: nn.Module) -> hp.PruningPlan:
@@ -249,14 +249,14 @@ def losses(record: dict[str, Any], choice: str) -> dict[int, Share]:
     return {kept: difference([(whole(record, right), right)]) for kept, right in found.items()}
 
 
-def unnoticed(record: dict[str, Any], choice: str, surely: bool) -> float:
+def unnoticed(lost: dict[int, Share], heads: int, surely: bool) -> float:
     """The largest share of the heads that goes, with all smaller ones, and loses at most UNNOTICED: ``surely``, by the
     upper end of the interval, or at least possibly, by the lower one."""
     share = 0.0
-    for kept, lost in losses(record, choice).items():
-        if (lost.high if surely else lost.low) > UNNOTICED:
+    for kept, of_kept in lost.items():
+        if (of_kept.high if surely else of_kept.low) > UNNOTICED:
             break
-        share = 1 - kept / record["heads"]
+        share = 1 - kept / heads
     return share
 
 
@@ -293,9 +293,9 @@ def michel(records: list[dict[str, Any]]) -> list[str]:
         "",
     ]
     for record in records:
-        single = record["alone"]
-        surely, possibly = (unnoticed(record, "important", surely) for surely in (True, False))
-        chance = unnoticed(record, "chance", False)
+        single, lost = record["alone"], losses(record, "important")
+        surely, possibly = (unnoticed(lost, record["heads"], surely) for surely in (True, False))
+        chance = unnoticed(losses(record, "chance"), record["heads"], False)
         lines += [
             f"- `{record['task']}`: {100 * surely:.0f} % of the heads go, least important first, for surely at most"
             f" {100 * UNNOTICED:g} point; beyond {100 * possibly:.0f} % it is surely more. By chance it is surely more"
@@ -417,7 +417,7 @@ def picture(records: list[dict[str, Any]], path: Path) -> None:
             points = [
                 (100 * (1 - k / record["heads"]), accuracies(record, "masked", choice, k)) for k in counts(record)
             ]
-            means, errors = ([f(v) for _, v in points] for f in (statistics.fmean, _deviation))
+            means, errors = ([f(v) for _, v in points] for f in (statistics.fmean, deviation))
             panel.errorbar([x for x, _ in points], means, errors, fmt=style, label=choice, markersize=4, capsize=2)
         panel.axhline(record["judged"]["accuracy"], color="0.6", linestyle="--", linewidth=1)
         panel.set_title(TITLES[record["task"]], fontsize=10)
@@ -426,10 +426,6 @@ def picture(records: list[dict[str, Any]], path: Path) -> None:
         panel.grid(alpha=0.3)
         panel.legend(title="heads that stay", fontsize=8, title_fontsize=8)
     studies.save_figure(figure, path)
-
-
-def _deviation(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from headprune.run.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
-from studies import RECORDS, ROOT, now, spread
+from studies import RECORDS, ROOT, spread
 
 PAGE = "kv-groups.md"
 NAME = "kv-groups-stories"
@@ -82,12 +82,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 def begin(args: argparse.Namespace, model: nn.Module, data: Data) -> dict[str, Any]:
     """The record without rows; or the one that lies at ``--out``, if it is of the same model and training."""
-    mark = hp.score(model, None, "random").model
-    assert mark is not None
     same: dict[str, Any] = {
         "benchmark": "kv_groups",
         "model": args.model.name,
-        "weights": mark.weights,
+        "weights": studies.weights_of(model),
         "training": {"steps": args.steps, "rate": args.rate, "rows": len(data.examples["train"])},
         "groups": sum(len(site.units) for site in hp.find_sites(model)),
         "judged": len(data.examples["test"]),
@@ -105,11 +103,13 @@ def rows(
     def row(scorer: str, keep: float, way: str, small: nn.Module) -> dict[str, Any]:
         groups = [len(site.units) for site in hp.find_sites(small)]
         found = {"scorer": scorer, "keep": keep, "way": way, "seed": seed, "perplexity": perplexity(small, data)}
-        return {**found, "groups": groups, "created": now(), "git_commit": git_commit()}
+        return {**found, "groups": groups, **studies.stamp()}
 
     if ("dense", 1.0, "trained") not in have:
         yield row("dense", 1.0, "trained", trained(copy.deepcopy(model), data, args, seed))
     for name in args.scorers:
+        if all((name, keep, way) in have for keep in args.keep for way in WAYS):
+            continue
         how = hp.scoring.Random(seed=seed) if name == "random" else name
         scores = hp.score(model, batches, how, progress=False)
         for keep in args.keep:

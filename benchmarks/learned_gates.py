@@ -35,7 +35,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 import studies
 from scorers import TASKS, TITLES, begin, configured, drawn, prepared
-from studies import RECORDS, now, spread
+from studies import RECORDS, spread
 
 import headprune as hp
 from headprune.bench.quality import evaluate
@@ -44,7 +44,6 @@ from headprune.gating import GateDistribution, HardConcrete, SubsetTopk
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, to_device
 from headprune.run.data import Data
-from headprune.run.surroundings import git_commit
 
 PAGE = "learned-gates.md"
 ONE_SHOT, LEARNED = ("taylor", "fisher", "random"), ("hard_concrete", "subset_topk")
@@ -121,8 +120,7 @@ def measured(
         "heads": [len(site.heads) for site in hp.find_sites(model)],
         "notes": notes,
         "seconds": perf_counter() - start,
-        "created": now(),
-        "git_commit": git_commit(),
+        **studies.stamp(),
     }
 
 
@@ -196,6 +194,7 @@ def page(records: list[dict[str, Any]]) -> str:
     ]
     for record in records:
         judged, training = record["judged"], record["training"]
+        whole = [row["accuracy"] for row in record["rows"] if row["method"] == WHOLE]
         error = (judged["accuracy"] * (1 - judged["accuracy"]) / judged["n"]) ** 0.5
         lines += [
             "",
@@ -204,13 +203,11 @@ def page(records: list[dict[str, Any]]) -> str:
             f"{training['steps']} steps of 32 examples; judged on {judged['n']} {judged['rows']} rows; accuracy of the "
             f"whole model, with {record['heads']} heads, before them {judged['accuracy']:.3f} ± {error:.3f} (standard "
             "error of that many rows).",
+            *([f"The whole model after {training['steps']} steps: {spread(whole)}."] if whole else []),
             "",
             "| method | seeds | " + " | ".join(f"{kept} kept" for kept in record["budgets"]) + " |",
             "| --- | ---: |" + " ---: |" * len(record["budgets"]),
         ]
-        whole = [row["accuracy"] for row in record["rows"] if row["method"] == WHOLE]
-        if whole:
-            lines.insert(-3, f"The whole model after {training['steps']} steps: {spread(whole)}.")
         for method in dict.fromkeys(row["method"] for row in record["rows"] if row["method"] != WHOLE):
             of = [row for row in record["rows"] if row["method"] == method]
             cells = [_cell([row for row in of if row["kept"] == kept]) for kept in record["budgets"]]

@@ -39,7 +39,7 @@ from headprune.run.validate import configured as validated
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from encoder_tasks import TITLES, Task, encoder_task
-from studies import RECORDS, now, spread
+from studies import RECORDS, deviation, now, spread
 
 PAGE, PICTURE = "pipelines.md", "pipelines.svg"
 #: What the README shows, and how it says it.
@@ -160,10 +160,9 @@ def rows(
             if not missing:
                 continue
             if by not in scored:
-                loss = task.output if by == "surgeon" else task.loss
                 # The authors' mini-batches are drawn: of sentences of like length they would be something else.
                 seen = task.calibration(seed, by_length=False) if by in PRESETS else batches
-                scored[by] = hp.score(task.model, seen, scorer(by, seed), loss=loss, progress=False)
+                scored[by] = task.score(seen, scorer(by, seed))
             start = perf_counter()
             plan = select(task, scored[by], kept, selector, batches)
             choosing = perf_counter() - start
@@ -182,7 +181,7 @@ def rows(
                 seconds = {"select": round(choosing, 2), "recover": round(perf_counter() - start, 2)}
                 answers = {split: task.answers(model, split) for split in task.judged}
                 row |= {split: round(task.quality(a, split), 5) for split, a in answers.items()}
-                row |= {"seconds": seconds, "heads": heads, "created": now(), "git_commit": git_commit()}
+                row |= {"seconds": seconds, "heads": heads, **studies.stamp()}
                 yield row, answers
 
 
@@ -222,14 +221,12 @@ def recovered(task: Task, plan: hp.PruningPlan, recovery: str, batches: list[Any
 
 def begin(args: argparse.Namespace, task: Task, out: Path) -> dict[str, Any]:
     """The record without rows; or the one that lies at ``out``, if it is of the same model and rows."""
-    mark = hp.score(task.model, None, "random").model
-    assert mark is not None
     answers = {split: task.answers(task.model, split) for split in task.judged}
     same: dict[str, Any] = {
         "benchmark": "pipelines",
         "task": args.task,
         "model": args.model,
-        "weights": mark.weights,
+        "weights": studies.weights_of(task.model),
         "calibration": args.calibration,
         "heads": sum(len(site.heads) for site in hp.find_sites(task.model)),
         "judged": {split: len(found) for split, found in answers.items()},
@@ -408,7 +405,7 @@ def picture(records: list[dict[str, Any]], path: Path) -> None:
             by_budget = found.get(name, {})
             budgets = sorted(by_budget)
             means = [statistics.fmean(by_budget[kept]) for kept in budgets]
-            errors = [statistics.stdev(v) if len(v := by_budget[kept]) > 1 else 0.0 for kept in budgets]
+            errors = [deviation(by_budget[kept]) for kept in budgets]
             look = {"color": f"C{number}", "linestyle": ("-", "--", ":")[number % 3], "marker": "osd^v<>"[number % 7]}
             panel.errorbar(budgets, means, errors, label=name, markersize=4, linewidth=1.2, capsize=2, **look)
         panel.axhline(record["base"]["test"], color="0.6", linestyle="--", linewidth=1)

@@ -39,12 +39,11 @@ from headprune.run.labels import number_labels
 from headprune.run.models import build_model, prepare, resolve_device
 from headprune.run.reading import locate
 from headprune.run.recipe import Recipe
-from headprune.run.surroundings import git_commit
 from headprune.run.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
-from studies import RECORDS, now, spread
+from studies import RECORDS, spread
 
 PAGE, PICTURE = "scorers-accuracy.md", "scorers-accuracy.svg"
 #: Task: its text column, and the rows that judge.
@@ -124,8 +123,8 @@ def tuned_(model: nn.Module, data: Data, recipe: Recipe, seed: int | None = None
     """The same model, trained as the recipe says, with its seed or another."""
     train = recipe.train
     assert train is not None
-    keys = ("epochs", "learning_rate", "weight_decay", "warmup_ratio", "schedule")
-    tune = hp.recovery.Finetune(**{k: getattr(train, k) for k in keys}, seed=recipe.seed if seed is None else seed)
+    settings = train.model_dump(exclude={"batch_size"})
+    tune = hp.recovery.Finetune(**settings, seed=recipe.seed if seed is None else seed)
     hp.recover_(model, data.loader("train", train.batch_size), tune)
     return model.eval()
 
@@ -135,14 +134,12 @@ def begin(
 ) -> dict[str, Any]:
     """The record without rows; or the one that lies at ``out``, if it is of the same model, budgets and rows."""
     base = evaluate(model, rows)
-    mark = hp.score(model, None, "random").model
-    assert mark is not None
     same: dict[str, Any] = {
         "benchmark": benchmark,
         "task": args.task,
         "model": args.model,
         "epochs": args.epochs,
-        "weights": mark.weights,
+        "weights": studies.weights_of(model),
         "budgets": args.budgets,
         "heads": sum(len(site.heads) for site in hp.find_sites(model)),
         "judged": {"rows": TASKS[args.task][1], "n": base.n_examples, "accuracy": base.value},
@@ -170,7 +167,7 @@ def measured(
             row["accuracy"][str(kept)] = known[plan.mask]
     except HeadPruneError as error:
         row |= {"seconds": perf_counter() - start, "refused": str(error)}
-    return {**row, "created": now(), "git_commit": git_commit()}
+    return {**row, **studies.stamp()}
 
 
 def configured(name: str, seed: int) -> Any:

@@ -25,13 +25,14 @@ import torch
 import headprune as hp
 from headprune.bench.quality import evaluate
 from headprune.core.files import write_atomic
+from headprune.core.paired import Answers, paired_drops
 from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from encoder_tasks import TITLES, Task, encoder_task
-from pipelines import DRAWS, MEASURED, scorer, select
-from studies import RECORDS, now, spread
+from pipelines import MEASURED, scorer, select
+from studies import RECORDS, spread
 
 PAGE = "selector-loss.md"
 #: Scorer and selector, and the pair that it is to beat.
@@ -58,12 +59,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
     task = encoder_task(args.task, args.data, args.model, args.work, args.calibration, args.epochs)
     out: Path = args.out or RECORDS / f"selector-loss-{args.task}.json"
     base = evaluate(task.model, task.judged["validation"], task.loss)
-    mark = hp.score(task.model, None, "random").model
-    assert mark is not None
     same: dict[str, Any] = {
         "benchmark": "selector_loss",
         "task": args.task,
-        "weights": mark.weights,
+        "weights": studies.weights_of(task.model),
         "calibration": args.calibration,
         "heads": sum(len(site.heads) for site in hp.find_sites(task.model)),
         "judged": {"rows": "validation", "n": base.n_examples, "loss": base.loss},
@@ -86,8 +85,7 @@ def missing(args: argparse.Namespace, task: Task, rows: list[dict[str, Any]]) ->
         scores: dict[str, hp.HeadScores] = {}
         for by, selector, kept in wanted:
             if by not in scores:
-                loss = task.output if by == "surgeon" else task.loss
-                scores[by] = hp.score(task.model, batches, scorer(by, seed), loss=loss, progress=False)
+                scores[by] = task.score(batches, scorer(by, seed))
             start = perf_counter()
             plan = select(task, scores[by], kept, selector, batches)
             seconds = round(perf_counter() - start, 2)
@@ -95,14 +93,7 @@ def missing(args: argparse.Namespace, task: Task, rows: list[dict[str, Any]]) ->
                 found = evaluate(task.model, task.judged["validation"], task.loss)
             losses = [round(loss, 5) for loss in found.losses]
             row = {"scorer": by, "selector": selector, "kept": kept, "seed": seed, "loss": found.loss}
-            yield {
-                **row,
-                "seconds": seconds,
-                "notes": list(plan.notes),
-                "losses": losses,
-                "created": now(),
-                "git_commit": git_commit(),
-            }
+            yield {**row, "seconds": seconds, "notes": list(plan.notes), "losses": losses, **studies.stamp()}
 
 
 def draw(records: Path, docs: Path) -> Path:
@@ -154,11 +145,13 @@ def difference(draws: dict[int, list[float]], plain: dict[int, list[float]]) -> 
     both = sorted(draws.keys() & plain.keys())
     if not both:
         return "-"
-    gains = np.mean([np.subtract(draws[seed], plain[seed]) for seed in both], axis=0)
-    chance = np.random.default_rng(0)
-    again = [gains[chance.integers(0, len(gains), len(gains))].mean() for _ in range(DRAWS)]
-    low, high = np.percentile(again, (2.5, 97.5))
-    return f"{gains.mean():+.4f} [{low:+.4f}, {high:+.4f}]"
+    mine, other = (np.mean([of[seed] for seed in both], axis=0) for of in (draws, plain))
+    (drop,) = paired_drops(_losses(other), [_losses(mine)])
+    return f"{drop.value:+.4f} [{drop.low:+.4f}, {drop.high:+.4f}]"
+
+
+def _losses(values: Any) -> Answers:
+    return Answers("loss", values, np.ones_like(values))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import headprune as hp
 from headprune.core.files import atomic_path, write_atomic
-from headprune.run.surroundings import hardware, versions
+from headprune.model.fingerprint import fingerprint
+from headprune.run.surroundings import git_commit, hardware, versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -87,6 +90,21 @@ def save_figure(figure: Figure, path: Path) -> None:
 def spread(values: list[float], digits: int = 3) -> str:
     mean = f"{statistics.fmean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def deviation(values: list[float]) -> float:
+    """Standard deviation; of a single value, none."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def weights_of(model: nn.Module) -> str:
+    """What tells the model's weights from others."""
+    return fingerprint(model, hp.find_sites(model)).weights
+
+
+def stamp() -> dict[str, Any]:
+    """When a row was measured, and with which code."""
+    return {"created": now(), "git_commit": git_commit()}
 
 
 def now() -> str:

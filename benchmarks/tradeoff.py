@@ -126,15 +126,13 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 def begin(args: argparse.Namespace, task: Task, device: torch.device, out: Path) -> dict[str, Any]:
     """The record without rows; or the one that lies at ``out``, if it is of the same model, rows and machine."""
-    mark = hp.score(task.model, None, "random").model
-    assert mark is not None
     answers = task.answers(task.model, "test")
     same: dict[str, Any] = {
         "benchmark": "tradeoff",
         "task": args.task,
         "device": args.device,
         "timed": args.timed,
-        "weights": mark.weights,
+        "weights": studies.weights_of(task.model),
         "heads": sum(len(site.heads) for site in hp.find_sites(task.model)),
         "judged": len(answers),
         "base": task.quality(answers, "test"),
@@ -199,8 +197,7 @@ def planned(task: Task, way: str, kept: int, seed: int, known: dict[str, hp.Head
     name, selector, _ = WAYS[way]
     if name not in known:
         scorer = hp.scoring.Random(seed=seed) if name == "random" else name
-        loss = task.output if name == "surgeon" else task.loss
-        known[name] = hp.score(task.model, task.calibration(seed), scorer, loss=loss, progress=False)
+        known[name] = task.score(task.calibration(seed), scorer)
     return hp.select(known[name], hp.Budget(keep_heads=kept), selector)
 
 

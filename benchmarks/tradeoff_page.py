@@ -374,9 +374,7 @@ def picture(records: list[Record], path: Path) -> None:
             for row in rows:
                 draws = [r["quality"] for r in of(record, "quality", way=way, kept=row["kept"])]
                 if draws:
-                    points.append(
-                        (row["ratio"], statistics.fmean(draws), statistics.stdev(draws) if draws[1:] else 0.0)
-                    )
+                    points.append((row["ratio"], statistics.fmean(draws), studies.deviation(draws)))
             if points:
                 panel.errorbar(*zip(*points, strict=True), label=way, marker=".", linewidth=1, capsize=2)
         for row in rows:

@@ -41,7 +41,7 @@ from headprune.run.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
-from studies import RECORDS, ROOT, now
+from studies import RECORDS, ROOT
 
 PAGE = "translation.md"
 SPLITS = ("validation", "test")
@@ -105,13 +105,11 @@ def begin(
     args: argparse.Namespace, size: str, subject: Subject, whole: dict[str, Answers], out: Path
 ) -> dict[str, Any]:  # fmt: skip
     """The record without rows; or the one that lies at ``out``, if it is of the same model and rows."""
-    mark = hp.score(subject.model, None, "random").model
-    assert mark is not None
     sites = hp.find_sites(subject.model)
     same: dict[str, Any] = {
         "benchmark": "translation",
         "size": size,
-        "weights": mark.weights,
+        "weights": studies.weights_of(subject.model),
         "heads": {kind: sum(len(s.heads) for s in sites if s.kind == kind) for kind in list(PARTS)[1:]},
         "layers": {kind: sum(s.kind == kind for s in sites) for kind in list(PARTS)[1:]},
         "parameters": sum(p.numel() for p in subject.model.parameters()),
@@ -153,7 +151,7 @@ def missing(
             for split in SPLITS:
                 (drop,) = paired_drops(whole[split], [found[split]])
                 row[split] = {"bleu": found[split].value, "drop": drop.value, "low": drop.low, "high": drop.high}
-            yield {**row, "created": now(), "git_commit": git_commit()}
+            yield {**row, **studies.stamp()}
 
 
 def wanted(args: argparse.Namespace, sites: Sequence[hp.AttentionSite]) -> Iterator[tuple[str, int, str]]:

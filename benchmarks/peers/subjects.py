@@ -29,6 +29,7 @@ from headprune.surgery.export import export_onnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "programs"))
+import studies
 from encoder_tasks import COLUMNS
 from protocol import FIRST, pretrained
 from scorers import drawn, encoder_recipe, fine_tuned
@@ -87,11 +88,10 @@ def subject(args: Any) -> Subject:
     recipe = recipe_of(args)
     model, data = fine_tuned(recipe, args.work)
     model = model.cpu()
-    mark = hp.score(model, None, "random").model
-    assert mark is not None
+    weights = studies.weights_of(model)
     assert recipe.train is not None
     amounts = [args.calibration, args.judged, args.train_rows, args.seeds]
-    digest = hashlib.sha256(json.dumps([mark.weights, *amounts]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps([weights, *amounts]).encode()).hexdigest()[:16]
     folder = args.work / f"subject-{args.task}-{digest}"
     if not folder.is_dir():
         unfinished = args.work / f".unfinished-subject-{digest}"
@@ -112,7 +112,7 @@ def subject(args: Any) -> Subject:
     train = {key: getattr(recipe.train, key) for key in (*_TRAINING, "batch_size")}
     counts = {p: len(np.load(folder / f"{p}.npz")["label"]) for p in ("train", "validation", "test")}
     heads = sum(len(site.heads) for site in hp.find_sites(model))
-    return Subject(args.task, folder, heads, mark.weights, train, {**counts, "calibration": args.calibration})
+    return Subject(args.task, folder, heads, weights, train, {**counts, "calibration": args.calibration})
 
 
 def recipe_of(args: Any) -> Recipe:

@@ -67,7 +67,8 @@ def head_map(
         raise InvalidValue("head_map", "given scores, a plan or both", "neither")
     kept = None if plan is None else {row.site: set(row.kept) for row in plan.mask.rows}
     if scores is not None:
-        rows = [(site.name, site.n_query_heads, _by_head(scores, number)) for number, site in enumerate(scores.sites)]
+        by_site = _by_head(scores)
+        rows = [(site.name, site.n_query_heads, by_site[site.name]) for site in scores.sites]
         if kept is not None and (strange := [name for name, _, _ in rows if name not in kept]):
             raise InvalidValue("head_map(plan=)", "a plan for the sites of the scores", f"none for {strange[0]}")
     else:
@@ -242,13 +243,12 @@ def _panels(rows: int, columns: int, size: tuple[float, float] | None = None, sh
     return plt.subplots(rows, columns, figsize=(width * columns + (0 if size else 1.5), height * rows), **asked)[1]
 
 
-def _by_head(scores: HeadScores, number: int) -> dict[int, tuple[float, float | None]]:
-    """Score and standard error of every head of a site."""
-    site, values = scores.sites[number], scores.values[number]
-    errors: Sequence[float | None] = [None] * len(values)
-    if scores.standard_errors is not None:
-        errors = scores.standard_errors[number]
-    return {h: (v, e) for unit, v, e in zip(site.units, values, errors, strict=True) for h in unit}
+def _by_head(scores: HeadScores) -> dict[str, dict[int, tuple[float, float | None]]]:
+    """Score and standard error of every head of every site."""
+    found: dict[str, dict[int, tuple[float, float | None]]] = {site.name: {} for site in scores.sites}
+    for unit in scores.units():
+        found[unit.name].update(dict.fromkeys(unit.heads, (unit.value, unit.standard_error)))
+    return found
 
 
 def _threshold(grid: NDArray[np.float64]) -> float:
