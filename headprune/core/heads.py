@@ -62,6 +62,7 @@ class AttentionSite(Value):
         grouping: Which query heads share a key/value head.
         key_dim: Width of a key's block where it is not ``head_dim``.
         bundles: Units in place of those that the policy gives; a selector's means to keep groups balanced.
+        least: How many heads must stay: 1 where the module cannot run without any.
     """
 
     name: str
@@ -77,6 +78,7 @@ class AttentionSite(Value):
     grouping: Grouping = "contiguous"
     key_dim: int | None = None
     bundles: tuple[tuple[int, ...], ...] | None = None
+    least: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -86,6 +88,8 @@ class AttentionSite(Value):
         HeadGeometry(self.n_query_heads, self.n_kv_heads, self.head_dim, self.value_dim, self.key_dim)
         if list(self.heads) != sorted(set(self.heads)) or not set(self.heads) <= set(range(self.n_query_heads)):
             raise InvalidValue("AttentionSite.heads", f"sorted indices below {self.n_query_heads}", self.heads)
+        if not 0 <= self.least <= self.n_query_heads:
+            raise InvalidValue("AttentionSite.least", f"a count of heads, 0 to {self.n_query_heads}", self.least)
         if self.bundles is not None and sorted(h for b in self.bundles for h in b) != list(self.heads):
             raise InvalidValue("AttentionSite.bundles", f"a partition of the heads {list(self.heads)}", self.bundles)
 

@@ -165,6 +165,11 @@ class AttentionLayout:
         if not self.policies or not set(self.policies) <= set(POLICIES):
             raise InvalidValue(f"layout {self.name!r}.policies", f"some of {', '.join(POLICIES)}", self.policies)
 
+    @property
+    def least(self) -> int:
+        """How many heads must stay of a module: 1 where it cannot run without any."""
+        return 1 if self.empty == "refuse" else 0
+
     def tiny(self, seed: int, family: str | None = None) -> tuple[Any, Any]:
         """The tiny model and batch of a family, by default of the first one."""
         return (self.families[0][1] if family is None else dict(self.families)[family])(seed)

@@ -121,7 +121,7 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
         if GATES_ATTRIBUTE in b.gate.__dict__:
             hint = "Leave the hp.gated block first: its gates are for the heads that are there now."
             raise UnsupportedModel(b.site.name, "cut outside of gated blocks", "gates on it", hint)
-        if not keep and b.layout.empty == "refuse":
+        if len(keep) < b.layout.least:
             raise UnsupportedModel(b.site.name, f"left with a head (layout {b.layout.name!r})", "none kept")
         before, positions = b.site.geometry, [b.site.heads.index(h) for h in keep]
         work.append((b, keep, before.keep(positions)))

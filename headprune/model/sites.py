@@ -193,5 +193,6 @@ def _bound(
         policy=policy,
         grouping=layout.grouping,
         key_dim=now.key_dim,
+        least=layout.least,
     )
     return BoundSite(site, layout, module)

@@ -193,7 +193,8 @@ def _of_now(budget: Budget, whole: int, now: int) -> Budget:
     if isinstance(budget.amount, int):
         return budget
     if budget.kind == "keep_heads":
-        return replace(budget, keep_heads=max(allowance(budget.amount, whole), 1))
+        count = allowance(budget.amount, whole)
+        return replace(budget, keep_heads=count) if count else budget  # less than a head: refused by its own words
     return _with(budget, min(1.0, budget.amount * whole / now)) if now else budget
 
 

@@ -42,7 +42,7 @@ class Problem:
             None at a number of heads that it cannot have.
         stay: Units that must stay.
         go: Units that must go.
-        min_heads: A site keeps at least this many heads, or all that it may keep.
+        min_heads: A site keeps at least this many heads, or all that it may keep; one if it cannot run without.
         multiple_of: A site keeps a multiple of this many heads, or all that are present.
         loss: Measures masks, for selectors that need it.
         rescore: Scores the heads of a mask anew, in the units of `scores`, for selectors that need it.
@@ -58,7 +58,7 @@ class Problem:
     steps: tuple[tuple[int | None, ...], ...] | None = None
     stay: frozenset[Position] = frozenset()
     go: frozenset[Position] = frozenset()
-    min_heads: int = 1
+    min_heads: int = 0
     multiple_of: int = 1
     loss: Loss | None = None
     rescore: Rescore | None = None
@@ -132,7 +132,7 @@ class Problem:
                 for held, units in list(found.items()):
                     found.setdefault(held + size, (*units, unit))
         present, most = self.heads(site, ranked), max(found)
-        least = min(self.min_heads, most)
+        least = max(min(self.min_heads, most), self.scores.sites[site].least)
         return {
             n: found[n]
             for n in sorted(found)
@@ -173,7 +173,8 @@ class Selector(abc.ABC):
     """Chooses the units that stay. A concrete selector is a frozen dataclass of its settings, which are JSON data.
 
     Args:
-        min_heads: No site goes below this many heads, rounded up to whole units; one that has fewer keeps those.
+        min_heads: No site goes below this many heads, rounded up to whole units; one that has fewer keeps those. With
+            0 a layer may lose its attention, if its module runs without; docs/pipelines.md has what 1 costs and gains.
         multiple_of: Every site keeps a multiple of this many heads, or all it has, or none where ``min_heads`` is 0.
     """
 
@@ -181,7 +182,7 @@ class Selector(abc.ABC):
     #: the ``curvature`` of the scores.
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    min_heads: int = 1
+    min_heads: int = 0
     multiple_of: int = 1
 
     def __post_init__(self) -> None:

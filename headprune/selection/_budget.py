@@ -66,12 +66,25 @@ def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> 
     return Problem(scores, budget, costs, fixed, allowance(1 / budget.amount, whole) - fixed, steps)
 
 
-def infeasible(problem: Problem, least: int) -> InfeasibleBudget:
+def check_leaves_a_head(problem: Problem) -> None:
+    """Refuses a budget under which not one head could stay, where no rule asks for any.
+
+    Raises:
+        InfeasibleBudget: with the nearest budget that leaves one.
+    """
+    costs = [cost for row in problem.costs for cost in row]
+    asked = any(min(counts) for counts in problem.counts if counts)
+    if costs and not asked and problem.limit < min(costs):
+        raise infeasible(problem, min(costs), "Less would not leave one head. ")
+
+
+def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:
     """The error of a budget that cannot be met, naming the nearest that can.
 
     Args:
         problem: What was asked.
         least: The least that the selector's choices cost, without what is fixed.
+        why: What asks for so much, where it is not the rules of the problem.
     """
     budget, needed = problem.budget, problem.fixed + least
     nearest: int | float = needed
@@ -79,18 +92,23 @@ def infeasible(problem: Problem, least: int) -> InfeasibleBudget:
         nearest = problem.whole * 10**6 // needed / 10**6
     elif isinstance(budget.amount, float):
         nearest = -(-needed * 10**6 // problem.whole) / 10**6
-    where, sites = f"Budget.{budget.kind}", len(problem.costs)
-    rest = " beside the parts that have no heads" if problem.fixed else ""
+    where, hint = f"Budget.{budget.kind}", why or f"That is what {_rules(problem)}. "
+    lower = " or lower min_heads." if problem.min_heads else "."
+    if budget.kind != "speedup":
+        return InfeasibleBudget(where, f"at least {nearest}", budget.amount, f"{hint}Raise the budget{lower}")
+    hint += f"Ask for less{lower}" if nearest > 1 else "By this table no cut makes the model faster."
+    return InfeasibleBudget(where, f"at most {nearest}", budget.amount, hint)
+
+
+def _rules(problem: Problem) -> str:
+    sites = problem.scores.sites
     rules = f"min_heads={problem.min_heads}"
     rules += f" and multiple_of={problem.multiple_of}" if problem.multiple_of > 1 else ""
     rules += " and the heads that must stay" if problem.stay else ""
-    hint = f"That is what {rules} takes at {sites} sites{rest}. "
-    if budget.kind != "speedup":
-        return InfeasibleBudget(
-            where, f"at least {nearest}", budget.amount, f"{hint}Raise the budget or lower min_heads."
-        )
-    hint += "Ask for less or lower min_heads." if nearest > 1 else "By this table no cut makes the model faster."
-    return InfeasibleBudget(where, f"at most {nearest}", budget.amount, hint)
+    rest = " beside the parts that have no heads" if problem.fixed else ""
+    lonely = sum(site.least > problem.min_heads for site in sites)
+    alone = f", {lonely} of which cannot run without a head" if lonely else ""
+    return f"{rules} takes at {len(sites)} sites{alone}{rest}"
 
 
 def best_first(scores: HeadScores) -> list[ScoredUnit]:

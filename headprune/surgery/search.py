@@ -182,5 +182,6 @@ def sites_by(model: nn.Module, layout: AttentionLayout, names: Iterable[str], po
         mine: Policy = "balanced" if now.n_kv_heads == 1 < now.n_query_heads else policy
         counted = now.n_query_heads, now.n_kv_heads, now.head_dim, now.value_dim, tuple(range(now.n_query_heads))
         kind = kind_of(module, name)
-        sites.append(AttentionSite(name, layout.name, kind, *counted, policy=mine, grouping=layout.grouping))
+        site = AttentionSite(name, layout.name, kind, *counted, policy=mine, grouping=layout.grouping)
+        sites.append(replace(site, least=layout.least))
     return Sites(sites, [layout])

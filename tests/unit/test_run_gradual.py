@@ -223,8 +223,8 @@ def test_what_makes_no_sense_is_refused(more, message):
 def test_a_budget_that_cannot_be_met_is_refused_before_anything_changes():
     model, batches = build()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(InfeasibleBudget, match=r"Budget.keep_heads: must be at least 0\.25, got 0\.1"):
-        prune_gradually_(model, batches, hp.Budget(keep_heads=0.1), stages=3, finetune=TINY, scorer="magnitude")
+    with pytest.raises(InfeasibleBudget, match=r"Budget.keep_heads: must be at least 0\.083334, got 0\.05"):
+        prune_gradually_(model, batches, hp.Budget(keep_heads=0.05), stages=3, finetune=TINY, scorer="magnitude")
     torch.testing.assert_close(model.state_dict(), before, **EXACT)
 
 

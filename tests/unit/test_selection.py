@@ -62,10 +62,10 @@ def stays(scores, keep, min_heads):
     return True
 
 
-def chosen(name, scores, budget, selector=None):
+def chosen(name, scores, budget, selector=None, **more):
     """A plan, with whatever the selector asks for beside scores."""
     scores, extra = fitted(name, scores)
-    return select(scores, budget, selector or name, **extra)
+    return select(scores, budget, selector or name, **extra, **more)
 
 
 # --- law 7 ----------------------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def test_law_7_equal_scores_keep_the_earlier_heads(name):
     plan = chosen(name, scores, Budget(keep_heads=4))
     if name == "uniform":
         assert (plan.mask.kept("z"), plan.mask.kept("a")) == ((0, 1), (0, 1))
-    else:  # the later site loses first, down to its minimum
-        assert (plan.mask.kept("z"), plan.mask.kept("a")) == ((0, 1, 2), (0,))
+    else:  # the later site loses first
+        assert (plan.mask.kept("z"), plan.mask.kept("a")) == ((0, 1, 2, 3), ())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,14 +146,15 @@ def test_law_7_the_budget_named_by_an_error_can_be_met_and_is_the_nearest(name, 
     for seed in range(8):
         scores = random_scores(seed, dear=seed % 2 == 1)
         small = 1e-4 if kind != "keep_heads" or seed % 3 else 1
+        one = getattr(hp.selection, registry.attribute(name))(min_heads=1)
         with pytest.raises(InfeasibleBudget) as caught:
-            chosen(name, scores, Budget(**{kind: small}))
+            chosen(name, scores, Budget(**{kind: small}), one)
         number = re.search(r"must be at least ([0-9.e-]+), got", str(caught.value))[1]
         least = int(number) if isinstance(small, int) else float(number)
-        plan = chosen(name, scores, Budget(**{kind: least}))
+        plan = chosen(name, scores, Budget(**{kind: least}), one)
         assert stays(scores, kept_positions(scores, plan), 1)
         with pytest.raises(InfeasibleBudget):
-            chosen(name, scores, Budget(**{kind: least - (1 if isinstance(least, int) else 3e-6)}))
+            chosen(name, scores, Budget(**{kind: least - (1 if isinstance(least, int) else 3e-6)}), one)
         fed_back += 1
     assert fed_back == 8
 
@@ -262,10 +263,32 @@ def test_uniform_is_the_largest_share_that_fits(kind, min_heads):
 def test_global_topk_by_hand():
     scores = make([site("a", 4), site("b", 4)], [[9, 8, 7, 6], [1, 2, 3, 4]])
     plan = select(scores, Budget(keep_heads=4))
-    assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2), (3,))
-    assert select(scores, Budget(keep_heads=4), GlobalTopk(min_heads=0)).mask.kept("b") == ()
+    assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2, 3), ())
+    least = select(scores, Budget(keep_heads=4), GlobalTopk(min_heads=1))
+    assert (least.mask.kept("a"), least.mask.kept("b")) == ((0, 1, 2), (3,))
     assert select(scores, Budget(keep_heads=4), GlobalTopk(min_heads=2)).mask.kept("b") == (2, 3)
     assert select(scores, Budget(keep_heads=4), "uniform").mask.kept("a") == (0, 1)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_sites_that_cannot_run_without_a_head_keep_one(name):
+    scores = make([site("a", 4), site("b", 4, least=1)], [[9, 8, 7, 6], [1, 2, 3, 4]])
+    assert chosen(name, scores, Budget(keep_heads=2)).mask.kept("b")
+    with pytest.raises(InvalidValue, match="what stays of b: must be lawful with min_heads=0"):
+        chosen(name, scores, Budget(keep_heads=2), must_remove={"b": [0, 1, 2, 3]})
+    both = make([site("a", 4, least=1), site("b", 4, least=1)], [[9, 8, 7, 6], [1, 2, 3, 4]])
+    with pytest.raises(InfeasibleBudget, match=r"at least 2, got 1.*2 sites, 2 of which cannot run without a head"):
+        chosen(name, both, Budget(keep_heads=1))
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_that_leaves_not_one_head_is_refused(name, kind):
+    scores = random_scores(1)
+    with pytest.raises(InfeasibleBudget, match=rf"Budget\.{kind}: must be at least .*not leave one head") as caught:
+        chosen(name, scores, Budget(**{kind: 1e-6}))
+    least = float(re.search(r"must be at least ([0-9.e-]+), got", str(caught.value))[1])
+    assert chosen(name, scores, Budget(**{kind: least})).mask.n_kept >= 1
 
 
 def test_uniform_leaves_what_does_not_divide():
@@ -360,7 +383,7 @@ def test_a_share_is_of_the_whole_model_not_of_its_heads():
     costs = [[Cost(10, 0, 0, 0, 0)] * 4]
     scores = make([site("a", 4)], [[1, 2, 3, 4]], costs, fixed=Cost(60, 0, 0, 0, 0))
     assert select(scores, Budget(keep_params=0.8)).mask.kept("a") == (2, 3)
-    with pytest.raises(InfeasibleBudget, match=r"keep_params: must be at least 0\.7, got 0\.5\..*no heads"):
+    with pytest.raises(InfeasibleBudget, match=r"keep_params: must be at least 0\.7, got 0\.5\..*not leave one head"):
         select(scores, Budget(keep_params=0.5))
 
 
