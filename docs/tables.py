@@ -177,9 +177,9 @@ Which heads stay under a budget: `hp.select(scores, hp.Budget(keep_heads=0.5))`,
 
 Every selector also takes `min_heads` (heads that a layer keeps at least; 0) and `multiple_of` (a layer keeps a multiple
 of so many heads, or all it has, for hardware that likes such widths; 1). With `min_heads=0` a layer whose heads score
-lowest may lose its attention altogether and is left with a bias; where a module cannot run that way (a `detected`
-layout, x-transformers, diffusers) it keeps a head all the same. What 1 costs and gains where few heads stay is in
-[pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
+lowest may lose its attention altogether and is left with a bias, which the plan's notes say; where a module cannot run
+that way (`headprune inspect` tells) it keeps a head all the same, and the model keeps one in any case. What 1 costs and
+gains where few heads stay is in [pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
 
 ## Budgets
 

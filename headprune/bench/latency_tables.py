@@ -153,7 +153,7 @@ def _variants(model: nn.Module, b: BoundSite) -> dict[int, nn.Module]:
         if len(keep) == len(b.site.heads):
             found[len(keep)] = b.module
             continue
-        if len(keep) < b.layout.least:
+        if len(keep) < b.site.least:
             continue  # a layer that must keep a head
         undo = cut_(model, [b], HeadMask.from_keep({b.site.name: keep}, {b.site.name: b.site.n_query_heads}))
         try:

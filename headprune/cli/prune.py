@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from headprune.cli._shared import AsJson, Debug, emit, guarded, say
 from headprune.core.errors import InvalidValue, UnsupportedModel
 
 if TYPE_CHECKING:
-    from headprune.core.plan import PruningPlan
+    from headprune.core.plan import Budget, PruningPlan
     from headprune.surgery.checkpoint import Format
 
 
@@ -25,7 +26,13 @@ def prune(
         typer.Option(help="Scores, as `headprune score` writes them, cut under their own policy; with --keep."),
     ] = None,
     keep: Annotated[str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")] = None,
+    keep_params: Annotated[float | None, typer.Option(help="Or a fraction of the parameters.")] = None,
+    keep_macs: Annotated[float | None, typer.Option(help="Or of the multiply-adds.")] = None,
+    keep_kv: Annotated[float | None, typer.Option(help="Or of the bytes of the KV cache.")] = None,
     selector: Annotated[str | None, typer.Option(help="With --scores; default global_topk.")] = None,
+    min_heads: Annotated[
+        int | None, typer.Option(help="With --scores: what a layer keeps at least; default 0.")
+    ] = None,
     format: Annotated[
         str,
         typer.Option(
@@ -48,7 +55,8 @@ def prune(
             raise InvalidValue("--format", "auto, headprune, transformers or remote-code", repr(format))
         if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
             raise InvalidValue("--out", "a new or an empty folder", str(out))
-        decided = _decide(plan, scores, keep, selector)
+        amounts = {"keep": keep, "keep_params": keep_params, "keep_macs": keep_macs, "keep_kv": keep_kv}
+        decided = _decide(plan, scores, amounts, selector, min_heads)
         from headprune.model.examples import example_batch
         from headprune.run.models import open_model, resolve_path
         from headprune.run.subject import quiet
@@ -112,25 +120,52 @@ def _chosen(format: str, formats: Mapping[Format, str | None]) -> Format:
     return wanted
 
 
-def _decide(plan: Path | None, scores: Path | None, keep: str | None, selector: str | None) -> PruningPlan:
-    from headprune.core.plan import Budget, PruningPlan
+def _decide(
+    plan: Path | None,
+    scores: Path | None,
+    amounts: Mapping[str, str | float | None],
+    selector: str | None,
+    min_heads: int | None,
+) -> PruningPlan:
+    from headprune.core.plan import PruningPlan
     from headprune.core.scores import HeadScores
+    from headprune.selection import Selector, registry
     from headprune.selection._api import select
 
     if (plan is None) == (scores is None):
         raise InvalidValue("prune", "given one of --plan and --scores", "neither" if plan is None else "both")
+    given = {_option(name): value for name, value in amounts.items() if value is not None}
     if plan is not None:
-        for name, value in (("--keep", keep), ("--selector", selector)):
+        for name, value in {**given, "--selector": selector, "--min-heads": min_heads}.items():
             if value is not None:
                 raise InvalidValue(name, "left out with --plan, which says what stays", value)
         return PruningPlan.load(plan)
-    if scores is None or keep is None:
-        raise InvalidValue("--keep", "given with --scores", "nothing", "For example --keep 0.5, or --keep 36.")
+    if scores is None or len(given) != 1:
+        hint = "For example --keep 0.5, or --keep 36."
+        must = f"given with --scores, or one of {', '.join(_option(name) for name in amounts if name != 'keep')}"
+        raise InvalidValue("--keep", must, " and ".join(given) or "nothing", hint)
+    budget = _budget(amounts)
+    _, chosen = registry.resolve(selector or "global_topk", Selector, "--selector")
+    if min_heads is not None:
+        chosen = replace(chosen, min_heads=min_heads)
+    return select(HeadScores.load(scores), budget, chosen)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _budget(amounts: Mapping[str, str | float | None]) -> Budget:
+    from headprune.core.plan import Budget
+
+    keep = amounts["keep"]
+    if not isinstance(keep, str):
+        return Budget(**{name: value for name, value in amounts.items() if name != "keep"})  # type: ignore[arg-type]
     try:
         amount = int(keep) if keep.isdigit() else float(keep)
     except ValueError:
         raise InvalidValue("--keep", "a count of heads or a fraction", repr(keep)) from None
-    return select(HeadScores.load(scores), Budget(keep_heads=amount), selector or "global_topk")
+    return Budget(keep_heads=amount)
 
 
 def _facts(report: Any) -> dict[str, Any]:

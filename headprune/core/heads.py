@@ -6,7 +6,7 @@ A head keeps the index it had in the full model for ever: after a cut the heads 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from headprune.core.codec import Value
@@ -78,7 +78,7 @@ class AttentionSite(Value):
     grouping: Grouping = "contiguous"
     key_dim: int | None = None
     bundles: tuple[tuple[int, ...], ...] | None = None
-    least: int = 0
+    least: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

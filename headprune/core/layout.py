@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import POLICIES, Grouping, Kind, Policy
-from headprune.core.mixin import Mixin
+from headprune.core.mixin import Mixin, original_class
 from headprune.core.slabs import Packing, check_slab
 
 #: Attribute under which a module that has been cut remembers its original heads (a HeadState).
@@ -128,7 +128,8 @@ class AttentionLayout:
         exposed: A class to put in front where the module's own code passes by its output projection's ``forward``
             (and so by every gate); it computes the same and calls the projection.
         empty: ``(module) -> None`` that turns a cut module without heads into one that adds only the output
-            projection's bias; None where the module's own code runs with no head, "refuse" where neither works.
+            projection's bias; None where the module's own code runs with no head, "refuse" where neither works. If it
+            refuses some modules, its attribute ``refusal``, ``(module) -> UnsupportedModel | None``, says so before.
         families: The model families that are known to have it, each with a tiny model for the laws.
     """
 
@@ -165,10 +166,13 @@ class AttentionLayout:
         if not self.policies or not set(self.policies) <= set(POLICIES):
             raise InvalidValue(f"layout {self.name!r}.policies", f"some of {', '.join(POLICIES)}", self.policies)
 
-    @property
-    def least(self) -> int:
-        """How many heads must stay of a module: 1 where it cannot run without any."""
-        return 1 if self.empty == "refuse" else 0
+    def refusal(self, module: Any) -> UnsupportedModel | None:
+        """Why a module must keep a head; None where it can lose all, as far as ``empty`` tells before it is called."""
+        if self.empty == "refuse":
+            name = original_class(module).__name__
+            return UnsupportedModel(name, f"left with a head (layout {self.name!r})", "none kept")
+        told: Callable[[Any], UnsupportedModel | None] | None = getattr(self.empty, "refusal", None)
+        return None if told is None else told(module)
 
     def tiny(self, seed: int, family: str | None = None) -> tuple[Any, Any]:
         """The tiny model and batch of a family, by default of the first one."""

@@ -37,11 +37,19 @@ def mix_in(module: Any, mixin: type[Mixin], must: str = "cut to this") -> bool:
     mixins: tuple[type, ...] = getattr(kind, "headprune_mixins", ())
     if mixin in mixins:
         return False
-    if has_own_forward(module):
-        name = original_class(module).__name__
-        raise UnsupportedModel(name, f"{must}, for its forward is replaced", "another forward")
+    refused = refusal(module, must)
+    if refused is not None:
+        raise refused
     _become(module, _mixed(getattr(kind, "headprune_original", kind), (mixin, *mixins)))
     return True
+
+
+def refusal(module: Any, must: str = "cut to this") -> UnsupportedModel | None:
+    """Why nothing can be put in front of a module's class; None where it can."""
+    if not has_own_forward(module):
+        return None
+    name = original_class(module).__name__
+    return UnsupportedModel(name, f"{must}, for its forward is replaced", "another forward")
 
 
 def mix_out(module: Any, mixin: type[Mixin]) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.mixin import mix_in
+from headprune.core.mixin import mix_in, refusal
 
 if TYPE_CHECKING:
+    from headprune.core.errors import UnsupportedModel
     from headprune.core.heads import Kind
 
 
@@ -22,7 +23,7 @@ def without_heads(
     *,
     kind: str = "_transformers.WithoutHeads",
     attends: Callable[[Any, str], Kind] | None = None,
-) -> Callable[[Any], None]:
+) -> _WithoutHeads:
     """For the modules of Transformers: the residual stays, the output projection's bias, and calls of the cache.
 
     Args:
@@ -34,7 +35,7 @@ def without_heads(
     return _WithoutHeads(gate, part, kind, attends)
 
 
-def textbook_without_heads(gate: str) -> Callable[[Any], None]:
+def textbook_without_heads(gate: str) -> _OnlyBias:
     """For modules that return the output projection's result and nothing else."""
     return _OnlyBias(gate)
 
@@ -52,10 +53,18 @@ class _WithoutHeads:
     def __call__(self, module: Any) -> None:
         from headprune.layouts._transformers import without_heads
 
-        file, _, name = self.kind.rpartition(".")
-        front = getattr(import_module(f"headprune.layouts.{file}"), name)
         cross = self.attends is not None and self.attends(module, "") == "cross"
-        without_heads(module.get_submodule(self.part), self.gate, cross, front)
+        without_heads(module.get_submodule(self.part), self.gate, cross, self._front())
+
+    def refusal(self, module: Any) -> UnsupportedModel | None:
+        """Why the module cannot lose all its heads; None where it can."""
+        from headprune.layouts._transformers import refusal
+
+        return refusal(module.get_submodule(self.part), self._front())
+
+    def _front(self) -> Any:
+        file, _, name = self.kind.rpartition(".")
+        return getattr(import_module(f"headprune.layouts.{file}"), name)
 
 
 @dataclass(frozen=True)
@@ -67,3 +76,7 @@ class _OnlyBias:
 
         mix_in(module, OnlyBias)
         module.headprune_gate = self.gate
+
+    def refusal(self, module: Any) -> UnsupportedModel | None:
+        """Why the module cannot lose all its heads; None where it can."""
+        return refusal(module)

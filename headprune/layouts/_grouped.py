@@ -78,7 +78,14 @@ class _WithoutHeads:
     gate: str
 
     def __call__(self, module: Any) -> None:
+        refused = self.refusal(module)
+        if refused is not None:
+            raise refused
+        _empty.without_heads(self.gate)(module)
+
+    def refusal(self, module: Any) -> UnsupportedModel | None:
+        """Why the module cannot lose all its heads; None where it can."""
         if takes_keys(module):  # each of them shares its cache with self-attention in a way of its own
             name = original_class(module).__name__
-            raise UnsupportedModel(name, "left with a head, for it attends to an encoder", "none kept")
-        _empty.without_heads(self.gate)(module)
+            return UnsupportedModel(name, "left with a head, for it attends to an encoder", "none kept")
+        return _empty.without_heads(self.gate).refusal(module)

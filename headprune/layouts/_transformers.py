@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.core import mixin
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.core.mixin import Mixin, mix_in, original_class
@@ -82,13 +83,24 @@ def without_heads(
         UnsupportedModel: the module has a ``forward`` of its own that would hide the class's, or is called with
             something else first than the states that it adds to.
     """
+    refused = refusal(module, kind)
+    if refused is not None:
+        raise refused
+    mix_in(module, kind, _LEFT)
+    module.headprune_gate, module.headprune_cross = gate, cross  # type: ignore[assignment]
+
+
+_LEFT = "left with a head"
+
+
+def refusal(module: nn.Module, kind: type[WithoutHeads]) -> UnsupportedModel | None:
+    """Why ``without_heads`` cannot be for ``module``; None where it can."""
     original = original_class(module)
     called = list(inspect.signature(original.forward).parameters)[1:2]  # type: ignore[attr-defined]
     if kind.forward is WithoutHeads.forward and called != ["hidden_states"]:
-        must = "left with a head, for only one called with hidden_states is known to work without"
-        raise UnsupportedModel(original.__name__, must, f"forward({', '.join(called)}, ...)")
-    mix_in(module, kind, "left with a head")
-    module.headprune_gate, module.headprune_cross = gate, cross  # type: ignore[assignment]
+        must = f"{_LEFT}, for only one called with hidden_states is known to work without"
+        return UnsupportedModel(original.__name__, must, f"forward({', '.join(called)}, ...)")
+    return mixin.refusal(module, _LEFT)
 
 
 def present_heads(module: nn.Module, x: Tensor, dim: int) -> Tensor:

@@ -121,8 +121,9 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
         if GATES_ATTRIBUTE in b.gate.__dict__:
             hint = "Leave the hp.gated block first: its gates are for the heads that are there now."
             raise UnsupportedModel(b.site.name, "cut outside of gated blocks", "gates on it", hint)
-        if len(keep) < b.layout.least:
-            raise UnsupportedModel(b.site.name, f"left with a head (layout {b.layout.name!r})", "none kept")
+        refused = None if keep else b.layout.refusal(b.module)
+        if refused is not None:
+            raise UnsupportedModel(b.site.name, refused.must, refused.got, refused.hint)
         before, positions = b.site.geometry, [b.site.heads.index(h) for h in keep]
         work.append((b, keep, before.keep(positions)))
         cuts += [_Cut(b, s, _rows(s, before, positions)) for s in b.slabs]

@@ -193,6 +193,6 @@ def _bound(
         policy=policy,
         grouping=layout.grouping,
         key_dim=now.key_dim,
-        least=layout.least,
+        least=0 if layout.refusal(module) is None else 1,
     )
     return BoundSite(site, layout, module)

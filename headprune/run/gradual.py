@@ -144,7 +144,7 @@ def prune_gradually_(
             if not extra:
                 select(scores, budget, selector, **rules)  # refuses what cannot be reached, before anything changes
         wanted = stage_budget(budget, i, stages, whole)
-        plan = select(scores, _of_now(wanted, whole, pose(scores, budget).whole), selector, **rules, **extra)
+        plan = select(scores, _of_now(wanted, whole, _whole(scores, budget)), selector, **rules, **extra)
         rules["must_remove"] = {}  # they have left
         cut = prune_(model, plan, example, sites)
         sites, after = cut.sites, steps * i // stages
@@ -188,14 +188,22 @@ def _fixed_length(scores: HeadScores, budget: Budget) -> Budget:
     return replace(budget, length=scores.costs.length)
 
 
+def _whole(scores: HeadScores, budget: Budget) -> int:
+    """What the model costs now in the budget's currency; 0 where nothing is left that could be saved."""
+    caching = any(cost.kv_bytes for row in scores.costs.units for cost in row) if scores.costs else False
+    return 0 if budget.kind == "keep_kv" and not caching else pose(scores, budget).whole
+
+
 def _of_now(budget: Budget, whole: int, now: int) -> Budget:
     """A budget of the model at the beginning as one of the model that is left."""
+    if not now:
+        return Budget(keep_heads=1.0)
     if isinstance(budget.amount, int):
         return budget
     if budget.kind == "keep_heads":
         count = allowance(budget.amount, whole)
         return replace(budget, keep_heads=count) if count else budget  # less than a head: refused by its own words
-    return _with(budget, min(1.0, budget.amount * whole / now)) if now else budget
+    return _with(budget, min(1.0, budget.amount * whole / now))
 
 
 def _callables(

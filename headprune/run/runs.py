@@ -123,10 +123,10 @@ def _run(values: FrozenDict, recipe: Recipe, base: Base, draw: int) -> Run:
         "batch_size": wanted.batch_size,
         "policy": recipe.select.policy,
     }
-    select = recipe.select.model_dump()
+    chosen = configured(selection.registry, recipe.select.selector, recipe.select.settings)
+    select = {**recipe.select.model_dump(), "settings": dict(chosen.settings)}
     recover = recovered(recipe, seed, rows)
     plan: dict[str, Any] = {"scores": digest(score), "select": select}
-    chosen = configured(selection.registry, recipe.select.selector, recipe.select.settings)
     if chosen.needs:  # it looks at the model, and may draw, or recover on the way
         plan["seed"] = seed
     settings = FrozenDict({"score": score, "select": select, "recover": recover, "seed": seed})

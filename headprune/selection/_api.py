@@ -34,7 +34,8 @@ def select(
     """Decides which heads stay: as many as the budget allows, the most important ones.
 
     A budget is an upper bound: a plan may keep less where whole KV groups, or heads of unlike cost, do not add up to
-    it. Equal scores are decided by place: the later site and the later head go first.
+    it. Equal scores are decided by place: the later site and the later head go first. A layer, or a group with a budget
+    of its own, may lose its last head, which the plan's notes say; the model keeps one, unless all must go.
 
     Args:
         scores: From `hp.score`; with costs, unless the budget counts heads.
@@ -58,7 +59,8 @@ def select(
         InvalidValue: an argument of another type, or a budget in a currency that the scores carry no costs in.
             Or keys that name one site twice. Or heads that must both stay and go, or that leave a site no number of
             heads that the selector allows. Or policy ``balanced`` where groups are of unlike size. Or one of ``loss``,
-            ``rescore`` and ``latency`` that is missing, or that neither selector nor budget needs.
+            ``rescore`` and ``latency`` that is missing, or that neither selector nor budget needs. Or a selector
+            that keeps not one head.
         UnknownName: no selector of this name, a key of a mapping that names no site, or no such head.
 
     >>> from headprune.core.codec import EMPTY
@@ -96,6 +98,9 @@ def select(
             keep = _kept_there(task, rest, left, keep, rules, "global_topk")
         for group, places in found:
             keep = _kept_there(task, group, places, keep, chosen, name)
+    if not keep and task.positions - task.go:
+        hint = "Raise the budget, or let every layer keep one: min_heads=1."
+        raise InvalidValue(f"what selector {name!r} keeps", "a head at least", "none", hint)
     mask = task.mask(keep)
     return PruningPlan(
         mask=mask,
@@ -167,6 +172,9 @@ def _kept_there(
 def _notes(task: Task, scores: HeadScores, mask: HeadMask) -> tuple[str, ...]:
     removed = sum(len(site.heads) for site in scores.sites) - mask.n_kept
     notes = cache_notes(scores.sites, mask) if removed else (_NOTHING,)
+    emptied = [site.name for site in scores.sites if site.heads and not mask.kept(site.name)]
+    if emptied:
+        notes += (f"Without a head: {', '.join(emptied)}.",)
     for verb, positions in (("stay", task.stay), ("go", task.go)):
         if positions:
             named = ((task.scores.sites[s], u) for s, u in sorted(positions))

@@ -67,15 +67,26 @@ def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> 
 
 
 def check_leaves_a_head(problem: Problem) -> None:
-    """Refuses a budget under which not one head could stay, where no rule asks for any.
+    """Refuses a budget under which not one head could stay, though some need not go and no rule asks for any.
+
+    Of a group of sites nothing is refused: the rest of the model has heads.
 
     Raises:
         InfeasibleBudget: with the nearest budget that leaves one.
     """
-    costs = [cost for row in problem.costs for cost in row]
-    asked = any(min(counts) for counts in problem.counts if counts)
-    if costs and not asked and problem.limit < min(costs):
-        raise infeasible(problem, min(costs), "Less would not leave one head. ")
+    if problem.beside is not None:
+        return
+    cheap = sorted(problem.positions(), key=lambda p: (problem.costs[p[0]][p[1]], p))
+    least, more = 0, []
+    for site, states in enumerate(problem.states(cheap)):
+        prices = {n: problem.site_cost(site, units) for n, units in states.items()}
+        cheapest = min(prices, key=lambda n: (prices[n], n))
+        if cheapest:
+            return  # a rule keeps heads, and every selector says what that takes
+        least += prices[cheapest]
+        more += [price - prices[cheapest] for n, price in prices.items() if n]
+    if more and problem.limit < least + min(more):
+        raise infeasible(problem, least + min(more), "Less would not leave one head. ")
 
 
 def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:
@@ -127,8 +138,9 @@ def minimum(problem: Problem, ranking: Sequence[ScoredUnit]) -> frozenset[Positi
     (A measured latency may fall where a head is added, so the least heads need not be the cheapest.)
 
     Raises:
-        InfeasibleBudget: they cost more than the budget allows; names the nearest budget that allows them.
+        InfeasibleBudget: they cost more than the budget allows, or it leaves not one head; names the nearest budget.
     """
+    check_leaves_a_head(problem)
     keep: set[Position] = set()
     for site, states in enumerate(problem.states(places(ranking))):
         cheapest = min(states, key=lambda n: (problem.site_cost(site, states[n]), n))

@@ -12,7 +12,7 @@ from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget
 from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
-from headprune.selection._budget import best_first, check_leaves_a_head, minimum, pose
+from headprune.selection._budget import best_first, minimum, pose
 from headprune.selection._groups import divided, part
 from headprune.selection._required import Heads, as_units, named
 from headprune.selection._units import bundled
@@ -64,7 +64,6 @@ class Task:
 
         Raises:
             InvalidValue: a site is left no lawful number of heads; or see `pose`.
-            InfeasibleBudget: not one head could stay.
         """
         problem = replace(
             pose(self.scores, budget, self.latency if budget.kind == "speedup" else None),
@@ -85,7 +84,6 @@ class Task:
                 hint = "Change must_keep, must_remove or these settings"
                 hint += "; the latency table may lack the number." if problem.steps else "."
                 raise InvalidValue(f"what stays of {site.name}", must, got, hint)
-        check_leaves_a_head(problem)
         return problem
 
     def posed_there(

@@ -10,7 +10,7 @@ import numpy as np
 
 from headprune.core.scores import HeadScores
 from headprune.selection._base import Position, Problem, Selector
-from headprune.selection._budget import best_first, infeasible, places
+from headprune.selection._budget import best_first, check_leaves_a_head, infeasible, places
 from headprune.selection._choice import Option, best_choice, undominated
 
 _VALUE_BITS, _DEFICIT_BITS = 52, 40
@@ -36,6 +36,7 @@ class Knapsack(Selector):
     """
 
     def keep(self, problem: Problem) -> frozenset[Position]:
+        check_leaves_a_head(problem)
         worth = _worth(problem.scores)
         best = problem.states(places(best_first(problem.scores)))
         sites = [_options(problem, site, states, worth) for site, states in enumerate(best)]

@@ -14,8 +14,8 @@ class Uniform(Selector):
     """Keeps the same number of heads at every site, the best of each, as many as the budget allows.
 
     Sites of unlike size keep the same share instead: of n units, the whole part of share * n, for the largest share
-    that fits; where that is no number of heads that a site may have, the next lower one, or else the lowest that it
-    may have. No site is filled up with what one more unit everywhere would overspend.
+    that fits and leaves a head; where that is no number of heads that a site may have, the next lower one, or else the
+    lowest that it may have. No site is filled up with what one more unit everywhere would overspend.
 
     When: all layers must keep one shape, for example for a checkpoint that loads without headprune; or as a baseline.
     Cost: no pass over data; a sort.
@@ -25,10 +25,13 @@ class Uniform(Selector):
         rows = problem.states(places(best_first(problem.scores)))
         sizes = [len(site.units) for site in problem.scores.sites]
         shares = [Fraction(0), *sorted({Fraction(k, n) for n in sizes for k in range(1, n + 1)})]
+        some = problem.beside is None and any(units for row in rows for units in row.values())
         best: frozenset[Position] | None = None
         least: int | None = None
         for share in shares:
             keep = frozenset((s, u) for s, row in enumerate(rows) for u in _at_most(row, int(share * sizes[s])))
+            if not keep and some:
+                continue
             cost = problem.cost(keep)
             least = cost if least is None else min(least, cost)
             if cost <= problem.limit:

@@ -183,5 +183,5 @@ def sites_by(model: nn.Module, layout: AttentionLayout, names: Iterable[str], po
         counted = now.n_query_heads, now.n_kv_heads, now.head_dim, now.value_dim, tuple(range(now.n_query_heads))
         kind = kind_of(module, name)
         site = AttentionSite(name, layout.name, kind, *counted, policy=mine, grouping=layout.grouping)
-        sites.append(replace(site, least=layout.least))
+        sites.append(replace(site, least=0 if layout.refusal(module) is None else 1))
     return Sites(sites, [layout])

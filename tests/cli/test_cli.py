@@ -238,6 +238,13 @@ def test_score_then_prune_then_bench(recipe_file: Path, finished: Path, tmp_path
     again = call(*base, "--scores", out, "--keep", "3")
     assert again.exit_code == 2
     assert "a new or an empty folder" in again.stderr
+    one_each = call(*base[:-1], tmp_path / "other", "--scores", out, "--keep-params", "0.9", "--min-heads", 1, "--json")
+    assert one_each.exit_code == 0, one_each.stderr
+    found = json.loads(one_each.stdout)["report"]
+    assert 0 < found["params_after"] <= 0.9 * found["params_before"]
+    none = call(*base[:-1], tmp_path / "none", "--scores", out, "--keep", 1, "--min-heads", 1)
+    assert none.exit_code == 2
+    assert "must be at least 2, got 1" in none.stderr
 
     timing = ["bench", finished / "base", small, "--batch", 1, "--batch", 2, "--seconds", 0.01, "--json"]
     measured = json.loads(call(*timing).stdout)
@@ -274,6 +281,11 @@ def test_prune_by_plan_equals_the_run(finished: Path, tmp_path: Path) -> None:
         (["prune", "--model", "./none", "--out", "x", "--scores", "s.json"], "--keep: must be given"),
         (["prune", "--model", "./none", "--out", "x", "--scores", "s.json", "--keep", "half"], "a count of heads"),
         (["prune", "--model", "./none", "--out", "x", "--plan", "p.json", "--keep", "1"], "left out with --plan"),
+        (["prune", "--model", "./none", "--out", "x", "--plan", "p.json", "--min-heads", "1"], "left out with --plan"),
+        (
+            ["prune", "--model", "./none", "--out", "x", "--scores", "s.json", "--keep", "1", "--keep-macs", "0.9"],
+            "got --keep and --keep-macs",
+        ),
         (["bench", "./a", "./b"], "ORIGINAL: must be an existing folder"),
         (["bench", ".", ".", "--device", "gpu"], "auto, cpu or cuda"),
     ],

@@ -228,6 +228,28 @@ def test_a_budget_that_cannot_be_met_is_refused_before_anything_changes():
     torch.testing.assert_close(model.state_dict(), before, **EXACT)
 
 
+def test_a_budget_of_the_cache_that_an_early_stage_used_up_leaves_the_rest_alone():
+    """Bart's encoder has no cache: once no decoder head is left, later stages only train."""
+    model, batches = build("bart")
+    heads = {s.name: len(s.heads) for s in hp.find_sites(model)}
+    report = prune_gradually_(
+        model, batches, hp.Budget(keep_kv=0.02), stages=3, finetune=TINY, scorer="magnitude", example=batches[0]
+    )
+    left = {s.name: (s.kind, len(s.heads)) for s in hp.find_sites(model)}
+    assert all(n == (0 if kind == "causal" else heads[name]) for name, (kind, n) in left.items())
+    assert len(report.stages) == 3
+
+
+def test_uniform_stages_leave_a_head_or_are_refused_at_once():
+    model, batches = build("llama")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(InfeasibleBudget):
+        prune_gradually_(
+            model, batches, hp.Budget(keep_heads=1), stages=3, finetune=TINY, scorer="magnitude", selector="uniform"
+        )
+    torch.testing.assert_close(model.state_dict(), before, **EXACT)
+
+
 def raw(folder, **sections):
     draw = random.Random(0)
     rows = [{"tokens": [draw.randint(1, 19) for _ in range(draw.randint(4, 9))]} for _ in range(40)]

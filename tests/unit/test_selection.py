@@ -207,6 +207,8 @@ class Transcribed(Selector):
         for place in reversed(removed):
             if problem.fits({*keep, place}):
                 keep.add(place)
+        if not keep:
+            raise InfeasibleBudget("transcription", "a budget for a head", "none")
         return frozenset(keep)
 
 
@@ -248,7 +250,7 @@ def test_uniform_is_the_largest_share_that_fits(kind, min_heads):
                     count += 1
                 best_units = sorted(range(sizes[s]), key=lambda u, s=s: (-scores.values[s][u], u))[:count]
                 keep |= {(s, u) for u in best_units}
-            if problem.fits(keep):
+            if keep and problem.fits(keep):
                 best = keep
         if best is None:
             with pytest.raises(InfeasibleBudget):
@@ -283,12 +285,36 @@ def test_sites_that_cannot_run_without_a_head_keep_one(name):
 
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_budget_that_leaves_not_one_head_is_refused(name, kind):
-    scores = random_scores(1)
-    with pytest.raises(InfeasibleBudget, match=rf"Budget\.{kind}: must be at least .*not leave one head") as caught:
-        chosen(name, scores, Budget(**{kind: 1e-6}))
-    least = float(re.search(r"must be at least ([0-9.e-]+), got", str(caught.value))[1])
-    assert chosen(name, scores, Budget(**{kind: least})).mask.n_kept >= 1
+def test_a_budget_that_leaves_not_one_head_is_refused_and_the_nearest_leaves_one(name, kind):
+    for seed in range(8):
+        scores = random_scores(seed, dear=seed % 2 == 1)
+        selector = getattr(hp.selection, registry.attribute(name))(multiple_of=1 + seed % 3 // 2)
+        go = {scores.sites[0].name: scores.sites[0].heads} if seed % 3 == 0 else None
+        with pytest.raises(InfeasibleBudget, match=rf"Budget\.{kind}: must be at least ") as caught:
+            chosen(name, scores, Budget(**{kind: 1e-6}), selector, must_remove=go)
+        least = float(re.search(r"must be at least ([0-9.e-]+), got", str(caught.value))[1])
+        plan = chosen(name, scores, Budget(**{kind: least}), selector, must_remove=go)
+        assert plan.mask.n_kept >= 1
+        with pytest.raises(InfeasibleBudget):
+            chosen(name, scores, Budget(**{kind: least - 3e-6}), selector, must_remove=go)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_all_heads_may_be_told_to_go(name):
+    scores = make([site("a", 2), site("b", 3)], [[1, 2], [3, 4, 5]])
+    plan = chosen(name, scores, Budget(keep_heads=1.0), must_remove={"a": [0, 1], "b": [0, 1, 2]})
+    assert plan.mask.n_kept == 0
+    assert "Without a head: a, b." in plan.notes
+
+
+def test_a_selector_that_keeps_nothing_is_told_so():
+    @dataclass(frozen=True)
+    class Nothing(Selector):
+        def keep(self, problem):
+            return frozenset()
+
+    with pytest.raises(InvalidValue, match=r"keeps: must be a head at least, got none\. .*min_heads=1"):
+        select(make([site("a", 2)], [[1, 2]]), Budget(keep_heads=1), Nothing())
 
 
 def test_uniform_leaves_what_does_not_divide():
@@ -413,7 +439,8 @@ def test_a_count_above_what_is_there_removes_nothing_and_says_so():
     plan = select(scores, Budget(keep_heads=99))
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1), (2,))
     assert "Nothing is removed" in plan.notes[0]
-    assert select(scores, Budget(keep_heads=2)).notes == ()
+    assert select(scores, Budget(keep_heads=2), GlobalTopk(min_heads=1)).notes == ()
+    assert select(scores, Budget(keep_heads=2)).notes == ("Without a head: b.",)
 
 
 # --- the plan and the arguments -------------------------------------------------------------------------------------

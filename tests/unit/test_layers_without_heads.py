@@ -1,0 +1,74 @@
+"""Which sites say that they must keep a head (``AttentionSite.least``), against what a cut to none really does."""
+
+from __future__ import annotations
+
+import re
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import headprune as hp
+from headprune.core.errors import UnsupportedModel
+from headprune.layouts import registry
+from headprune.model.cut import cut_
+from headprune.model.sites import bind
+from tests.laws.support import family_subject, subject_of
+
+FAMILIES = [(name, family) for name in registry.names() for family, _ in registry.get(name).families]
+SIZES: dict[str, Any] = {"vocab_size": 19, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
+
+
+def check(model: nn.Module) -> set[int]:
+    """The sites' least counts, which are those that a cut agrees with."""
+    bound = bind(model)
+    assert bound
+    for b in bound:
+        nothing = hp.HeadMask.from_keep({b.site.name: []}, {b.site.name: b.site.n_query_heads})
+        if b.site.least:
+            with pytest.raises(UnsupportedModel, match=f"^{re.escape(b.site.name)}: must be left with a head"):
+                cut_(model, [b], nothing)
+        else:
+            cut_(model, [b], nothing).restore()
+    return {b.site.least for b in bound}
+
+
+@pytest.mark.parametrize(("layout", "family"), FAMILIES)
+def test_every_family_says_beforehand_whether_a_layer_may_lose_all_heads(layout: str, family: str) -> None:
+    check(family_subject(layout, family).model)
+
+
+def t5gemma() -> nn.Module:
+    sizes = {**SIZES, "num_key_value_heads": 3, "head_dim": 4, "intermediate_size": 16, "query_pre_attn_scalar": 4}
+    parts = [transformers.T5GemmaModuleConfig(**sizes) for _ in range(2)]
+    config = transformers.T5GemmaConfig(encoder=parts[0], decoder=parts[1], vocab_size=19)
+    return transformers.T5GemmaForConditionalGeneration(config)
+
+
+def mobilebert() -> nn.Module:
+    sizes = {**SIZES, "intermediate_size": 16, "intra_bottleneck_size": 24, "true_hidden_size": 24}
+    return transformers.MobileBertModel(transformers.MobileBertConfig(**sizes, embedding_size=24))
+
+
+@pytest.mark.parametrize("make", [t5gemma, mobilebert])
+def test_modules_that_their_own_code_forbids_to_empty(make: Any) -> None:
+    assert 1 in check(make().eval())
+
+
+def test_a_forward_of_its_own_keeps_a_head_and_the_default_plan_can_be_cut() -> None:
+    subject = subject_of("bert")
+    first = subject.model.get_submodule(hp.find_sites(subject.model)[0].name)
+    inner = next(m for m in first.modules() if hasattr(m, "query"))
+    inner.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), inner)
+    sites = hp.find_sites(subject.model)
+    assert [site.least for site in sites] == [1, *[0] * (len(sites) - 1)]
+    scores = hp.score(subject.model, None, "magnitude")
+    worst = tuple(tuple(-1.0 for _ in row) if i == 0 else row for i, row in enumerate(scores.values))
+    plan = hp.select(replace(scores, values=worst), hp.Budget(keep_heads=3))
+    assert len(plan.mask.kept(sites[0].name)) == 1
+    with torch.no_grad():
+        hp.prune_(subject.model, plan, example=subject.batch)
