@@ -231,6 +231,7 @@ def test_a_budget_that_cannot_be_met_is_refused_before_anything_changes():
 def test_a_budget_of_the_cache_that_an_early_stage_used_up_leaves_the_rest_alone():
     """Bart's encoder has no cache: once no decoder head is left, later stages only train."""
     model, batches = build("bart")
+    batches = [{**batch, "labels": batch["decoder_input_ids"]} for batch in batches]
     heads = {s.name: len(s.heads) for s in hp.find_sites(model)}
     report = prune_gradually_(
         model, batches, hp.Budget(keep_kv=0.02), stages=3, finetune=TINY, scorer="magnitude", example=batches[0]
