@@ -158,7 +158,7 @@ def chosen(scores: hp.HeadScores, choice: str, kept: int, seed: int, model: nn.M
         scores = hp.score(model, None, hp.scoring.Random(seed=seed))
     if choice == "unimportant":
         scores = replace(scores, values=tuple(tuple(-v for v in row) for row in scores.values), samples=None)
-    return replace(hp.select(scores, hp.Budget(keep_heads=kept), studies.EVERY_LAYER_ONE), model=None)
+    return replace(hp.select(scores, hp.Budget(keep_heads=kept), "global_topk"), model=None)
 
 
 def alone(model: nn.Module, rows: list[Any]) -> dict[str, int]:
@@ -269,7 +269,6 @@ def page(records: list[dict[str, Any]], gates: list[dict[str, Any]]) -> str:
         "Accuracy on rows that nothing was chosen on, mean ± standard deviation over draws; in brackets are 95 %",
         "intervals over draws and test rows, and a verdict is what the whole interval says. Our models are small, and",
         "so are the tasks: a finding that holds here need not hold for yours, and `headprune sweep` will tell.",
-        studies.EVERY_LAYER_ONE_TOLD,
     ]
     for record in records:
         judged = record["judged"]

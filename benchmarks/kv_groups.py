@@ -113,7 +113,7 @@ def rows(
         how = hp.scoring.Random(seed=seed) if name == "random" else name
         scores = hp.score(model, batches, how, progress=False)
         for keep in args.keep:
-            plan = hp.select(scores, hp.Budget(keep_kv=keep), studies.EVERY_LAYER_ONE)
+            plan = hp.select(scores, hp.Budget(keep_kv=keep))
             for way in WAYS:
                 if (name, keep, way) in have:
                     continue
@@ -163,7 +163,7 @@ def page(record: dict[str, Any]) -> str:
         f"Perplexity of `{record['model']}`, {record['groups']} key/value groups, on {record['judged']} test stories;",
         "mean ± standard deviation over draws (half of the calibration rows each, another order of training rows);",
         "lower is better. The stories are of the text that the model was trained on: numbers are for comparison among",
-        f"each other. {studies.EVERY_LAYER_ONE_TOLD}",
+        "each other.",
         "",
         f"The whole model: {record['base']:.3f}; after {training['steps']} more training steps on",
         f"{training['rows']} stories: {spread(dense)}.",

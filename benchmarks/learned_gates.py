@@ -132,7 +132,7 @@ def distribution(method: str, kept: int, steps: int) -> GateDistribution:
 
 
 def cut_(model: nn.Module, scores: hp.HeadScores, kept: int) -> None:
-    hp.prune_(model, hp.select(scores, hp.Budget(keep_heads=kept), studies.EVERY_LAYER_ONE))
+    hp.prune_(model, hp.select(scores, hp.Budget(keep_heads=kept), "global_topk"))
 
 
 def train_(
@@ -190,7 +190,7 @@ def page(records: list[dict[str, Any]]) -> str:
         "edit. Both ways train equally many steps from the same fine-tuned model: one-shot scores cut first and train",
         "the cut model, learned gates train with all heads and are cut in the end; the whole model trains as long.",
         "Accuracy on rows that nothing was chosen on, mean ± standard deviation over seeds; in brackets what one-shot",
-        f"scores have before their training. {studies.EVERY_LAYER_ONE_TOLD}",
+        "scores have before their training.",
     ]
     for record in records:
         judged, training = record["judged"], record["training"]

@@ -160,7 +160,7 @@ def measured(
         row |= {"examples": scores.n_examples, "seconds": perf_counter() - start, "notes": list(scores.notes)}
         row["accuracy"] = {}
         for kept in args.budgets:
-            plan = hp.select(scores, hp.Budget(keep_heads=kept), studies.EVERY_LAYER_ONE)
+            plan = hp.select(scores, hp.Budget(keep_heads=kept), "global_topk")
             if plan.mask not in known:
                 with hp.gated(model, plan):
                     known[plan.mask] = evaluate(model, rows).value
@@ -221,7 +221,6 @@ def page(records: list[dict[str, Any]]) -> str:
         "Accuracy without retraining, mean ± standard deviation over draws of calibration rows. The heads with the",
         "highest scores of the whole model stay (`global_topk`). Scorers of many passes read fewer examples; their",
         "settings are in the records. Differences below the standard error of the judged rows say little.",
-        studies.EVERY_LAYER_ONE_TOLD,
         "",
         f"![accuracy by scorer and heads kept]({PICTURE})",
     ]

@@ -4,10 +4,9 @@
     python benchmarks/selector_loss.py --figure        # docs/selector-loss.md, from the records
 
 ``quadratic`` and ``global_topk`` choose by the same ``fisher`` scores, ``local_search`` begins with what the latter
-chooses by ``taylor``, and ``surgeon``'s order stands beside them; all leave every layer a head. Nothing is refitted:
-the loss is that of the masked model on validation rows, which no choice has seen. Tasks, models and draws of
-calibration rows are those of ``pipelines.py``; a row is written as soon as it is there, and a run that is started again
-goes on after the last one.
+chooses by ``taylor``, and ``surgeon``'s order stands beside them. Nothing is refitted: the loss is that of the masked
+model on validation rows, which no choice has seen. Tasks, models and draws of calibration rows are those of
+``pipelines.py``; a row is written as soon as it is there, and a run that is started again goes on after the last one.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def missing(args: argparse.Namespace, task: Task, rows: list[dict[str, Any]]) ->
             if by not in scores:
                 scores[by] = task.score(batches, scorer(by, seed))
             start = perf_counter()
-            plan = select(task, scores[by], kept, selector, batches, min_heads=1)
+            plan = select(task, scores[by], kept, selector, batches)
             seconds = round(perf_counter() - start, 2)
             with hp.gated(task.model, plan):
                 found = evaluate(task.model, task.judged["validation"], task.loss)
@@ -109,10 +108,10 @@ def page(records: list[dict[str, Any]]) -> str:
         "",
         "Written by `python benchmarks/selector_loss.py --figure` from records in `benchmarks/records`; do not edit.",
         "",
-        "Mean loss on validation rows, which no choice has seen; masked, nothing refitted, every layer keeps a head",
-        "(`min_heads=1`); mean ± standard deviation over draws of calibration rows. A difference is from `global_topk`",
-        "by the same scorer, mean over draws, with its 95 % interval of a bootstrap over examples. `local_search`",
-        f"measures at most {MEASURED} plans, on every fourth batch of the calibration rows.",
+        "Mean loss on validation rows, which no choice has seen; masked, nothing refitted; mean ± standard deviation",
+        "over draws of calibration rows. A difference is from `global_topk` by the same scorer, mean over draws, with",
+        f"its 95 % interval of a bootstrap over examples. `local_search` measures at most {MEASURED} plans, on every",
+        "fourth batch of the calibration rows.",
     ]
     for record in records:
         judged = record["judged"]

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
-#: The selector where scores, gates or trainings are compared and not selectors, and what the pages say of it.
-EVERY_LAYER_ONE = hp.selection.GlobalTopk(min_heads=1)
-EVERY_LAYER_ONE_TOLD = "Every layer keeps a head (`min_heads=1`)."
 
 
 def parser(doc: str | None, name: str, tasks: Iterable[str], budgets: Sequence[int]) -> argparse.ArgumentParser:

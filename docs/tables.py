@@ -169,17 +169,17 @@ def selectors() -> str:
 # Selectors
 
 Which heads stay under a budget: `hp.select(scores, hp.Budget(keep_heads=0.5))`, with a selector by name or configured:
-`hp.select(scores, budget, hp.selection.Quadratic(min_heads=1))`. All are deterministic, and none ever exceeds a budget.
+`hp.select(scores, budget, hp.selection.Quadratic(min_heads=2))`. All are deterministic, and none ever exceeds a budget.
 
 | selector | what it does | when | goes by | cost | settings |
 | --- | --- | --- | --- | --- | --- |
 {chr(10).join(rows)}
 
-Every selector also takes `min_heads` (heads that a layer keeps at least; 0) and `multiple_of` (a layer keeps a multiple
-of so many heads, or all it has, for hardware that likes such widths; 1). With `min_heads=0` a layer whose heads score
-lowest may lose its attention altogether and is left with a bias, which the plan's notes say; where a module cannot run
-that way (`headprune inspect` tells) it keeps a head all the same, and the model keeps one in any case. What 1 costs and
-gains where few heads stay is in [pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
+Every selector also takes `min_heads` (heads that a layer keeps at least; 1) and `multiple_of` (a layer keeps a multiple
+of so many heads, or all it has, for hardware that likes such widths; 1). With `min_heads=0` a layer may lose its
+attention altogether and is left with a bias, which the plan's notes say; where a module cannot run that way
+(`headprune inspect` tells) it keeps a head all the same, and the model keeps one in any case. What that gains and risks
+where few heads stay is in [pipelines.md](pipelines.md). Sources and details: `help(hp.selection.Quadratic)`.
 
 ## Budgets
 

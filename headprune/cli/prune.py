@@ -30,9 +30,7 @@ def prune(
     keep_macs: Annotated[float | None, typer.Option(help="Or of the multiply-adds.")] = None,
     keep_kv: Annotated[float | None, typer.Option(help="Or of the bytes of the KV cache.")] = None,
     selector: Annotated[str | None, typer.Option(help="With --scores; default global_topk.")] = None,
-    min_heads: Annotated[
-        int | None, typer.Option(help="With --scores: what a layer keeps at least; default 0.")
-    ] = None,
+    min_heads: Annotated[int | None, typer.Option(help="With --scores: a layer keeps so many; default 1.")] = None,
     format: Annotated[
         str,
         typer.Option(

@@ -34,8 +34,9 @@ def select(
     """Decides which heads stay: as many as the budget allows, the most important ones.
 
     A budget is an upper bound: a plan may keep less where whole KV groups, or heads of unlike cost, do not add up to
-    it. Equal scores are decided by place: the later site and the later head go first. A layer, or a group with a budget
-    of its own, may lose its last head, which the plan's notes say; the model keeps one, unless all must go.
+    it. Equal scores are decided by place: the later site and the later head go first. With ``min_heads=0`` a layer,
+    or a group with a budget of its own, may lose its last head, which the plan's notes say; the model keeps one, unless
+    all must go.
 
     Args:
         scores: From `hp.score`; with costs, unless the budget counts heads.

@@ -58,7 +58,7 @@ class Problem:
     steps: tuple[tuple[int | None, ...], ...] | None = None
     stay: frozenset[Position] = frozenset()
     go: frozenset[Position] = frozenset()
-    min_heads: int = 0
+    min_heads: int = 1
     multiple_of: int = 1
     loss: Loss | None = None
     rescore: Rescore | None = None
@@ -174,7 +174,7 @@ class Selector(abc.ABC):
 
     Args:
         min_heads: No site goes below this many heads, rounded up to whole units; one that has fewer keeps those. With
-            0 a layer may lose its attention, if its module runs without; docs/pipelines.md has what 1 costs and gains.
+            0 a layer may lose its attention, if its module runs without: docs/pipelines.md has what that risks.
         multiple_of: Every site keeps a multiple of this many heads, or all it has, or none where ``min_heads`` is 0.
     """
 
@@ -182,7 +182,7 @@ class Selector(abc.ABC):
     #: the ``curvature`` of the scores.
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    min_heads: int = 0
+    min_heads: int = 1
     multiple_of: int = 1
 
     def __post_init__(self) -> None:

@@ -112,18 +112,18 @@ def test_a_model_that_was_judged_is_not_judged_again(
     original = pipelines.recovered
     monkeypatch.setattr(pipelines, "recovered", lambda *a: (made.append(a[1]), original(*a))[1])
     given_now = [*given(folder, "trec", out, "--recoveries", "lstsq"), "--pipelines"]
-    rows = load(pipelines.main([*given_now, "taylor", "taylor-min1"]))["rows"]
+    rows = load(pipelines.main([*given_now, "taylor", "taylor-min0"]))["rows"]
     by = {(r["pipeline"], r["kept"]): r for r in rows}
     assert len(by) == 4
-    again = [kept for kept in (5, 3) if by["taylor", kept]["heads"] == by["taylor-min1", kept]["heads"]]
+    again = [kept for kept in (5, 3) if by["taylor", kept]["heads"] == by["taylor-min0", kept]["heads"]]
     assert again, "no plan came up twice"
     assert len(made) == 4 - len(again)
     for kept in again:
-        assert by["taylor-min1", kept]["as"] == "taylor/lstsq"
-        assert by["taylor-min1", kept]["test"] == by["taylor", kept]["test"]
+        assert by["taylor-min0", kept]["as"] == "taylor/lstsq"
+        assert by["taylor-min0", kept]["test"] == by["taylor", kept]["test"]
     (store,) = folder.glob("answers-trec-*-24-30")
-    assert len(list(store.glob("taylor-min1.lstsq-*.npz"))) == 2
-    compared = ["--references", "taylor/lstsq", "--against", "taylor-min1/lstsq"]
+    assert len(list(store.glob("taylor-min0.lstsq-*.npz"))) == 2
+    compared = ["--references", "taylor/lstsq", "--against", "taylor-min0/lstsq"]
     pipelines.main([*given_now, "taylor", *compared])
     spoiled = store / "taylor.lstsq-5-0.npz"
     with np.load(spoiled) as file:

@@ -12,7 +12,7 @@ import pytest
 
 import headprune as hp
 from headprune.core.codec import EMPTY
-from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName
+from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue, UnknownName
 from headprune.core.heads import AttentionSite
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import RunRecord
@@ -119,6 +119,7 @@ def test_one_key_for_all_is_one_budget_for_all() -> None:
         ({"*.vision.*": HALF}, UnknownName, r"a pattern over sites' names, such as .*, got one that is for no site"),
         ({"encoder": HALF}, UnknownName, r"An encoder attends to itself by 'self', a decoder by 'causal'"),
         ({"cross": HALF, "decoder.*": HALF}, InvalidValue, r"\['decoder\.\*'\]: must be for sites that 'cross' leaves"),
+        ({"cross": Budget(keep_heads=1)}, InfeasibleBudget, r"\['cross'\]\.keep_heads: must be at least 2, got 1"),
     ],
 )
 def test_bad_mappings(budgets: Any, error: type[HeadPruneError], words: str) -> None:
@@ -130,13 +131,12 @@ def test_a_group_may_lose_its_last_head_and_the_plan_says_so() -> None:
     """By its budget as by ``must_remove``; only the whole model keeps one."""
     scores = scores_of()
     names = [site.name for site in scores.sites if site.kind == "cross"]
-    plan = hp.select(scores, {"cross": Budget(keep_heads=0.01)})
+    free = hp.selection.GlobalTopk(min_heads=0)
+    plan = hp.select(scores, {"cross": Budget(keep_heads=0.01)}, free)
     assert {row.site for row in plan.mask.rows if not row.kept} == set(names)
     assert f"Without a head: {', '.join(names)}." in plan.notes
-    assert (
-        hp.select(scores, {"cross": Budget(keep_heads=1)}).mask.n_kept
-        == scores.n_heads - scores.of("cross").n_heads + 1
-    )
+    one = hp.select(scores, {"cross": Budget(keep_heads=1)}, free).mask
+    assert one.n_kept == scores.n_heads - scores.of("cross").n_heads + 1
 
 
 def test_a_kind_that_the_model_lacks_is_an_error() -> None:

@@ -59,7 +59,7 @@ def test_modules_that_their_own_code_forbids_to_empty(make: Any) -> None:
     assert 1 in check(make().eval())
 
 
-def test_a_forward_of_its_own_keeps_a_head_and_the_default_plan_can_be_cut() -> None:
+def test_a_forward_of_its_own_keeps_a_head_and_a_plan_without_rules_can_be_cut() -> None:
     subject = subject_of("bert")
     first = subject.model.get_submodule(hp.find_sites(subject.model)[0].name)
     inner = next(m for m in first.modules() if hasattr(m, "query"))
@@ -68,7 +68,7 @@ def test_a_forward_of_its_own_keeps_a_head_and_the_default_plan_can_be_cut() -> 
     assert [site.least for site in sites] == [1, *[0] * (len(sites) - 1)]
     scores = hp.score(subject.model, None, "magnitude")
     worst = tuple(tuple(-1.0 for _ in row) if i == 0 else row for i, row in enumerate(scores.values))
-    plan = hp.select(replace(scores, values=worst), hp.Budget(keep_heads=3))
+    plan = hp.select(replace(scores, values=worst), hp.Budget(keep_heads=3), hp.selection.GlobalTopk(min_heads=0))
     assert len(plan.mask.kept(sites[0].name)) == 1
     with torch.no_grad():
         hp.prune_(subject.model, plan, example=subject.batch)

@@ -131,7 +131,7 @@ def test_notes_say_what_a_policy_costs_in_cache(llama: Subject) -> None:
     assert balanced.endswith("a cache that holds each of them once stays as it is.")
     plan = hp.select(scored(llama, "free", "random"), hp.Budget(keep_heads=5))
     read = sum(len({h // 2 for h in row.kept}) for row in plan.mask.rows)
-    free = plan.notes[0]
+    (free,) = plan.notes
     assert free.startswith(f"free: {read} of 9 shared key/value heads stay")
     assert f"shrinks to {100 * read / 9:.0f} %" in free
     assert read < 9

@@ -223,8 +223,8 @@ def test_what_makes_no_sense_is_refused(more, message):
 def test_a_budget_that_cannot_be_met_is_refused_before_anything_changes():
     model, batches = build()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(InfeasibleBudget, match=r"Budget.keep_heads: must be at least 0\.083334, got 0\.05"):
-        prune_gradually_(model, batches, hp.Budget(keep_heads=0.05), stages=3, finetune=TINY, scorer="magnitude")
+    with pytest.raises(InfeasibleBudget, match=r"Budget.keep_heads: must be at least 0\.25, got 0\.1"):
+        prune_gradually_(model, batches, hp.Budget(keep_heads=0.1), stages=3, finetune=TINY, scorer="magnitude")
     torch.testing.assert_close(model.state_dict(), before, **EXACT)
 
 
@@ -233,9 +233,8 @@ def test_a_budget_of_the_cache_that_an_early_stage_used_up_leaves_the_rest_alone
     model, batches = build("bart")
     batches = [{**batch, "labels": batch["decoder_input_ids"]} for batch in batches]
     heads = {s.name: len(s.heads) for s in hp.find_sites(model)}
-    report = prune_gradually_(
-        model, batches, hp.Budget(keep_kv=0.02), stages=3, finetune=TINY, scorer="magnitude", example=batches[0]
-    )
+    settings = {"finetune": TINY, "scorer": "magnitude", "selector": hp.selection.GlobalTopk(min_heads=0)}
+    report = prune_gradually_(model, batches, hp.Budget(keep_kv=0.02), stages=3, example=batches[0], **settings)
     left = {s.name: (s.kind, len(s.heads)) for s in hp.find_sites(model)}
     assert all(n == (0 if kind == "causal" else heads[name]) for name, (kind, n) in left.items())
     assert len(report.stages) == 3
@@ -244,10 +243,9 @@ def test_a_budget_of_the_cache_that_an_early_stage_used_up_leaves_the_rest_alone
 def test_uniform_stages_leave_a_head_or_are_refused_at_once():
     model, batches = build("llama")
     before = {k: v.clone() for k, v in model.state_dict().items()}
+    settings = {"finetune": TINY, "scorer": "magnitude", "selector": hp.selection.Uniform(min_heads=0)}
     with pytest.raises(InfeasibleBudget):
-        prune_gradually_(
-            model, batches, hp.Budget(keep_heads=1), stages=3, finetune=TINY, scorer="magnitude", selector="uniform"
-        )
+        prune_gradually_(model, batches, hp.Budget(keep_heads=1), stages=3, **settings)
     torch.testing.assert_close(model.state_dict(), before, **EXACT)
 
 

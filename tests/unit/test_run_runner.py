@@ -179,7 +179,7 @@ def test_nothing_is_written_for_a_recipe_that_is_wrong(tmp_path: Path) -> None:
 
 def test_bad_budget_ends_in_the_record(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(hp.HeadPruneError, match="at least 2"):
-        quiet_run(recipe(bert, tmp_path, select={"keep_heads": 1, "settings": {"min_heads": 1}}))
+        quiet_run(recipe(bert, tmp_path, select={"keep_heads": 1}))
     assert hp.RunRecord.load(tmp_path / "out" / "record.json").status == "failed"
 
 

@@ -135,8 +135,8 @@ def test_law_7_equal_scores_keep_the_earlier_heads(name):
     plan = chosen(name, scores, Budget(keep_heads=4))
     if name == "uniform":
         assert (plan.mask.kept("z"), plan.mask.kept("a")) == ((0, 1), (0, 1))
-    else:  # the later site loses first
-        assert (plan.mask.kept("z"), plan.mask.kept("a")) == ((0, 1, 2, 3), ())
+    else:  # the later site loses first, down to its minimum
+        assert (plan.mask.kept("z"), plan.mask.kept("a")) == ((0, 1, 2), (0,))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,15 +146,14 @@ def test_law_7_the_budget_named_by_an_error_can_be_met_and_is_the_nearest(name, 
     for seed in range(8):
         scores = random_scores(seed, dear=seed % 2 == 1)
         small = 1e-4 if kind != "keep_heads" or seed % 3 else 1
-        one = getattr(hp.selection, registry.attribute(name))(min_heads=1)
         with pytest.raises(InfeasibleBudget) as caught:
-            chosen(name, scores, Budget(**{kind: small}), one)
+            chosen(name, scores, Budget(**{kind: small}))
         number = re.search(r"must be at least ([0-9.e-]+), got", str(caught.value))[1]
         least = int(number) if isinstance(small, int) else float(number)
-        plan = chosen(name, scores, Budget(**{kind: least}), one)
+        plan = chosen(name, scores, Budget(**{kind: least}))
         assert stays(scores, kept_positions(scores, plan), 1)
         with pytest.raises(InfeasibleBudget):
-            chosen(name, scores, Budget(**{kind: least - (1 if isinstance(least, int) else 3e-6)}), one)
+            chosen(name, scores, Budget(**{kind: least - (1 if isinstance(least, int) else 3e-6)}))
         fed_back += 1
     assert fed_back == 8
 
@@ -265,22 +264,26 @@ def test_uniform_is_the_largest_share_that_fits(kind, min_heads):
 def test_global_topk_by_hand():
     scores = make([site("a", 4), site("b", 4)], [[9, 8, 7, 6], [1, 2, 3, 4]])
     plan = select(scores, Budget(keep_heads=4))
-    assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2, 3), ())
-    least = select(scores, Budget(keep_heads=4), GlobalTopk(min_heads=1))
-    assert (least.mask.kept("a"), least.mask.kept("b")) == ((0, 1, 2), (3,))
+    assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2), (3,))
+    assert select(scores, Budget(keep_heads=4), GlobalTopk(min_heads=0)).mask.kept("b") == ()
     assert select(scores, Budget(keep_heads=4), GlobalTopk(min_heads=2)).mask.kept("b") == (2, 3)
     assert select(scores, Budget(keep_heads=4), "uniform").mask.kept("a") == (0, 1)
 
 
+def without_rules(name, **rules):
+    """The selector that may take a site's last head."""
+    return registry.get(name)(min_heads=0, **rules)
+
+
 @pytest.mark.parametrize("name", SELECTORS)
 def test_sites_that_cannot_run_without_a_head_keep_one(name):
-    scores = make([site("a", 4), site("b", 4, least=1)], [[9, 8, 7, 6], [1, 2, 3, 4]])
-    assert chosen(name, scores, Budget(keep_heads=2)).mask.kept("b")
+    scores, free = make([site("a", 4), site("b", 4, least=1)], [[9, 8, 7, 6], [1, 2, 3, 4]]), without_rules(name)
+    assert chosen(name, scores, Budget(keep_heads=2), free).mask.kept("b")
     with pytest.raises(InvalidValue, match="what stays of b: must be lawful with min_heads=0"):
-        chosen(name, scores, Budget(keep_heads=2), must_remove={"b": [0, 1, 2, 3]})
+        chosen(name, scores, Budget(keep_heads=2), free, must_remove={"b": [0, 1, 2, 3]})
     both = make([site("a", 4, least=1), site("b", 4, least=1)], [[9, 8, 7, 6], [1, 2, 3, 4]])
     with pytest.raises(InfeasibleBudget, match=r"at least 2, got 1.*2 sites, 2 of which cannot run without a head"):
-        chosen(name, both, Budget(keep_heads=1))
+        chosen(name, both, Budget(keep_heads=1), free)
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -288,7 +291,7 @@ def test_sites_that_cannot_run_without_a_head_keep_one(name):
 def test_a_budget_that_leaves_not_one_head_is_refused_and_the_nearest_leaves_one(name, kind):
     for seed in range(8):
         scores = random_scores(seed, dear=seed % 2 == 1)
-        selector = getattr(hp.selection, registry.attribute(name))(multiple_of=1 + seed % 3 // 2)
+        selector = without_rules(name, multiple_of=1 + seed % 3 // 2)
         go = {scores.sites[0].name: scores.sites[0].heads} if seed % 3 == 0 else None
         with pytest.raises(InfeasibleBudget, match=rf"Budget\.{kind}: must be at least ") as caught:
             chosen(name, scores, Budget(**{kind: 1e-6}), selector, must_remove=go)
@@ -314,7 +317,7 @@ def test_a_selector_that_keeps_nothing_is_told_so():
             return frozenset()
 
     with pytest.raises(InvalidValue, match=r"keeps: must be a head at least, got none\. .*min_heads=1"):
-        select(make([site("a", 2)], [[1, 2]]), Budget(keep_heads=1), Nothing())
+        select(make([site("a", 2)], [[1, 2]]), Budget(keep_heads=1), Nothing(min_heads=0))
 
 
 def test_uniform_leaves_what_does_not_divide():
@@ -409,7 +412,7 @@ def test_a_share_is_of_the_whole_model_not_of_its_heads():
     costs = [[Cost(10, 0, 0, 0, 0)] * 4]
     scores = make([site("a", 4)], [[1, 2, 3, 4]], costs, fixed=Cost(60, 0, 0, 0, 0))
     assert select(scores, Budget(keep_params=0.8)).mask.kept("a") == (2, 3)
-    with pytest.raises(InfeasibleBudget, match=r"keep_params: must be at least 0\.7, got 0\.5\..*not leave one head"):
+    with pytest.raises(InfeasibleBudget, match=r"keep_params: must be at least 0\.7, got 0\.5\..*no heads"):
         select(scores, Budget(keep_params=0.5))
 
 
@@ -439,8 +442,8 @@ def test_a_count_above_what_is_there_removes_nothing_and_says_so():
     plan = select(scores, Budget(keep_heads=99))
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1), (2,))
     assert "Nothing is removed" in plan.notes[0]
-    assert select(scores, Budget(keep_heads=2), GlobalTopk(min_heads=1)).notes == ()
-    assert select(scores, Budget(keep_heads=2)).notes == ("Without a head: b.",)
+    assert select(scores, Budget(keep_heads=2)).notes == ()
+    assert select(scores, Budget(keep_heads=2), GlobalTopk(min_heads=0)).notes == ("Without a head: b.",)
 
 
 # --- the plan and the arguments -------------------------------------------------------------------------------------

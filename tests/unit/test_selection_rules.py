@@ -241,7 +241,7 @@ def test_a_speedup_is_chosen_by_the_knapsack_unless_another_is_named() -> None:
 def test_heads_that_leave_no_lawful_number_are_refused() -> None:
     scores = make([site("a", 4)], [[1, 2, 3, 4]])
     with pytest.raises(InvalidValue, match=r"what stays of a: .*multiple_of=3, got 0 to 2 heads"):
-        hp.select(scores, HALF, hp.selection.GlobalTopk(min_heads=1, multiple_of=3), must_remove={"a": [0, 1]})
+        hp.select(scores, HALF, hp.selection.GlobalTopk(multiple_of=3), must_remove={"a": [0, 1]})
     with pytest.raises(InfeasibleBudget, match=r"at least 3, got 2.*the heads that must stay"):
         hp.select(scores, Budget(keep_heads=2), must_keep={"a": [0, 1, 2]})
 

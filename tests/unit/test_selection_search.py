@@ -134,8 +134,8 @@ def test_steps_that_lead_into_a_corner_are_taken_back() -> None:
     rescore = Rescore(scores)
     budget = hp.Budget(keep_params=(500 + 200) / 1200)  # one head of each, the cheap one of a
     with pytest.raises(InfeasibleBudget):  # by what the first step leaves
-        select(scores, budget, hp.selection.Knapsack(min_heads=1), must_remove={"a": [1]})
-    plan = select(scores, budget, Iterative(steps=3, inner="knapsack", min_heads=1), rescore=rescore)
+        select(scores, budget, "knapsack", must_remove={"a": [1]})
+    plan = select(scores, budget, Iterative(steps=3, inner="knapsack"), rescore=rescore)
     assert [mask.kept("a") for mask in rescore.masks] == [(0,)]
     assert (plan.mask.kept("a"), plan.mask.n_kept) == ((1,), 2)
     assert any("could not meet the budget with what was left" in note for note in plan.notes)

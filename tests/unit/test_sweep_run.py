@@ -223,9 +223,7 @@ def test_a_base_model_that_was_exchanged_is_refused(copied: Path) -> None:
 
 def test_failures_are_kept_and_stop_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    done = sweep(
-        copied, ["keep=1,0.5", "select.settings={min_heads: 1}", "scorer=taylor,random", "recover=none"], lines, seeds=1
-    )
+    done = sweep(copied, ["keep=1,0.5", "scorer=taylor,random", "recover=none"], lines, seeds=1)
     assert [(r["keep"], r["scorer"]) for r in done.table.rows] == [(0.5, "taylor"), (0.5, "random")]
     assert [f["keep"] for f in done.table.failed] == [1, 1]
     assert "must be at least 2" in done.table.failed[0]["error"]
