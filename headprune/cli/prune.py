@@ -53,7 +53,7 @@ def prune(
             raise InvalidValue("--format", "auto, headprune, transformers or remote-code", repr(format))
         if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
             raise InvalidValue("--out", "a new or an empty folder", str(out))
-        amounts = {"keep": keep, "keep_params": keep_params, "keep_macs": keep_macs, "keep_kv": keep_kv}
+        amounts = {"--keep": keep, "--keep-params": keep_params, "--keep-macs": keep_macs, "--keep-kv": keep_kv}
         decided = _decide(plan, scores, amounts, selector, min_heads)
         from headprune.model.examples import example_batch
         from headprune.run.models import open_model, resolve_path
@@ -132,38 +132,33 @@ def _decide(
 
     if (plan is None) == (scores is None):
         raise InvalidValue("prune", "given one of --plan and --scores", "neither" if plan is None else "both")
-    given = {_option(name): value for name, value in amounts.items() if value is not None}
+    given = {option: amount for option, amount in amounts.items() if amount is not None}
     if plan is not None:
         for name, value in {**given, "--selector": selector, "--min-heads": min_heads}.items():
             if value is not None:
                 raise InvalidValue(name, "left out with --plan, which says what stays", value)
         return PruningPlan.load(plan)
     if scores is None or len(given) != 1:
+        must = f"given with --scores, or one of {', '.join(option for option in amounts if option != '--keep')}"
         hint = "For example --keep 0.5, or --keep 36."
-        must = f"given with --scores, or one of {', '.join(_option(name) for name in amounts if name != 'keep')}"
         raise InvalidValue("--keep", must, " and ".join(given) or "nothing", hint)
-    budget = _budget(amounts)
+    budget = _budget(*given.popitem())
     _, chosen = registry.resolve(selector or "global_topk", Selector, "--selector")
     if min_heads is not None:
         chosen = replace(chosen, min_heads=min_heads)
     return select(HeadScores.load(scores), budget, chosen)
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _budget(amounts: Mapping[str, str | float | None]) -> Budget:
+def _budget(option: str, amount: str | float) -> Budget:
     from headprune.core.plan import Budget
 
-    keep = amounts["keep"]
-    if not isinstance(keep, str):
-        return Budget(**{name: value for name, value in amounts.items() if name != "keep"})  # type: ignore[arg-type]
-    try:
-        amount = int(keep) if keep.isdigit() else float(keep)
-    except ValueError:
-        raise InvalidValue("--keep", "a count of heads or a fraction", repr(keep)) from None
-    return Budget(keep_heads=amount)
+    kind = "keep_heads" if option == "--keep" else option.removeprefix("--").replace("-", "_")
+    if isinstance(amount, str):
+        try:
+            amount = int(amount) if amount.isdigit() else float(amount)
+        except ValueError:
+            raise InvalidValue(option, "a count of heads or a fraction", repr(amount)) from None
+    return Budget(**{kind: amount})  # type: ignore[arg-type]
 
 
 def _facts(report: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class AttentionSite(Value):
         grouping: Which query heads share a key/value head.
         key_dim: Width of a key's block where it is not ``head_dim``.
         bundles: Units in place of those that the policy gives; a selector's means to keep groups balanced.
-        least: How many heads must stay: 1 where the module cannot run without any.
+        least: How many heads must stay: 1 where the module cannot run without any. It does not tell sites apart.
     """
 
     name: str

@@ -74,15 +74,15 @@ def check_leaves_a_head(problem: Problem) -> None:
     Raises:
         InfeasibleBudget: with the nearest budget that leaves one.
     """
-    if problem.beside is not None:
-        return
+    if problem.beside is not None or any(0 not in counts for counts in problem.counts):
+        return  # and where a rule keeps heads, every selector says what that takes
     cheap = sorted(problem.positions(), key=lambda p: (problem.costs[p[0]][p[1]], p))
     least, more = 0, []
     for site, states in enumerate(problem.states(cheap)):
         prices = {n: problem.site_cost(site, units) for n, units in states.items()}
         cheapest = min(prices, key=lambda n: (prices[n], n))
         if cheapest:
-            return  # a rule keeps heads, and every selector says what that takes
+            return  # by this latency table, heads stay because that is faster
         least += prices[cheapest]
         more += [price - prices[cheapest] for n, price in prices.items() if n]
     if more and problem.limit < least + min(more):

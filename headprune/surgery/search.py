@@ -182,6 +182,8 @@ def sites_by(model: nn.Module, layout: AttentionLayout, names: Iterable[str], po
         mine: Policy = "balanced" if now.n_kv_heads == 1 < now.n_query_heads else policy
         counted = now.n_query_heads, now.n_kv_heads, now.head_dim, now.value_dim, tuple(range(now.n_query_heads))
         kind = kind_of(module, name)
-        site = AttentionSite(name, layout.name, kind, *counted, policy=mine, grouping=layout.grouping)
-        sites.append(replace(site, least=0 if layout.refusal(module) is None else 1))
+        least = 0 if layout.refusal(module) is None else 1
+        sites.append(
+            AttentionSite(name, layout.name, kind, *counted, policy=mine, grouping=layout.grouping, least=least)
+        )
     return Sites(sites, [layout])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -15,7 +14,6 @@ from headprune.core.plan import Budget
 from headprune.core.scores import Cost, HeadScores
 from headprune.selection import Knapsack
 from headprune.selection._base import Problem
-from headprune.selection._budget import pose
 from headprune.selection._choice import Option, best_choice
 from headprune.selection._task import Task
 from tests.selection_problems import CURRENCIES, asked, make, random_scores, random_table, site, unit_cost
@@ -46,11 +44,10 @@ def test_it_is_the_best_of_all_subsets(kind: str, dear: bool) -> None:
         selector = Knapsack(min_heads=rng.randint(0, 2), multiple_of=rng.choice([1, 1, 2]))
         budget = asked(kind, rng.uniform(0.5, 0.95))
         stay = {scores.sites[0].name: scores.sites[0].units[-1][:1]} if seed % 3 == 0 else None
-        task = Task.of(scores, stay, None, None, None, table)
-        problem = replace(task.posed(asked(kind, 1.0), selector), limit=pose(task.scores, budget, table).limit)
+        problem = Task.of(scores, stay, None, None, None, table).posed(budget, selector)
         places = list(problem.positions())
         subsets = (frozenset(c) for n in range(len(places) + 1) for c in itertools.combinations(places, n))
-        allowed = [keep for keep in subsets if (keep or table) and problem.lawful(keep) and problem.fits(keep)]
+        allowed = [keep for keep in subsets if keep and problem.lawful(keep) and problem.fits(keep)]
         if not allowed:
             with pytest.raises(InfeasibleBudget):
                 hp.select(scores, budget, selector, must_keep=stay, latency=table)
