@@ -6,12 +6,13 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test lint docs-figures clean
+.PHONY: help demo test lint docs docs-figures clean
 
 help:
 	@echo "make demo   environment, install, the two-minute recipe; prints where the report is"
 	@echo "make test   environment, install, all checks and tests"
 	@echo "make lint   ruff, mypy and import-linter alone"
+	@echo "make docs   the documentation as a site, in site/index.html; warnings are errors"
 	@echo "make docs-figures   everything measured in README and docs, written anew from benchmarks/records"
 	@echo "make clean  remove the environment and the runs"
 
@@ -37,8 +38,11 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/test_house.py
 
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 docs-figures: $(VENV)/.dev
 	$(BIN)/python docs/figures.py
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

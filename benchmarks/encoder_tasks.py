@@ -175,7 +175,7 @@ def _sentences(data: Path, model: str, calibration: int, most: int | None) -> Ta
 
     judged = {split: sorted_by_length(rows[split][:most]) for split in ("validation", "test")}
     grades = {split: np.array([row["score"] for row in some]) for split, some in judged.items()}
-    encoder = Cosine(AutoModel.from_pretrained(folder)).eval()
+    encoder = Cosine(AutoModel.from_pretrained(folder).float()).eval()
     batched = {k: batches(v, 64) for k, v in judged.items()}
     return Task("stsb", encoder, draw, batched, squared_error, cosine, grades)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from studies import RECORDS, keep, now
+from tradeoff_speed import compiling
 
 AIM = 0.97
 #: Largest difference of outputs, relative to the largest output, by dtype.
@@ -109,17 +111,20 @@ def compared(name: str, args: argparse.Namespace, device: torch.device, dtype: s
     if gap > ROUNDING[dtype]:
         raise RuntimeError(f"{name}: the two models are not the same, outputs differ by {gap}")
     rows = []
-    for compiled in (False, True) if args.compile else (False,):
-        ways = [torch.compile(m) if compiled else m for m in (native, small, native_uncut, uncut)]
-        for batch, tokens in (map(int, shape.split("x")) for shape in args.shapes):
-            sizes: Any = ([batch], [tokens])
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
+    for compiled, (batch, tokens) in itertools.product((False, True) if args.compile else (False,), shapes):
+        ways = [torch.compile(m, dynamic=False) if compiled else m for m in (native, small, native_uncut, uncut)]
+        sizes: Any = ([batch], [tokens])
+        with compiling(compiled) as graphs:
             (speed,) = compare_latency(*ways[:2], make, *sizes, seconds=args.seconds)
             (before,) = compare_latency(*ways[2:], make, *sizes, seconds=args.seconds)
-            about = {"subject": name, "dtype": dtype, "compiled": compiled, "batch": batch, "tokens": tokens}
-            cells = {"speed": vars(speed), "uncut": vars(before), "largest_difference": gap}
-            rows.append({**about, **cells})
-            told = "{ratio:.3f} ({low:.3f} to {high:.3f})"
-            print(*about.values(), told.format(**cells["speed"]), "uncut", told.format(**cells["uncut"]), flush=True)
+            counted = graphs(len(ways))
+        read = tokens if name != "vit" else patches(args)
+        about = {"subject": name, "dtype": dtype, "compiled": compiled, "batch": batch, "tokens": read}
+        cells = {"speed": vars(speed), "uncut": vars(before), "largest_difference": gap, **counted}
+        rows.append({**about, **cells})
+        told = "{ratio:.3f} ({low:.3f} to {high:.3f})"
+        print(*about.values(), told.format(**cells["speed"]), "uncut", told.format(**cells["uncut"]), flush=True)
     return rows
 
 
@@ -283,6 +288,11 @@ def plain_like(model: Any, n_heads: int) -> PlainEncoder:
 
 def tokens(args: argparse.Namespace, batch: int, length: int, device: torch.device, kind: torch.dtype) -> Any:
     return {"input_ids": torch.arange(batch * length, device=device).view(batch, length) % 1000}
+
+
+def patches(args: argparse.Namespace) -> int:
+    """Tokens of an image: its patches and the class token."""
+    return (2 if args.small else 14) ** 2 + 1
 
 
 def images(args: argparse.Namespace, batch: int, length: int, device: torch.device, kind: torch.dtype) -> Any:

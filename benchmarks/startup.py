@@ -6,7 +6,8 @@ Every measurement is a fresh Python process, all in turn in interleaved rounds, 
 cache. ``python`` is an empty process and ``libraries`` one that imports torch and transformers, which a run needs and
 nobody can take away. ``run`` is a recipe of a few seconds (``digits-vit`` with little of everything); the stages
 that its record times are taken off, and what is left, ``run, overhead``, is start-up: interpreter, imports, reading and
-checking the recipe, finding out versions and commit, and writing what is left.
+checking the recipe, finding out versions and commit, and writing what is left. Most of it are the imports of
+Transformers and of what it brings, beyond those of its top level that ``libraries`` has.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from studies import RECORDS, keep, now
 #: Seconds beyond an empty process.
 AIM = {"import headprune": 0.15}
 CLI = [sys.executable, "-c", "from headprune.cli.main import main; main()"]
-SMALL = ["train.epochs=1", "score.random_draws=1", "recover=[]", "bench.seconds=0.01", "select.keep_heads=24"]
+SMALL = [
+    "train.epochs=1",
+    "score.random_draws=1",
+    "recover=[]",
+    "bench.seconds=0.01",
+    "select.keep_heads=24",
+    "report=false",
+]
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,24 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     if not args.figure and None in (args.task, args.data, args.work):
         parser.error("--task, --data and --work must be given, or --figure")
     return args
+
+
+def add_minutes(parser: argparse.ArgumentParser) -> None:
+    """For machines that are lent for a while."""
+    parser.add_argument("--minutes", type=float, help="end after the row in which so much time is over; then go on")
+
+
+def clock(args: argparse.Namespace) -> Callable[[], bool]:
+    """Whether the time that was given is over; without ``--minutes`` it never is."""
+    start = perf_counter()
+
+    def over() -> bool:
+        ended = args.minutes is not None and perf_counter() - start > 60 * args.minutes
+        if ended:
+            print(f"{args.minutes:g} minutes are over; the same command goes on from here", flush=True)
+        return ended
+
+    return over
 
 
 def begun(out: Path, same: dict[str, Any], device: torch.device, **more: Any) -> dict[str, Any]:

@@ -7,17 +7,19 @@
 Parts, each a kind of row of the record:
 
 - ``quality``: by way and budget, a row for every draw of calibration rows, on test rows that nothing was chosen on;
-  with the difference from the base, paired over examples, and its 95 % bootstrap interval. ``dense + finetune`` trains
-  the whole model as long as the others are trained after their cut, so that training is not taken for recovery.
-- ``speed``: base and cut model in interleaved rounds for every batch x length x dtype x attention x torch.compile, with
-  peak memory, energy where NVML tells it, clocks, and what multiply-adds alone would allow.
-- ``attention``: the attention part alone at long inputs, beside its limit.
+  when all draws are there, ``paired``: the difference from the base, mean over draws, with its 95 % bootstrap interval
+  over examples. ``dense + finetune`` trains the whole model as long as the others are trained after their cut, so that
+  training is not taken for recovery; ways that train are compared with it, too.
+- ``speed``: the whole model and all cut ones in interleaved rounds for every batch x length x dtype x attention x
+  torch.compile, with peak memory, energy where NVML tells it, clocks, and what multiply-adds alone would allow.
+- ``attention``: the attention modules alone at long inputs, and the models, beside their limits.
 - ``sizes``: parameters, bytes on disk, KV bytes.
 - ``kv``: a decoder with grouped queries loses half of its groups: bytes of the cache, tokens a second. It is random,
   for neither depends on the weights.
 
-A row is written as soon as it is there, and a run that is started again goes on after the last one. The speed is that
-of the model that ``--timed`` makes of the first draw.
+A row is written as soon as it is there, and a run that is started again goes on after the last one; ``--minutes`` ends
+it cleanly before a machine is taken away. Parts may be run one after the other, speed on an idle machine. The speed is
+that of the model that ``--timed`` makes of the first draw. Answers stay in ``--work``, for the paired intervals.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import headprune as hp
 from headprune.bench.size import sizes
+from headprune.core.files import atomic_path
 from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit
 
@@ -92,6 +96,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512], help="of the decoder")
     parser.add_argument("--new-tokens", type=int, default=64, help="of the decoder")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long each cell is timed")
+    studies.add_minutes(parser)
     parser.add_argument("--small", action="store_true", help="minutes on a CPU: two budgets, one draw, few cells")
     args = studies.parsed(parser, argv)
     args.dtypes = args.dtypes or ["float32", *(["bfloat16"] if args.device == "cuda" else [])]
@@ -114,10 +119,14 @@ def main(argv: Sequence[str] | None = None) -> Path:
         task = TASKS[args.task](args)
         out: Path = args.out or RECORDS / f"tradeoff-{args.task}-{args.device}.json"
         record = begin(args, task, device, out)
-        for row in rows(args, task, device, record["rows"]):
-            record["rows"].append({**row, "created": studies.now()})
+        record["rows"] = [row for row in record["rows"] if "error" not in row]  # they are tried again
+        over = studies.clock(args)
+        for row in rows(args, task, device, record):
+            record["rows"].append({**row, **studies.stamp()})
             studies.keep(record, out)
             print(*(f"{v:.4g}" if isinstance(v, float) else v for v in list(row.values())[:10]), flush=True)
+            if over():
+                break
     finally:
         torch.set_num_threads(threads)
     print(out)
@@ -132,6 +141,8 @@ def begin(args: argparse.Namespace, task: Task, device: torch.device, out: Path)
         "task": args.task,
         "device": args.device,
         "timed": args.timed,
+        "calibration": args.calibration,
+        "small": args.small,
         "weights": studies.weights_of(task.model),
         "heads": sum(len(site.heads) for site in hp.find_sites(task.model)),
         "judged": len(answers),
@@ -139,16 +150,17 @@ def begin(args: argparse.Namespace, task: Task, device: torch.device, out: Path)
     }
     if device.type == "cuda":
         same["gpu"] = torch.cuda.get_device_name(device)
-    return studies.begun(out, same, device, git_commit=git_commit(), model=args.model, calibration=args.calibration)
+    return studies.begun(out, same, device, git_commit=git_commit(), model=args.model)
 
 
 def rows(
-    args: argparse.Namespace, task: Task, device: torch.device, done: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
+    args: argparse.Namespace, task: Task, device: torch.device, record: dict[str, Any]
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """What is missing, part by part."""
-    done = [row for row in done if "error" not in row]
+    done = list(record["rows"])
     if "quality" in args.parts:
-        yield from quality_rows(args, task, {(r["way"], r["kept"], r["seed"]) for r in done if r["what"] == "quality"})
+        store = args.work / f"tradeoff-answers-{args.task}-{record['weights'][:12]}-{args.calibration}"
+        yield from quality_rows(args, task, done, store)
     if {"sizes", "speed", "attention"} & set(args.parts):
         base = timed_part(task.model)
         known: dict[str, hp.HeadScores] = {}
@@ -166,30 +178,63 @@ def rows(
         if "attention" in args.parts:
             yield from attention_rows(base, cuts, example, args, seen)
     if "kv" in args.parts:
-        yield from kv_rows(args, device, {(r["dtype"], r["batch"], r["prompt"]) for r in done if r["what"] == "kv"})
+        names = ["dtype", "batch", "prompt", "asked"]
+        yield from kv_rows(args, device, {tuple(r[name] for name in names) for r in done if r["what"] == "kv"})
 
 
 # ------------------------------------------------------------------------------------------------ accuracy
 
 
-def quality_rows(args: argparse.Namespace, task: Task, done: set[Any]) -> Iterator[dict[str, Any]]:
+def quality_rows(
+    args: argparse.Namespace, task: Task, done: list[dict[str, Any]], store: Path
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     whole = task.answers(task.model, "test")
     everything = sum(len(site.heads) for site in hp.find_sites(task.model))
+    wanted = [(way, kept) for way in args.ways for kept in args.budgets]
+    wanted += [(DENSE, everything)] if any("finetune" in WAYS[way][2] for way in args.ways) else []
+    wanted = [one for one in wanted if not (task.grades and "finetune" in recoveries(one[0]))]  # trained on labels
+    have = {(row["way"], row["kept"], row["seed"]) for row in done if row["what"] == "quality"}
     for seed in range(args.seeds):
         known: dict[str, hp.HeadScores] = {}
-        wanted = [(way, kept) for way in args.ways for kept in args.budgets]
-        wanted += [(DENSE, everything)] if any("finetune" in WAYS[way][2] for way in args.ways) else []
         for way, kept in wanted:
-            _, _, after = WAYS.get(way, ("", "", ("finetune",)))
-            if (way, kept, seed) in done or ("finetune" in after and task.grades):  # no labels to train on
+            file, there = answers_file(store, way, kept, seed), (way, kept, seed) in have
+            if there and file.is_file():
                 continue
-            dense = way == DENSE
-            small = copy.deepcopy(task.model) if dense else cut(task, planned(task, way, kept, seed, known))
-            for name in after:
+            small = copy.deepcopy(task.model) if way == DENSE else cut(task, planned(task, way, kept, seed, known))
+            for name in recoveries(way):
                 recover_(task, small, name, seed)
             answers = task.answers(small, "test")
-            row = {"what": "quality", "way": way, "kept": kept, "seed": seed, "quality": task.quality(answers, "test")}
-            yield row | {"against_base": interval(task, "test", [(answers, whole)])}
+            keep_answers(file, answers)
+            if there:  # measured elsewhere: only its answers were missing
+                continue
+            about = {"what": "quality", "way": way, "kept": kept, "seed": seed, "threads": torch.get_num_threads()}
+            yield about | {"quality": task.quality(answers, "test")}
+    compared = {(row["way"], row["kept"], row["draws"], row["against"]) for row in done if row["what"] == "paired"}
+    for way, kept in wanted:
+        for against in ("base", *([DENSE] if "finetune" in recoveries(way) and way != DENSE else [])):
+            if (way, kept, args.seeds, against) in compared:
+                continue
+            theirs = [
+                whole if against == "base" else np.load(answers_file(store, DENSE, everything, seed))
+                for seed in range(args.seeds)
+            ]
+            ours = [np.load(answers_file(store, way, kept, seed)) for seed in range(args.seeds)]
+            about = {"what": "paired", "way": way, "kept": kept, "draws": args.seeds, "against": against}
+            yield about | interval(task, "test", list(zip(ours, theirs, strict=True)))
+
+
+def recoveries(way: str) -> tuple[str, ...]:
+    """What is done after the cut."""
+    return WAYS[way][2] if way in WAYS else ("finetune",)
+
+
+def answers_file(store: Path, way: str, kept: int, seed: int) -> Path:
+    return store / f"{way.replace(' ', '')}-{kept}-{seed}.npy"
+
+
+def keep_answers(path: Path, answers: np.ndarray) -> None:
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        np.save(file, answers)
 
 
 def planned(task: Task, way: str, kept: int, seed: int, known: dict[str, hp.HeadScores]) -> hp.PruningPlan:
@@ -244,10 +289,12 @@ def kv_rows(args: argparse.Namespace, device: torch.device, done: set[Any]) -> I
     for dtype in args.dtypes:
         pair = [copy.deepcopy(m).to(getattr(torch, dtype)) for m in (base, small)]
         for prompt, batch in itertools.product(args.prompts, (1, 8)):
-            if (dtype, batch, prompt) in done:
+            if (dtype, batch, prompt, args.new_tokens) in done:
                 continue
             (row,) = hp.bench.compare_decoding(*pair, [batch], [prompt], args.new_tokens, seconds=args.seconds)
-            about = {"what": "kv", "dtype": dtype, "batch": batch, "prompt": prompt, "new_tokens": row.new_tokens}
+            about = {"what": "kv", "dtype": dtype, "batch": batch, "prompt": prompt, "asked": args.new_tokens}
+            about |= {"new_tokens": row.new_tokens, "hidden_size": config.hidden_size}
+            about |= {"layers": config.num_hidden_layers, "threads": torch.get_num_threads()}
             about |= {"bytes": [row.original_bytes, row.pruned_bytes], "tokens_a_second": row.tokens_per_second()}
             yield {**about, "prefill": vars(row.prefill), "decode": vars(row.decode)}
 

@@ -30,9 +30,8 @@ def draw(records: Path, docs: Path) -> Path:
 
 
 def tradeoffs(records: Path) -> list[Record]:
-    """The records of this study; those of its first form have no rows of their own."""
-    found = _read(records, "tradeoff-*.json")
-    return [record for record in found if isinstance(record["rows"], list)]
+    """The records of this study."""
+    return _read(records, "tradeoff-*.json")
 
 
 def drawable(records: list[Record]) -> list[Record]:
@@ -54,16 +53,18 @@ def page(records: Path) -> str:
         "measured is said by the scripts: `benchmarks/tradeoff.py`, `native.py`, `scoring_cost.py`, `startup.py`.",
         "",
         "A speed is the time of the whole model over the time of the cut one, in the same run: 2 is twice as fast. In",
-        "brackets are 95 % intervals. *Limit* is what multiply-adds alone would allow; norms, softmax and everything",
-        "that a cut leaves as it is do not count as multiply-adds, and keep a model below it.",
+        "brackets are 95 % intervals. *Limit* is what multiply-adds alone would allow. Norms, softmax and what else",
+        "does not count as multiply-adds keep a model below it; multiply-adds of attention that take longer than those",
+        "of the feed-forwards, as small matrices do, put it above.",
     ]
     if drawable(found):
         lines += ["", f"![quality against speed, by heads kept]({PICTURE})"]
     if not found:
         lines += ["", "No record of `benchmarks/tradeoff.py` yet."]
     for record in found:
-        lines += ["", f"## {title(record)}", "", machine(record), "", *accuracy(record), *sizes(record)]
-        lines += [*speed(record), *long_inputs(record), *cache(record)]
+        lines += ["", f"## {title(record)}", "", machine(record), "", *in_short(record), *accuracy(record)]
+        lines += [*sizes(record), *speed(record), *long_inputs(record)]
+    lines += decoder(found)
     if not any(record["device"] == "cuda" for record in found):
         lines += ["", "## On a GPU", "", f"Trade-off: {NONE}."]
     lines += [*natives(records), *scoring(records), *startup(records)]
@@ -99,37 +100,76 @@ def table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
 # ------------------------------------------------------------------------------------------------ accuracy and size
 
 
+def in_short(record: Record) -> list[str]:
+    """A third of the heads: what it costs and what it brings, in a sentence."""
+    kept, way = record["heads"] // 3, recovered(record)
+    cells = of(record, "speed", kept=kept, dtype="float32", attention="sdpa", compiled=False, batch=32, length=128)
+    lost = of(record, "paired", way=way, kept=kept, against="base")
+    if not cells or not lost:
+        return []
+    row, apart = cells[0], lost[0]
+    return [
+        f"With {kept} of {record['heads']} heads (`{way}`, nothing trained), the test metric moves by"
+        f" {100 * apart['difference']:+.1f} points {_points(apart)}, and at batch 32 of 128 tokens the model is"
+        f" {_ratio(row)} times as fast, {row['ratio'] / row['limit']:.2f} of the {row['limit']:.2f} that multiply-adds"
+        " would allow.",
+        "",
+    ]
+
+
+def recovered(record: Record) -> str:
+    """The timed way, refitted where the record has that."""
+    every = distinct(of(record, "quality"), "way")
+    return next((way for way in (f"{record['timed']} + lstsq", record["timed"]) if way in every), "")
+
+
 def accuracy(record: Record) -> list[str]:
     rows = of(record, "quality")
     if not rows:
         return []
-    budgets = sorted(distinct(rows, "kept"), reverse=True)
+    budgets = sorted({row["kept"] for row in rows if row["kept"] < record["heads"]}, reverse=True)
     lines = [
         f"All {record['heads']} heads: {record['base']:.3f}, on {record['judged']} test rows. Mean ± standard",
-        "deviation over draws of calibration rows; in brackets the interval of the difference from the base, paired",
-        "over examples, the mean of its ends over draws.",
+        "deviation over draws of calibration rows; in brackets points against all heads, mean over draws, with their",
+        "95 % interval over examples.",
         "",
     ]
     body = []
     for way in distinct(rows, "way"):
-        cells = []
-        for kept in budgets:
-            draws = of(record, "quality", way=way, kept=kept)
-            cells.append(_quality(draws) if draws else "")
+        whole = of(record, "quality", way=way, kept=record["heads"])
+        if whole:
+            lines[-1:] = [
+                f"All heads, {way.partition(' + ')[2]}d as long as the others: {_quality(record, whole)}.",
+                "",
+            ]
+            continue
+        cells = [_quality(record, of(record, "quality", way=way, kept=kept)) for kept in budgets]
         body.append([way, *cells])
-    return [*lines, *table(["", *(f"{kept} kept" for kept in budgets)], body)]
+    lines += table(["", *(f"{kept} kept" for kept in budgets)], body)
+    trained = [row for row in of(record, "paired") if row["against"] != "base"]
+    if trained:
+        words = [f"{r['way']}, {r['kept']} kept: {100 * r['difference']:+.1f} {_points(r)}" for r in trained]
+        lines += ["", f"Points against all heads trained as long: {'; '.join(words)}."]
+    return lines
 
 
-def _quality(draws: list[Row]) -> str:
-    low, high = (statistics.fmean(row["against_base"][end] for row in draws) for end in ("low", "high"))
-    return f"{studies.spread([row['quality'] for row in draws])} [{low:+.3f}, {high:+.3f}]"
+def _quality(record: Record, draws: list[Row]) -> str:
+    if not draws:
+        return ""
+    found = of(record, "paired", way=draws[0]["way"], kept=draws[0]["kept"], against="base")
+    apart = f" ({100 * found[0]['difference']:+.1f} {_points(found[0])})" if found else ""
+    return f"{studies.spread([row['quality'] for row in draws])}{apart}"
+
+
+def _points(apart: Row) -> str:
+    return f"[{100 * apart['low']:+.1f}, {100 * apart['high']:+.1f}]"
 
 
 def sizes(record: Record) -> list[str]:
     rows = of(record, "sizes")
     if not rows:
         return []
-    names = [name for name in rows[0] if name not in ("what", "kept", "created", "heads")]
+    names = [name for name in rows[0] if name not in ("what", "kept", "created", "git_commit", "heads")]
     body = [[f"{rows[0]['heads'][0]:.0f}", *(f"{rows[0][name][0]:,.0f}" for name in names)]]
     body += [[f"{row['heads'][1]:.0f}", *(f"{row[name][1]:,.0f}" for name in names)] for row in rows]
     return ["", *table(["heads", *names], body, left=0)]
@@ -144,7 +184,16 @@ def speed(record: Record) -> list[str]:
         rows = of(record, "speed", **dict(zip(("dtype", "attention", "compiled"), way, strict=True)))
         budgets = sorted(distinct(rows, "kept"), reverse=True)
         lines += ["", f"### {way_words(*way)}", "", *break_even(rows), "", *times(rows, budgets)]
-    return [*lines, *headline(record)] if lines else []
+    failed = [row for row in record["rows"] if row["what"] == "speed" and "error" in row]
+    if failed:
+        lines += ["", "Not measured:", ""]
+    for row in failed:
+        at = f"{row['length']} tokens, batch {row['batch']}, {row['kept']} kept"
+        lines.append(f"- {way_words(row['dtype'], row['attention'], row['compiled'])}, {at}: {row['error']}")
+    if lines:
+        about = f"The timed models are those of `{record['timed']}` and the first draw."
+        lines = ["", about, *lines, *headline(record)]
+    return lines
 
 
 def way_words(dtype: str, attention: str, compiled: bool) -> str:
@@ -156,7 +205,7 @@ def times(rows: list[Row], budgets: list[int]) -> list[str]:
     head += [word for kept in budgets for word in (f"{kept} kept: ms p50 (p90)", "speed", "limit")]
     memory = any("peak_bytes" in row for row in rows)
     joules = any(any(row.get("joules_an_example") or []) for row in rows)
-    head += ["peak MiB, whole to smallest"] * memory + ["J/example, whole to smallest"] * joules
+    head += ["MiB with weights, whole to smallest"] * memory + ["J/example, whole to smallest"] * joules
     body = []
     for length, batch in sorted(distinct(rows, "length", "batch")):
         found = {row["kept"]: row for row in rows if (row["length"], row["batch"]) == (length, batch)}
@@ -166,8 +215,8 @@ def times(rows: list[Row], budgets: list[int]) -> list[str]:
             row = found.get(kept)
             cells += [_ms(row, "pruned"), _ratio(row), f"{row['limit']:.2f}"] if row else ["", "", ""]
         if memory:
-            peaks = last.get("peak_bytes")
-            cells.append(" to ".join(f"{n / 2**20:.0f}" for n in peaks) if peaks else "")
+            peaks = zip(last.get("peak_bytes", ()), last["weight_bytes"], strict=False)
+            cells.append(" to ".join(f"{sum(pair) / 2**20:.0f}" for pair in peaks))
         if joules:
             spent = last.get("joules_an_example") or [None]
             cells.append(" to ".join(f"{n:.3g}" for n in spent) if all(spent) else "")
@@ -197,10 +246,10 @@ def break_even(rows: list[Row]) -> list[str]:
 
 def _in_words(cells: list[Row]) -> str:
     """One length, batches in ascending order."""
-    if all(row["low"] > 1 for row in cells):
+    if len(cells) > 1 and all(row["low"] > 1 for row in cells):
         return f"faster at every batch size ({cells[0]['batch']} to {cells[-1]['batch']})"
     words = []
-    if cells[-1]["low"] > 1:
+    if len(cells) > 1 and cells[-1]["low"] > 1:
         start = next(i for i in range(len(cells)) if all(row["low"] > 1 for row in cells[i:]))
         words.append(f"faster from batch {cells[start]['batch']} on")
         cells = cells[:start]
@@ -227,40 +276,40 @@ def headline(record: Record) -> list[str]:
 
 
 def long_inputs(record: Record) -> list[str]:
-    """The attention part, predicted by a latency table, and the model, measured, at long inputs."""
+    """The attention modules alone and the model, at long inputs."""
     body = []
     for row in of(record, "attention"):
-        ms = " to ".join(f"{1000 * seconds:.3g}" for seconds in row["attention_seconds"])
-        part = [f"{row['attention_ratio']:.2f}", f"{row['attention_limit']:.2f}"]
+        alone = row["alone"]
+        ms = f"{1000 * alone['original_p50']:.3g} to {1000 * alone['pruned_p50']:.3g}"
+        part = [_ratio(alone), f"{row['attention_limit']:.2f}"]
         model = [_ratio(row["model"]), f"{row['limit']:.2f}"]
         body.append([str(row["length"]), str(row["batch"]), str(row["kept"]), ms, *part, *model])
     head = ["tokens", "batch", "heads kept", "attention, ms", "its speed", "its limit", "model's speed", "its limit"]
     return ["", "### Long inputs: the attention part and the model", "", *table(head, body, left=0)] if body else []
 
 
-def cache(record: Record) -> list[str]:
-    rows = of(record, "kv")
-    body = []
-    for row in rows:
-        a, b = row["bytes"]
-        speeds = row["tokens_a_second"]
-        cells = [row["dtype"], str(row["prompt"]), str(row["batch"]), f"{a:,} to {b:,}", f"{a / b:g}"]
-        for phase in ("prefill", "decode"):
-            cells += [f"{speeds[f'original_{phase}']:,.0f} to {speeds[f'pruned_{phase}']:,.0f}", _ratio(row[phase])]
-        body.append(cells)
-    head = [
-        "dtype",
-        "prompt",
-        "batch",
-        "bytes of the cache",
-        "ratio",
-        "prefill tokens/s",
-        "speed",
-        "decode tokens/s",
-        "speed",
-    ]
-    intro = "### A decoder with grouped queries, half of its groups gone"
-    return ["", intro, "", *table(head, body)] if body else []
+def decoder(records: list[Record]) -> list[str]:
+    """The cache of a decoder, of the first record on each device: no task has a part in it."""
+    lines: list[str] = []
+    for device in dict.fromkeys(record["device"] for record in records):
+        rows = next((rows for r in records if r["device"] == device and (rows := of(r, "kv"))), [])
+        body = []
+        for row in rows:
+            a, b = row["bytes"]
+            speeds = row["tokens_a_second"]
+            cells = [row["dtype"], str(row["prompt"]), str(row["batch"]), f"{a:,} to {b:,}", f"{a / b:g}"]
+            for phase in ("prefill", "decode"):
+                rates = (speeds[f"{which}_{phase}"] for which in ("original", "pruned"))
+                cells += [" to ".join(f"{rate:,.0f}" for rate in rates), _ratio(row[phase])]
+            body.append(cells)
+        if body:
+            about = f"A Llama of {rows[0]['layers']} layers, width {rows[0]['hidden_size']}, with random weights and 8"
+            lines += ["", f"## A decoder with grouped queries, on {'a CPU' if device == 'cpu' else 'a GPU'}", ""]
+            lines += [f"{about} groups of 4 query heads; every second group is gone.", ""]
+            head = ["dtype", "prompt", "batch", "bytes of the cache", "ratio"]
+            head += ["prefill tokens/s", "speed", "decode tokens/s", "speed"]
+            lines += table(head, body)
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------ other records
@@ -273,26 +322,27 @@ def natives(records: Path) -> list[str]:
         lines += [
             machine(record),
             "",
-            f"Speed of the pruned model over the native one of its shape; {record['aim']} or more is aimed at.",
-            "*Uncut* is the same comparison before any cut, so what it misses from 1 is the library's code.",
+            "Speed of the pruned model over the native one of its shape. *Uncut* is the same comparison before any",
+            "cut: what it misses from 1 is the library's code. *The cut's own share* is the one over the other.",
             "",
         ]
-        body = []
+        body, missed = [], []
         for row in record["rows"]:
-            about = [
-                row["subject"],
-                row["dtype"],
-                "yes" if row["compiled"] else "no",
-                f"{row['batch']} x {row['tokens']}",
-            ]
-            body.append([*about, _ratio(row["speed"]), _ratio(row["uncut"])])
-        lines += [*table(["model", "dtype", "compiled", "batch x tokens", "pruned", "uncut"], body, left=2), ""]
+            about = [row["subject"], row["dtype"], "yes" if row["compiled"] else "no"]
+            about.append(f"{row['batch']} x {row['tokens']}")
+            share = row["speed"]["ratio"] / row["uncut"]["ratio"]
+            body.append([*about, _ratio(row["speed"]), _ratio(row["uncut"]), f"{share:.3f}"])
+            if row["speed"]["ratio"] < record["aim"] and row["subject"] != "llama, free":
+                missed.append(f"{row['subject']} {about[-1]}")
+        head = ["model", "dtype", "compiled", "batch x tokens", "pruned", "uncut", "the cut's own share"]
+        verdict = f"{record['aim']} is aimed at, and missed by {', '.join(missed)}." if missed else ""
+        lines += [*table(head, body, left=2), "", verdict or f"All reach the {record['aim']} that is aimed at.", ""]
     return [*lines, *_missing(found, "native.py")]
 
 
 def scoring(records: Path) -> list[str]:
     lines = ["", "## Scoring", ""]
-    found = [record for record in _read(records, "scoring-cost-*.json") if "throughput" in record]
+    found = [record for record in _read(records, "scoring-*.json") if "throughput" in record]
     for record in found:
         body = []
         for row in record["throughput"]:
@@ -356,8 +406,7 @@ def readme(records: Path) -> str:
 
 def _best(record: Record, row: Row) -> str:
     """What is left at a budget, without training: by the timed way, refitted where the record has that."""
-    every = distinct(of(record, "quality", kept=row["kept"]), "way")
-    way = next((way for way in (f"{record['timed']} + lstsq", record["timed"]) if way in every), every[0])
+    way = recovered(record) or distinct(of(record, "quality", kept=row["kept"]), "way")[0]
     value = statistics.fmean(r["quality"] for r in of(record, "quality", kept=row["kept"], way=way))
     return f"{row['kept']} heads {value:.3f} at {row['ratio']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
 

@@ -7,7 +7,8 @@ import itertools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,17 @@ import torch
 from torch import nn
 
 import headprune as hp
-from headprune.bench.latency import compare_latency, shaped_batch, synchronize
+from headprune.bench.latency import Effort, in_turn, shaped_batch, speed_row, synchronize
+from headprune.bench.recording import fresh, recorded
 from headprune.model.costs import measure_costs
 from headprune.model.running import call, device_of, to_device, undisturbed
 from headprune.model.sites import bind
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scoring_cost import peak
+
+#: Among heads kept: nothing is cut.
+WHOLE = -1
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def grid(args: Any) -> list[Cell]:
 def speed_rows(
     base: nn.Module, cuts: dict[int, nn.Module], example: Any, args: Any, done: set[Any]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each cell and cut that is not ``done``, as soon as it is measured.
+    """A row for each cell and cut that is not ``done``; the whole model and all cuts of a cell are timed in turn.
 
     Args:
         base: The whole model, on its device.
@@ -70,19 +75,27 @@ def speed_rows(
         done: ``(kept, Cell)`` that are there already.
     """
     for way, cells in itertools.groupby(grid(args), key=lambda cell: cell.way):
-        missing = [(cell, kept) for cell in cells for kept in cuts if (kept, cell) not in done]
-        if not missing:
-            continue
-        torch._dynamo.reset()
-        whole = prepared(base, *way)
-        small = {kept: prepared(cuts[kept], *way) for kept in {kept for _, kept in missing}}
-        for cell, kept in missing:
-            row = {"what": "speed", "kept": kept, **asdict(cell)}
+        made: dict[int, nn.Module] = {}
+        for cell in cells:
+            missing = [kept for kept in cuts if (kept, cell) not in done]
+            if not missing:
+                continue
+            for kept, model in ((WHOLE, base), *((kept, cuts[kept]) for kept in missing)):
+                if kept not in made:
+                    made[kept] = prepared(model, *way)
+            about = {"what": "speed", **asdict(cell), "threads": torch.get_num_threads()}
             try:
-                yield row | measured(whole, small[kept], example, cell, args) | limits(base, cuts[kept], example, cell)
-            except torch.OutOfMemoryError as error:
-                torch.cuda.empty_cache()
-                yield row | {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+                with compiling(cell.compiled) as graphs:
+                    found = measured([made[kept] for kept in (WHOLE, *missing)], example, cell, args)
+                    counted = graphs(len(found) + 1)
+            except RuntimeError as error:  # of the memory, or of a compiler: the cell is said to fail
+                if device_of(base).type == "cuda":
+                    torch.cuda.empty_cache()
+                words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                yield from ({**about, "kept": kept, "error": words} for kept in missing)
+                continue
+            for kept, row in zip(missing, found, strict=True):
+                yield {**about, "kept": kept, **row, **counted, **limits(base, cuts[kept], example, cell)}
 
 
 def prepared(model: nn.Module, dtype: str, attention: str, compiled: bool) -> nn.Module:
@@ -94,28 +107,77 @@ def prepared(model: nn.Module, dtype: str, attention: str, compiled: bool) -> nn
     return torch.compile(made, dynamic=False) if compiled else made  # type: ignore[no-any-return]
 
 
-def measured(whole: nn.Module, small: nn.Module, example: Any, cell: Cell, args: Any) -> dict[str, Any]:
-    """Latency of both in turn, peak memory and energy of each, clocks before and after."""
-    device = device_of(whole)
+@contextmanager
+def compiling(compiled: bool) -> Iterator[Callable[[int], dict[str, int]]]:
+    """Compiled code of this block alone, and all of it compiled: falling back to eager mode is an error.
+
+    The models share their class's code, and past a limit of versions PyTorch would run the rest uncompiled, which the
+    times alone would not tell.
+
+    Yields:
+        ``(models) -> facts``: graphs, and breaks between them, for the row.
+    """
+    if not compiled:
+        yield lambda models: {}
+        return
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+
+    def facts(models: int) -> dict[str, int]:
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        if graphs < models:
+            raise RuntimeError(f"{graphs} graphs were compiled for {models} models")
+        return {"graphs": graphs, "graph_breaks": breaks}
+
+    with torch._dynamo.config.patch(recompile_limit=1024, fail_on_recompile_limit_hit=True):
+        yield facts
+
+
+def measured(models: list[nn.Module], example: Any, cell: Cell, args: Any) -> list[dict[str, Any]]:
+    """For every model after the first, which is the whole one: latency of both, peak memory and energy, and clocks.
+
+    All run in turn, so that the whole model's times are the same in all rows.
+    """
+    device = device_of(models[0])
     batch = to_device(shaped_batch(example, cell.batch, cell.length), device)
-    before = clocks(device)
-    (row,) = compare_latency(
-        whole, small, lambda *_: batch, [cell.batch], [cell.length], seconds=args.seconds, min_rounds=8
-    )
-    found: dict[str, Any] = {k: v for k, v in vars(row).items() if k not in ("batch", "length")}
-    found["throughput"] = [cell.batch / row.original_p50, cell.batch / row.pruned_p50]
-    found["clocks"] = [before, clocks(device)]
-    runs = [lambda m=m: running(m, batch) for m in (whole, small)]
-    if not cell.compiled and not args.no_memory:
-        found["peak_bytes"] = [peak(run, device) for run in runs]
-    if device.type == "cuda":
-        found["joules_an_example"] = [energy(run, cell.batch, args.seconds) for run in runs]
-    return found
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(undisturbed(model, compiled=True))
+        stack.enter_context(torch.inference_mode())
+        runs: list[Callable[[], Any]] = [partial(call, model, batch) for model in models]
+        effort = effort_of(args, len(models))
+        for run in runs * effort.warmup:
+            run()
+        before = clocks(device)
+        times = in_turn(runs, device, effort)
+        about: dict[str, Any] = {"clocks": [before, clocks(device)]}
+        peaks = None if cell.compiled or args.no_memory else [peak(run, device) for run in runs]
+        joules = energies(runs, cell.batch, args.seconds, device) if device.type == "cuda" else None
+    rows = []
+    for place in range(1, len(models)):
+        row = vars(speed_row(cell.batch, cell.length, times[:, [0, place]], seed=0))
+        found: dict[str, Any] = {k: v for k, v in row.items() if k not in ("batch", "length")} | about
+        found["throughput"] = [cell.batch / row["original_p50"], cell.batch / row["pruned_p50"]]
+        found["weight_bytes"] = [weight_bytes(models[i]) for i in (0, place)]
+        if peaks is not None:
+            found["peak_bytes"] = [peaks[0], peaks[place]]
+        if joules is not None:
+            found["joules_an_example"] = [joules[0], joules[place]]
+        rows.append(found)
+    return rows
 
 
-def running(model: nn.Module, batch: Any) -> None:
-    with undisturbed(model, compiled=True), torch.inference_mode():
-        call(model, batch)
+def effort_of(args: Any, models: int) -> Effort:
+    """As long a model as if two were compared for ``--seconds``."""
+    return Effort(args.seconds * models / 2, 3, 10, 200)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of parameters and buffers."""
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
 def limits(base: nn.Module, small: nn.Module, example: Any, cell: Cell) -> dict[str, float]:
@@ -130,29 +192,41 @@ def limits(base: nn.Module, small: nn.Module, example: Any, cell: Cell) -> dict[
 def attention_rows(
     base: nn.Module, cuts: dict[int, nn.Module], example: Any, args: Any, done: set[Any]
 ) -> Iterator[dict[str, Any]]:
-    """The attention part alone by a latency table, and the model, at long inputs, beside their limits."""
+    """At long inputs: the attention modules alone, given what goes into them in a pass, and the models; all in turn."""
     for length, batch in itertools.product(args.attention_lengths, args.attention_batches):
         missing = [kept for kept in cuts if (kept, length, batch) not in done]
         if not missing:
             continue
-        table = hp.bench.latency_table(base, example, batch_size=batch, length=length, seconds=10 * args.seconds)
-        alone = table.alone([row.site for row in table.sites])
-        for kept in missing:
-            heads = {site.name: len(site.heads) for site in hp.find_sites(cuts[kept])}
-            cell = Cell("float32", "sdpa", False, length, batch)
-            make = partial(shaped_batch, example)
-            (whole,) = compare_latency(base, cuts[kept], make, [batch], [length], seconds=args.seconds)
-            yield {
-                "what": "attention",
-                "kept": kept,
-                "length": length,
-                "batch": batch,
-                "attention_seconds": [alone.whole, alone.predict(heads)],
-                "attention_ratio": alone.whole / alone.predict(heads),
-                "model": vars(whole),
-                **limits(base, cuts[kept], example, cell),
-                "notes": list(table.notes),
+        models, device = [base, *(cuts[kept] for kept in missing)], device_of(base)
+        inputs = to_device(shaped_batch(example, batch, length), device)
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(undisturbed(model))
+            stack.enter_context(torch.inference_mode())
+            parts = [attention_of(model, inputs) for model in models]
+            wholes = [partial(call, model, inputs) for model in models]
+            alone, whole = (in_turn(runs, device, effort_of(args, len(models))) for runs in (parts, wholes))
+        for place, kept in enumerate(missing, 1):
+            about = {"what": "attention", "kept": kept, "length": length, "batch": batch}
+            about["threads"] = torch.get_num_threads()
+            rows = {
+                name: vars(speed_row(batch, length, times[:, [0, place]], seed=0))
+                for name, times in (("alone", alone), ("model", whole))
             }
+            cell = Cell("float32", "sdpa", False, length, batch)
+            yield {**about, **rows, **limits(base, cuts[kept], example, cell)}
+
+
+def attention_of(model: nn.Module, inputs: Any) -> Callable[[], None]:
+    """Calls every attention module of a model as one pass of it does, one after the other."""
+    seen = recorded(model, bind(model), inputs)
+    runs = [(model.get_submodule(name), run) for name, found in seen.items() for _, run in found]
+
+    def run_all() -> None:
+        for module, run in runs:
+            module(*fresh(run.args), **fresh(run.kwargs))
+
+    return run_all
 
 
 # ------------------------------------------------------------------------------------------------ sizes
@@ -188,19 +262,22 @@ def clocks(device: torch.device) -> dict[str, Any] | None:
     return dict(zip(names, map(str.strip, said.stdout.strip().split(",")), strict=False))
 
 
-def energy(run: Callable[[], Any], batch: int, seconds: float) -> float | None:
-    """Joules an example by NVML's counter of the whole GPU; None without the package ``pynvml`` or such a counter."""
+def energies(runs: Sequence[Callable[[], Any]], batch: int, seconds: float, device: torch.device) -> list[float | None]:
+    """Joules an example of each, in turn, by NVML's counter of the whole GPU; None without the package ``pynvml`` or
+    such a counter."""
+    spent, calls = [0] * len(runs), [0] * len(runs)
     try:
         import pynvml
 
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-        read: Callable[[], int] = lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))  # noqa: E731
-        before, start, calls = read(), perf_counter(), 0
+        for which in (*range(len(runs)), *reversed(range(len(runs)))):
+            before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), perf_counter()
+            while perf_counter() - start < max(seconds, 1.0):  # the counter moves some ten times a second
+                runs[which]()
+                synchronize(device)
+                calls[which] += 1
+            spent[which] += pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before
     except Exception:  # no package, no driver, no counter: NVML has an error class for each
-        return None
-    while perf_counter() - start < max(seconds, 0.5):  # the counter moves some ten times a second
-        run()
-        synchronize(torch.device("cuda"))
-        calls += 1
-    return (read() - before) / 1000 / (calls * batch)
+        return [None] * len(runs)
+    return [millijoules / 1000 / (count * batch) for millijoules, count in zip(spent, calls, strict=True)]

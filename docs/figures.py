@@ -18,13 +18,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "peers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import concepts
 import coverage
 import findings
 import kv_groups
 import learned_gates
 import pipelines
+import recipe_runs
 import scorers
 import selector_loss
 import tradeoff_page
@@ -43,6 +46,8 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "findings-*.json": findings.draw,
     "selector-loss-*.json": selector_loss.draw,
     "translation-*.json": translation.draw,
+    "demo.json": recipe_runs.draw,
+    "run-*.json": recipe_runs.draw,
     "peers-*.json": lambda records, docs: importlib.import_module("page").write(records, docs),  # of benchmarks/peers
     "coverage.json": lambda records, docs: write_atomic(
         docs / "coverage.md", coverage.table(json.loads((records / "coverage.json").read_text())).encode()
@@ -62,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if list(args.records.glob(pattern)):
             write(args.records, args.docs)
     tradeoff_page.draw(args.records, args.docs)
+    concepts.draw(args.records, args.docs)
     args.readme.write_text(filled(args.readme.read_text(encoding="utf-8"), args.records), encoding="utf-8")
 
 
@@ -102,7 +108,7 @@ def demo(records: Path) -> str:
     rows = [row for row in record.quality if row.split == "test"]
     sizes = {row.name: row for row in record.size}
     speed, proof = max(record.speed, key=lambda row: row.batch), max(p.max_difference for p in record.proofs)
-    threads = f"{record.hardware['threads']} thread{'' if record.hardware['threads'] == 1 else 's'}"
+    threads = recipe_runs.threads(record)
     less = 1 - sizes["parameters"].pruned / sizes["parameters"].original
     lines = [
         f"Measured by `make demo` ({record.hardware['processor']}, {threads}): half of the",

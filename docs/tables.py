@@ -1,4 +1,5 @@
-"""Writes docs/layouts.md, scorers.md and selectors.md from their registries, refusals.md from the table of properties.
+"""Writes docs/layouts.md, scorers.md and selectors.md from their registries, refusals.md from the table of properties,
+recipes.md from the recipes.
 
     python docs/tables.py
 
@@ -193,7 +194,7 @@ not named keep all heads. `must_keep` and `must_remove` name heads by site, in o
 plan = hp.select(
     scores,
     {{"self": hp.Budget(keep_heads=0.5), "cross": hp.Budget(keep_heads=0.8)}},
-    must_keep={{"encoder.layers.0.self_attn": [3]}},
+    must_keep={{"model.encoder.layers.0.self_attn": [3]}},
 )
 ```
 
@@ -203,6 +204,9 @@ What a layer takes with fewer heads is measured, on the device at hand, at the s
 says what is predicted; measure what comes of it. A recipe with `select.speedup` does all three.
 
 ```python
+import copy
+from functools import partial
+
 table = hp.bench.latency_table(model, batch, batch_size=32, length=128)
 plan = hp.select(scores, hp.Budget(speedup=1.3), latency=table)  # by the knapsack
 print(plan.notes)  # predicted
@@ -236,11 +240,67 @@ def _told(selector: type, word: str) -> str:
     return " ".join(text[1].replace("``", "`").split()) if text else ""
 
 
+def recipes() -> str:
+    """docs/recipes.md."""
+    from headprune.run import load_recipe, shipped_recipes
+
+    rows = []
+    for name, path in shipped_recipes().items():
+        recipe = load_recipe(path)
+        model = recipe.model.path or recipe.model.class_name or recipe.model.import_path
+        data = f"{recipe.data.path} {recipe.data.subset or ''}".strip()
+        rows.append(f"| [{name}](how-to.md#{name}) | {recipe.description} | {recipe.task} | `{model}` | `{data}` |")
+    return f"""{WRITTEN}
+# Recipes
+
+A recipe is a whole run in one YAML file: model, data, scorer, budget, recovery, measurements. `headprune run NAME` runs
+one of these, `headprune run FILE --set key=value` yours, and `headprune validate FILE` lists all that is wrong with it.
+Each is a case to start from: copy it, or change what differs with `--set`.
+
+| recipe | what it does | task | model | data |
+| --- | --- | --- | --- | --- |
+{chr(10).join(rows)}
+
+`digits-vit` and `custom-model` need no network. The others name models and data sets of the hub; where it cannot be
+reached, `model.path` and `data.path` are folders, as the comments at the top of each file say.
+
+## Rows
+
+Data is a hub data set, a file (json, jsonl, csv, parquet, txt) or a folder with a file for each split.
+
+| task | what a row has | metric |
+| --- | --- | --- |
+| `text_classification` | `data.text`, one column or a pair, and `data.label` | accuracy |
+| `regression` | the same, with a number for a label | mean squared error |
+| `token_classification` | a list of words and a list of as many labels | accuracy over words |
+| `question_answering` | question and context, the columns of `data.text`, and SQuAD's answers, `data.label` | F1 |
+| `causal_lm` | `data.text`, or numbers of tokens (`data.tokens`) | perplexity; bits per character |
+| `translation` | `data.text` and what it becomes, `data.target`: any text to text | BLEU (sacrebleu) |
+| `image_classification` | `data.image`, a picture or an array, and `data.label` | accuracy |
+| `audio_classification` | `data.audio`, a path, bytes or an array with its sampling rate, and `data.label` | accuracy |
+
+- **Splits.** A part that the data lacks is drawn from the train rows (`data.holdout`, `data.test_holdout`). A split
+  that is named for one purpose (`test_split: validation`) serves no other. No row stands in two parts.
+- **Labels** are names or numbers. Numbers that the data names (`ClassLabel`) are put into the order of a model that has
+  the same names, in capitals or not; a model that is not trained and has other names is taken at its numbers, and the
+  record says so.
+- **Questions.** A context that is longer than `data.max_length` is cut at its end: there is one window a question. The
+  record says how many questions lose their answer so; no loss is taken of them, in F1 and exact match they count. A
+  question without an answer (SQuAD 2) is one that the model should answer at its `[CLS]` token; models without that
+  token refuse such rows. F1 is what the tables have; `metrics.exact_match` of the record has the other.
+- **Sound** is brought to the rate that the model's feature extractor asks for, averaged over channels, and cut or
+  filled with silence to `data.seconds`, so that no clip depends on its batch. Wav files are read as they are, other
+  formats with `pip install 'headprune[audio]'`.
+- **A model of your own** comes by import path: [docs/custom-models.md](custom-models.md#in-a-recipe).
+- **Sweeps** take a recipe as their base: [docs/sweeps.md](sweeps.md).
+"""
+
+
 def main(folder: Path = HERE) -> None:
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for make in (layouts, scorers, selectors, refusals):
+        for make in (layouts, scorers, selectors, refusals, recipes):
             (folder / f"{make.__name__}.md").write_text(make(), encoding="utf-8")
 
 

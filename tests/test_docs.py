@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headprune.surgery.properties import PROPERTIES
+from tests.documents import PAGES
 from tests.scripts import benchmark, script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +33,7 @@ def test_a_layout_of_ones_own_takes_at_most_15_lines() -> None:
 def test_written_tables_are_fresh(tmp_path: Path) -> None:
     script(DOCS / "tables.py").main(tmp_path)
     written = sorted(tmp_path.iterdir())
-    assert [path.name for path in written] == ["layouts.md", "refusals.md", "scorers.md", "selectors.md"]
+    assert [path.name for path in written] == ["layouts.md", "recipes.md", "refusals.md", "scorers.md", "selectors.md"]
     for path in written:
         assert path.read_text() == (DOCS / path.name).read_text(), f"docs/{path.name}: run `python docs/tables.py`"
 
@@ -70,6 +71,6 @@ def test_coverage_is_that_of_its_record_and_good_enough() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#:]+)", page.read_text()):
-            assert (DOCS / target).exists(), f"{page.name}: {target}"
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)[)#]", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

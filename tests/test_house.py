@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,11 @@ def test_imports_go_down_only() -> None:
     lint = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
     assert lint, "import-linter is not installed beside this Python"
     assert "0 broken" in run(lint)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "records").glob("*.json")), ids=lambda p: p.stem)
+def test_no_record_names_a_path_of_one_machine(path: Path) -> None:
+    assert not re.findall(r'"/[^"/]+/[^"]*"', path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "headprune").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))

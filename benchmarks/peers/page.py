@@ -78,19 +78,26 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
         failed |= {name: errors[0]} if errors else {}
         if good:
             cells = [name, studies.spread([row["test"] for row in good]), _apart(record, name, kept)]
-            cells += [_speed(row) for row in good[0]["speed"]] + _rest(good)
+            timed = [row for row in good if "speed" in row]
+            cells += [*(map(_speed, timed[0]["speed"]) if timed else ["-"] * len(shapes)), *_rest(good, timed)]
             lines.append("| " + " | ".join(cells) + " |")
         else:
-            lines.append(f"| {name} | does not work |" + " - |" * (len(head) - 2))
+            what = "CPU only" if all("runs on the CPU only" in error for error in errors) else "does not work"
+            lines.append(f"| {name} | {what} |" + " - |" * (len(head) - 2))
     reasons = [f"- **{name}** failed: {error}" for name, error in failed.items()]
     return [*lines, *([""] if reasons else []), *reasons]
 
 
 def _apart(record: dict[str, Any], name: str, kept: int | None) -> str:
-    found = next((c for c in record.get("compared", []) if (c["peer"], c["kept"]) == (name, kept)), None)
-    if found is None:
-        return "-"
-    points = {k: 100 * v for k, v in found["test"].items()}
+    against = "unpruned" if kept is None else REFERENCE
+    for line in record.get("compared", []):
+        if (line["peer"], line["kept"], line["reference"]) == (name, kept, against):
+            return _points(line)
+    return "-"
+
+
+def _points(line: dict[str, Any]) -> str:
+    points = {k: 100 * v for k, v in line["test"].items()}
     return f"{points['difference']:+.1f} [{points['low']:+.1f}, {points['high']:+.1f}]"
 
 
@@ -98,7 +105,9 @@ def _speed(cell: dict[str, Any]) -> str:
     return f"{cell['ratio']:.2f}x [{cell['low']:.2f}, {cell['high']:.2f}]"
 
 
-def _rest(rows: list[dict[str, Any]]) -> list[str]:
+def _rest(rows: list[dict[str, Any]], timed: list[dict[str, Any]]) -> list[str]:
+    """Of all draws; seconds of those alone that ran on an idle machine."""
+
     def mean(values: list[Any]) -> str:
         known = [v for v in values if v is not None]
         return f"{statistics.fmean(known):.1f}" if known else "-"
@@ -106,45 +115,71 @@ def _rest(rows: list[dict[str, Any]]) -> list[str]:
     return [
         mean([row["bytes"] and row["bytes"] / 1e6 for row in rows]),
         "yes" if all(row["loads_back"]["ok"] for row in rows) else "**no**",
-        mean([row["seconds"].get("score") for row in rows]),
-        mean([sum(row["seconds"].values()) for row in rows]),
+        mean([row["seconds"].get("score") for row in timed]),
+        mean([sum(row["seconds"].values()) for row in timed]),
         mean([row["memory_mib"]["cut"] for row in rows]),
         mean([row["memory_mib"]["run"] for row in rows]),
     ]
 
 
 def verdict(record: dict[str, Any]) -> list[str]:
-    """What beats headprune, and what headprune adds to what keeps all heads."""
-    rows = {(row["peer"], row["kept"]): row for row in reversed(record["rows"]) if "error" not in row}  # first draws
-    better, faster, added = [], [], []
+    """Every peer against ours, by paired accuracy and by speed together."""
+    rows = {(row["peer"], row["kept"]): row for row in record["rows"] if "speed" in row}
+    body = []
     for line in record.get("compared", []):
-        mine, theirs = rows.get((REFERENCE, line["kept"])), rows[line["peer"], line["kept"]]
-        if mine and line["reference"] == REFERENCE and line["test"]["low"] > 0 and not _slower(theirs, mine):
-            training = " after training" if PEERS[line["peer"]].trains else ""
-            better.append(f"**{line['peer']}** with {line['kept']} heads{training}")
-    ours = [row for (name, _), row in rows.items() if name == REFERENCE]
+        theirs = rows.get((line["peer"], line["kept"]))
+        ours = rows.get((line["reference"], line["reference_kept"]))
+        if theirs and ours and _ours(line["reference"]) and not _ours(line["peer"]):
+            kept = [str(n) if n is not None else "all" for n in (line["kept"], line["reference_kept"])]
+            speed = _faster(theirs, ours)
+            outcome = _outcome(line["test"], speed)
+            body.append([line["peer"], kept[0], line["reference"], kept[1], _points(line), speed or "-", outcome])
+    head = ["peer", "heads", "held to", "heads", "points", "the faster", "outcome for headprune"]
+    added = []
     for (name, kept), row in rows.items():
-        if ours and kept is None and all(_slower(o, row) and o["test"] <= row["test"] for o in ours):
-            faster.append(f"**{name}**")
         if name.startswith(TOGETHER) and (alone := rows.get((name.removeprefix(TOGETHER), None))):
             gain = row["speed"][-1]["ratio"] / alone["speed"][-1]["ratio"]
             points = 100 * (row["test"] - alone["test"])
             added.append(f"{alone['peer']} {gain:.2f} times as fast at {points:+.1f} points with {kept} heads")
-    return [
+    lines = [
         "",
-        f"- More accurate than {REFERENCE} beyond the interval with as many heads, and not slower: {_list(better)}.",
-        f"- With all heads, faster than {REFERENCE} for every shape and no less accurate: {_list(faster)}.",
-        f"- What {REFERENCE} adds, for the last shape: {_list(added)}.",
+        "### Accuracy and speed together",
+        "",
+        "*The faster* is so for every shape, beyond the intervals; else none is. *Lost*: theirs is surely more",
+        "accurate and not slower, or faster and not surely less accurate. *Won* is the other way round. *A trade*: one",
+        "is surely more accurate, the other faster. *Tied*: neither can be told.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "| --- | ---: | --- | ---: | ---: | --- | --- |",
+        *("| " + " | ".join(cells) + " |" for cells in body),
     ]
+    words = f"What {REFERENCE} adds to others, for the last shape and the first draw: {'; '.join(added) or 'nothing'}."
+    return [*lines, "", words]
+
+
+def _ours(name: str) -> bool:
+    """Whether a row is a model of ours, by itself."""
+    return name == REFERENCE or name.startswith(f"{REFERENCE}, ")
+
+
+def _faster(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    if _slower(ours, theirs):
+        return "theirs"
+    return "ours" if _slower(theirs, ours) else ""
+
+
+def _outcome(points: dict[str, float], faster: str) -> str:
+    """What a paired difference (theirs less ours) and the faster one come to, for us."""
+    better = "theirs" if points["low"] > 0 else "ours" if points["high"] < 0 else ""
+    if {better, faster} == {"theirs", "ours"}:
+        return "a trade"
+    told = better or faster
+    return {"theirs": "**lost**", "ours": "won", "": "tied"}[told]
 
 
 def _slower(row: dict[str, Any], other: dict[str, Any]) -> bool:
     """For every shape, beyond the intervals."""
     return all(r["high"] < o["low"] for r, o in zip(row["speed"], other["speed"], strict=True))
-
-
-def _list(words: list[str]) -> str:
-    return "; ".join(words) or "none"
 
 
 def others(record: dict[str, Any]) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 #: The environment that the runner itself runs in.
 OWN = "headprune"
 REFERENCE = "headprune"
+#: The same, trained as long as the base model: what other trained ways are held to.
+TRAINED = "headprune, trained"
 TITLES = {"sst2": "MiniLM on SST-2", "trec": "MiniLM on TREC", "digits": "a small ViT on digits"}
 TEXT, IMAGE = ("sst2", "trec"), ("digits",)
 
@@ -52,12 +54,18 @@ PEERS = {
         Peer("unpruned", "unpruned", "the base model", cuts=False, draws=1),
         Peer("headprune", "ours", "`taylor`, `global_topk`, `lstsq` with the feed-forward", settings=_TAYLOR),
         Peer(
-            "headprune, trained",
+            TRAINED,
             "ours",
             f"the same, then {_TRAINED}, with its logits",
             settings={**_TAYLOR, "distill": 1.0},
             draws=1,
             trains=True,
+        ),
+        Peer(
+            "headprune, surgeon",
+            "ours",
+            "the same with scores by `surgeon`",
+            settings={"scorer": "surgeon", "selector": "global_topk"},
         ),
         Peer("flap2024", "ours", "FLAP, heads only, by our parts", settings={"preset": "flap2024"}),
         Peer("kwon2022", "ours", "Kwon et al., heads only, by our parts", settings={"preset": "kwon2022"}),
@@ -150,7 +158,7 @@ PEERS = {
             for title, way, about in (
                 ("fp32", "fp32", "the ONNX file as it is"),
                 ("dynamic INT8", "dynamic", "dynamic INT8"),
-                ("static INT8", "static", "static INT8 with ranges of 256 calibration rows"),
+                ("static INT8", "static", "static INT8 with ranges of 256 calibration rows of all lengths"),
             )
         ),
     )

@@ -11,7 +11,8 @@ and what it took. A second process loads what was saved, alone. Times are rounds
 in turn, in one process. A peer that cannot do it has its error in the table.
 
 A row of the record is one peer with one number of heads and one draw of calibration rows, written as soon as it is
-there; a run that is started again goes on after the last one (``--again`` repeats rows with an error). Logits stay in
+there; a run that is started again goes on after the last one (``--again`` repeats rows with an error). The first draw
+is timed, so run it on an idle machine (``--seeds 1``); further draws can come later, beside other work. Logits stay in
 ``--work``, for the paired comparisons with headprune.
 """
 
@@ -39,11 +40,13 @@ import judging
 import page
 import studies
 import subjects
-from roster import OWN, PEERS, REFERENCE, TITLES, Peer
+from roster import OWN, PEERS, REFERENCE, TITLES, TRAINED, Peer
 from studies import RECORDS, now
 from subjects import Subject
 
 HERE = Path(__file__).resolve().parent
+#: The draw whose models are timed.
+TIMED = 0
 #: Heads kept by default, of 72 and of 32.
 BUDGETS = {"sst2": (36, 24), "trec": (36, 24), "digits": (16, 8)}
 
@@ -61,6 +64,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--judged", type=int, help="judge by the first so many rows only, to try the script")
     parser.add_argument("--train-rows", type=int, help="peers that train see so many rows only, to try the script")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one half of a job")
+    studies.add_minutes(parser)
     parser.add_argument("--again", action="store_true", help="try rows with an error again")
     args = parser.parse_args(argv)
     if not args.figure:
@@ -77,9 +81,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = arguments(argv)
     if args.figure:
         return page.write(args.records, args.docs)
+    check_environments(args)
     subject = subjects.subject(args)
     out: Path = args.out or RECORDS / f"peers-{args.task}{'-cuda' if args.device == 'cuda' else ''}.json"
-    record = begin(args, subject, out)
+    record, over = begin(args, subject, out), studies.clock(args)
     for peer, kept, seed in wanted(args):
         name = (peer.name, kept, seed)
         done = next((row for row in record["rows"] if key(row) == name), None)
@@ -89,10 +94,26 @@ def main(argv: Sequence[str] | None = None) -> Path:
         record["rows"] = [other for other in record["rows"] if other is not done] + [row]
         studies.keep(record, out)
         print(f"{peer.name:40} {kept or '-':>3} {seed} {row.get('test', row.get('error'))}", flush=True)
+        if over():
+            break
     record["compared"] = compared(args, subject, record["rows"])
     studies.keep(record, out)
     print(out)
     return out
+
+
+def check_environments(args: argparse.Namespace) -> None:
+    """Refuses to begin where an environment was never made: that is no failure of the peer's."""
+    wanted_peers = [PEERS[name] for name in args.peers if args.task in PEERS[name].tasks]
+    lacking = sorted({p.environment for p in wanted_peers} - {OWN, *_made(args)})
+    if lacking:
+        script = "benchmarks/peers/environments.py"
+        raise SystemExit(f"No environment {', '.join(lacking)}: run {script} first, or name other --peers.")
+
+
+def _made(args: argparse.Namespace) -> list[str]:
+    names = {peer.environment for peer in PEERS.values()} - {OWN}
+    return [name for name in names if environments.state(args.environments, name)]
 
 
 def begin(args: argparse.Namespace, subject: Subject, out: Path) -> dict[str, Any]:
@@ -109,6 +130,8 @@ def begin(args: argparse.Namespace, subject: Subject, out: Path) -> dict[str, An
         "device_used": args.device,
         "threads": args.threads,
     }
+    if args.device == "cuda":
+        same["gpu"] = torch.cuda.get_device_name()
     return studies.begun(out, same, torch.device(args.device), git_commit=git_commit())
 
 
@@ -162,8 +185,6 @@ def interpreter(folder: Path, peer: Peer) -> str:
     if peer.environment == OWN:
         return sys.executable
     state = environments.state(folder, peer.environment)
-    if not state:
-        raise Failure(f"no environment {peer.environment}: run benchmarks/peers/environments.py")
     if not state["ok"]:
         raise Failure(f"its environment cannot be made: {state['error']}")
     return str(environments.python(folder, peer.environment))
@@ -198,7 +219,7 @@ def written(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | 
         "device": args.device,
         "threads": args.threads,
         "batch": 32,
-        "shapes": shapes(args),
+        "shapes": shapes(args) if seed == TIMED else [],
         "seconds": args.seconds,
         "seed": seed,
     }
@@ -259,7 +280,8 @@ def judged(args: argparse.Namespace, subject: Subject, job: Path, cut: dict[str,
     apart = float(np.abs(logits["base"] - first).max())
     if not apart < 1e-2 * np.abs(first).max():
         raise Failure(f"its base model is another one: logits differ by {apart:.2g}")
-    found["speed"] = [judging.speed(*pair) for pair in zip(shapes(args), cut["rounds"], strict=True)]
+    if cut["rounds"]:
+        found["speed"] = [judging.speed(*pair) for pair in zip(shapes(args), cut["rounds"], strict=True)]
     files = [path for path in job.with_name("saved").rglob("*") if path.is_file()]
     found["bytes"] = sum(path.stat().st_size for path in files) or None
     return found
@@ -278,29 +300,46 @@ def loaded(args: argparse.Namespace, python: str, peer: Peer, job: Path, cut: di
 
 
 def compared(args: argparse.Namespace, subject: Subject, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every peer against headprune with as many heads; what keeps all heads, against the base model."""
+    """Every peer against what it is to be held to: paired differences, draw by draw."""
     found = []
     by = {key(row): row for row in rows if "error" not in row}
+    budgets = sorted({kept for _, kept, _ in by if kept is not None}, reverse=True)
     for name, kept in dict.fromkeys((peer, kept) for peer, kept, _ in by):
-        other = "unpruned" if kept is None else REFERENCE
-        seeds = [s for p, k, s in by if (p, k) == (name, kept)]
-        against = {s: s if (other, kept, s) in by else 0 for s in seeds}
-        if name == other or any((other, kept, s) not in by for s in against.values()):
-            continue
-        line: dict[str, Any] = {"peer": name, "kept": kept, "reference": other, "draws": len(seeds)}
-        for split in ("validation", "test"):
-            labels = subject.labels(split)
-            line[split] = judging.difference(
-                [
-                    tuple(
-                        judging.right(arrays(folder_of(args, subject, p, kept, s) / "job.json", "cut")[split], labels)
-                        for p, s in ((name, mine), (other, theirs))
+        for other, its in opponents(name, kept, budgets):
+            seeds = [s for p, k, s in by if (p, k) == (name, kept)]
+            # What has one draw only is compared with that one.
+            pairs = [(s, s if (other, its, s) in by else 0) for s in seeds]
+            if all((other, its, theirs) in by for _, theirs in pairs):
+                line: dict[str, Any] = {"peer": name, "kept": kept, "reference": other, "reference_kept": its}
+                line["draws"] = len(seeds)
+                for split in ("validation", "test"):
+                    line[split] = judging.difference(
+                        [
+                            tuple(answered(args, subject, *one, split) for one in ((name, kept, a), (other, its, b)))
+                            for a, b in pairs
+                        ]
                     )
-                    for mine, theirs in against.items()
-                ]
-            )
-        found.append(line)
+                found.append(line)
     return found
+
+
+def opponents(name: str, kept: int | None, budgets: Sequence[int]) -> list[tuple[str, int | None]]:
+    """Peer and heads kept: what keeps all heads is held to the base model and to our cut ones, what cuts to ours with
+    as many heads, what trains to ours after as long a training."""
+    if name in ("unpruned", REFERENCE):
+        return []
+    if kept is None:
+        return [("unpruned", None), *((REFERENCE, its) for its in budgets)]
+    trained = [(TRAINED, kept)] if PEERS[name].trains and name != TRAINED else []
+    return [(REFERENCE, kept), *trained]
+
+
+def answered(
+    args: argparse.Namespace, subject: Subject, name: str, kept: int | None, seed: int, split: str
+) -> np.ndarray:  # fmt: skip
+    """Whether each example is right."""
+    job = folder_of(args, subject, name, kept, seed) / "job.json"
+    return judging.right(arrays(job, "cut")[split], subject.labels(split))
 
 
 if __name__ == "__main__":

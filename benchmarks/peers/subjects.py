@@ -90,7 +90,7 @@ def subject(args: Any) -> Subject:
     model = model.cpu()
     weights = studies.weights_of(model)
     assert recipe.train is not None
-    amounts = [args.calibration, args.judged, args.train_rows, args.seeds]
+    amounts = [args.calibration, args.judged, args.train_rows]
     digest = hashlib.sha256(json.dumps([weights, *amounts]).encode()).hexdigest()[:16]
     folder = args.work / f"subject-{args.task}-{digest}"
     if not folder.is_dir():
@@ -102,13 +102,14 @@ def subject(args: Any) -> Subject:
         parts |= {split: data.examples[split][: args.judged] for split in ("validation", "test")}
         for purpose, rows in parts.items():
             _write(data, rows, unfinished / f"{purpose}.npz")
-        for seed in range(args.seeds):
-            _save(_joined(_calibration(args, data, seed)), unfinished / f"calibration-{seed}.npz")
         rows = data.collate(parts["test"][:FIRST])
         with torch.inference_mode():
             logits = model.eval()(**{k: v for k, v in rows.items() if k != "labels"}).logits
         _save({"logits": logits.numpy()}, unfinished / "first.npz")
         unfinished.rename(folder)
+    for seed in range(args.seeds):
+        if not (path := folder / f"calibration-{seed}.npz").is_file():
+            _save(_joined(_calibration(args, data, seed)), path)
     train = {key: getattr(recipe.train, key) for key in (*_TRAINING, "batch_size")}
     counts = {p: len(np.load(folder / f"{p}.npz")["label"]) for p in ("train", "validation", "test")}
     heads = sum(len(site.heads) for site in hp.find_sites(model))
@@ -162,5 +163,5 @@ def _joined(batches: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
 
 
 def _save(arrays: dict[str, np.ndarray], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **arrays)
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, **arrays)

@@ -56,7 +56,7 @@ def compare_decoding(
     *,
     seconds: float = 5.0,
     warmup: int = 1,
-    min_rounds: int = 4,
+    min_rounds: int = 10,
     max_rounds: int = 100,
     seed: int = 0,
 ) -> tuple[DecodingRow, ...]:

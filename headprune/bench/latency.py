@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -102,41 +103,46 @@ def compare_latency(
         stack.enter_context(torch.inference_mode())
         for batch, length in tqdm(cells, desc="latency", disable=not progress, leave=False):
             inputs = to_device(make_batch(batch, length), device)
-
-            def timed(which: int, inputs: Any = inputs) -> tuple[float]:
-                return (_timed((original, pruned)[which], inputs, device),)
-
-            times = rounds(timed, effort)
-            rows.append(speed_row(batch, length, times[:, :, 0], seed))
+            runs = [partial(call, model, inputs) for model in (original, pruned)]
+            rows.append(speed_row(batch, length, in_turn(runs, device, effort), seed))
     return tuple(rows)
 
 
-def rounds(timed: Callable[[int], tuple[float, ...]], effort: Effort) -> np.ndarray:
-    """Seconds ``[rounds, 2, ...]``, original and pruned; ``timed(0)`` and ``timed(1)`` take theirs."""
+def rounds(timed: Callable[[int], tuple[float, ...]], effort: Effort, models: int = 2) -> np.ndarray:
+    """Seconds ``[rounds, models, ...]``, one call of each model a round; ``timed(i)`` takes those of model ``i``.
+
+    Which one goes first changes from round to round, and each is first equally often.
+    """
     for _ in range(effort.warmup):
-        for which in (0, 1):
+        for which in range(models):
             timed(which)
     times: list[list[tuple[float, ...]]] = []
     spent = 0.0
     with no_collection():
-        # After an odd number of rounds one model would have gone first more often.
+        # After another number of rounds one model would have gone first more often.
         while len(times) < effort.max_rounds and (
-            len(times) < effort.min_rounds or len(times) % 2 or spent < effort.seconds
+            len(times) < effort.min_rounds or len(times) % models or spent < effort.seconds
         ):
-            took: list[tuple[float, ...]] = [(), ()]
-            for which in (0, 1) if len(times) % 2 == 0 else (1, 0):
+            took: list[tuple[float, ...]] = [()] * models
+            for turn in range(models):
+                which = (turn + len(times)) % models
                 took[which] = timed(which)
             times.append(took)
             spent += sum(map(sum, took))
     return np.array(times)
 
 
-def _timed(model: nn.Module, inputs: Any, device: torch.device) -> float:
-    synchronize(device)
-    start = perf_counter()
-    call(model, inputs)
-    synchronize(device)
-    return perf_counter() - start
+def in_turn(runs: Sequence[Callable[[], Any]], device: torch.device, effort: Effort) -> np.ndarray:
+    """Seconds ``[rounds, runs]``, as ``rounds`` has it."""
+
+    def timed(which: int) -> tuple[float]:
+        synchronize(device)
+        start = perf_counter()
+        runs[which]()
+        synchronize(device)
+        return (perf_counter() - start,)
+
+    return rounds(timed, effort, len(runs))[:, :, 0]
 
 
 def synchronize(device: torch.device) -> None:

@@ -23,13 +23,14 @@ class Quality:
     Args:
         metric: ``accuracy`` (single-label classification of sequences, images or tokens), ``perplexity`` (causal
             language models, over all counted tokens) or ``bits_per_character`` (its logarithm to base 2), ``mse``
-            (regression), ``bleu`` (``evaluate_translation``), or ``loss``.
+            (regression), ``bleu`` (``evaluate_translation``), ``f1`` (``evaluate_answers``), or ``loss``.
         value: The metric.
         loss: Mean per-example loss.
         n_examples: Examples.
         losses: Per-example losses, in data order, for paired comparisons.
         amounts, counts: What the metric adds up and divides by, example by example: ``value`` is
             ``sum(amounts) / sum(counts)``, and its exponential for perplexity; for BLEU see ``headprune.core.bleu``.
+        more: Other metrics of the same answers, by name.
     """
 
     metric: str
@@ -39,6 +40,7 @@ class Quality:
     losses: tuple[float, ...]
     amounts: tuple[Any, ...]
     counts: tuple[float, ...]
+    more: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass

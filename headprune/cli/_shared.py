@@ -21,11 +21,17 @@ Settings = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress: only results, warnings and errors.")]
 
 
 def say(line: str) -> None:
     """A line for who watches: standard error, so that standard output is the result alone."""
     typer.echo(line, err=True)
+
+
+def watching(quiet: bool) -> dict[str, Any]:
+    """How long work tells who watches: lines, and progress bars on a terminal; nothing where it is to be quiet."""
+    return {"say": lambda line: None, "progress": False} if quiet else {"say": say, "progress": None}
 
 
 def emit(data: Any) -> None:

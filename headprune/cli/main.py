@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from headprune.cli.agree import agree
 from headprune.cli.bench import bench
+from headprune.cli.diff import diff
+from headprune.cli.explain import explain
+from headprune.cli.init import init
 from headprune.cli.inspect import inspect
 from headprune.cli.ls import ls
 from headprune.cli.pick import pick
@@ -23,12 +27,43 @@ app = typer.Typer(
     name="headprune",
     help="Finds which attention heads a trained transformer does not need, and takes them out.",
     epilog="Exit codes: 0 done, 1 failed or interrupted, 2 bad input.",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
-for command in (run, ls, show, validate, inspect, score, agree, prune, sweep, pick, bench, report):
-    app.command()(command)
+
+#: Every command, in the order in which a user meets them, with an example.
+COMMANDS: dict[Callable[..., None], str] = {
+    run: "headprune run digits-vit",
+    prune: "headprune prune --model my-model --data rows.csv --keep 0.5 --out small",
+    inspect: "headprune inspect my-model",
+    init: "headprune init --model my-model --data rows.csv --out mine.yaml",
+    ls: "headprune ls",
+    show: "headprune show digits-vit --set select.keep_heads=0.25",
+    validate: "headprune validate mine.yaml",
+    score: "headprune score mine.yaml --out scores.json",
+    agree: "headprune agree taylor.json fisher.json --out agreement.png",
+    explain: "headprune explain runs/digits-vit",
+    diff: "headprune diff runs/digits-vit runs/other",
+    sweep: "headprune sweep digits-vit --grid scorer=taylor,fisher --grid keep=0.75,0.5 --seeds 3",
+    pick: "headprune pick runs/digits-vit-sweep --max-drop 0.01 --out small",
+    bench: "headprune bench my-model small --batch 1 --batch 32",
+    report: "headprune report runs/digits-vit runs/other --out compared",
+}
+for command, example in COMMANDS.items():
+    app.command(epilog=f"Example: {example}")(command)
+
+_START = """\
+headprune finds which attention heads a trained transformer does not need, and takes them out.
+
+Start with one of these:
+  headprune run digits-vit
+      a demonstration of two minutes, on data that is here already
+  headprune inspect MODEL
+      what of a model can be pruned
+  headprune prune --model MODEL --data FILE --keep 0.5 --out small
+      your model without half of its heads, refitted on your data, proven and measured
+
+headprune --help lists all commands, headprune COMMAND --help explains one. A MODEL is a folder or a hub name."""
 
 
 def _version(wanted: bool) -> None:
@@ -41,10 +76,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-) -> None: ...
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(_START)
 
 
 def main() -> None:

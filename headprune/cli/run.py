@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Settings, emit, guarded, say
+from headprune.cli._shared import AsJson, Debug, Quiet, Settings, emit, guarded, watching
 from headprune.cli._shared import show as show_value
 
 
@@ -16,14 +16,28 @@ def run(
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished run in that folder.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would work on, how long it takes and how much memory.")
+    ] = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Run a recipe: data, model, training, scores, plan, cut, proof, recovery, speed, report."""
     with guarded(debug):
+        how = watching(quiet)
+        if dry_run:
+            from headprune.run.dry import dry_run as estimated
+
+            found = estimated(recipe, settings or (), say=how["say"])
+            if as_json:
+                emit({**found.to_dict(), "seconds": found.seconds})
+            else:
+                show_value(found)
+            return
         from headprune.run.runner import run_recipe
 
-        record = run_recipe(recipe, settings or (), out=out, overwrite=overwrite, say=say)
+        record = run_recipe(recipe, settings or (), out=out, overwrite=overwrite, **how)
         if as_json:
             emit(record.to_dict())
         else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Settings, emit, guarded, say
+from headprune.cli._shared import AsJson, Debug, Quiet, Settings, emit, guarded, say, watching
 from headprune.cli._shared import show as show_value
 
 
@@ -30,6 +30,7 @@ def score(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -39,7 +40,7 @@ def score(
 
         own = ["score.magnitude=false", "score.random_draws=0", *([f"select.policy={policy}"] if policy else [])]
         own += [] if until_stable is None else [f"score.until.k={until_stable}"]
-        scores = score_recipe(recipe, [*(settings or ()), *own], say=say)
+        scores = score_recipe(recipe, [*(settings or ()), *own], **watching(quiet))
         if out is not None:
             say(f"wrote {scores.save(out)}")
         if as_json:

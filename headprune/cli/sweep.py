@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import FAILED, AsJson, Debug, Settings, emit, guarded, say
+from headprune.cli._shared import FAILED, AsJson, Debug, Quiet, Settings, emit, guarded, say, watching
 from headprune.cli._shared import show as show_value
 
 
@@ -27,6 +27,7 @@ def sweep(
     out: Annotated[Path | None, typer.Option(help="Folder of the sweep; default runs/NAME-sweep.")] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Processes; -1 is one a core.")] = 1,
     backend: Annotated[str, typer.Option(help="joblib backend: loky, dask, ray.")] = "loky",
+    quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -35,7 +36,14 @@ def sweep(
         from headprune.run.sweeping import sweep as run_sweep
 
         done = run_sweep(
-            recipe, grid, settings=settings or (), seeds=seeds, out=out, jobs=jobs, backend=backend, say=say
+            recipe,
+            grid,
+            settings=settings or (),
+            seeds=seeds,
+            out=out,
+            jobs=jobs,
+            backend=backend,
+            say=watching(quiet)["say"],
         )
         if as_json:
             emit(done.table.to_dict())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headprune.core.attention_patterns import Pattern, find_patterns, main_pattern
 from headprune.core.errors import CheckpointError, InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import write_atomic
 from headprune.core.heads import HeadId
@@ -20,30 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self
 
-#: A head is said to do what this share of its weight supports.
-MOSTLY = 0.5
 _MARK = "AttentionMaps 1"
 _HINT = "Make them again with hp.attention_maps."
-#: Marks of word pieces, which do not make punctuation a word.
-_PIECES = "#▁ĠĊ"
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """What a head does, and how much of its weight says so.
-
-    Args:
-        name: In words, such as ``previous token``.
-        share: Mean weight on what the name says, over all queries that have such a key.
-        chance: What attention that is even over the keys that a query may see would have.
-    """
-
-    name: str
-    share: float
-    chance: float
-
-    def __str__(self) -> str:
-        return f"{self.name} ({100 * self.share:.0f} % of its weight; even attention: {100 * self.chance:.0f} %)"
 
 
 @dataclass(frozen=True)
@@ -143,50 +121,20 @@ class AttentionMaps:
         """Every pattern that can be looked for in the head's maps, the one with the largest share first.
 
         ``previous token``, ``own position``, ``next token`` and ``first token`` where queries and keys are the same
-        tokens, ``punctuation`` where tokens were given, ``one key`` anywhere: the largest weight of each query.
+        tokens, ``punctuation`` where tokens were given; of an image, the class token and the neighbours on the grid.
+        ``one key`` anywhere: the largest weight of each query; and of two examples or more ``the same positions in
+        every example``: the weight that a query has on the same keys in two of them.
         """
         import numpy as np
 
         found = self.of(head.site)
-        sums: dict[str, list[tuple[float, float]]] = {}
-        for example in range(self.n_examples):
-            weights = self.shown(head, example).astype(np.float64)
-            queries, keys = weights.shape
-            seen = np.tri(queries, keys, dtype=bool) if found.kind == "causal" else np.ones((queries, keys), bool)
-            if queries != keys and found.kind == "causal":
-                continue
-            even = seen / seen.sum(1, keepdims=True)
-            for name, wanted in self._wanted(found, example, queries, keys).items():
-                rows = (wanted & seen).any(1)
-                values = ((m * wanted).sum(1)[rows] for m in (weights, even))
-                sums.setdefault(name, []).extend(zip(*(v.tolist() for v in values), strict=True))
-            sums.setdefault("one key", []).extend(zip(weights.max(1).tolist(), even.max(1).tolist(), strict=True))
-        every = [Pattern(name, *map(float, np.mean(pairs, axis=0))) for name, pairs in sums.items() if pairs]
-        return tuple(sorted(every, key=lambda p: -p.share))
+        shown = [self.shown(head, example).astype(np.float64) for example in range(self.n_examples)]
+        return find_patterns(shown, found.kind, self._words(found.kind)[1], self.image)
 
     def mostly(self, head: HeadId) -> Pattern | None:
-        """What the head mostly does: the named pattern with the largest share, if that is at least half of its weight
-        and twice what even attention would have; else None."""
-        named = [p for p in self.patterns(head) if p.name != "one key"]
-        return next((p for p in named if p.share >= max(MOSTLY, min(2 * p.chance, 0.9))), None)
-
-    def _wanted(self, found: SiteMaps, example: int, queries: int, keys: int) -> dict[str, NDArray[np.bool_]]:
-        """Which weights each pattern is about, ``[queries, keys]``."""
-        import numpy as np
-
-        wanted: dict[str, NDArray[np.bool_]] = {}
-        if found.kind != "cross" and queries == keys:
-            shifts = {"previous token": -1, "own position": 0, "next token": 1}
-            if found.kind == "causal":
-                del shifts["next token"]
-            wanted = {name: np.eye(queries, k=shift, dtype=bool) for name, shift in shifts.items()}
-            wanted["first token"] = np.zeros((queries, keys), bool)
-            wanted["first token"][1:, 0] = True  # of the first token itself it is its own position
-        _, words = self._words(found.kind)
-        if words and len(words[example]) == keys:
-            marks = np.array([_is_punctuation(word) for word in words[example]])
-            wanted["punctuation"] = np.broadcast_to(marks, (queries, keys))
-        return wanted
+        """What the head mostly does, where its weight supports a word: half of it, and twice what even attention has;
+        see ``headprune.core.attention_patterns.main_pattern``. Else None."""
+        return main_pattern(self.patterns(head))
 
     def save(self, path: str | Path) -> Path:
         """Writes them as one safetensors file, whole or not at all."""
@@ -243,9 +191,3 @@ def _digest(arrays: dict[str, Any], facts: str) -> str:
 
 def _labels(words: Sequence[str], count: int) -> tuple[str, ...]:
     return tuple(words) if len(words) == count else tuple(map(str, range(count)))
-
-
-def _is_punctuation(word: str) -> bool:
-    """Whether a token is nothing but punctuation; word pieces' marks and separators such as [SEP] are none."""
-    bare = word.strip().strip(_PIECES)
-    return bool(bare) and all(c in string.punctuation for c in bare)

@@ -55,6 +55,19 @@ class FrozenDict(Mapping[str, Any]):
         return f"FrozenDict({_thaw(self)!r})"
 
 
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested mappings under its dotted key; lists and empty mappings are values.
+
+    >>> dict(leaves({"a": {"b": 1, "c": {}}, "d": [2]}))
+    {'a.b': 1, 'a.c': {}, 'd': [2]}
+    """
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 #: The empty mapping, as a default.
 EMPTY = FrozenDict()
 

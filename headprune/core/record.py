@@ -118,7 +118,10 @@ class RunRecord(Value):
         rows: Which data rows were used for what.
         scores: The scores that the plan rests on.
         plan: What was cut.
-        quality, speed, size, proofs: The tables.
+        quality: Quality of every choice of heads, by split.
+        speed: Times of the whole and the cut model, by batch and length.
+        size: Heads, parameters, multiply-adds and cache, before and after.
+        proofs: Comparisons of the cut model with the gated one.
         timings: Seconds a stage.
         warnings: What a reader should know.
         metrics: Anything else that was measured.

@@ -20,6 +20,7 @@ from headprune.core.samples import Curvature, Samples, if_there
 from headprune.core.uncertainty import Stability, half_width, lowest_shares, rank_bounds, stability
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from typing_extensions import Self
 
 _T = TypeVar("_T")
@@ -217,6 +218,18 @@ class HeadScores(Value):
     def ranked(self) -> list[ScoredUnit]:
         """Units from least to most important; ties go to the later site and the later head first."""
         return sorted(self.units(), key=lambda u: (u.value, -u.site, -u.unit))
+
+    def to_frame(self) -> DataFrame:
+        """The scores as a pandas DataFrame, one row a head that is present, in model order.
+
+        Columns: ``site``, ``kind``, ``head`` (original index), ``kv_head``, ``unit`` (heads of a site with one number
+        go together), ``score``, ``standard_error`` and ``rank`` (1 is the most important) of the unit, and what the
+        unit costs: ``params``, ``macs`` (of an example as long as the scored ones), ``kv_bytes`` (a token); NaN where
+        a scorer has none.
+        """
+        from headprune.core.frames import scores_frame
+
+        return scores_frame(self)
 
     def __getitem__(self, head: HeadId) -> float:
         return self._find(head).value

@@ -14,13 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headprune.core.errors import InvalidValue
-from headprune.model.running import batch_size, call
+from headprune.model.running import ANSWERS, batch_size, call
 from headprune.model.sites import unwrap
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
-
-#: The keys of a batch that tell the answers.
-ANSWERS = ("labels", "start_positions", "end_positions")
 
 _IGNORED = -100
 _HINT = "Pass loss=, a callable (model, batch) -> Tensor[batch] of per-example losses."

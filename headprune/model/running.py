@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -13,14 +14,29 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
 
+#: The keys of a batch that tell the answers.
+ANSWERS = ("labels", "start_positions", "end_positions")
+
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Calls a model with a batch: a mapping by keyword, a tuple or list by position, a tensor as it is."""
+    """Calls a model with a batch: a mapping by keyword, a tuple or list by position, a tensor as it is.
+
+    Answers that the model's ``forward`` has no parameter for are left out: a module of one's own need not take them.
+    """
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return model(**_taken(model, batch))
     if isinstance(batch, (tuple, list)):
         return model(*batch)
     return model(batch)
+
+
+def _taken(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not any(name in batch for name in ANSWERS):
+        return batch
+    parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return batch
+    return {name: value for name, value in batch.items() if name not in ANSWERS or name in parameters}
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

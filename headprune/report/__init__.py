@@ -1,4 +1,4 @@
-"""Reports: a RunRecord in; one self-contained HTML page and a Markdown twin out.
+"""Reports: a RunRecord in; one self-contained HTML page and a Markdown twin out; or several, compared.
 
 Both are drawn from one set of formatted values (`view`), so that they cannot disagree.
 """
@@ -9,13 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
+    "Beside": "headprune.report.beside",
+    "Compared": "headprune.report.comparison",
     "draw_agreement": "headprune.report.agreement",
     "render_html": "headprune.report.html",
     "render_markdown": "headprune.report.markdown",
+    "write_comparison": "headprune.report.write",
     "write_report": "headprune.report.write",
 }
 
-__all__ = ["draw_agreement", "render_html", "render_markdown", "write_report"]
+__all__ = [
+    "Beside",
+    "Compared",
+    "draw_agreement",
+    "render_html",
+    "render_markdown",
+    "write_comparison",
+    "write_report",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +43,8 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from headprune.report.agreement import draw_agreement
+    from headprune.report.beside import Beside
+    from headprune.report.comparison import Compared
     from headprune.report.html import render_html
     from headprune.report.markdown import render_markdown
-    from headprune.report.write import write_report
+    from headprune.report.write import write_comparison, write_report

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from headprune.core.record import RunRecord, SpeedRow
-from headprune.report.heatmap import N_STEPS
+from headprune.core.agreement import MEASURES, Agreement, Measure
+from headprune.core.record import SpeedRow
 from headprune.report.view import QualityGroup
 
 
@@ -42,17 +41,6 @@ class Interval:
     high: float
     middle: float
     one: float
-
-
-@dataclass(frozen=True)
-class AttentionMap:
-    """A small multiple: one SVG path for each colour step."""
-
-    title: str
-    rows: int
-    columns: int
-    paths: tuple[tuple[int, str], ...]
-    largest: float
 
 
 @dataclass(frozen=True)
@@ -101,31 +89,25 @@ def intervals(rows: Sequence[SpeedRow]) -> list[Interval]:
     return [Interval(low=at(r.low), high=at(r.high), middle=at(r.ratio), one=at(1.0)) for r in rows]
 
 
-def attention_maps(record: RunRecord) -> tuple[str, list[AttentionMap]] | None:
-    """The attention pictures in ``metrics["attention"]``: ``{"title", "maps": [{"site", "head", "grid"}]}``.
+@dataclass(frozen=True)
+class AgreementDot:
+    """One measure of one pair of scores: in words, and on an axis from the measure's lowest value to 1."""
 
-    Each map is coloured from zero to its own largest weight. None where the record has none.
-    """
-    found = record.metrics.get("attention")
-    if not isinstance(found, Mapping):
-        return None
-    maps = [_attention_map(m) for m in found.get("maps", ()) if isinstance(m, Mapping) and m.get("grid")]
-    return (str(found.get("title", "Attention")), maps) if maps else None
+    words: str
+    middle: float | None
+    low: float | None
+    high: float | None
+    zero: float
 
 
-def _attention_map(data: Mapping[str, Any]) -> AttentionMap:
-    grid = data["grid"]
-    largest = max((v for row in grid for v in row if math.isfinite(v)), default=0.0)
-    paths: dict[int, list[str]] = {}
-    for y, row in enumerate(grid):
-        for x, value in enumerate(row):
-            if math.isfinite(value):
-                level = max(value, 0.0) / largest if largest > 0 else 0.0
-                paths.setdefault(min(int(level * N_STEPS), N_STEPS - 1), []).append(f"M{x} {y}h1v1h-1z")
-    return AttentionMap(
-        title=f"{data.get('site', '')} head {data.get('head', '')}",
-        rows=len(grid),
-        columns=max(map(len, grid)),
-        paths=tuple((step, "".join(parts)) for step, parts in sorted(paths.items())),
-        largest=largest,
-    )
+def agreement_dots(found: Agreement) -> list[tuple[str, list[AgreementDot]]]:
+    """For every pair of scores, its dots in the order of ``MEASURES``; all on one axis."""
+    pairs = [(found.label(pair), [getattr(pair, name) for name in MEASURES]) for pair in found.pairs]
+    axis = _Axis.over([v for _, row in pairs for m in row for v in (m.value, m.low or 0.0)] + [1.0], 0.0)
+    return [(label, [_dot(measure, axis) for measure in row]) for label, row in pairs]
+
+
+def _dot(measure: Measure, axis: _Axis) -> AgreementDot:
+    low, high = ((None if v is None else axis.at(v)) for v in (measure.low, measure.high))
+    middle = axis.at(measure.value) if math.isfinite(measure.value) else None
+    return AgreementDot(str(measure), middle, low, high, axis.at(0.0))

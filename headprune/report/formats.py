@@ -7,9 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from headprune.core.codec import leaves
+
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+
+
+_UNITS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6}
 
 
 def clean(text: str) -> str:
@@ -57,10 +62,23 @@ def count(value: float) -> str:
     """
     if not math.isfinite(value):
         return fixed(value, 0)
-    for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+    for unit, factor in _UNITS.items():
         if abs(value) >= max(factor, 1e7):
             return f"{value / factor:.4g} {unit}".replace("-", "−")
     return (f"{value:,.0f}" if value == int(value) else f"{value:,.4g}").replace("-", "−")
+
+
+def counts(before: float, after: float) -> tuple[str, str]:
+    """Two sizes in one unit, that of the larger.
+
+    >>> counts(14_120_000, 5_882_880), counts(512, 0)
+    (('14.12 M', '5.883 M'), ('512', '0'))
+    """
+    unit = count(max(before, after)).rpartition(" ")[2]
+    if unit not in _UNITS:
+        return count(before), count(after)
+    first, second = (f"{value / _UNITS[unit]:.4g} {unit}" for value in (before, after))
+    return first, second
 
 
 def milliseconds(seconds: float) -> str:
@@ -96,14 +114,7 @@ def power(exponent: int) -> str:
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Nested data as pairs of a dotted key and a text; long lists are shortened and counted."""
-    pairs: list[tuple[str, str]] = []
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            pairs += flat(value, f"{name}.")
-        else:
-            pairs.append((name, scalar(value)))
-    return pairs
+    return [(name, scalar(value)) for name, value in leaves(data, prefix)]
 
 
 def scalar(value: Any) -> str:

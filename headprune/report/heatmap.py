@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
 from typing import Literal
 
+from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.heads import AttentionSite, HeadId
 from headprune.core.record import RunRecord
-from headprune.core.scores import ScoredUnit
+from headprune.core.scores import HeadScores, ScoredUnit
 from headprune.report.formats import fixed, power, significant
 
 #: Steps of the colour ramp; `style.css.j2` has one class for each, for light and for dark.
 N_STEPS = 9
 
 State = Literal["kept", "removed", "gone"]
+_KINDS = {"self": "Self-attention", "causal": "Causal self-attention", "cross": "Cross-attention"}
+_TOWERS = {"self": "Encoder: self-attention", "causal": "Decoder: causal self-attention", "cross": "Cross-attention"}
 _WORD = {"kept": "kept", "removed": "removed", "gone": "removed before this run"}
 
 
@@ -31,6 +34,7 @@ class HeatCell:
         step: Colour, 0 to 8; None without a score.
         bar: Length of the bar in percent, so that the grid reads without colour.
         value: The score, divided by the map's common power of ten.
+        score: The score as it is, to sort by; None without one.
         title: Everything in words.
     """
 
@@ -39,17 +43,16 @@ class HeatCell:
     step: int | None
     bar: float
     value: str
+    score: float | None
     title: str
 
 
 @dataclass(frozen=True)
 class HeatRow:
-    """One site; ``label`` is the part of its name that differs between sites, ``kind`` its kind of attention where
-    there are several."""
+    """One site; ``label`` is the part of its name that differs between the sites of its group."""
 
     site: str
     label: str
-    kind: str
     cells: tuple[HeatCell, ...]
     n_heads: int
     n_kept: int
@@ -57,12 +60,22 @@ class HeatRow:
 
 
 @dataclass(frozen=True)
+class HeatGroup:
+    """The sites of one kind of attention; ``title`` is empty where the model has one kind alone, ``pattern`` is what
+    the names of its sites share."""
+
+    title: str
+    pattern: str
+    rows: tuple[HeatRow, ...]
+
+
+@dataclass(frozen=True)
 class HeatMap:
     """The whole grid with what its legend needs."""
 
-    rows: tuple[HeatRow, ...]
+    scorer: str
+    groups: tuple[HeatGroup, ...]
     n_columns: int
-    pattern: str
     unit: str
     low: str
     high: str
@@ -72,9 +85,14 @@ class HeatMap:
     grouped: bool
     any_gone: bool
 
+    @property
+    def rows(self) -> tuple[HeatRow, ...]:
+        """Every site, group by group."""
+        return tuple(row for group in self.groups for row in group.rows)
+
     def label_width(self, most: float) -> float:
         """Width of the row labels in rem, ``most`` at most; longer labels are broken at their dots."""
-        longest = max((len(f"{row.label} {row.kind}".strip()) for row in self.rows), default=0)
+        longest = max((len(row.label) for row in self.rows), default=0)
         return round(min(max(0.5 * longest + 0.8, 1.6), most), 2)
 
 
@@ -101,7 +119,7 @@ class _Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def _labels(names: Sequence[str]) -> tuple[str, list[str]]:
+def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
     """What all names share, as a pattern, and what is left of each."""
     parts = [name.split(".") for name in names]
     shortest = min(map(len, parts), default=0)
@@ -130,9 +148,17 @@ def _blocks(site: AttentionSite | None, n_heads: int, kept: set[int] | None) -> 
     return blocks
 
 
-def heat_map(record: RunRecord) -> HeatMap | None:
-    """The grid of a record's scores and plan; None if it has neither."""
-    scores, plan = record.scores, record.plan
+def heat_map(
+    record: RunRecord, scores: HeadScores | None = None, pictures: AttentionPictures | None = None
+) -> HeatMap | None:
+    """The grid of a record's scores and plan; None if it has neither.
+
+    Args:
+        record: The record.
+        scores: Other scores of the same sites, in place of the record's own.
+        pictures: Say what heads mostly attend to.
+    """
+    scores, plan = scores or record.scores, record.plan
     if scores is None and plan is None:
         return None
     sites: dict[str, AttentionSite | None] = {s.name: s for s in scores.sites} if scores else {}
@@ -146,16 +172,14 @@ def heat_map(record: RunRecord) -> HeatMap | None:
     scale = _Scale.fit(values)
     exponent = _exponent(values)
     ranks = {(u.site, u.unit): i + 1 for i, u in enumerate(reversed(scores.ranked()))} if scores else {}
-    pattern, labels = _labels(list(sites))
-    several = len({s.kind for s in sites.values() if s is not None}) > 1
-    kinds = {name: s.kind if several and s is not None else "" for name, s in sites.items()}
 
     def cell(name: str, block: tuple[int, ...], kept: set[int] | None) -> HeatCell:
         site, unit = sites[name], units.get(HeadId(name, block[0]))
         gone = site is not None and block[0] not in site.heads
         state: State = "gone" if gone else "kept" if kept is None or block[0] in kept else "removed"
         level = scale.level(unit.value) if unit else None
-        words = [_heads_text(f"{name} ({kinds[name]})" if kinds[name] else name, block), *_score_words(unit, ranks)]
+        words = [_heads_text(name, block), *_score_words(unit, ranks)]
+        words += [f"mostly {p}" for h in block[:1] if pictures and (p := pictures.pattern(HeadId(name, h)))]
         if plan is not None or gone:
             words.append(_WORD[state])
         return HeatCell(
@@ -164,20 +188,25 @@ def heat_map(record: RunRecord) -> HeatMap | None:
             step=None if level is None else min(int(level * N_STEPS), N_STEPS - 1),
             bar=0.0 if level is None else round(100 * level, 1),
             value=fixed(unit.value / 10.0**exponent, 2) if unit else "",
+            score=unit.value if unit else None,
             title=", ".join(words),
         )
 
-    rows = []
-    for (name, site), label in zip(sites.items(), labels, strict=True):
+    def row_of(name: str, label: str) -> HeatRow:
         kept = set(plan.mask.kept(name)) if plan and name in planned else None
-        cells = tuple(cell(name, block, kept) for block in _blocks(site, widths[name], kept))
+        cells = tuple(cell(name, block, kept) for block in _blocks(sites[name], widths[name], kept))
         stays = sum(len(c.heads) for c in cells if c.state == "kept")
         present = sum(len(c.heads) for c in cells if c.state != "gone")
-        rows.append(HeatRow(name, label, kinds[name], cells, widths[name], stays, present))
+        return HeatRow(name, label, cells, widths[name], stays, present)
+
+    groups = []
+    for title, names in by_kind({name: site.kind if site else "" for name, site in sites.items()}):
+        pattern, labels = short_names(names)
+        groups.append(HeatGroup(title, pattern, tuple(map(row_of, names, labels))))
     return HeatMap(
-        rows=tuple(rows),
+        scorer=scores.scorer if scores else "",
+        groups=tuple(groups),
         n_columns=max(widths.values(), default=0),
-        pattern=pattern,
         unit="" if exponent == 0 else f"× {power(exponent)}",
         low=("≤ " if scale.logarithmic and min(values) < scale.low else "") + significant(scale.low, 3),
         high=significant(scale.high, 3),
@@ -185,8 +214,23 @@ def heat_map(record: RunRecord) -> HeatMap | None:
         scored=bool(values),
         planned=plan is not None,
         grouped=any(s is not None and s.group_size > 1 for s in sites.values()),
-        any_gone=any(c.state == "gone" for row in rows for c in row.cells),
+        any_gone=any(c.state == "gone" for group in groups for row in group.rows for c in row.cells),
     )
+
+
+def by_kind(sites: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """Names of sites by kind of attention, each kind with a title; one untitled group where there is one kind.
+
+    Args:
+        sites: The kind of every site, by its name; empty where it is not known.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name, kind in sites.items():
+        kinds.setdefault(kind, []).append(name)
+    if len(kinds) == 1:
+        return [("", list(sites))]
+    named = _TOWERS if "cross" in kinds else _KINDS
+    return [(named.get(kind, "Other attention"), names) for kind, names in kinds.items()]
 
 
 def _exponent(values: Sequence[float]) -> int:

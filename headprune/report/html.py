@@ -1,20 +1,30 @@
-"""The HTML report: one file that loads nothing, runs no script and opens offline."""
+"""The HTML report: one file that loads nothing and opens offline; the one script that it runs is known by its hash."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from collections.abc import Sequence
 from functools import cache
+from importlib.resources import files
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
+from headprune.core.agreement import MEASURES, Agreement
 from headprune.core.record import RunRecord
-from headprune.report.figures import attention_maps, bars, intervals
+from headprune.report.beside import NOTHING, Beside
+from headprune.report.comparison import Compared, comparison_view
+from headprune.report.curve import HEIGHT, WIDTH, curve
+from headprune.report.figures import agreement_dots, bars, intervals
 from headprune.report.formats import clean
 from headprune.report.view import view
 
 
 @cache
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("headprune.report"),
         autoescape=True,  # by hand: the suffix .j2 would not switch it on
         undefined=StrictUndefined,
@@ -22,22 +32,54 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: clean(value) if type(value) is str else value,
     )
+    script = "\n" + (files("headprune.report") / "templates" / "report.js").read_text(encoding="utf-8")
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals.update(script=Markup(script), script_hash=allowed, measures=list(MEASURES))
+    return environment
 
 
-def render_html(record: RunRecord) -> str:
+def _agreement(found: Agreement | None) -> Any:
+    return None if found is None else {"found": found, "pairs": agreement_dots(found)}
+
+
+def render_html(record: RunRecord, beside: Beside = NOTHING) -> str:
     """The report as one HTML page.
 
-    All data is escaped, and a content security policy forbids every load. Missing parts of the record are left out
-    and named at the end; a failed or interrupted run shows its stage, its error and whatever it had measured.
+    All data is escaped, and a content security policy forbids every load and every script but the page's own, which
+    only sorts, switches and draws: without it the page says the same, pictures of attention left out. Missing parts
+    of the record are left out and named at the end; a failed or interrupted run shows its stage, its error and
+    whatever it had measured.
 
-    >>> record = RunRecord("demo", "failed", "score", "2026-01-01T00:00:00Z", error="no rows in <data>")
+    Args:
+        record: The record.
+        beside: What else is shown.
+
+    >>> record = RunRecord("demo", "failed", "score", "2026-01-01T00:00:00Z", error="no <script> in data")
     >>> page = render_html(record)
-    >>> "no rows in &lt;data&gt;" in page, "<script" in page
-    (True, False)
+    >>> "no &lt;script&gt; in data" in page, page.count("<script")
+    (True, 1)
     """
     template = _environment().get_template("report.html.j2")
-    seen = view(record)
+    seen = view(record, beside)
     charts = [bars(group) for group in seen.quality]
     return template.render(
-        view=seen, charts=charts, intervals=intervals(record.speed), attention=attention_maps(record)
+        view=seen, charts=charts, intervals=intervals(record.speed), agreement=_agreement(seen.agreement)
+    )
+
+
+def render_comparison_html(compared: Sequence[Compared], agreement: Agreement | None = None) -> str:
+    """Several records as one page, a column each; as safe as the page of one.
+
+    Args:
+        compared: Two records or more.
+        agreement: How alike their scores order the heads.
+
+    Raises:
+        InvalidValue: fewer than two records, or names that are not different.
+    """
+    template = _environment().get_template("comparison.html.j2")
+    seen = comparison_view(compared, agreement)
+    drawn = curve([column.record for column in compared])
+    return template.render(
+        view=seen, curve=drawn, size={"width": WIDTH, "height": HEIGHT}, agreement=_agreement(agreement)
     )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from headprune.core.agreement import Agreement
 from headprune.core.record import RunRecord
+from headprune.report.beside import NOTHING, Beside
+from headprune.report.comparison import Compared, comparison_view
+from headprune.report.curve import curve
 from headprune.report.formats import clean
 from headprune.report.view import view
 
@@ -44,11 +50,25 @@ def _environment() -> Environment:
     return environment
 
 
-def render_markdown(record: RunRecord) -> str:
+def render_markdown(record: RunRecord, beside: Beside = NOTHING) -> str:
     """The report as GitHub-flavoured Markdown.
 
     >>> print(render_markdown(RunRecord("demo", "running", "score", "2026-01-01T00:00:00Z")).splitlines()[0])
     # demo: running
     """
-    text = _environment().get_template("report.md.j2").render(view=view(record))
+    return _rendered("report.md.j2", view=view(record, beside))
+
+
+def render_comparison_markdown(compared: Sequence[Compared], agreement: Agreement | None = None) -> str:
+    """Several records as GitHub-flavoured Markdown, a column each.
+
+    Raises:
+        InvalidValue: fewer than two records, or names that are not different.
+    """
+    seen = comparison_view(compared, agreement)
+    return _rendered("comparison.md.j2", view=seen, curve=curve([column.record for column in compared]))
+
+
+def _rendered(template: str, **values: Any) -> str:
+    text = _environment().get_template(template).render(**values)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

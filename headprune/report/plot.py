@@ -13,9 +13,8 @@ do. ``picture.figure.savefig("heads.pdf")`` writes it.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from headprune.core.agreement import MEASURES, Agreement
 from headprune.core.attention_maps import AttentionMaps
@@ -27,14 +26,12 @@ from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.core.sweeps import SweepTable
 from headprune.report.formats import significant
+from headprune.report.series import Point, points_of, series_of
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
-
-#: Metric, method, heads kept, value and spread.
-_Point: TypeAlias = tuple[str, str, int, float, float]
 
 __all__ = ["agreement", "attention", "head_map", "tradeoff"]
 
@@ -104,6 +101,7 @@ def attention(
     maps: AttentionMaps,
     head: HeadId | str | None = None,
     *,
+    plan: PruningPlan | None = None,
     example: int = 0,
     query: int | None = None,
     ax: Axes | None = None,
@@ -114,6 +112,7 @@ def attention(
     Args:
         maps: What ``hp.attention_maps`` returned.
         head: One head, large, with tokens beside it; a site's name, all of its heads; None, every head, small.
+        plan: Of several heads, those that it removes get a dashed frame and a cross.
         example: Its number in the batch.
         query: Of maps that know the image's patches, the query whose weights are laid out as the image; None takes
             the first. Text ignores it.
@@ -148,7 +147,11 @@ def attention(
                 panel.set_visible(False)
                 continue
             _map(panel, _grid(maps, HeadId(site.site, site.heads[place]), example, query))
-            panel.set_title(str(site.heads[place]), fontsize=7, pad=2)
+            one = HeadId(site.site, site.heads[place])
+            gone = plan is not None and one not in plan.mask
+            panel.set_title(f"{one.head}{' ×' if gone else ''}", fontsize=7, pad=2)
+            if gone:
+                panel.spines[:].set(color="#b2182b", linewidth=1.5, linestyle="--")
         row[0].set_ylabel(site.site, fontsize=7, rotation=0, ha="right", va="center")
     return axes
 
@@ -166,28 +169,25 @@ def tradeoff(
     Raises:
         InvalidValue: nothing measured on those rows, or several metrics.
     """
-    points = _of_sweep(records, split) if isinstance(records, SweepTable) else _of_records(records, split)
-    metrics = {metric for metric, _, _, _, _ in points}
+    if isinstance(records, SweepTable):
+        points = _of_sweep(records, split)
+    else:
+        points = points_of([records] if isinstance(records, RunRecord) else records, split)
+    metrics = {point.metric for point in points}
     if len(metrics) != 1:
         got = ", ".join(sorted(metrics)) if metrics else "nothing"
         raise InvalidValue("plot.tradeoff(records)", f"one metric, measured on {split} rows", got)
     ax = ax or _axes(5.2, 3.6)
-    methods: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    for _, method, heads, value, spread in points:
-        methods.setdefault(method, {}).setdefault(heads, []).append((value, spread))
-    for method, by_kept in methods.items():
-        kept = sorted(by_kept)
-        draws = [[value for value, _ in by_kept[k]] for k in kept]
-        means = [statistics.fmean(values) for values in draws]
-        spreads = [statistics.stdev(v) if len(v) > 1 else by_kept[k][0][1] for k, v in zip(kept, draws, strict=True)]
-        if method == "base":
+    for series in series_of(points):
+        kept, means, spreads = zip(*series.points, strict=True)
+        if series.role == "base":
             ax.axhline(means[-1], color="0.4", linestyle="--", linewidth=1, label="all heads")
-        elif "random" in method.split():
+        elif series.role == "random":
             low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
             ax.fill_between(kept, low, high, color="0.85", linewidth=0)
-            ax.plot(kept, means, color="0.6", linestyle=":", marker=".", label=method)
+            ax.plot(kept, means, color="0.6", linestyle=":", marker=".", label=series.method)
         else:
-            ax.errorbar(kept, means, spreads, marker="o", markersize=4, capsize=2, linewidth=1.2, label=method)
+            ax.errorbar(kept, means, spreads, marker="o", markersize=4, capsize=2, linewidth=1.2, label=series.method)
     metric = metrics.pop()
     ax.set_xlabel("heads kept")
     ax.set_ylabel(f"{metric} on {split} rows" + (", lower is better" if is_one_of(metric, (*RATIO, *LOWER)) else ""))
@@ -297,21 +297,14 @@ def _size(shape: Sequence[int]) -> tuple[float, float]:
     return width, height
 
 
-def _of_records(records: RunRecord | Iterable[RunRecord], split: str) -> list[_Point]:
-    """A point a row of the accuracy tables."""
-    several = [records] if isinstance(records, RunRecord) else list(records)
-    rows = [row for record in several for row in record.quality if row.split == split]
-    return [(row.metric, row.name, row.kept_heads, row.value, row.spread or 0.0) for row in rows]
-
-
-def _of_sweep(table: SweepTable, split: str) -> list[_Point]:
+def _of_sweep(table: SweepTable, split: str) -> list[Point]:
     if split not in ("test", "validation"):
         raise InvalidValue("plot.tradeoff(split=)", "test or validation", repr(split))
-    base = (table.metric, "base", int(table.base["heads"]), float(table.base[split]), 0.0)
+    base = Point(table.metric, "base", int(table.base["heads"]), float(table.base[split]), 0.0)
     return [
         base,
         *(
-            (table.metric, setting.method, int(row["heads"]), float(row[split]), 0.0)
+            Point(table.metric, setting.method, int(row["heads"]), float(row[split]), 0.0)
             for setting in table.settings()
             for row in setting.rows
         ),

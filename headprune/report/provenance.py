@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,8 +61,11 @@ def _digests(record: RunRecord) -> Pairs:
 
 
 def command(record: RunRecord) -> str:
-    """The shell line that runs the recipe again."""
-    return f"headprune run {shlex.quote(record.name)}"
+    """The shell line that runs the whole recipe again, as it was resolved, into a folder of its own."""
+    if "task" not in record.recipe:  # not a recipe's record
+        return f"headprune run {shlex.quote(record.name)}"
+    folder = str(record.recipe.get("out") or f"runs/{record.name}")
+    return f"headprune run {shlex.quote(f'{folder}/recipe.yaml')} --out {shlex.quote(f'{folder}-again')}"
 
 
 #: What selectors that look at the model are handed, by name.
@@ -71,28 +75,46 @@ _ASKED = {
 }
 
 
+#: A name that can be imported, and nothing that could be more than that: these lines are copied and run.
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
 def python_lines(record: RunRecord) -> str:
     """Python lines that repeat the cut, from the record and from the start."""
     lines = ["import headprune as hp", ""]
+    module, _, layout = _own_layout(record).partition(":")
+    sites, given = "sites = hp.find_sites(model)", ""
+    if layout:  # attention of one's own: every verb is told where it is
+        lines.insert(0, f"from {module} import {layout}")
+        sites, given = f"sites = hp.find_sites(model, layouts=[{layout}])", ", sites=sites"
+        lines += [sites, ""]
     if record.plan is not None:
         lines += [
             "# the same cut, from this run's record",
             'record = hp.RunRecord.load("record.json")',
-            "hp.prune_(model, record.plan)",
+            f"hp.prune_(model, record.plan{given})",
         ]
     if record.scores is not None:
         lines += ["" if record.plan is None else "\n# or from the start, on your own batches"]
-        lines += ["sites = hp.find_sites(model)", f"scores = hp.score(model, batches, {record.scores.scorer!r})"]
+        lines += [] if layout else [sites]
+        lines += [f"scores = hp.score(model, batches, {record.scores.scorer!r}{given})"]
         if record.plan is not None and record.plan.wanted:
             how = f"{_budget(record.plan)}, {record.plan.selector!r}"
             if "speedup=" in how:
                 lines.append("table = hp.bench.latency_table(model, batch)  # of the size that must be fast")
                 how += ", latency=table"
             how += _ASKED.get(record.plan.selector, "").format(record.scores.scorer)
-            lines += [f"plan = hp.select(scores, {how})", "hp.prune_(model, plan)"]
-    if len(lines) == 2:
+            lines += [f"plan = hp.select(scores, {how})", f"hp.prune_(model, plan{given})"]
+    if record.plan is None and record.scores is None:
         lines.append('record = hp.RunRecord.load("record.json")')
     return "\n".join(lines).replace("\n\n\n", "\n\n")
+
+
+def _own_layout(record: RunRecord) -> str:
+    """``module:NAME`` of the recipe's layouts; empty where it has none, or what is no such name."""
+    model = record.recipe.get("model")
+    found = model.get("layouts") if isinstance(model, Mapping) else None
+    return found if isinstance(found, str) and _IMPORT_PATH.fullmatch(found) else ""
 
 
 def _budget(plan: PruningPlan) -> str:

@@ -8,12 +8,17 @@ from dataclasses import dataclass
 
 import yaml
 
+from headprune.core.agreement import Agreement
 from headprune.core.record import Proof, RunRecord, SizeRow, SpeedRow
+from headprune.report.attention import AttentionView, attention_view
+from headprune.report.beside import NOTHING, Beside
 from headprune.report.decoding import DecodingLine, decoding_lines
-from headprune.report.formats import count, fixed, flat, milliseconds, signed, significant, times
+from headprune.report.formats import count, flat, signed, significant
 from headprune.report.heatmap import HeatMap, heat_map
+from headprune.report.layers import LayerTable, layer_table
 from headprune.report.provenance import Pairs, command, provenance, python_lines
 from headprune.report.quality import QualityGroup, quality_groups
+from headprune.report.speed import SpeedGrid, SpeedLine, speed_grid, speed_line, verdict
 
 
 @dataclass(frozen=True)
@@ -24,21 +29,6 @@ class Fact:
     value: str
     note: str
     tone: str = "plain"
-
-
-@dataclass(frozen=True)
-class SpeedLine:
-    """One formatted row of the speed table."""
-
-    batch: str
-    length: str
-    original: tuple[str, str]
-    pruned: tuple[str, str]
-    ratio: str
-    interval: str
-    verdict: str
-    tone: str
-    rounds: str
 
 
 @dataclass(frozen=True)
@@ -69,11 +59,15 @@ class View:
     sentence: str
     facts: tuple[Fact, ...]
     plan: str
-    heads: HeatMap | None
+    heads: tuple[HeatMap, ...]
+    attention: AttentionView | None
+    agreement: Agreement | None
     quality: tuple[QualityGroup, ...]
     speed: tuple[SpeedLine, ...]
+    grid: SpeedGrid | None
     decoding: tuple[DecodingLine, ...]
     size: tuple[SizeLine, ...]
+    layers: LayerTable | None
     proofs: tuple[ProofLine, ...]
     provenance: tuple[tuple[str, Pairs], ...]
     measurements: Pairs
@@ -83,10 +77,10 @@ class View:
     missing: tuple[str, ...]
 
 
-def view(record: RunRecord) -> View:
-    """Formats a record."""
+def view(record: RunRecord, beside: Beside = NOTHING) -> View:
+    """Formats a record with what lies beside it."""
     quality = quality_groups(record)
-    speed = tuple(_speed_line(r) for r in record.speed)
+    speed = tuple(speed_line(r) for r in record.speed)
     decoding = decoding_lines(record)
     proofs = tuple(_proof_line(p) for p in record.proofs)
     parts = {
@@ -98,17 +92,21 @@ def view(record: RunRecord) -> View:
         "proof": record.proofs,
     }
     recipe = record.to_dict()["recipe"]
-    shown = {"attention", *(["decoding"] if decoding else [])}
+    shown = {"decoding"} if decoding else set()
     return View(
         record=record,
         sentence=_sentence(record, quality),
         facts=tuple(_facts(record, quality, proofs)),
         plan=_plan_words(record),
-        heads=heat_map(record),
+        heads=_heat_maps(record, beside),
+        attention=attention_view(record, beside.pictures),
+        agreement=beside.agreement,
         quality=quality,
         speed=speed,
+        grid=speed_grid(record.speed),
         decoding=decoding,
         size=tuple(_size_line(r) for r in record.size),
+        layers=layer_table(record),
         proofs=proofs,
         provenance=provenance(record),
         measurements=flat({k: v for k, v in record.metrics.items() if k not in shown}),
@@ -117,6 +115,12 @@ def view(record: RunRecord) -> View:
         python=python_lines(record),
         missing=tuple(name for name, part in parts.items() if not part),
     )
+
+
+def _heat_maps(record: RunRecord, beside: Beside) -> tuple[HeatMap, ...]:
+    """One a scorer, the record's own first."""
+    maps = [heat_map(record, scores, beside.pictures) for scores in (None, *beside.scores)]
+    return tuple(found for found in maps if found is not None)
 
 
 def _removed(record: RunRecord) -> tuple[int, int] | None:
@@ -172,7 +176,7 @@ def _sentence(record: RunRecord, quality: Sequence[QualityGroup]) -> str:
     if group and (words := _quality_words(group)):
         parts.append(words)
     if speed:
-        parts.append(f"{_verdict(speed)[0]} at batch {speed.batch} × {speed.length} tokens")
+        parts.append(f"{verdict(speed)[0]} at batch {speed.batch} × {speed.length} tokens")
     text = "; ".join(parts)
     if record.status == "done":
         return f"{text}." if text else "The run is done; its record holds no results."
@@ -182,32 +186,6 @@ def _sentence(record: RunRecord, quality: Sequence[QualityGroup]) -> str:
         "running": f"The run is in stage {record.stage}",
     }[record.status]
     return f"{lead}. Until then: {text}." if text else f"{lead}, before anything was measured."
-
-
-def _verdict(row: SpeedRow) -> tuple[str, str]:
-    """What a ratio says, and its tone; an interval that holds 1 says nothing."""
-    if not all(map(math.isfinite, (row.ratio, row.low, row.high))) or row.ratio <= 0:
-        return "no usable timing", "plain"
-    if row.low > 1:
-        return f"{times(row.ratio)} faster", "good"
-    if row.high < 1:
-        return f"{times(1 / row.ratio)} slower", "bad"
-    return "no measurable difference in speed", "plain"
-
-
-def _speed_line(row: SpeedRow) -> SpeedLine:
-    verdict, tone = _verdict(row)
-    return SpeedLine(
-        batch=f"{row.batch:,}",
-        length=f"{row.length:,}",
-        original=(milliseconds(row.original_p50), milliseconds(row.original_p90)),
-        pruned=(milliseconds(row.pruned_p50), milliseconds(row.pruned_p90)),
-        ratio=times(row.ratio),
-        interval=f"{fixed(row.low, 3)} to {fixed(row.high, 3)}",
-        verdict=verdict,
-        tone=tone,
-        rounds=f"{row.rounds:,}",
-    )
 
 
 def _size_line(row: SizeRow) -> SizeLine:
@@ -244,7 +222,7 @@ def _facts(record: RunRecord, quality: Sequence[QualityGroup], proofs: Sequence[
         change = f"{last.delta} {unit}".strip() if last.delta else last.note
         facts.append(Fact(f"{group.title}, {group.split}", last.short, change, last.tone))
     if speed := _headline_speed(record):
-        line = _speed_line(speed)
+        line = speed_line(speed)
         note = f"{line.interval} at batch {line.batch}\u00a0×\u00a0{line.length}"
         facts.append(Fact("Speed", line.ratio, note if line.tone != "plain" else f"not measurable: {note}", line.tone))
     for row in record.size:

@@ -1,19 +1,24 @@
-"""Puts both reports of a record into a folder."""
+"""Puts reports into a folder: both forms of one record, or of a comparison of several."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from headprune.core.agreement import Agreement
 from headprune.core.files import write_atomic
 from headprune.core.record import RunRecord
-from headprune.report.html import render_html
-from headprune.report.markdown import render_markdown
+from headprune.report.beside import NOTHING, Beside
+from headprune.report.comparison import Compared
+from headprune.report.html import render_comparison_html, render_html
+from headprune.report.markdown import render_comparison_markdown, render_markdown
 
 HTML_NAME = "report.html"
 MARKDOWN_NAME = "report.md"
+COMPARISON = "comparison"
 
 
-def write_report(record: RunRecord, folder: str | Path) -> tuple[Path, Path]:
+def write_report(record: RunRecord, folder: str | Path, beside: Beside = NOTHING) -> tuple[Path, Path]:
     """Writes ``report.html`` and ``report.md`` into ``folder`` and returns their paths.
 
     Each file is written whole or not at all; both are rendered before either is written.
@@ -21,10 +26,31 @@ def write_report(record: RunRecord, folder: str | Path) -> tuple[Path, Path]:
     Args:
         record: Any record, also of a run that failed or still runs.
         folder: Made if it does not exist.
+        beside: What else is shown: attention pictures, other scores, their agreement.
     """
-    html, markdown = render_html(record), render_markdown(record)
-    folder = Path(folder)
+    html, markdown = render_html(record, beside), render_markdown(record, beside)
+    return _write(Path(folder) / HTML_NAME, html, Path(folder) / MARKDOWN_NAME, markdown)
+
+
+def write_comparison(
+    compared: Sequence[Compared], folder: str | Path, agreement: Agreement | None = None
+) -> tuple[Path, Path]:
+    """Writes ``comparison.html`` and ``comparison.md``, a column a record; returns their paths.
+
+    Args:
+        compared: Two records or more, each with the name of its column.
+        folder: Made if it does not exist.
+        agreement: How alike their scores order the heads.
+
+    Raises:
+        InvalidValue: fewer than two records, or names that are not different.
+    """
+    html, markdown = render_comparison_html(compared, agreement), render_comparison_markdown(compared, agreement)
+    return _write(Path(folder) / f"{COMPARISON}.html", html, Path(folder) / f"{COMPARISON}.md", markdown)
+
+
+def _write(page: Path, html: str, twin: Path, markdown: str) -> tuple[Path, Path]:
     return (
-        write_atomic(folder / HTML_NAME, html.encode("utf-8", "replace")),
-        write_atomic(folder / MARKDOWN_NAME, markdown.encode("utf-8", "replace")),
+        write_atomic(page, html.encode("utf-8", "replace")),
+        write_atomic(twin, markdown.encode("utf-8", "replace")),
     )

@@ -19,6 +19,7 @@ from headprune.core.files import sha256_file
 from headprune.core.scores import ModelFingerprint
 from headprune.model.fingerprint import fingerprint
 from headprune.run.data import load_rows
+from headprune.run.imported import source_files
 from headprune.run.journal import Journal
 from headprune.run.models import model_config, resolve_path
 from headprune.run.outcome import SPLITS
@@ -93,7 +94,7 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
     for left in folder.parent.glob(".*"):
         shutil.rmtree(left, ignore_errors=True)  # half a model, of a sweep that was killed
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as temporary:
-        save_base(subject.model, subject.preparation, Path(temporary) / _MODEL)
+        save_base(subject.model, subject.preparation, Path(temporary) / _MODEL, subject.sites)
         base = Base(
             made_of,
             FrozenDict(_hashes(Path(temporary) / _MODEL)),
@@ -116,7 +117,7 @@ def open_base(base: Base, sweep: Path, recipe: Recipe) -> Subject:
     """
     folder = base.folder(sweep)
     _check_files(base, folder)
-    journal = Journal(recipe.name, recipe.model_dump(), None, lambda line: None)
+    journal = Journal(recipe.name, recipe.model_dump(), None, lambda line: None, progress=False)
     subject = prepare_subject(recipe, journal, folder / _MODEL)
     if FrozenDict(_facts(journal.record.rows)) != base.rows:
         raise InvalidValue(recipe.data.path, "the data that the base model saw", "other rows", _HINT)
@@ -139,14 +140,17 @@ def _facts(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_files(recipe: Recipe) -> Any:
-    """What tells the model that the recipe starts from: hashes of a folder's files, or the commit on the hub."""
+    """What tells the model that the recipe starts from: hashes of a folder's files or of the code that builds it, or
+    the commit on the hub."""
+    if recipe.model.import_path is not None:
+        return source_files(recipe.model)
     if recipe.model.path is None:
         return None
     folder = Path(resolve_path(recipe.model.path))
     if folder.is_dir():
         return {p.name: sha256_file(p) for p in sorted(folder.iterdir()) if p.is_file() and p.suffix in _MODEL_FILES}
     try:
-        return getattr(model_config(recipe), "_commit_hash", None)
+        return getattr(model_config(recipe.model.path), "_commit_hash", None)
     except HeadPruneError:
         return None  # said with more words when it is loaded
 

@@ -11,7 +11,7 @@ from headprune import scoring, selection
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import HeadScores
-from headprune.model.sites import find_sites
+from headprune.model.sites import bind
 from headprune.run.journal import LATENCY
 from headprune.run.recovering import recoverer
 from headprune.run.subject import Subject
@@ -83,7 +83,7 @@ def measure_speed(subject: Subject, pruned: nn.Module) -> None:
     table = subject.latency
     if table is None:
         return
-    predicted = table.whole / table.predict({site.name: len(site.heads) for site in find_sites(pruned)})
+    predicted = table.whole / table.predict({b.site.name: len(b.site.heads) for b in bind(pruned, subject.sites)})
     row = compare_latency(
         subject.model,
         pruned,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +17,11 @@ from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.run.features import Collate, Encoder, Example, pixel_array, pixel_statistics
 from headprune.run.models import Preparation
 from headprune.run.order import LikeLengths
-from headprune.run.recipe import UNLABELLED, DataSection, Recipe, Task
-from headprune.run.sources import Source, load_source
+from headprune.run.questions import check_answers, cut_off, encode_questions, has_unanswerable
+from headprune.run.recipe import CLASSIFICATIONS, UNLABELLED, DataSection, Recipe, Task
+from headprune.run.sound import clip_of
+from headprune.run.sources import Source, folder_of, load_source, undecoded
 from headprune.run.splits import Part, calibration_rows, normalised, partition
-
-_CLASSES = ("text_classification", "image_classification")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class RawData:
         parts: The rows' numbers in the data, by purpose.
         warnings: What a reader of the record should know.
         columns: The columns of text, that of the translation last.
+        class_names: The label of every value of that column, where these are not the labels themselves: the data has
+            numbers and says what they are called, or names that the model spells another way.
     """
 
     splits: dict[str, Any]
@@ -45,6 +47,13 @@ class RawData:
     parts: dict[str, Part] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    class_names: Mapping[Any, str] = field(default_factory=dict)
+
+    @property
+    def label_ids(self) -> dict[Any, int]:
+        """The number of every label, as the rows have it."""
+        numbers = {label: i for i, label in enumerate(self.labels)}
+        return {value: numbers[name] for value, name in self.class_names.items()} or numbers
 
     def texts(self) -> list[str]:
         """The texts of the train rows, column after column, that of the translation last: what a tokenizer learns."""
@@ -58,12 +67,21 @@ class RawData:
 
 @dataclass(frozen=True)
 class Data:
-    """Examples by purpose, and how they are batched; of a translation, also the true ones (``targets``)."""
+    """Examples by purpose, and how they are batched.
+
+    Args:
+        examples: What the model reads.
+        collate: Makes batches of them.
+        seed: Of the order of batches.
+        targets: What a model's own words are compared with: true translations, or questions with their true answers.
+        warnings: What a reader of the record should know.
+    """
 
     examples: dict[str, list[Example]]
     collate: Collate
     seed: int
-    targets: dict[str, list[str]] = field(default_factory=dict)
+    targets: dict[str, list[Any]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def batches(self, purpose: str, size: int) -> list[dict[str, Tensor]]:
         """Batches in data order, made once."""
@@ -75,8 +93,8 @@ class Data:
         rows = [self.examples[purpose][i] for i in self._by_length(purpose)]
         return [self.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
 
-    def references(self, purpose: str) -> list[str]:
-        """The true translations, in the order of ``evaluation``."""
+    def references(self, purpose: str) -> list[Any]:
+        """The targets, in the order of ``evaluation``."""
         return [self.targets[purpose][i] for i in self._by_length(purpose)]
 
     def _by_length(self, purpose: str) -> list[int]:
@@ -84,11 +102,11 @@ class Data:
         return sorted(range(len(rows)), key=lambda i: len(rows[i].get("input_ids", ())))
 
     def loader(self, purpose: str, size: int) -> DataLoader[Any]:
-        """Batches in a new seeded order each time; of a translation, of sentences of like length."""
+        """Batches in a new seeded order each time; where there are targets, of examples of like length."""
         order = torch.Generator().manual_seed(self.seed)
         rows: Any = self.examples[purpose]
         if self.targets:
-            like = LikeLengths([len(e["input_ids"]) + len(e["labels"]) for e in rows], size, order)
+            like = LikeLengths([len(e["input_ids"]) + len(e.get("labels", ())) for e in rows], size, order)
             return DataLoader(rows, batch_sampler=like, collate_fn=self.collate)
         return DataLoader(rows, batch_size=size, shuffle=True, generator=order, collate_fn=self.collate)
 
@@ -107,6 +125,9 @@ def load_rows(recipe: Recipe) -> RawData:
     """
     section, task = recipe.data, recipe.task
     source = load_source(section)
+    if task == "audio_classification":
+        splits = {role: undecoded(rows, section.audio) for role, rows in source.splits.items()}
+        source = replace(source, splits=splits)
     present = source.splits["train"].column_names
     label = next((name for name in section.label_columns if name in present), section.label_columns[0])
     for role, rows in source.splits.items():
@@ -114,26 +135,31 @@ def load_rows(recipe: Recipe) -> RawData:
     keys = {role: _keys(rows, section, task, role) for role, rows in source.splits.items()}
     if section.target is not None:
         _check_targets(source, section.target)
+    for role, rows in source.splits.items() if task == "question_answering" else ():
+        check_answers(rows, section, label, role)
     labels = _labels(source, label, task)
-    strata = list(source.splits["train"][label]) if task in _CLASSES else None
+    names = _class_names(source, label, task)
+    strata = list(source.splits["train"][label]) if task in CLASSIFICATIONS and task != "token_classification" else None
     amounts = (section.holdout, section.test_holdout, section.calibration)
     parts = partition(keys, strata, *amounts, seed=recipe.seed)
     splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
     columns = {"label": label} if task not in UNLABELLED else {}
     facts = {"source": {**source.facts, **columns}, **{name: part.facts for name, part in parts.items()}}
     texts = (*section.text_columns, *([section.target] if section.target else []))
-    return RawData(splits, label, labels, facts, parts, source.warnings, texts)
+    order = tuple(names.values()) or labels
+    return RawData(splits, label, order, facts, parts, source.warnings, texts, names)
 
 
 def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype: torch.dtype = torch.float32) -> Data:
-    """Encodes every row with the model's own tokenizer or image processor; pixels get the model's ``dtype``."""
+    """Encodes every row with the model's own tokenizer or processor; pixels and sound get the model's ``dtype``."""
     section = recipe.data
+    if recipe.task == "question_answering":
+        return _encode_questions(recipe, raw, preparation)
     pixels = None
     if recipe.task == "image_classification" and preparation.processor is None and section.normalise is not False:
         pixels = pixel_statistics(raw.splits["train"][section.image])
-    label_ids = {label: i for i, label in enumerate(raw.labels)}
     tools = (preparation.tokenizer, preparation.processor, pixels, preparation.start)
-    encoder = Encoder(recipe.task, section, raw.label, label_ids, *tools)
+    encoder = Encoder(recipe.task, section, raw.label, raw.label_ids, *tools)
     examples = {name: encoder.encode(rows) for name, rows in raw.splits.items()}
     for name, rows in examples.items():
         for i, example in enumerate(rows if recipe.task == "causal_lm" else ()):
@@ -143,10 +169,26 @@ def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype
     return Data(examples, Collate(preparation.pad, dtype=dtype), recipe.seed, targets)
 
 
+def _encode_questions(recipe: Recipe, raw: RawData, preparation: Preparation) -> Data:
+    unanswerable = has_unanswerable(raw.splits.values(), raw.label)
+    tools = (recipe.data, raw.label, preparation.tokenizer, unanswerable)
+    examples: dict[str, list[Example]] = {name: [] for name in raw.splits}
+    targets: dict[str, list[Any]] = {"validation": [], "test": []}
+    for name, rows in raw.splits.items():
+        for example, question in encode_questions(rows, *tools):
+            examples[name].append(example)
+            if name in targets:  # the others are never judged
+                targets[name].append(question)
+    notes = cut_off(examples, recipe.data.max_length)
+    return Data(examples, Collate(preparation.pad), recipe.seed, targets, notes)
+
+
 def _columns(section: DataSection, task: Task, label: str) -> dict[str, str]:
     """The columns that a task needs, by the recipe's key."""
     if task == "image_classification":
         inputs = {"data.image": section.image}
+    elif task == "audio_classification":
+        inputs = {"data.audio": section.audio}
     elif section.tokens is not None:
         inputs = {"data.tokens": section.tokens}
     else:
@@ -167,6 +209,9 @@ def _keys(rows: Any, section: DataSection, task: Task, role: str) -> list[str]:
     """What each row says, as text that can be compared."""
     if task == "image_classification":
         return [_image_key(image, f"{role} row {i}") for i, image in enumerate(rows[section.image])]
+    if task == "audio_classification":
+        folder = folder_of(section)
+        return [clip_of(value, f"data: {role}, row {i}", folder).key for i, value in enumerate(rows[section.audio])]
     columns = [rows[name] for name in (section.text_columns or [str(section.tokens)])]
     keys = []
     for i, values in enumerate(zip(*columns, strict=True)):
@@ -198,7 +243,7 @@ def _image_key(image: Any, where: str) -> str:
 
 def _labels(source: Source, column: str, task: Task) -> tuple[Any, ...]:
     """Label values in the order of their numbers."""
-    if task in UNLABELLED:
+    if task in UNLABELLED or task == "question_answering":
         return ()
     values: set[Any] = set()
     for role, rows in source.splits.items():
@@ -216,6 +261,17 @@ def _labels(source: Source, column: str, task: Task) -> tuple[Any, ...]:
     if not all(isinstance(v, str) for v in values):
         raise InvalidValue("data.label", "all numbers or all names", "both")
     return tuple(sorted(values))
+
+
+def _class_names(source: Source, column: str, task: Task) -> dict[int, str]:
+    """What the data calls its class numbers, where it has such and says so."""
+    from datasets import ClassLabel
+
+    if task not in CLASSIFICATIONS:
+        return {}
+    kind = source.splits["train"].features[column]
+    kind = getattr(kind, "feature", kind)  # of a list, what is in it
+    return dict(enumerate(kind.names)) if isinstance(kind, ClassLabel) else {}
 
 
 def _check_label(value: Any, task: Task, where: str) -> None:

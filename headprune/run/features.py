@@ -1,4 +1,4 @@
-"""Rows become what a model takes: tokens or pixels with labels, and batches padded to their longest example."""
+"""Rows become what a model takes: tokens, pixels or sound with labels, and batches padded to their longest example."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.run.recipe import DataSection, Task
+from headprune.run.sound import Sounds
+from headprune.run.sources import folder_of
 
 #: What a padded place holds; token numbers take the tokenizer's own.
 _PADDING = {"attention_mask": 0, "token_type_ids": 0, "decoder_attention_mask": 0, "labels": -100}
@@ -31,7 +33,7 @@ class Encoder:
         label: The label column.
         label_ids: Number of every label, for classification.
         tokenizer: For text.
-        processor: A model's own image processor.
+        processor: A model's own image processor, or its feature extractor of sound.
         pixels: Mean and standard deviation of the training images, where they are normalised by these.
         start: The token that a decoder begins with.
     """
@@ -49,6 +51,9 @@ class Encoder:
         """One example a row, in order."""
         if self.task == "image_classification":
             inputs: list[Example] = [{"pixel_values": self._pixels(image)} for image in rows[self.section.image]]
+        elif self.task == "audio_classification":
+            section = self.section
+            inputs = Sounds(folder_of(section), self.processor, section.seconds).encode(rows[section.audio])
         elif self.task == "token_classification":
             return self._words(rows)
         elif self.task == "translation":
@@ -65,6 +70,8 @@ class Encoder:
 
     def _text(self, rows: Any) -> list[Example]:
         columns = [list(rows[name]) for name in self.section.text_columns]
+        if self.section.prefix:
+            columns[0] = [self.section.prefix + text for text in columns[0]]
         limit = {"truncation": True, "max_length": self.section.max_length}
         encoded = self.tokenizer(*columns, **limit)
         return [{name: encoded[name][i] for name in encoded} for i in range(len(columns[0]))]
@@ -131,7 +138,7 @@ class Collate:
     Args:
         pad: The token number at padded places.
         side: Where padding goes; ``left`` for generation.
-        dtype: Of the pixels: not every model casts them to that of its weights.
+        dtype: Of pixels and sound: not every model casts them to that of its weights.
     """
 
     pad: int = 0
@@ -145,7 +152,8 @@ class Collate:
 
     def _column(self, name: str, values: list[Any]) -> Tensor:
         if isinstance(values[0], Tensor):
-            return torch.stack(values).to(self.dtype)
+            found = torch.stack(values)
+            return found.to(self.dtype) if found.is_floating_point() else found
         if not isinstance(values[0], list):
             return torch.tensor(values)
         longest, fill = max(map(len, values)), self.pad if name in _TOKENS else _PADDING.get(name, 0)

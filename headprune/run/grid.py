@@ -13,6 +13,7 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import HeadPruneError, InvalidValue, did_you_mean
 from headprune.run.reading import locate, override, parse_yaml, read_raw
 from headprune.run.recipe import BudgetSection, Recipe, ScoreSection, Section, SelectSection
+from headprune.run.sense import section_in
 from headprune.run.validate import RecipeError, check_recipe
 
 #: Short names of recipe keys. Any other key is a path into the recipe, such as ``score.settings.reduce``.
@@ -192,7 +193,7 @@ def _shown(value: Any) -> Any:
 def _steps(value: Any, raw: Mapping[str, Any], path: str) -> Any:
     """The steps of ``recover`` that a word stands for."""
     for section in _RECOVERIES[path]:
-        raw = _section(raw, section)
+        raw = section_in(raw, section)
     if not isinstance(value, str):
         return value
     own = [step for step in raw.get("recover") or () if isinstance(step, Mapping)]
@@ -202,11 +203,11 @@ def _steps(value: Any, raw: Mapping[str, Any], path: str) -> Any:
 
 def _combined(raw: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe's data with a combination put in."""
-    other = chosen.keys() & _BUDGETS - {f"select.{k}" for k, v in _section(raw, "select").items() if v is not None}
+    other = chosen.keys() & _BUDGETS - {f"select.{k}" for k, v in section_in(raw, "select").items() if v is not None}
     replaced: dict[str, Any] = dict.fromkeys(_BUDGETS if chosen.keys() & _BUDGETS else ())
     replaced |= dict.fromkeys(_OF_BUDGETS if other else ())
     for section, key, default in (("score", "scorer", "taylor"), ("select", "selector", "global_topk")):
-        own = _section(raw, section)
+        own = section_in(raw, section)
         if chosen.get(f"{section}.{key}", own.get(key, default)) != own.get(key, default):
             replaced[f"{section}.settings"] = {}
             if section == "score" and own.get("until") is not None and not _reads_data(chosen["score.scorer"]):
@@ -214,11 +215,6 @@ def _combined(raw: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, An
     order = sorted(chosen, key=lambda path: path not in _SWITCHES)
     changes = {**replaced, **{path: chosen[path] for path in order}}
     return override(raw, [f"{path}={json.dumps(value, default=str)}" for path, value in changes.items()])
-
-
-def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = raw.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _reads_data(scorer: Any) -> bool:

@@ -23,11 +23,19 @@ MODEL = "model"
 BASE = "base"
 ROWS = "rows.json"
 LATENCY = "latency.json"
+RECIPE = "recipe.yaml"
+ATTENTION = "attention.json"
+MAGNITUDE = "scores-magnitude.json"
 _FILES = (
     *(RECORD, PLAN, SCORES, "scores.samples.safetensors", "scores.curvature.safetensors", ROWS, LATENCY),
-    *("report.html", "report.md"),
+    *(RECIPE, ATTENTION, MAGNITUDE, "report.html", "report.md"),
 )
 _FOLDERS = {MODEL: "headprune.json", BASE: "config.json"}
+
+
+def record_path(path: Path) -> Path:
+    """The record's file, of a run's folder or a file."""
+    return path / RECORD if path.is_dir() else path
 
 
 def to_stderr(line: str) -> None:
@@ -74,12 +82,21 @@ class Journal:
         recipe: The resolved recipe.
         folder: Where the record is written; None writes none.
         say: Takes one line of progress.
+        progress: Show progress bars within stages; None shows them on a terminal.
     """
 
-    def __init__(self, name: str, recipe: dict[str, Any], folder: Path | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        recipe: dict[str, Any],
+        folder: Path | None,
+        say: Callable[[str], None],
+        progress: bool | None = None,
+    ) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.record = RunRecord(name, "running", "start", now, FrozenDict(recipe))
         self.folder, self.say = folder, say
+        self.progress = sys.stderr.isatty() if progress is None else progress
 
     def write(self) -> None:
         """Writes the record as it is now, whole or not at all."""

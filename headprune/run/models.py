@@ -15,23 +15,29 @@ from torch import nn
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.model.classes import OWN, class_named
 from headprune.run.adapters import is_adapter, merged
-from headprune.run.recipe import UNLABELLED, Recipe, Task
+from headprune.run.imported import build_own
+from headprune.run.recipe import CLASSIFICATIONS, UNLABELLED, Recipe, Task
 from headprune.run.vocabulary import train_tokenizer
 
 _AUTO = {
     "text_classification": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
     "token_classification": "AutoModelForTokenClassification",
+    "question_answering": "AutoModelForQuestionAnswering",
     "causal_lm": "AutoModelForCausalLM",
-    "image_classification": "AutoModelForImageClassification",
     "translation": "AutoModelForSeq2SeqLM",
+    "image_classification": "AutoModelForImageClassification",
+    "audio_classification": "AutoModelForAudioClassification",
 }
+
+_PROCESSORS = {"image_classification": "AutoImageProcessor", "audio_classification": "AutoFeatureExtractor"}
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What turns rows into a model's inputs: its tokenizer or image processor, its padding token, the token that a
-    decoder starts with, and what a freshly built model's configuration says of a tokenizer that was trained for it."""
+    """What turns rows into a model's inputs: its tokenizer, or its processor of images or sound, its padding token, the
+    token that a decoder starts with, and what a freshly built model's configuration says of a tokenizer that was
+    trained for it."""
 
     tokenizer: Any = None
     processor: Any = None
@@ -40,7 +46,7 @@ class Preparation:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Writes the tokenizer or image processor into a model's folder."""
+        """Writes the tokenizer or processor into a model's folder."""
         for tool in (self.tokenizer, self.processor):
             if tool is not None:
                 tool.save_pretrained(folder)
@@ -92,7 +98,7 @@ def resolve_path(path: str, where: str = "model.path") -> str:
 
 
 def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, base: Path | None = None) -> Preparation:
-    """The tokenizer or image processor of the recipe's model, where its task and data need one.
+    """The tokenizer or processor of the recipe's model, where its task and data need one.
 
     Args:
         recipe: The recipe.
@@ -106,7 +112,7 @@ def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, ba
     if recipe.data.tokenizer is not None:
         return _trained(recipe, texts, base)
     text = recipe.data.text is not None
-    if recipe.task != "image_classification" and not text:
+    if recipe.task not in _PROCESSORS and not text:
         return Preparation()
     if section.path is None:
         if text:
@@ -115,12 +121,13 @@ def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, ba
         return Preparation()
     import transformers
 
-    kind = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
-    tool = _loaded(kind, section.path, "model.path")
+    kind = "AutoTokenizer" if text else _PROCESSORS[recipe.task]
+    tool = _loaded(getattr(transformers, kind), section.path, "model.path")
     if not text:
         return Preparation(processor=tool)
-    start = getattr(model_config(recipe), "decoder_start_token_id", None) if recipe.task == "translation" else None
-    if recipe.task == "translation" and start is None:
+    translates = recipe.task == "translation"
+    start = getattr(model_config(section.path), "decoder_start_token_id", None) if translates else None
+    if translates and start is None:
         must = "a model whose configuration has a decoder_start_token_id"
         raise InvalidValue("model.path", must, f"{section.path!r} without")
     return Preparation(tool, pad=tool.pad_token_id if tool.pad_token_id is not None else 0, start=start or 0)
@@ -165,7 +172,10 @@ def load_model(recipe: Recipe, labels: Sequence[Any], preparation: Preparation |
     torch.manual_seed(recipe.seed)
     try:
         told = preparation.config if preparation is not None else {}
-        loaded = Loaded(_fresh(recipe, labels, told)) if recipe.model.path is None else _from_path(recipe, labels)
+        if recipe.model.import_path is not None:
+            loaded = Loaded(build_own(recipe.model))
+        else:
+            loaded = Loaded(_fresh(recipe, labels, told)) if recipe.model.path is None else _from_path(recipe, labels)
     finally:
         torch.random.set_rng_state(outside)
     model = loaded.model if recipe.model.dtype is None else loaded.model.to(getattr(torch, recipe.model.dtype))
@@ -182,18 +192,18 @@ def _precision_notes(recipe: Recipe, model: nn.Module) -> tuple[str, ...]:
     return (f"the weights are trained in {name}, where small steps are lost; model.dtype: float32 keeps them",)
 
 
-def model_config(recipe: Recipe) -> Any:
-    """The configuration of the recipe's model from a path, as it lies there."""
+def model_config(path: str) -> Any:
+    """The configuration of the model at a recipe's ``model.path``, as it lies there."""
     import transformers
 
-    return _loaded(transformers.AutoConfig, str(recipe.model.path), "model.path")
+    return _loaded(transformers.AutoConfig, path, "model.path")
 
 
 def _head(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
     """Configuration that a task's labels ask for."""
     if task == "regression":
         return {"num_labels": 1, "problem_type": "regression"}
-    if task in UNLABELLED:
+    if task not in CLASSIFICATIONS:
         return {}
     numbers: dict[str, Any] = {"id2label": {i: str(v) for i, v in enumerate(labels)}}
     numbers |= {"label2id": {str(v): i for i, v in enumerate(labels)}}
@@ -209,7 +219,8 @@ def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     path = str(recipe.model.path)
     if (Path(resolve_path(path)) / MANIFEST).is_file():
         return Loaded(_cut_before(recipe, labels, kind))
-    more = {} if recipe.task in UNLABELLED else {"ignore_mismatched_sizes": True}
+    headed = recipe.task in (*CLASSIFICATIONS, "regression")
+    more = {"ignore_mismatched_sizes": True} if headed else {}
     _refuse_remote_code(_loaded(transformers.AutoConfig, path, "model.path"), path, "model.path")
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.dtype else "auto"
     settings = {**_head(recipe.task, labels), **more, "dtype": dtype}
@@ -246,7 +257,7 @@ def _cut_before(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:
     if not isinstance(model, fitting):
         raise InvalidValue("model.path", f"a model for {recipe.task}", f"{path!r}, a cut {type(model).__name__}")
     wanted = 1 if recipe.task == "regression" else len(labels)
-    if recipe.task not in UNLABELLED and config.num_labels != wanted:
+    if recipe.task in (*CLASSIFICATIONS, "regression") and config.num_labels != wanted:
         must = f"a cut model with as many outputs as the data has labels, {wanted}"
         raise InvalidValue("model.path", must, f"{path!r} with {config.num_labels}")
     for name, value in _head(recipe.task, labels).items():

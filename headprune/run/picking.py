@@ -263,7 +263,7 @@ def _prove(again: Outcome, before: Outcome) -> None:
 
 
 def _save(model: nn.Module, subject: Subject, found: Pick, out: Path) -> None:
-    save_pretrained(model, out / MODEL)
+    save_pretrained(model, out / MODEL, subject.sites)
     subject.preparation.save(out / MODEL)
     assert found.plan is not None
     found.plan.save(out / PLAN)

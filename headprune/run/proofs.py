@@ -13,6 +13,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof
 from headprune.gating.context import gated
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
+from headprune.model.sites import Sites
 from headprune.run.features import Collate, Example
 from headprune.surgery.checkpoint import from_pretrained
 from headprune.surgery.verify import compare, sample_outputs
@@ -74,14 +75,23 @@ def _reached(tokens: Tensor, got: Tensor, n_steps: int, n_got: int) -> list[Tens
     return list(torch.cat([torch.ones_like(tokens[:, :1], dtype=torch.bool), same], 1).T)
 
 
-def reload_proof(model: nn.Module, folder: Any, batch: Any) -> Proof:
+def reload_proof(
+    model: nn.Module, folder: Any, batch: Any, whole: nn.Module | None = None, sites: Sites | None = None
+) -> Proof:
     """The checkpoint in ``folder``, loaded, against the model that was saved: equal to the last bit.
+
+    Args:
+        model: The model that was saved.
+        folder: Where.
+        batch: What both are run on.
+        whole: For a class that no checkpoint can build: a fresh model before any cut.
+        sites: Of ``whole``, where it has layouts of its own.
 
     Raises:
         VerificationFailed: any difference.
     """
     expected = sample_outputs(model, batch)
-    loaded = from_pretrained(folder).to(device_of(model))
+    loaded = from_pretrained(folder, whole, sites if whole is not None else None).to(device_of(model))
     difference = compare(expected, sample_outputs(loaded, batch))
     if difference.maximum != 0:
         got = f"a difference of {difference.maximum:.3e}"

@@ -13,14 +13,29 @@ if TYPE_CHECKING:
     from headprune.scoring._stopping import Stable
 
 Task = Literal[
-    "text_classification", "regression", "token_classification", "causal_lm", "image_classification", "translation"
+    "text_classification",
+    "regression",
+    "token_classification",
+    "question_answering",
+    "causal_lm",
+    "translation",
+    "image_classification",
+    "audio_classification",
 ]
 #: The column of labels, unless the recipe says another.
 LABEL = "label"
 #: Tasks whose rows have no labels.
 UNLABELLED: tuple[Task, ...] = ("causal_lm", "translation")
+#: Tasks whose labels are classes: their number is that of a model's outputs.
+CLASSIFICATIONS: tuple[Task, ...] = (
+    "text_classification",
+    "token_classification",
+    "image_classification",
+    "audio_classification",
+)
 Rows = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[int, Field(ge=1)]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
@@ -31,18 +46,23 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The model: from ``path``, or freshly built from ``class_name`` and ``config``.
+    """The model: from ``path``, or freshly built from ``class_name`` and ``config``, or by a function of one's own.
 
     Args:
         path: A local folder, a hub name, or ``package:NAME/FOLDER``, a folder inside an installed package.
         class_name: A Transformers class, or our own ``TransformerForTranslation``.
-        config: Keyword arguments of that class's configuration.
+        import_path: ``package.module:function``, which builds a model of one's own: an ``nn.Module`` that takes what a
+            batch holds by name (``pixel_values`` or ``input_values``) and gives logits ``[batch, labels]``.
+        config: Keyword arguments of that class's configuration, or of that function.
+        layouts: ``package.module:NAME`` of an ``AttentionLayout``, or a list of them, for attention of one's own.
         dtype: Of the weights; where it is left out, that of the checkpoint, and float32 for a fresh model.
     """
 
     path: str | None = None
     class_name: str | None = None
+    import_path: ImportPath | None = None
     config: dict[str, Any] = {}
+    layouts: ImportPath | None = None
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
 
 
@@ -53,9 +73,12 @@ class DataSection(Section):
         path: A hub name, a local json, jsonl, csv, parquet or txt file, a folder with train/validation/test files, or
             ``sklearn:digits``. A txt file is one row, column ``text``.
         subset, revision: Configuration and revision of a hub data set; local data has none.
-        train_split, validation_split, test_split: Names of the splits.
-        text: Column or columns with text (two columns make a pair); for token classification, lists of words.
-        target: Column with the translation of the text.
+        train_split, validation_split, test_split: Names of the splits; one that is named for a purpose serves no other.
+        text: Column or columns with text (two columns make a pair); ``a.b`` is ``b`` inside of column ``a``. For token
+            classification, lists of words; for question answering the columns of the question and of the context that
+            its answer is a piece of.
+        target: Column with the translation of the text, or what else an encoder-decoder is to make of it.
+        prefix: Put before every text of a translation, for models that are told so what to do, as T5 is.
         tokenizer: Trained on the train rows, for a freshly built model on text: ``bpe`` (byte pairs; of a translation,
             one for both languages) or ``characters``, one token each.
         vocabulary: Tokens of ``bpe`` at most.
@@ -63,8 +86,13 @@ class DataSection(Section):
             for validation and test are then the end of the text, and no draw of rows.
         tokens: Column with token numbers, for language models on data that is tokenised already.
         image: Column with images.
-        label: Column with labels; of several names, the first that the train rows have.
-        max_length: Longer examples are cut to this many tokens.
+        audio: Column with sound: paths (from the data's folder on), ``{bytes, path}`` as data sets on the hub have it,
+            or ``{array, sampling_rate}``. It is brought to the rate that the model's feature extractor asks for.
+        seconds: Of every clip: longer ones are cut, shorter ones filled with silence, so that none has padding.
+        label: Column with labels; of several names, the first that the train rows have. For question answering that
+            of SQuAD's answers, ``{text: [...], answer_start: [...]}``; without any text there is no answer, as in
+            SQuAD 2.
+        max_length: Longer examples are cut to this many tokens; of a question and its context, the context is cut.
         holdout: Rows (or fraction) of train that become validation rows where there are none.
         test_holdout: The same for test rows.
         calibration: Rows of train that heads are scored on; fewer where train is smaller.
@@ -80,11 +108,14 @@ class DataSection(Section):
     test_split: str = "test"
     text: str | Annotated[list[str], Field(min_length=1, max_length=2)] | None = None
     target: str | None = None
+    prefix: str = ""
     tokenizer: Literal["bpe", "characters"] | None = None
     vocabulary: Annotated[int, Field(ge=300)] | None = None
     block: Annotated[int, Field(ge=2)] | None = None
     tokens: str | None = None
     image: str = "image"
+    audio: str = "audio"
+    seconds: Annotated[float, Field(gt=0)] | None = None
     label: str | Annotated[list[str], Field(min_length=1)] = LABEL
     max_length: Positive | None = None
     holdout: Rows = 0.1
@@ -267,8 +298,8 @@ class BenchSection(Section):
 
     Args:
         batch_sizes: Examples a call.
-        lengths: Tokens an example; images have a length of their own, and others take that of the scored examples
-            where it is left out.
+        lengths: Tokens an example; images and sound have a length of their own, and others take that of the scored
+            examples where it is left out.
         new_tokens: Of language models also time generation: each of these as a prompt, and so many tokens after it.
         seconds: About how long each of these is timed.
     """

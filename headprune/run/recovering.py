@@ -22,7 +22,8 @@ def recover_once(subject: Subject, pruned: nn.Module, step: RecoverStep) -> tupl
     purpose = step.rows or ("train" if method.trains else "calibration")
     teacher = subject.model if method.needs_teacher else None
     held = subject.data.evaluation("validation", EVALUATION_BATCH) if method.needs_validation else None
-    done = recover_(pruned, subject.data.loader(purpose, step.batch_size), method, teacher, validation=held)
+    loader, bars = subject.data.loader(purpose, step.batch_size), subject.journal.progress
+    done = recover_(pruned, loader, method, teacher, sites=subject.sites, progress=bars, validation=held)
     return method, purpose, done
 
 

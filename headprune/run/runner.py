@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from headprune.core.errors import HeadPruneError, InvalidValue
+from headprune.core.files import write_atomic
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.run import stages
 from headprune.run.choosing import choose_heads, measure_speed, measure_table
-from headprune.run.journal import PLAN, SCORES, Journal, take_folder, to_stderr
+from headprune.run.journal import ATTENTION, MAGNITUDE, PLAN, RECIPE, SCORES, Journal, take_folder, to_stderr
+from headprune.run.pictures import draw_attention
 from headprune.run.recipe import Recipe
 from headprune.run.subject import Subject, prepare_subject, quiet
-from headprune.run.validate import load_recipe
+from headprune.run.validate import load_recipe, recipe_yaml
 
 
 def run_recipe(
@@ -25,12 +27,15 @@ def run_recipe(
     out: str | Path | None = None,
     overwrite: bool = False,
     say: Callable[[str], None] = to_stderr,
+    progress: bool | None = None,
 ) -> RunRecord:
     """Runs a recipe and leaves everything in one folder.
 
-    The folder gets ``record.json`` (written again after every stage), ``rows.json``, ``scores.json`` with its samples
-    beside it (``scores.samples.safetensors``), ``plan.json``, the cut model in ``model/`` with its tokenizer or image
-    processor, ``report.html`` and ``report.md``, and, where the run trained it, the uncut model in ``base/``.
+    The folder gets ``record.json`` (written again after every stage), ``recipe.yaml`` (the whole recipe, which runs
+    again as it is), ``rows.json``, ``scores.json`` with its samples beside it (``scores.samples.safetensors``),
+    ``scores-magnitude.json`` where the plan is compared with magnitude, ``plan.json``, the cut model in ``model/`` with
+    its tokenizer or image processor, ``attention.json`` (what heads attend to in some test rows), ``report.html`` and
+    ``report.md``, and, where the run trained it, the uncut model in ``base/``.
     ``rows.json`` says which rows were used: for every purpose the split they come from and their numbers there, under
     the same ``digest`` as in the record's ``rows``.
 
@@ -40,6 +45,7 @@ def run_recipe(
         out: The folder; default that of the recipe, ``runs/<name>``.
         overwrite: Replace a run that is there and finished, or is marked as running.
         say: Takes lines of progress.
+        progress: Show progress bars, with the time that is left; None shows them on a terminal.
 
     Returns:
         The finished record.
@@ -47,12 +53,13 @@ def run_recipe(
     Raises:
         HeadPruneError: bad input, or a proof that failed; the record then says so, and how far the run came.
     """
-    chosen = _resolved(recipe, settings, out)
+    chosen = resolved(recipe, settings, out)
     folder = Path(chosen.folder)
     take_folder(folder, overwrite, say)
     quiet()
-    journal = Journal(chosen.name, chosen.model_dump(), folder, say)
+    journal = Journal(chosen.name, chosen.model_dump(), folder, say, progress)
     with _ending(journal):
+        write_atomic(folder / RECIPE, recipe_yaml(chosen).encode())
         _line(chosen, journal, folder)
         if chosen.report:
             _report(journal, folder)
@@ -60,24 +67,37 @@ def run_recipe(
 
 
 def prepared(
-    recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = to_stderr
+    recipe: str | Path | Recipe,
+    settings: Iterable[str] = (),
+    *,
+    say: Callable[[str], None] = to_stderr,
+    progress: bool | None = None,
 ) -> Subject:
     """The line as far as a trained model and its data (``.model``, ``.data``); writes nothing."""
-    chosen = _resolved(recipe, settings, None)
+    chosen = resolved(recipe, settings, None)
     quiet()
-    return prepare_subject(chosen, Journal(chosen.name, chosen.model_dump(), None, say))
+    return prepare_subject(chosen, Journal(chosen.name, chosen.model_dump(), None, say, progress))
 
 
 def score_recipe(
-    recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = to_stderr
+    recipe: str | Path | Recipe,
+    settings: Iterable[str] = (),
+    *,
+    say: Callable[[str], None] = to_stderr,
+    progress: bool | None = None,
 ) -> HeadScores:
     """The line as far as the scores; writes nothing."""
-    subject = prepared(recipe, settings, say=say)
+    subject = prepared(recipe, settings, say=say, progress=progress)
     with subject.journal.stage("score"):
         return stages.score_heads(subject).chosen
 
 
-def _resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Path | None) -> Recipe:
+def resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Path | None) -> Recipe:
+    """The checked recipe, with ``out`` in place of its own folder.
+
+    Raises:
+        HeadPruneError: it is not there, or not valid.
+    """
     settings = list(settings)
     if isinstance(recipe, Recipe):
         if settings:
@@ -94,10 +114,15 @@ def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
         with journal.stage("latency"):
             measure_table(subject)
     with journal.stage("base quality"):
-        subject.report(subject.model, "base", stages.count_heads(subject.model))
+        subject.report(subject.model, "base", stages.count_heads(subject, subject.model))
+    if recipe.report:
+        with journal.stage("attention"):
+            _attention(subject, folder)
     with journal.stage("score"):
         scored = stages.score_heads(subject)
         scored.chosen.save(folder / SCORES)
+        if scored.magnitude is not None:
+            scored.magnitude.save(folder / MAGNITUDE)
     with journal.stage("select"):
         plan = choose_heads(subject, scored.chosen)
         plan.save(folder / PLAN)
@@ -118,6 +143,13 @@ def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
         stages.keep(subject, pruned, folder)
 
 
+def _attention(subject: Subject, folder: Path) -> None:
+    pictures = draw_attention(subject)
+    if pictures is not None:
+        pictures.save(folder / ATTENTION)
+        subject.journal.tell(str(pictures))
+
+
 @contextmanager
 def _ending(journal: Journal) -> Iterator[None]:
     """Closes the journal however the run ends; what went wrong goes on to the caller."""
@@ -134,11 +166,11 @@ def _ending(journal: Journal) -> Iterator[None]:
 
 
 def _report(journal: Journal, folder: Path) -> None:
-    from headprune.report import write_report
+    from headprune.run.reporting import report_run
 
     journal.note(stage="report")
     journal.write()
     journal.say("[report]")
     # The report shows the finished run, so it is not timed as a stage: drawn again from the record it is the same.
-    for path in write_report(replace(journal.record, status="done"), folder):
+    for path in report_run(replace(journal.record, status="done"), folder):
         journal.tell(f"wrote {path}")

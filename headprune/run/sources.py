@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,32 @@ def load_source(section: DataSection) -> Source:
     for name, rows in source.splits.items():
         if not len(rows):
             raise InvalidValue(f"data: {name}", f"at least one row in {section.path}", "an empty split")
+    source = _flat(source, section)
     return source if section.block is None else _blocked(source, section, section.block)
+
+
+def folder_of(section: DataSection) -> Path:
+    """Where paths in rows begin: the data's folder, or that of its file; of a hub data set, the working directory."""
+    path = Path(section.path).expanduser()
+    return path if path.is_dir() else path.parent if path.is_file() else Path()
+
+
+def undecoded(rows: Any, column: str) -> Any:
+    """The rows with sound as bytes and paths: ``datasets`` decodes with a package that we do without."""
+    from datasets import Audio
+
+    kept = isinstance(rows.features.get(column), Audio)
+    return rows.cast_column(column, Audio(decode=False)) if kept else rows
+
+
+def _flat(source: Source, section: DataSection) -> Source:
+    """The rows with nested columns as columns ``outer.inner`` of their own, where the recipe names one of these."""
+    wanted = {*section.text_columns, *([section.target] if section.target else []), *section.label_columns}
+    splits = {
+        role: rows.flatten() if any("." in n and n not in rows.column_names for n in wanted) else rows
+        for role, rows in source.splits.items()
+    }
+    return replace(source, splits=splits)
 
 
 def _blocked(source: Source, section: DataSection, size: int) -> Source:
@@ -131,17 +156,20 @@ def _local(path: Path, section: DataSection) -> Source:
 
 
 def _split_names(section: DataSection, present: Iterable[str], **given: str) -> dict[str, str]:
-    """The name of every role's split, where the data has one; ``given`` names are not looked for.
+    """The name of every role's split, where the data has one; ``given`` names are not looked for. A split that the
+    recipe names for one role is no other's by default.
 
     Raises:
         InvalidValue: a split that the recipe names itself is not there.
     """
     present = sorted(set(present))
     names = dict(given)
-    for role in _SETS:
-        wanted = getattr(section, f"{role}_split")
-        own = wanted != DataSection.model_fields[f"{role}_split"].default
-        found = next((n for n in (wanted, *(() if own else _ALSO.get(role, ()))) if n in present), None)
+    named = {role: getattr(section, f"{role}_split") for role in _SETS}
+    chosen = {r: name for r, name in named.items() if name != DataSection.model_fields[f"{r}_split"].default}
+    for role, wanted in named.items():
+        own = role in chosen
+        candidates = (wanted, *(() if own else _ALSO.get(role, ())))
+        found = next((n for n in candidates if n in present and (own or n not in chosen.values())), None)
         if found is None and own:
             must = f"a split of {section.path}"
             raise InvalidValue(f"data.{role}_split", must, repr(wanted), did_you_mean(wanted, present))

@@ -18,7 +18,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
 from headprune.gating.context import gated
-from headprune.model.sites import find_sites
+from headprune.model.sites import bind
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, PLAN
@@ -51,7 +51,8 @@ def score_heads(subject: Subject) -> Scored:
     weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     batches = subject.data.batches("calibration", wanted.batch_size)
-    first = score(subject.model, batches, chosen, sites=subject.sites, until=wanted.stopping, progress=False)
+    bars = subject.journal.progress
+    first = score(subject.model, batches, chosen, sites=subject.sites, until=wanted.stopping, progress=bars)
     # The others read no data: one batch tells them what the units cost.
     others = [*weights, *draws]
     rest = score(subject.model, batches[:1], others, sites=subject.sites, progress=False) if others else ()
@@ -64,7 +65,7 @@ def score_heads(subject: Subject) -> Scored:
 def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:
     """Accuracy of the plan and of the baselines' plans at the same budget, heads gated, nothing recovered."""
     name = scored.chosen.scorer
-    with gated(subject.model, plan):
+    with gated(subject.model, plan, subject.sites):
         subject.report(subject.model, name, plan.mask.n_kept)
     if scored.magnitude is not None:
         rows = [_gated_row(subject, scored.magnitude)]
@@ -81,7 +82,7 @@ def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:
 
 def _gated_row(subject: Subject, scores: HeadScores) -> QualityRow:
     plan = choose_heads(subject, scores, baseline=True)
-    with gated(subject.model, plan):
+    with gated(subject.model, plan, subject.sites):
         return subject.measure(subject.model, scores.scorer, plan.mask.n_kept, "test")
 
 
@@ -98,15 +99,15 @@ def _mean(rows: list[QualityRow]) -> QualityRow:
     )
 
 
-def count_heads(model: nn.Module) -> int:
-    """Heads that are present."""
-    return sum(len(site.heads) for site in find_sites(model))
+def count_heads(subject: Subject, model: nn.Module) -> int:
+    """Heads that are present in what is left of the subject's model."""
+    return sum(len(b.site.heads) for b in bind(model, subject.sites))
 
 
 def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
     """A copy of the model, really cut and proven; the original stays as the teacher."""
     pruned = copy.deepcopy(subject.model)
-    done = prune_(pruned, plan, example=subject.example)
+    done = prune_(pruned, plan, example=subject.example, sites=subject.sites)
     subject.journal.note(proofs=(done.proof,) if done.proof else (), warnings=done.warnings)
     subject.journal.tell(str(done))
     if subject.recipe.task == "causal_lm":
@@ -137,6 +138,7 @@ def cut_gradually(subject: Subject, folder: Path) -> nn.Module:
         teacher=subject.model if method.needs_teacher else None,
         sites=subject.sites,
         example=subject.example,
+        progress=subject.journal.progress,
     )
     done.plan.save(folder / PLAN)
     proofs = tuple(stage.proof for stage in done.stages if stage.proof)
@@ -144,7 +146,7 @@ def cut_gradually(subject: Subject, folder: Path) -> nn.Module:
     subject.journal.note(plan=done.plan, proofs=proofs, metrics={"gradual": rows})
     for line in str(done).split("\n"):
         subject.journal.tell(line)
-    subject.report(pruned, "gradual", count_heads(pruned), trained=True)
+    subject.report(pruned, "gradual", count_heads(subject, pruned), trained=True)
     return pruned
 
 
@@ -153,7 +155,7 @@ def recover(subject: Subject, pruned: nn.Module) -> None:
     names: list[str] = []
     reports: dict[str, Any] = {}
     trained = subject.recipe.gradual is not None
-    kept = count_heads(pruned)
+    kept = count_heads(subject, pruned)
     for i, step in enumerate(subject.recipe.recover):
         method, purpose, done = recover_once(subject, pruned, step)
         names.append(step.method)
@@ -165,7 +167,7 @@ def recover(subject: Subject, pruned: nn.Module) -> None:
 
 def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
     """Sizes, and speed over the recipe's grid."""
-    subject.journal.note(size=sizes(subject.model, pruned, subject.example))
+    subject.journal.note(size=sizes(subject.model, pruned, subject.example, subject.sites))
     wanted = subject.recipe.bench
     if wanted is None:
         return
@@ -211,8 +213,8 @@ def _bench_decoding(subject: Subject, pruned: nn.Module, wanted: BenchSection, l
 
 def keep(subject: Subject, pruned: nn.Module, folder: Path) -> None:
     """Saves the cut model and what prepares its inputs, loads it again and proves that it is the same."""
-    save_pretrained(pruned, folder / MODEL)
+    save_pretrained(pruned, folder / MODEL, subject.sites)
     subject.preparation.save(folder / MODEL)
-    proof = reload_proof(pruned, folder / MODEL, subject.example)
+    proof = reload_proof(pruned, folder / MODEL, subject.example, subject.whole(), subject.sites)
     subject.journal.note(proofs=(proof,))
     subject.journal.tell(f"{folder / MODEL}: loads back bit for bit")

@@ -10,28 +10,39 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from headprune import recovery, selection
+from headprune.bench.answers import evaluate_answers
 from headprune.bench.latency_tables import latency_table
 from headprune.bench.quality import Quality, evaluate
 from headprune.bench.translation import check_sacrebleu, evaluate_translation
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.files import write_atomic
-from headprune.core.heads import Policy
 from headprune.core.latency import LatencyTable
 from headprune.core.record import QualityRow
 from headprune.model.sites import Sites, find_sites
 from headprune.recovery._api import recover_
 from headprune.run.data import Data, encode_rows, load_rows
+from headprune.run.imported import check_takes, own_layouts
 from headprune.run.journal import BASE, ROWS, Journal
 from headprune.run.labels import number_labels
-from headprune.run.models import Loaded, Preparation, load_model, longest_input, open_model, prepare, resolve_device
+from headprune.run.models import (
+    Loaded,
+    Preparation,
+    build_model,
+    load_model,
+    longest_input,
+    open_model,
+    prepare,
+    resolve_device,
+)
 from headprune.run.recipe import Recipe, SelectSection
 from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.run.validate import configured
 from headprune.selection._groups import divided
 from headprune.selection._task import check_possible
-from headprune.surgery.checkpoint import save_pretrained
+from headprune.surgery.checkpoint import from_pretrained, save_pretrained
 
 EVALUATION_BATCH = 64
 _EXAMPLE_ROWS = 8
@@ -63,7 +74,11 @@ class Subject:
     @cached_property
     def sites(self) -> Sites:
         """The attention modules, with the policy that the recipe cuts them under."""
-        return find_sites(self.model, policy=self.recipe.select.policy)
+        return _located(self.model, self.recipe)
+
+    def whole(self) -> nn.Module | None:
+        """A freshly built full-size model of a class that no checkpoint can build; None where it can."""
+        return None if self.recipe.model.import_path is None else build_model(self.recipe, ())
 
     @cached_property
     def latency(self) -> LatencyTable | None:
@@ -90,19 +105,30 @@ class Subject:
         if self.recipe.task == "translation":
             how = self.recipe.decode.model_dump()
             return evaluate_translation(model, batches, self.data.references(split), self.preparation.tokenizer, **how)
+        if self.recipe.task == "question_answering":
+            return evaluate_answers(model, batches, self.data.references(split))
         return evaluate(model, batches, bits=self.recipe.data.tokenizer == "characters")
 
     def measure(self, model: nn.Module, name: str, kept_heads: int, split: str, trained: bool = False) -> QualityRow:
         """One evaluation, as a row of the accuracy table."""
-        found = self.evaluate(model, split, self._batches[split])
-        row = QualityRow(name, kept_heads, found.metric, found.value, split, found.n_examples, found.loss)
-        return row if not trained else QualityRow(**{**vars(row), "trained": True})
+        return self._row(self.evaluate(model, split, self._batches[split]), name, kept_heads, split, trained)
 
     def report(self, model: nn.Module, name: str, kept_heads: int, trained: bool = False) -> None:
         """Measures on test and validation rows and notes both; nothing is ever chosen by either."""
-        rows = [self.measure(model, name, kept_heads, split, trained) for split in ("test", "validation")]
+        found = {split: self.evaluate(model, split, self._batches[split]) for split in ("test", "validation")}
+        rows = [self._row(quality, name, kept_heads, split, trained) for split, quality in found.items()]
         self.journal.note(quality=tuple(rows))
         self.journal.tell(", ".join(f"{name}: {row.split} {row.metric} {row.value:.4f}" for row in rows))
+        for metric in found["test"].more:
+            values = {split: quality.more[metric] for split, quality in found.items()}
+            before = self.journal.record.metrics.get(metric, {})
+            self.journal.note(metrics={metric: {**before, name: values}})
+            self.journal.tell(", ".join(f"{name}: {split} {metric} {value:.4f}" for split, value in values.items()))
+
+    @staticmethod
+    def _row(found: Quality, name: str, kept_heads: int, split: str, trained: bool) -> QualityRow:
+        counted = (found.metric, found.value, split, found.n_examples, found.loss)
+        return QualityRow(name, kept_heads, *counted, trained=trained)
 
 
 def quiet() -> None:
@@ -118,13 +144,14 @@ def quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def prepare_subject(recipe: Recipe, journal: Journal, base: Path | None = None) -> Subject:
+def prepare_subject(recipe: Recipe, journal: Journal, base: Path | None = None, *, train: bool = True) -> Subject:
     """The first stages: surroundings, data, model, training.
 
     Args:
         recipe: The recipe.
         journal: Where everything is noted.
         base: A folder that ``save_base`` wrote for this recipe: its model is taken as it is, and not trained again.
+        train: Train where the recipe says so; without, the model is only good for finding out what it costs.
     """
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
@@ -141,35 +168,48 @@ def prepare_subject(recipe: Recipe, journal: Journal, base: Path | None = None) 
     with journal.stage("model"):
         raw = number_labels(recipe, raw)
         preparation = prepare(recipe, raw.texts, base)
-        opened = None if base is None else Loaded(open_model(str(base), "the base model"))
+        opened = None if base is None else Loaded(_open_base(recipe, base))
         loaded = opened or load_model(recipe, raw.labels, preparation)
         model = loaded.model.to(device)
         journal.note(warnings=(*raw.warnings, *loaded.warnings))
         data = encode_rows(recipe, raw, preparation, dtype=next(model.parameters()).dtype)
+        journal.note(warnings=data.warnings)
         _check_length(model, data)
-        sites = _located(model, recipe.select.policy)  # refused now, not after the training
+        if recipe.model.import_path is not None:
+            check_takes(model, data.batches("test", _EXAMPLE_ROWS)[0], recipe, len(raw.labels))
+        sites = _located(model, recipe)  # refused now, not after the training
         _check_select(recipe.select, sites)
         journal.tell(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
-    if recipe.train is not None and base is None:
+    if recipe.train is not None and base is None and train:
         with journal.stage("train"):
             settings = {k: v for k, v in recipe.train.model_dump().items() if k != "batch_size"}
             method = configured(recovery.registry, "finetune", {**settings, "seed": recipe.seed})
-            done = recover_(model, data.loader("train", recipe.train.batch_size), method)
+            loader = data.loader("train", recipe.train.batch_size)
+            done = recover_(model, loader, method, progress=journal.progress)
             journal.note(metrics={"training": {"seconds": round(done.seconds, 3), **done.metrics}})
             journal.tell(str(done).partition("\n")[0])
             if journal.folder is not None:
-                save_base(model, preparation, journal.folder / BASE)
+                save_base(model, preparation, journal.folder / BASE, sites)
     return Subject(recipe, journal, data, model, preparation)
 
 
-def _located(model: nn.Module, policy: Policy) -> Sites:
+def _open_base(recipe: Recipe, folder: Path) -> nn.Module:
+    """The base model that lies in a folder; one of one's own is built and filled."""
+    if recipe.model.import_path is None:
+        return open_model(str(folder), "the base model")
+    model = build_model(recipe, ())
+    return from_pretrained(folder, model, _located(model, recipe))
+
+
+def _located(model: nn.Module, recipe: Recipe) -> Sites:
     """The model's sites; a policy that one of its layouts does not have is the recipe's mistake."""
+    layouts, policy = own_layouts(recipe.model), recipe.select.policy
     if policy == "group":
-        return find_sites(model)
+        return find_sites(model, layouts)
     try:
-        return find_sites(model, policy=policy)
+        return find_sites(model, layouts, policy)
     except UnsupportedModel as error:
-        find_sites(model)  # raises where nothing was found at all
+        find_sites(model, layouts)  # raises where nothing was found at all
         hint = f"There it must be {error.must}."
         raise InvalidValue("select.policy", f"one that {error.where} has", repr(policy), hint) from error
 
@@ -196,10 +236,11 @@ def _check_length(model: nn.Module, data: Data) -> None:
         raise InvalidValue("data.max_length", f"at most {limit}, what the model can read", f"{longest} tokens")
 
 
-def save_base(model: nn.Module, preparation: Preparation, folder: Path) -> None:
-    """The trained model before this run's cut: it exists nowhere else. In Transformers' own format if it is whole."""
-    if any(len(site.heads) < site.n_query_heads for site in find_sites(model)):
-        save_pretrained(model, folder)
+def save_base(model: nn.Module, preparation: Preparation, folder: Path, sites: Sites) -> None:
+    """The trained model before this run's cut: it exists nowhere else. In Transformers' own format if it is one of
+    theirs, and whole."""
+    if isinstance(model, PreTrainedModel) and all(len(site.heads) == site.n_query_heads for site in sites):
+        model.save_pretrained(folder)
     else:
-        model.save_pretrained(folder)  # type: ignore[operator]
+        save_pretrained(model, folder, sites)
     preparation.save(folder)

@@ -182,7 +182,7 @@ def _make_outcome(task: Task) -> None:
 def cut_and_recovered(subject: Subject, plan: PruningPlan) -> tuple[Any, tuple[str, ...]]:
     """A cut copy of the base model after every recovery of the recipe, and what these had to say."""
     model = copy.deepcopy(subject.model)
-    prune_(model, plan, example=subject.example)
+    prune_(model, plan, example=subject.example, sites=subject.sites)
     notes: tuple[str, ...] = ()
     for step in subject.recipe.recover:
         _, _, report = recover_once(subject, model, step)

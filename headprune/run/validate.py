@@ -15,8 +15,12 @@ from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, did
 from headprune.core.registry import Registry
 from headprune.run.presets import preset_named
 from headprune.run.reading import interpolate, locate, override, read_raw
-from headprune.run.recipe import LABEL, UNLABELLED, BudgetSection, DecodeSection, LatencySection, Recipe
+from headprune.run.recipe import BudgetSection, LatencySection, Recipe
+from headprune.run.sense import data_problems, model_problems, section_in
 from headprune.selection._inner import CALLABLES
+
+#: What strings must look like, by key.
+_PATTERNS = {"name": "made of letters, digits, '.', '_' and '-', a letter or digit first"}
 
 
 class RecipeError(InvalidValue):
@@ -89,7 +93,7 @@ def _from_pydantic(error: ValidationError, data: Any) -> list[InvalidValue]:
         elif item["type"] in ("model_type", "dict_type"):
             must = "a section with keys of its own"
         elif item["type"] == "string_pattern_mismatch":
-            must = "made of letters, digits, '.', '_' and '-', a letter or digit first"
+            must = _PATTERNS.get(path.rpartition(".")[2], "written package.module:name")
         else:
             must = item["msg"].removeprefix("Input should be ")
             hint = _closest(item) if item["type"] == "literal_error" else ""
@@ -135,15 +139,15 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
     from headprune import scoring, selection
 
     model = data.get("model")
-    problems = [*(_model_problems(model) if isinstance(model, Mapping) else ()), *_data_problems(data)]
-    score, select = _section(data, "score"), _section(data, "select")
+    problems = [*(model_problems(model, data.get("task")) if isinstance(model, Mapping) else ()), *data_problems(data)]
+    score, select = section_in(data, "score"), section_in(data, "select")
     problems += check_method(scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer")
     problems += _until_problems(score)
     selector = select.get("selector", "global_topk")
     problems += check_method(selection.registry, selector, select.get("settings"), "select", "selector")
     problems += [*_select_problems(select), *_latency_problems(select, data.get("task"))]
     problems += [*_recover_problems(data, ""), *_recover_problems(select, "select."), *_looking_problems(select)]
-    if _section(data, "bench").get("new_tokens") is not None and data.get("task") != "causal_lm":
+    if section_in(data, "bench").get("new_tokens") is not None and data.get("task") != "causal_lm":
         got = repr(data["bench"]["new_tokens"])
         problems.append(InvalidValue("bench.new_tokens", "left out: only causal_lm is timed in generation", got))
     if isinstance(data.get("gradual"), Mapping):
@@ -178,11 +182,6 @@ def _looking_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
     return [InvalidValue("select.recover", must, f"recoveries, with {name}", "To recover the cut model: recover.")]
 
 
-def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = data.get(name)
-    return value if isinstance(value, Mapping) else {}
-
-
 def _until_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
     from headprune import scoring
 
@@ -191,76 +190,6 @@ def _until_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
     if score.get("until") is None or not known or scoring.registry.get(name).needs_data:
         return []
     return [InvalidValue("score.until", "left out for a scorer that uses no data", name)]
-
-
-def _model_problems(model: Mapping[str, Any]) -> list[InvalidValue]:
-    path, class_name = model.get("path"), model.get("class_name")
-    if (path is None) == (class_name is None):
-        got = "neither" if path is None else "both"
-        return [InvalidValue("model", "given by one of path and class_name", got)]
-    if path is not None and model.get("config"):
-        return [InvalidValue("model.config", "left out: a model from a path has its own", model["config"])]
-    return []
-
-
-def _data_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
-    task, columns = data.get("task"), _section(data, "data")
-    text, tokens = columns.get("text"), columns.get("tokens")
-    if not columns:
-        return []
-    if problems := [*_translation_problems(data, task, columns), *_tokenizer_problems(data, task, columns)]:
-        return problems
-    if task in UNLABELLED and (label := columns.get("label", LABEL)) != LABEL:  # a resolved recipe has the default
-        return [InvalidValue("data.label", f"left out: {task} has no labels", repr(label))]
-    if columns.get("normalise") is not None and _section(data, "model").get("path") is not None:
-        return [InvalidValue("data.normalise", "left out: the model has its own", columns["normalise"])]
-    if task == "causal_lm" and (text is None) == (tokens is None):
-        got = "neither" if text is None else "both"
-        return [InvalidValue("data", "given text or tokens, the column that a language model reads", got)]
-    if task == "image_classification" and (text is not None or tokens is not None):
-        return [InvalidValue("data.text", f"left out for {task}", repr(text or tokens))]
-    if task in ("text_classification", "regression", "token_classification"):
-        if text is None:
-            return [InvalidValue("data.text", f"the column with text, for {task}", "nothing")]
-        if tokens is not None:
-            return [InvalidValue("data.tokens", "left out: only causal_lm takes tokenised data", repr(tokens))]
-    return []
-
-
-def _translation_problems(data: Mapping[str, Any], task: Any, columns: Mapping[str, Any]) -> list[InvalidValue]:
-    """What translation alone needs, and others have no use for."""
-    target, tokens = columns.get("target"), columns.get("tokens")
-    if task == "translation":
-        text, must = columns.get("text"), "the column of the source language"
-        wrong = [] if isinstance(text, str) else [InvalidValue("data.text", must, repr(text))]
-        if target is None:
-            wrong.append(InvalidValue("data.target", "the column with the translation", "nothing"))
-        if tokens is not None:
-            wrong.append(InvalidValue("data.tokens", "left out: only causal_lm takes tokenised data", repr(tokens)))
-        return wrong
-    wrong = [] if target is None else [InvalidValue("data.target", f"left out for {task}", repr(target))]
-    if data.get("decode") not in (None, {}, DecodeSection().model_dump()):  # a resolved recipe has them all
-        wrong.append(InvalidValue("decode", "left out: only translation decodes", "a section"))
-    return wrong
-
-
-def _tokenizer_problems(data: Mapping[str, Any], task: Any, columns: Mapping[str, Any]) -> list[InvalidValue]:
-    """A tokenizer of one's own is for a model of one's own, and blocks are for language models."""
-    kind, block = columns.get("tokenizer"), columns.get("block")
-    wrong = []
-    if kind is not None and _section(data, "model").get("path") is not None:
-        wrong.append(InvalidValue("data.tokenizer", "left out: the model has its own", repr(kind)))
-    elif kind is not None and task not in (("translation",) if kind == "bpe" else ("causal_lm",)):
-        must = "bpe for translation, characters for causal_lm, and left out for other tasks"
-        wrong.append(InvalidValue("data.tokenizer", must, f"{kind!r} for {task}"))
-    if kind is not None and columns.get("tokens") is not None:
-        must = "left out with data.tokenizer, which reads text"
-        wrong.append(InvalidValue("data.tokens", must, repr(columns["tokens"])))
-    if columns.get("vocabulary") is not None and kind != "bpe":
-        wrong.append(InvalidValue("data.vocabulary", "used with tokenizer: bpe", columns["vocabulary"]))
-    if block is not None and (task != "causal_lm" or not isinstance(columns.get("text"), str)):
-        wrong.append(InvalidValue("data.block", "used with causal_lm on one column of text", block))
-    return wrong
 
 
 def _select_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
@@ -277,9 +206,9 @@ def _latency_problems(select: Mapping[str, Any], task: Any) -> list[InvalidValue
     sites = select.get("sites")
     sections = [select, *(s for s in (sites.values() if isinstance(sites, Mapping) else ()) if isinstance(s, Mapping))]
     timed = any(section.get("speedup") is not None for section in sections)
-    length = _section(select, "latency").get("length")
-    if timed and length is not None and task == "image_classification":
-        return [InvalidValue("select.latency.length", "left out: images have a length of their own", length)]
+    length = section_in(select, "latency").get("length")
+    if timed and length is not None and task in ("image_classification", "audio_classification"):
+        return [InvalidValue("select.latency.length", "left out: images and sound have a length of their own", length)]
     if timed or select.get("latency") in (None, {}, LatencySection().model_dump()):  # a resolved recipe has them all
         return []
     return [InvalidValue("select.latency", "left out: nothing is timed without a budget speedup", "a section")]

@@ -93,4 +93,13 @@ def _words(model: nn.Module, batch: Any, tokenizer: Any) -> tuple[tuple[tuple[st
 def _row_words(tokenizer: Any, ids: Tensor, mask: Tensor | None) -> tuple[tuple[str, ...], ...]:
     masks = torch.ones_like(ids) if mask is None else mask
     rows = (row[kept.bool()].tolist() for row, kept in zip(ids, masks, strict=True))
-    return tuple(tuple(map(str, tokenizer.convert_ids_to_tokens(row))) for row in rows)
+    # Byte pairs are spelled in letters that stand for bytes: "ü" is two of them.
+    byte_pairs = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    words = (tuple(map(str, tokenizer.convert_ids_to_tokens(row))) for row in rows)
+    return tuple(tuple(_readable(word, tokenizer) for word in row) if byte_pairs else row for row in words)
+
+
+def _readable(token: str, tokenizer: Any) -> str:
+    """A byte pair as text, with a mark where a word or a line begins; what is a part of a letter stays as it is."""
+    text = str(tokenizer.convert_tokens_to_string([token]))
+    return token if "\ufffd" in text else text.replace(" ", "▁").replace("\n", "↵")

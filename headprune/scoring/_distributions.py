@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import ANSWERS, inputs_of, is_causal_lm, problem_type
-from headprune.model.running import batch_size, call, tensors
+from headprune.model.losses import inputs_of, is_causal_lm, problem_type
+from headprune.model.running import ANSWERS, batch_size, call, tensors
 
 _IGNORED = -100
 

@@ -40,13 +40,11 @@ def save_pretrained(
 ) -> Path:
     """Writes a (cut) model to ``folder``, with a model card section that states what was cut.
 
-    ==============  ==================================================  =========================================
-    format          which cut models                                    what opens it
-    ==============  ==================================================  =========================================
-    headprune       every one, bit for bit                              ``hp.from_pretrained``
-    transformers    those whose head counts the configuration can say   Transformers alone
-    remote-code     those that no class of ours corrects                Transformers with ``trust_remote_code=True``
-    ==============  ==================================================  =========================================
+    | format       | which cut models                                  | what opens it                                |
+    | ------------ | ------------------------------------------------- | -------------------------------------------- |
+    | headprune    | every one, bit for bit                            | ``hp.from_pretrained``                       |
+    | transformers | those whose head counts the configuration can say | Transformers alone                           |
+    | remote-code  | those that no class of ours corrects              | Transformers with ``trust_remote_code=True`` |
 
     The last two are loaded again and compared with the model, tensor by tensor and in outputs, before anything is put
     into ``folder``.

@@ -20,7 +20,10 @@ import headprune as hp
 from headprune.cli.main import app
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-COMMANDS = ("run", "ls", "show", "validate", "inspect", "score", "agree", "prune", "sweep", "pick", "bench", "report")
+COMMANDS = (
+    *("run", "prune", "inspect", "init", "ls", "show", "validate", "score", "agree", "explain", "diff"),
+    *("sweep", "pick", "bench", "report"),
+)
 
 
 def call(*arguments: object) -> Any:
@@ -80,7 +83,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- start-up ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["ls"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["--version"], ["ls"]])
 def test_light_commands_import_no_torch_and_answer_at_once(arguments: list[str]) -> None:
     script = (
         "import sys, time\n"
@@ -100,7 +103,6 @@ def test_light_commands_import_no_torch_and_answer_at_once(arguments: list[str])
 def test_help_names_every_command() -> None:
     text = call("--help").stdout
     assert all(command in text for command in COMMANDS)
-    assert call().exit_code == 2
     assert call("--version").stdout == f"headprune {hp.__version__}\n"
 
 
@@ -189,12 +191,39 @@ def test_inspect_says_why_a_module_is_not_taken(monkeypatch: pytest.MonkeyPatch)
 def test_run_leaves_everything_and_prints_the_record(finished: Path) -> None:
     names = {p.name for p in finished.iterdir()}
     files = {"record.json", "rows.json", "plan.json", "scores.json", "scores.samples.safetensors"}
-    files |= {"report.html", "report.md"}
+    files |= {"report.html", "report.md", "recipe.yaml", "attention.json", "scores-magnitude.json"}
     assert names == files | {"model", "base"}
     assert call("report", finished / "record.json", "--out", finished.parent / "again").exit_code == 0
     again = (finished.parent / "again" / "report.html").read_text()
     assert again == (finished / "report.html").read_text()
     assert json.loads(call("report", finished, "--json").stdout)["html"].endswith("report.html")
+    assert 'id="attention"' in again
+    assert '<option value="2">magnitude</option>' in again
+
+
+def test_records_are_compared_on_one_page(finished: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "record.json").write_text((finished / "record.json").read_text())
+    result = call("report", finished, other, "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["html"] == str(tmp_path / "out" / "comparison.html")
+    assert (tmp_path / "out" / "comparison.md").read_text().startswith("# tiny · other\n")
+    result = call("report", finished, other)
+    assert result.exit_code == 2
+    assert "--out: must be given, to compare several records" in result.stderr
+
+
+def test_a_report_without_what_lies_beside_it_still_works(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text((finished / "record.json").read_text())
+    assert call("report", tmp_path).exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="heads"' in page
+    assert 'id="attention"' not in page
+    (tmp_path / "attention.json").write_text("{")
+    result = call("report", tmp_path)
+    assert result.exit_code == 2
+    assert "attention.json" in result.stderr
 
 
 def test_run_does_not_overwrite(recipe_file: Path, finished: Path) -> None:
@@ -280,7 +309,7 @@ def test_prune_by_plan_equals_the_run(finished: Path, tmp_path: Path) -> None:
         (["validate", "none.yaml"], "existing recipe file"),
         (["inspect", "./none"], "MODEL: must be an existing folder"),
         (["report", "none.json"], "a readable RunRecord file"),
-        (["prune", "--model", "./none", "--out", "x"], "one of --plan and --scores"),
+        (["prune", "--model", "./none", "--out", "x"], "one of --plan, --scores, --data"),
         (["prune", "--model", "./none", "--out", "x", "--scores", "s.json"], "--keep: must be given"),
         (["prune", "--model", "./none", "--out", "x", "--scores", "s.json", "--keep", "half"], "a count of heads"),
         (["prune", "--model", "./none", "--out", "x", "--plan", "p.json", "--keep", "1"], "left out with --plan"),

@@ -172,3 +172,34 @@ def test_values_must_fit() -> None:
         AttentionMaps(())
     with pytest.raises(InvalidValue, match="one row for each of 1 examples"):
         AttentionMaps(made(np.eye(2)).sites, (("a",), ("b",)))
+
+
+def test_byte_pairs_are_shown_as_text(bert: torch.nn.Module) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    pairs = Tokenizer(models.BPE())
+    pairs.pre_tokenizer, pairs.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    how = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=letters, show_progress=False)
+    pairs.train_from_iterator(["fünf und fünf und"] * 9, how)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs)
+    ids = torch.tensor([[0, *tokenizer("fünf und\nö")["input_ids"]]])
+    assert tokenizer.convert_ids_to_tokens(ids[0]) == ["<s>", "fÃ¼nf", "Ġund", "Ċ", "Ã", "¶"]
+    maps = hp.attention_maps(bert, {"input_ids": ids % 20}, tokenizer=Shifted(tokenizer, ids))
+    assert maps.tokens == (("<s>", "fünf", "▁und", "↵", "Ã", "¶"),)
+
+
+class Shifted:
+    """A tokenizer that reads other numbers than the batch has, for a model with a small vocabulary."""
+
+    def __init__(self, tokenizer: Any, ids: torch.Tensor) -> None:
+        self.backend_tokenizer, self.convert_tokens_to_string = (
+            tokenizer.backend_tokenizer,
+            tokenizer.convert_tokens_to_string,
+        )
+        self.words = tokenizer.convert_ids_to_tokens(ids[0])
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        assert len(ids) == len(self.words)
+        return list(self.words)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
+import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import headprune as hp
 from tests.scripts import WORDS, benchmark, tiny_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,14 +63,22 @@ def test_tradeoff_measures_every_part(ran: tuple[list[str], dict[str, Any]]) -> 
     quality = [(row["way"], row["kept"]) for row in found["quality"]]
     ways = [(way, kept) for way in ("random", "surgeon + finetune") for kept in (6, 3)]
     assert quality == [*ways, ("dense + finetune", 8)]
-    for row in found["quality"]:
-        apart = row["against_base"]
-        assert apart["difference"] == pytest.approx(row["quality"] - record["base"], abs=1e-5)
-        assert apart["low"] <= apart["difference"] <= apart["high"]
+    measured = {(row["way"], row["kept"]): row["quality"] for row in found["quality"]}
+    paired = {(row["way"], row["kept"], row["against"]): row for row in found["paired"]}
+    dense = {(way, kept, "dense + finetune") for way, kept in ways if "finetune" in way}
+    assert set(paired) == {*((way, kept, "base") for way, kept in measured), *dense}
+    for (way, kept, against), row in paired.items():
+        other = record["base"] if against == "base" else measured[against, 8]
+        assert row["difference"] == pytest.approx(measured[way, kept] - other, abs=1e-5)
+        assert row["low"] <= row["difference"] <= row["high"]
     cells = [(row["length"], row["batch"], row["kept"]) for row in found["speed"]]
     assert cells == [(length, batch, kept) for length in (8, 16) for batch in (1, 2) for kept in (6, 3)]
     for row in found["speed"]:
-        assert row["rounds"] >= 8
+        assert row["rounds"] % 3 == 0  # the whole model and two cuts, each first equally often
+        assert row["rounds"] >= 10
+        same = [r["original_p50"] for r in found["speed"] if (r["length"], r["batch"]) == (row["length"], row["batch"])]
+        assert same == [row["original_p50"]] * 2
+        assert row["weight_bytes"][0] > row["weight_bytes"][1]
         assert row["throughput"][1] == pytest.approx(row["batch"] / row["pruned_p50"])
         assert 1 < row["limit"] < row["attention_limit"] == pytest.approx(8 / row["kept"])
         assert row["peak_bytes"][0] >= row["peak_bytes"][1] > 0  # so small, the feed-forward's is the peak
@@ -75,7 +87,9 @@ def test_tradeoff_measures_every_part(ran: tuple[list[str], dict[str, Any]]) -> 
         assert row["bytes on disk"][0] > row["bytes on disk"][1]
     for row in found["attention"]:
         assert row["attention_limit"] == pytest.approx(8 / row["kept"])
-        assert row["attention_ratio"] == pytest.approx(row["attention_seconds"][0] / row["attention_seconds"][1])
+        for part in ("alone", "model"):
+            assert row[part]["low"] <= row[part]["ratio"] <= row[part]["high"]
+        assert row["alone"]["original_p50"] < row["model"]["original_p50"]
     for row in found["kv"]:
         before, after = row["bytes"]
         assert before == 2 * after
@@ -97,6 +111,88 @@ def test_tradeoff_goes_on_after_the_last_row(ran: tuple[list[str], dict[str, Any
         tradeoff.main([*arguments[:-1], "surgeon"])
 
 
+def test_compiled_cells_are_compiled(given: Path, tradeoff: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    speed = importlib.import_module("tradeoff_speed")
+    monkeypatch.setattr(speed.torch, "compile", partial(torch.compile, backend="eager"))
+    torch.manual_seed(0)
+    whole, *cuts = (torch.nn.Sequential(hp.MultiHeadAttention(8, heads, head_dim=2)) for heads in (4, 3, 2, 1))
+    monkeypatch.setattr(speed, "limits", lambda *_: {})
+    monkeypatch.setattr(speed, "shaped_batch", lambda example, batch, length: torch.randn(batch, length, 8))
+    args = tradeoff.arguments(["--task", "trec", "--data", "x", "--work", "x", "--seconds", "0", "--no-memory"])
+    args.attention, args.compile, args.lengths, args.batch_sizes = ["eager"], ["on"], [3, 4, 5], [1, 2, 3]
+    rows = list(speed.speed_rows(whole, dict(zip((3, 2, 1), cuts, strict=True)), None, args, set()))
+    assert len(rows) == 3 * 9
+    assert [row for row in rows if "error" in row] == []
+    assert {row["compiled"] for row in rows} == {True}
+    assert all(row["graphs"] >= 4 for row in rows)  # PyTorch alone would stop compiling after eight
+
+    def uncompiled(model: torch.nn.Module, **_: Any) -> torch.nn.Module:
+        return model
+
+    monkeypatch.setattr(speed.torch, "compile", uncompiled)
+    rows = list(speed.speed_rows(whole, {3: cuts[0]}, None, args, set()))
+    assert {row["error"] for row in rows} == {"RuntimeError: 0 graphs were compiled for 2 models"}
+
+
+def test_what_does_not_fit_is_said_and_tried_again(
+    ran: tuple[list[str], dict[str, Any]], tradeoff: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, record = ran
+    speed, out = importlib.import_module("tradeoff_speed"), tmp_path / "tradeoff-trec-cpu.json"
+    record = {**record, "rows": [row for row in record["rows"] if row["what"] != "speed"]}
+    out.write_text(json.dumps(record))
+    real = speed.measured
+
+    def full(models: Any, example: Any, cell: Any, args: Any) -> Any:
+        if cell.batch == 2:
+            raise torch.OutOfMemoryError("no room\nfor more")
+        return real(models, example, cell, args)
+
+    monkeypatch.setattr(speed, "measured", full)
+    again = [*arguments[: arguments.index("--out")], "--out", str(out), *arguments[arguments.index("--out") + 2 :]]
+    failed = [row for row in json.loads(tradeoff.main(again).read_text())["rows"] if "error" in row]
+    assert [(row["length"], row["batch"], row["kept"]) for row in failed] == [
+        (length, 2, kept) for length in (8, 16) for kept in (6, 3)
+    ]
+    page = tradeoff.tradeoff_page.page(tmp_path)
+    assert "- float32, sdpa attention, eager mode, 8 tokens, batch 2, 6 kept: OutOfMemoryError: no room\n" in page
+    monkeypatch.setattr(speed, "measured", real)
+    rows = json.loads(tradeoff.main([*again, "--minutes", "0"]).read_text())["rows"]
+    assert len(rows) == len(record["rows"]) + 4 + 1  # what went well, and the first of what had failed: time was over
+    rows = json.loads(tradeoff.main(again).read_text())["rows"]
+    assert not any("error" in row for row in rows)
+
+
+def test_a_gpu_is_asked_for_its_clocks_and_its_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed = importlib.import_module("tradeoff_speed")
+    said = SimpleNamespace(stdout="1980, 2619, 41, 312.5\n")
+    monkeypatch.setattr(speed.subprocess, "run", lambda command, **_: said)
+    found = speed.clocks(torch.device("cuda"))
+    assert found == {"clocks.sm": "1980", "clocks.mem": "2619", "temperature.gpu": "41", "power.draw": "312.5"}
+
+    spent = [0]
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: spent[0],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(speed.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(speed, "synchronize", lambda device: None)
+    ticks = iter(range(1000))
+    monkeypatch.setattr(speed, "perf_counter", lambda: next(ticks) / 4)  # four calls a second
+
+    def drawing(millijoules: int) -> Any:
+        def run() -> None:
+            spent[0] += millijoules
+
+        return run
+
+    assert speed.energies([drawing(6000), drawing(3000)], 2, 1.0, torch.device("cuda")) == [3.0, 1.5]
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert speed.energies([drawing(1)], 2, 1.0, torch.device("cuda")) == [None]
+
+
 def test_tradeoff_says_where_it_is_faster_and_where_not(tradeoff: ModuleType) -> None:
     def cell(batch: int, low: float, high: float) -> dict[str, Any]:
         return {"batch": batch, "low": low, "high": high, "kept": 6, "length": 8}
@@ -107,6 +203,7 @@ def test_tradeoff_says_where_it_is_faster_and_where_not(tradeoff: ModuleType) ->
     assert words(mixed) == "faster from batch 32 on, not faster: slower at batch 1, no difference shown at batch 8"
     assert words([cell(1, 1.1, 1.2), cell(8, 0.9, 1.1)]) == "faster at batch 1, no difference shown at batch 8"
     assert words([cell(1, 0.8, 0.9)]) == "not faster: slower at batch 1"
+    assert words([cell(1, 1.1, 1.2)]) == "faster at batch 1"
 
 
 def test_tradeoff_draws_its_page_from_the_record(

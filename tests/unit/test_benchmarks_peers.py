@@ -8,7 +8,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,7 @@ def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypat
     hows = ("works", "forgets", "raises", "dies", "strange")
     peers = {how: replace(fake, name=how, settings={"how": how}) for how in hows}
     peers["elsewhere"] = replace(fake, name="elsewhere", environment="onnx")
+    (folder / "onnx.json").write_text(json.dumps({"ok": False, "error": "no such package"}))
     for module in (run, run.page):
         monkeypatch.setattr(module, "PEERS", {"headprune": fake, **peers})
     out = tmp_path / "peers-trec.json"
@@ -123,10 +124,19 @@ def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypat
     assert rows["raises"]["error"].startswith("ValueError: no head left in WORK")
     assert rows["dies"]["error"] == "exit status 3: "
     assert "its base model is another one: logits differ by 1" in rows["strange"]["error"]
-    assert "environments.py" in rows["elsewhere"]["error"]
+    assert rows["elsewhere"]["error"] == "its environment cannot be made: no such package"
     line = next(line for line in record["compared"] if line["peer"] == "works")
     assert (line["reference"], line["kept"]) == ("headprune", 5)
     assert line["test"]["difference"] == pytest.approx(right.mean() - reference.mean(), abs=1e-5)
+
+    # Another draw, later: the same model and rows, and not timed.
+    both = ["--peers", "headprune", "works", "--seeds", "2"]
+    record = json.loads(run.main(given(folder, out, *both)).read_text())
+    assert [(row["peer"], row["seed"], "speed" in row) for row in record["rows"][-2:]] == [
+        ("headprune", 1, False),
+        ("works", 1, False),
+    ]
+    assert next(line for line in record["compared"] if line["peer"] == "works")["draws"] == 2
 
     # Goes on: nothing runs twice, and errors again only when asked to.
     monkeypatch.setattr(run, "measured", lambda *_: pytest.fail("measured twice"))
@@ -137,14 +147,14 @@ def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypat
     )
     again = json.loads(run.main(given(folder, out, "--again")).read_text())
     assert tried == ["raises", "dies", "strange", "elsewhere"]
-    assert len(again["rows"]) == 7
+    assert len(again["rows"]) == 9
     with pytest.raises(SystemExit, match="give another --out"):
         run.main(given(folder, out, "--lengths", "9"))
 
     run.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / "peers.md").read_text()
     assert "### 5 of 8 heads kept" in text
-    assert f"| works | {row['test']:.3f} | {100 * line['test']['difference']:+.1f} [" in text
+    assert f"| forgets | {row['test']:.3f} | {100 * line['test']['difference']:+.1f} [" in text
     assert "| raises | does not work |" in text
     assert "- **raises** failed: ValueError: no head left" in text
     assert "**forgets** does not load back: says something else, by 1" in text
@@ -289,3 +299,71 @@ def test_batches_end_at_their_longest_row(programs: Any) -> None:
     assert shaped["input_ids"].shape == (5, 9)
     assert (shaped["input_ids"] == 7).all()  # tokens, no padding
     assert (shaped["attention_mask"] == 1).all()
+
+
+def test_what_a_comparison_comes_to(run: ModuleType) -> None:
+    def row(name: str, kept: int | None, low: float, high: float, test: float = 0.8) -> dict[str, Any]:
+        return {
+            "peer": name,
+            "kept": kept,
+            "seed": 0,
+            "test": test,
+            "speed": [{"low": low, "high": high, "ratio": low}],
+        }
+
+    ours = run.page.REFERENCE
+    rows = [row(ours, 24, 1.3, 1.4), row("TextPruner", 24, 1.3, 1.5), row("onnxsim", 24, 0.9, 1.0)]
+    rows += [row("PyTorch INT8", None, 2.0, 2.1), row(f"{ours} + PyTorch INT8", 24, 2.5, 2.6, 0.79)]
+
+    def line(peer: str, kept: int | None, low: float, high: float) -> dict[str, Any]:
+        points = {"difference": (low + high) / 2, "low": low, "high": high}
+        return {"peer": peer, "kept": kept, "reference": ours, "reference_kept": 24, "test": points}
+
+    def outcome(*lines: dict[str, Any]) -> list[str]:
+        text = run.page.verdict({"rows": rows, "compared": list(lines)})
+        return [
+            cells.split(" | ")[-1].rstrip(" |") for cells in text if cells.startswith(("| Text", "| onnx", "| PyT"))
+        ]
+
+    assert outcome(line("TextPruner", 24, 0.01, 0.03)) == ["**lost**"]  # more accurate, and as fast
+    assert outcome(line("TextPruner", 24, -0.03, -0.01)) == ["won"]
+    assert outcome(line("TextPruner", 24, -0.01, 0.01)) == ["tied"]
+    assert outcome(line("onnxsim", 24, -0.01, 0.01)) == ["won"]  # as accurate, and slower
+    assert outcome(line("onnxsim", 24, 0.01, 0.03)) == ["a trade"]
+    assert outcome(line("PyTorch INT8", None, -0.01, 0.01)) == ["**lost**"]  # as accurate, and faster
+    assert outcome(line("PyTorch INT8", None, -0.03, -0.01)) == ["a trade"]
+    both = run.page.verdict({"rows": rows, "compared": []})[-1]
+    assert "PyTorch INT8 1.25 times as fast at -1.0 points with 24 heads" in both
+
+
+def test_everybody_is_held_to_what_is_like_him(run: ModuleType) -> None:
+    budgets = [36, 24]
+    assert run.opponents("unpruned", None, budgets) == run.opponents("headprune", 24, budgets) == []
+    assert run.opponents("PyTorch INT8", None, budgets) == [("unpruned", None), ("headprune", 36), ("headprune", 24)]
+    assert run.opponents("TextPruner", 24, budgets) == [("headprune", 24)]
+    assert run.opponents("smaller architecture", 24, budgets) == [("headprune", 24), ("headprune, trained", 24)]
+    assert run.opponents("headprune, trained", 24, budgets) == [("headprune", 24)]
+
+
+def test_a_run_without_its_environments_does_not_begin(run: ModuleType, folder: Path, tmp_path: Path) -> None:
+    arguments = given(folder, tmp_path / "peers.json", "--peers", "TextPruner")
+    arguments[arguments.index("--environments") + 1] = str(tmp_path)
+    with pytest.raises(SystemExit, match=r"No environment textpruner: run .*environments\.py first"):
+        run.main(arguments)
+
+
+def test_static_ranges_come_from_rows_of_all_lengths(programs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = programs("onnx_runtime")
+    seen: list[int] = []
+
+    def static(source: str, out: str, reader: Any, **_: Any) -> None:
+        while (rows := reader.get_next()) is not None:
+            seen.append(rows["input_ids"].shape[1])
+
+    module = SimpleNamespace(CalibrationDataReader=object, quantize_static=static)
+    monkeypatch.setattr(runtime.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(runtime, "prepared", lambda job, source: source)
+    lengths = [{"input_ids": torch.ones(2, n)} for n in range(1, 17)]
+    job = SimpleNamespace(batches=lambda purpose: lengths, settings={"batches": 8})
+    runtime.static(job, "in", "out")
+    assert seen == [16, 14, 12, 10, 8, 6, 4, 2]

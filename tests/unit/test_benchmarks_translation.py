@@ -48,10 +48,12 @@ def test_rows_and_a_run_that_goes_on(translation: ModuleType, given: list[str], 
     assert more["rows"][:6] == record["rows"]
     ways = {(row["part"], row["kept"], row["way"]): row for row in more["rows"]}
     assert set(ways) == {
-        ("all", 12, "dense"),
+        *(("all", 12, way) for way in translation.TRAINED),
         *(("all", kept, way) for kept in (9, 6, 4) for way in translation.WAYS),
         *(("cross", kept, way) for kept in (3, 2, 1) for way in translation.WAYS),
     }
+    assert record["ways"]["trained on"][0]["epochs"] == 1  # the recipe's own
+    assert record["ways"]["distilled"][1]["distill"] == 1.0
 
     # The same by other code: two heads between encoder and decoder go, nothing else.
     args = translation.arguments(given)
@@ -77,7 +79,8 @@ def test_rows_and_a_run_that_goes_on(translation: ModuleType, given: list[str], 
     text = (tmp_path / translation.PAGE).read_text()
     assert f"| between them | 2 of 4 | {100 * row['bleu']:.2f} (" in text
     assert "12 heads; whole:" in text
-    assert "Whole, and trained on as long" in text
+    assert "All heads, trained on as long, nothing refitted: " in text
+    assert "- *distilled*: `lstsq` (" in text
 
 
 def test_missing_arguments_are_named(translation: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

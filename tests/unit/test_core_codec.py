@@ -1,5 +1,6 @@
 """The stored form of every value: round trip, digest, and messages that say where a document is wrong."""
 
+import base64
 import dataclasses
 import json
 import math
@@ -8,8 +9,11 @@ import os
 import pytest
 
 from headprune.core.agreement import Agreement, Measure, Pair
+from headprune.core.attention_pictures import AttentionPictures, ShownExample, ShownSite
 from headprune.core.codec import EMPTY, FrozenDict, Value
+from headprune.core.difference import Change, PlanDifference, RecordDifference
 from headprune.core.errors import HeadPruneError, InvalidValue
+from headprune.core.explanation import Explanation, Fate
 from headprune.core.files import sha256_file, write_atomic
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
@@ -52,6 +56,7 @@ RECORD = RunRecord(
     warnings=("slow", "old"),
     error="ValueError: no",
 )
+DIFFERENT = PlanDifference(("a", "b"), ("A", "B"), 8, 3, 2, (HeadId("encoder.0", 3),), ())
 EXAMPLES = [
     HeadId("encoder.0", 3),
     *SITES,
@@ -75,6 +80,19 @@ EXAMPLES = [
     dataclasses.replace(PLAN, model=ModelFingerprint("s", "w"), notes=("one", "two")),
     RECORD,
     RunRecord("demo", "running", "start", "now"),
+    DIFFERENT,
+    RecordDifference(
+        ("a", "b"), (Change("seed", 1, None),), (Change("gpu", "x", True),), (Change("f", 0.5, 2),), DIFFERENT
+    ),
+    Explanation(
+        "title", "taylor", (Fate("encoder.0", (1, 2), 0.5, None, 3, False, 0.25, "why"),), None, (("MACs", 1, 9),), 0.5
+    ),
+    AttentionPictures(
+        (ShownExample("row 0", ("a", "ä"), (), base64.b64encode(bytes(3)).decode(), 1, 1),),
+        (ShownSite("a", "self", (3,), (None,), ((1, 2),), ((0.5,),), (base64.b64encode(bytes(2)).decode(),)),),
+        image=(1, 1),
+        rows=(0,),
+    ),
 ]
 
 

@@ -48,6 +48,22 @@ def test_units_come_in_model_order_with_everything_that_is_known():
     assert "7 heads in 5 groups" in SCORES.title
 
 
+def test_a_table_has_a_row_for_every_head():
+    table = SCORES.to_frame()
+    assert list(zip(table.site, table["head"], table.kv_head, table.unit, strict=True)) == [
+        *[("plain", h, h, h) for h in range(3)],
+        *[("groups", 0, 0, 0), ("groups", 1, 0, 0), ("groups", 4, 2, 1), ("groups", 5, 2, 1)],
+    ]
+    assert table.score.tolist() == [0.3, 0.1, 0.3, 0.1, 0.1, 0.3, 0.3]
+    assert table.standard_error.tolist() == [0.01, 0.02, 0.03, 0.04, 0.04, 0.05, 0.05]
+    assert [table["rank"][table["head"].tolist().index(4)], table["rank"][3]] == [3, 5]
+    assert table.params.tolist() == [1, 1, 1, 1, 1, 7, 7]
+    assert table.macs.tolist() == [UNIT.macs(16)] * 7
+    bare = replace(SCORES, standard_errors=None, costs=None).to_frame()
+    assert bare.standard_error.isna().all()
+    assert bare.params.isna().all()
+
+
 def test_ranked_breaks_ties_by_the_later_site_and_head():
     assert [(u.site, u.unit) for u in SCORES.ranked()] == [(1, 0), (0, 1), (1, 1), (0, 2), (0, 0)]
 

@@ -23,6 +23,7 @@ IDS = torch.randint(3, 40, (4, 6), generator=torch.Generator().manual_seed(3))
 #: Two examples of full length, two padded on the right.
 MASK = torch.tensor([[1] * 6, [1] * 6, [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
 TEXT = {"input_ids": IDS, "attention_mask": MASK}
+PIXELS = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(3)).double()
 
 BERT = {
     "vocab_size": 40,
@@ -133,7 +134,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, float]
         },
         F64,
     ),
-    "image": (vit, {"pixel_values": torch.randn(4, 1, 4, 4).double(), "labels": torch.tensor([0, 2, 1, 1])}, F64),
+    "image": (vit, {"pixel_values": PIXELS, "labels": torch.tensor([0, 2, 1, 1])}, F64),
     "llama": (llama, {**TEXT, "labels": tokens(6, 5, 4, 3)}, F32),
     "gpt2": (gpt2, {**TEXT, "labels": tokens(6, 5, 4, 3)}, F32),
     "t5": (t5, {**TEXT, "labels": tokens(6, 5, 2, 3)}, F32),

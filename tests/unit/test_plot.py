@@ -94,6 +94,10 @@ def test_all_heads_are_small_multiples() -> None:
     assert panels.shape == (2, 3)
     assert [[p.get_title() for p in row if p.get_visible()] for row in panels] == [["0", "1", "2"], ["0", "2"]]
     assert hp.plot.attention(maps(), "a.b").shape == (1, 3)
+    mask = hp.HeadMask.from_keep({"a.b": [0, 2], "a.c": [0, 1, 2]}, {"a.b": 3, "a.c": 3})
+    marked = hp.plot.attention(maps(), plan=hp.PruningPlan(mask))
+    assert [p.get_title() for p in marked[0]] == ["0", "1 ×", "2"]
+    assert [p.spines["left"].get_linestyle() == "--" for p in marked[0]] == [False, True, False]
 
 
 def test_of_an_image_a_query_is_laid_out_as_the_image() -> None:

@@ -2,139 +2,27 @@
 
 from __future__ import annotations
 
-import random
+import base64
+import hashlib
 import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from headprune.bench.decoding import DecodingRow
+from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.codec import FrozenDict
-from headprune.core.heads import AttentionSite, HeadMask
-from headprune.core.plan import Budget, PruningPlan
+from headprune.core.heads import AttentionSite, HeadId, HeadMask
+from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
-from headprune.core.scores import HeadScores, ModelFingerprint
-from headprune.report import render_html, render_markdown, write_report
-from headprune.report.formats import clean, count, duration, fixed, signed, times
-
-NASTY = '<script>alert("x")</script>|`*&'
-
-
-def scores_of(sites: list[AttentionSite], scale: float = 1.0, errors: bool = True) -> HeadScores:
-    draw = random.Random(0)
-    values = tuple(tuple(scale * draw.random() ** 2 for _ in s.units) for s in sites)
-    spread = tuple(tuple(0.07 * v + 0.002 * scale for v in row) for row in values) if errors else None
-    print_of = ModelFingerprint("5f1c" * 16, "a94e" * 16)
-    return HeadScores(
-        tuple(sites), values, spread, "taylor", FrozenDict({"reduce": "example"}), 512, print_of, "d0d0" * 16, 7
-    )
-
-
-def plan_of(scores: HeadScores, share: float = 0.5) -> PruningPlan:
-    ranked = scores.ranked()
-    gone = {(u.name, h) for u in ranked[: round(len(ranked) * (1 - share))] for h in u.heads}
-    keep = {s.name: [h for h in s.heads if (s.name, h) not in gone] for s in scores.sites}
-    mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in scores.sites})
-    return PruningPlan(mask, Budget(keep_heads=share), "global_topk", FrozenDict(), "taylor", scores.digest)
-
-
-def record_of(n_layers: int = 4, n_heads: int = 8, n_kv: int | None = None, **changes: object) -> RunRecord:
-    """A realistic record of a run that went well."""
-    kind = "causal" if n_kv else "self"
-    name = "model.layers.{}.self_attn" if n_kv else "bert.encoder.layer.{}.attention.self"
-    sites = [
-        AttentionSite(
-            name.format(i), "llama" if n_kv else "bert", kind, n_heads, n_kv or n_heads, 64, 64, (*range(n_heads),)
-        )
-        for i in range(n_layers)
-    ]
-    scores = scores_of(sites)
-    plan = plan_of(scores)
-    total, kept = n_layers * n_heads, plan.mask.n_kept
-    record = RunRecord(
-        name="sst2-bert-taylor",
-        status="done",
-        stage="report",
-        created="2026-03-02T09:14:31Z",
-        recipe=FrozenDict(
-            {"model": "bert-mini", "data": {"path": "sst2", "split": "train"}, "scorer": "taylor", "keep_heads": 0.5}
-        ),
-        versions=FrozenDict({"python": "3.12.4", "torch": "2.9.0", "transformers": "5.14.0", "headprune": "0.1.0"}),
-        hardware=FrozenDict({"processor": "AMD EPYC 7B13", "threads": 2, "memory_gib": 7.8, "accelerator": None}),
-        git_commit="a996f20c",
-        seeds=FrozenDict({"score": 7, "random": list(range(10)), "finetune": 11}),
-        rows=FrozenDict({"score": {"split": "train", "rows": list(range(512))}, "test": {"split": "test", "n": 872}}),
-        scores=scores,
-        plan=plan,
-        quality=(
-            QualityRow("base", total, "accuracy", 0.9763, "test", 872, 0.0811),
-            QualityRow("taylor", kept, "accuracy", 0.9694, "test", 872, 0.1022),
-            QualityRow("random", kept, "accuracy", 0.9128, "test", 872, 0.2671, draws=10, spread=0.0214),
-            QualityRow("magnitude", kept, "accuracy", 0.9415, "test", 872, 0.1743),
-            QualityRow("recovered (finetune)", kept, "accuracy", 0.974, "test", 872, 0.0874, trained=True),
-        ),
-        speed=(
-            SpeedRow(1, 128, 0.00812, 0.00871, 0.00798, 0.00866, 1.012, 0.991, 1.034, 200),
-            SpeedRow(8, 128, 0.0412, 0.0437, 0.0378, 0.0395, 1.09, 1.071, 1.108, 200),
-            SpeedRow(32, 128, 0.1583, 0.1641, 0.1413, 0.1478, 1.12, 1.104, 1.139, 100),
-        ),
-        size=(
-            SizeRow("heads", float(total), float(kept)),
-            SizeRow("parameters", 11_171_074.0, 10_120_450.0),
-            SizeRow("MACs (128 tokens)", 412_876_800.0, 345_505_792.0),
-            SizeRow("KV cache, bytes a token", 4096.0, 2048.0),
-        ),
-        proofs=(Proof("logits", 3.1e-07, 4.82, 1.0e-05, "float32", 16),),
-        timings=FrozenDict({"load": 3.21, "score": 41.8, "finetune": 312.0, "bench": 78.4}),
-        warnings=("The speed was measured on two shared cores; expect other ratios elsewhere.",),
-    )
-    return replace(record, **changes)  # type: ignore[arg-type]
-
-
-class Page(HTMLParser):
-    """What a browser would see: elements with attributes, and text without tags."""
-
-    VOID = frozenset({"meta", "link", "br", "wbr", "input", "col", "img", "hr"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag, f"</{tag}> closes another element"
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    def cells(self) -> list[dict[str, str | None]]:
-        return [a for tag, a in self.elements if tag == "td" and "cell" in (a.get("class") or "").split()]
-
-    def table_row(self, name: str, html: str) -> str:
-        found = re.search(rf'<tr[^>]*><th scope="row"[^>]*>{re.escape(name)}.*?</tr>', html, re.DOTALL)
-        assert found, f"no row {name}"
-        return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", found[0]))
+from headprune.report import Beside, render_html, render_markdown, write_report
+from headprune.report.formats import clean, count, counts, duration, fixed, signed, times
+from headprune.report.provenance import python_lines
+from headprune.scoring._agreement import agreement
+from tests.report_records import NASTY, Page, costed, image_pictures_of, maps_of, pictures_of, record_of, scores_of
 
 
 @pytest.fixture(scope="module")
@@ -394,6 +282,16 @@ def test_no_base_row_means_no_differences(record: RunRecord) -> None:
     assert "accuracy 0.969 before recovery, 0.974 after" in render_markdown(without)
 
 
+def nasty_beside(record: RunRecord) -> Beside:
+    """Pictures, other scores and an agreement, all of whose words are dangerous."""
+    assert record.scores is not None
+    maps = replace(maps_of(record, 1, 2), tokens=((NASTY, NASTY),))
+    pictures = AttentionPictures.of(maps)
+    told = replace(pictures, examples=tuple(replace(e, title=NASTY) for e in pictures.examples))
+    other = replace(record.scores, scorer=NASTY + "2")
+    return Beside(told, (other,), agreement(record.scores, other))
+
+
 def test_data_stays_text() -> None:
     site = AttentionSite(NASTY, "bert", "self", 2, 2, 8, 8, (0, 1))
     scores = replace(scores_of([site]), scorer=NASTY)
@@ -409,16 +307,14 @@ def test_data_stays_text() -> None:
         proofs=(Proof(NASTY, 0.0, 1.0, 1.0, NASTY, 1),),
         timings=bag,
         warnings=(NASTY,),
-        metrics=FrozenDict(
-            {"attention": {"title": NASTY, "maps": [{"site": NASTY, "head": 0, "grid": [[1.0]]}]}, NASTY: 1}
-        ),
+        metrics=FrozenDict({NASTY: 1}),
         error=NASTY,
     )
-    page = Page(render_html(record))
+    page = Page(render_html(record, nasty_beside(record)))
     assert not page.open
-    assert "script" not in {tag for tag, _ in page.elements}
+    assert [a.get("type") for tag, a in page.elements if tag == "script"] == ["application/json", None]
     assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
-    assert page.text.count("<script>") > 20
+    assert page.text.count("<script>") > 30
     markdown = re.sub(r"^(`{3,})\n.*?^\1$", "", render_markdown(record), flags=re.DOTALL | re.MULTILINE)
     assert "<script>" not in markdown.replace("\\<script\\>", "")
     assert "\n|" in markdown
@@ -437,8 +333,13 @@ def test_the_page_loads_nothing(html: str) -> None:
     assert policy
     assert policy[0] is not None
     assert policy[0].startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:")
+    own = html[html.rindex("<script>") + len("<script>") : html.rindex("</script>")]
+    allowed = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+    assert re.findall(r"script-src ([^;]*);", policy[0]) == [f"'sha256-{allowed}'"]
+    assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|import|eval|innerHTML|outerHTML)\b", own)
+    assert [tag for tag, _ in page.elements].count("script") == 1
     for tag, attrs in page.elements:
-        assert tag not in ("script", "iframe", "object", "embed", "img")
+        assert tag not in ("iframe", "object", "embed", "img")
         for name in ("src", "href", "srcset", "action", "data", "poster"):
             value = attrs.get(name)
             assert value is None or value.startswith(("#", "data:")), f"<{tag} {name}={value}>"
@@ -456,8 +357,10 @@ def test_the_page_is_well_formed_and_labelled(html: str) -> None:
     for tag, attrs in page.elements:
         if tag == "svg":
             assert attrs.get("aria-label")
+        if tag in ("select", "canvas", "input") and attrs.get("type") not in ("radio",):
+            assert "id" in attrs
         if tag == "th":
-            assert attrs.get("scope") in ("row", "col")
+            assert attrs.get("scope") in ("row", "col", "rowgroup")
         if "aria-labelledby" in attrs:
             assert attrs["aria-labelledby"] in identifiers
 
@@ -510,6 +413,8 @@ def test_the_recipe_is_shown_whole(record: RunRecord, markdown: str) -> None:
 def test_do_it_yourself_lines_are_safe_and_run_the_same_method(record: RunRecord) -> None:
     text = render_markdown(replace(record, name="my run; rm"))
     assert "headprune run 'my run; rm'" in text
+    resolved = replace(record, recipe=FrozenDict({"task": "causal_lm", "out": "my runs/a"}))
+    assert "headprune run 'my runs/a/recipe.yaml' --out 'my runs/a-again'" in render_markdown(resolved)
     assert "plan = hp.select(scores, hp.Budget(keep_heads=0.5), 'global_topk')" in text
     lines = re.findall(r"```\n(import headprune.*?)\n```", text, re.DOTALL)[0]
     compile(lines, "lines", "exec")
@@ -523,19 +428,6 @@ def test_every_number_of_the_page_tables_is_in_the_markdown_twin(html: str, mark
     scores = re.findall(r'<span class="score">(.*?)</span>', html)
     assert len(scores) == 32
     assert all(f" {s} |" in markdown or f"~~{s}~~" in markdown for s in scores)
-
-
-def test_attention_pictures_are_drawn_only_when_saved(record: RunRecord, html: str) -> None:
-    assert 'id="attention"' not in html
-    grid = [[1.0, 0.0], [0.25, float("nan")]]
-    metrics = FrozenDict(
-        {"attention": {"title": "What heads look at", "maps": [{"site": "a.0", "head": 3, "grid": grid}]}}
-    )
-    drawn = render_html(replace(record, metrics=metrics))
-    assert "What heads look at" in drawn
-    assert '<path class="s8" d="M0 0h1v1h-1z"/>' in drawn
-    assert '<path class="s2" d="M0 1h1v1h-1z"/>' in drawn
-    assert "M1 1h1" not in drawn
 
 
 def test_other_measurements_are_not_dropped(record: RunRecord) -> None:
@@ -575,7 +467,8 @@ def test_rendering_depends_on_the_record_alone(record: RunRecord, html: str) -> 
 
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys; from headprune.report import write_report; "
+        "import sys; from headprune.report import write_report, write_comparison; "
+        "import headprune.run.reporting, headprune.scoring._agreement; "
         "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -588,3 +481,144 @@ def test_formats() -> None:
     assert [times(v) for v in (1.0, 1.004, 1.126)] == ["1.00×", "1.004×", "1.13×"]
     assert [duration(v) for v in (0.0421, 59.96, 3599.7)] == ["0.042 s", "60.0 s", "1 h 0 min"]
     assert clean("a\x00b\r\n\x1b[1mc") == "a\ufffdb\nc"
+
+
+# ---------------------------------------------------------------------------------------------- more in a page
+
+
+def test_kinds_of_attention_stand_apart() -> None:
+    sites = [
+        AttentionSite(f"{tower}.{i}.{name}", "t5", kind, 4, 4, 8, 8, (0, 1, 2, 3))  # type: ignore[arg-type]
+        for tower, name, kind in (("enc", "own", "self"), ("dec", "own", "causal"), ("dec", "other", "cross"))
+        for i in range(2)
+    ]
+    record = RunRecord("x", "done", "score", "2026", scores=scores_of(sites))
+    html = render_html(record)
+    page = Page(html)
+    titles = ["Encoder: self-attention enc.*.own", "Decoder: causal self-attention dec.*.own"]
+    titles.append("Cross-attention dec.*.other")
+    places = [page.text.index(title) for title in titles]
+    assert places == sorted(places)
+    assert html.count("<tbody>") - html[html.index('id="provenance"') :].count("<tbody>") == 3
+    labels = re.findall(r'<tr><th scope="row" title="([\w.]*)">(\w*)</th>', html)
+    assert labels == [(site.name, site.name.split(".")[1]) for site in sites]
+    assert "- Cross-attention: dec.\\*.other" in render_markdown(record)
+
+
+def test_other_scores_have_maps_of_their_own_and_the_agreement_is_shown(record: RunRecord) -> None:
+    assert record.scores is not None
+    values = tuple(tuple(reversed(row)) for row in record.scores.values)
+    other = replace(record.scores, values=values, scorer="entropy", standard_errors=None)
+    beside = Beside(scores=(other,), agreement=agreement(record.scores, other))
+    html, markdown = render_html(record, beside), render_markdown(record, beside)
+    page = Page(html)
+    assert page.text.count("taylor (of the plan)") == 1
+    cells = page.cells()
+    assert len(cells) == 64
+    for mine, theirs in zip(cells[:8], reversed(cells[32:40]), strict=True):
+        assert mine["data-score"] == theirs["data-score"]
+    assert len({a["name"] for tag, a in page.elements if tag == "input"}) == 2
+    assert beside.agreement is not None
+    for cell in beside.agreement.rows()[0]:
+        assert cell in page.text
+        assert cell.replace("[", "\\[").replace("]", "\\]") in markdown
+    assert "### Scores of entropy" in markdown
+    assert 'id="scorer"' not in render_html(record)
+
+
+def test_what_heads_do_is_said_with_its_share(record: RunRecord) -> None:
+    pictures = pictures_of(record)
+    assert record.scores is not None
+    first = HeadId(record.scores.sites[1].name, 0)
+    pattern = pictures.pattern(first)
+    assert pattern is not None
+    assert pattern.name == "previous token"
+    html = render_html(record, Beside(pictures))
+    text, markdown = Page(html).text, render_markdown(record, Beside(pictures))
+    share, chance = (f"{100 * v:.0f} %" for v in (pattern.share, pattern.chance))
+    assert f"{first.site}, head 0 previous token {share} {chance}" in text
+    assert f"| {first.site}, head 0 | previous token | {share} | {chance} |" in markdown
+    title = next(c["title"] for c in Page(html).cells() if (c["title"] or "").startswith(f"{first.site}, head 0,"))
+    assert f"mostly previous token ({share} of its weight; even attention: {chance})" in (title or "")
+    counted = Page(html).table_row("previous token", html)
+    assert record.plan is not None
+    kept = sum(HeadId(site.name, 0) in record.plan.mask for site in record.scores.sites)
+    assert f" 4 {kept} {4 - kept} " in counted
+    assert 'id="attention"' not in render_html(record)
+    assert "What heads attend to" not in render_markdown(record)
+
+
+def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record: RunRecord) -> None:
+    html = render_html(record, Beside(image_pictures_of(record)))
+    options = re.findall(r"<option[^>]*>([^<]*)</option>", html[html.index("attention-query") :])
+    assert options[:3] == ["mean over all queries", "class token", "patch in row 1, column 1"]
+    assert options[10] == "patch in row 3, column 3"
+    assert "test row 0, label 7" in html
+
+
+def test_144_heads_and_8_examples_stay_under_a_megabyte_and_a_half() -> None:
+    record = costed(record_of(12, 12))
+    for length in (26, 48):
+        pictures = pictures_of(record, 8, length)
+        assert len(pictures.examples) == 8
+        assert record.scores is not None
+        others = tuple(replace(record.scores, scorer=f"other {i}") for i in range(3))
+        page = render_html(record, Beside(pictures, others, agreement(record.scores, *others)))
+        assert len(page.encode()) < 1_500_000
+        assert pictures.whole == (length == 26)
+    assert "the first 26 tokens of every example" in page
+
+
+def test_layers_are_told_before_and_after(record: RunRecord) -> None:
+    record = costed(record)
+    assert record.plan is not None
+    html, markdown = render_html(record), render_markdown(record)
+    kept = [len(row.kept) for row in record.plan.mask.rows]
+    per_head = 1000 * 128 + 64 * 128**2
+    for layer, n in enumerate(kept):
+        assert f"| {layer} | 8 → {n} | 8,000 → {1000 * n:,} | " in markdown
+        assert f"{' → '.join(counts(8 * per_head, n * per_head))} | 4,096 → {512 * n:,} |" in markdown
+    assert f"| all layers | 32 → {sum(kept)} | 32,000 → {1000 * sum(kept):,} |" in markdown
+    assert f"32 → {sum(kept)}" in Page(html).table_row("all layers", html)
+    assert 'id="layers"' not in render_html(record_of())
+
+
+def test_the_speed_grid_draws_break_even_between_faster_and_not_faster(record: RunRecord) -> None:
+    def at(batch: int, length: int, ratio: float) -> SpeedRow:
+        return SpeedRow(batch, length, 1.0, 1.0, 1 / ratio, 1.0, ratio, ratio - 0.05, ratio + 0.05, 9)
+
+    rows = (at(1, 16, 0.8), at(1, 128, 1.01), at(8, 16, 1.2), at(8, 128, 1.5))
+    html = render_html(replace(record, speed=rows))
+    grid = html[html.index('class="speed-grid"') : html.index("</table>", html.index('class="speed-grid"'))]
+    cells = re.findall(r'<td class="([^"]*)" title="([^"]*)">([^<]*)<', grid)
+    assert [(c, text) for c, _, text in cells] == [
+        ("bad edge-bottom", "0.80×"),
+        ("plain edge-bottom", "1.01×"),
+        ("good", "1.20×"),
+        ("good", "1.50×"),
+    ]
+    assert "no measurable difference in speed, 95 % interval 0.960 to 1.060" in cells[1][1]
+    words = "The pruned model is surely faster in 2 of 4 places; the thick line is break-even"
+    assert words in html
+    assert words in render_markdown(replace(record, speed=rows))
+    beside = render_html(replace(record, speed=(rows[1], rows[3])))
+    assert "plain edge-bottom" in beside
+    every = render_markdown(replace(record, speed=rows[2:]))
+    assert "faster everywhere that was measured" in every
+    assert "faster nowhere" in render_markdown(replace(record, speed=rows[:2]))
+    hole = render_html(replace(record, speed=rows[:3]))
+    assert "batch 8 × 128 tokens: not measured" in hole
+    assert 'class="speed-grid"' not in render_html(replace(record, speed=rows[:1]))
+
+
+def test_do_it_yourself_knows_a_layout_of_ones_own(record: RunRecord) -> None:
+    plain, own = python_lines(record), replace(record, recipe=FrozenDict({"model": {"layouts": "my.models:LAYOUT"}}))
+    assert "hp.prune_(model, record.plan)" in plain
+    lines = python_lines(own).split("\n")
+    assert lines[0] == "from my.models import LAYOUT"
+    assert "sites = hp.find_sites(model, layouts=[LAYOUT])" in lines
+    assert "hp.prune_(model, record.plan, sites=sites)" in lines
+    assert all("sites=sites" in line for line in lines if line.startswith(("scores =", "hp.prune_")))
+    compile(python_lines(own), "report", "exec")
+    hostile = replace(record, recipe=FrozenDict({"model": {"layouts": "os:x\nimport shutil"}}))
+    assert python_lines(hostile) == plain

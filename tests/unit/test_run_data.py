@@ -307,6 +307,15 @@ def test_a_mistyped_split_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> 
         load_rows(recipe("someone/something", test_split="questions"))
 
 
+def test_a_split_that_is_named_for_one_purpose_serves_no_other(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", questions(40))
+    write(tmp_path / "validation.jsonl", questions(10, start=50))
+    raw = load_rows(recipe(tmp_path, test_split="validation", holdout=8))
+    assert raw.facts["source"]["splits"] == {"train": "train", "test": "validation"}
+    assert texts(raw, "test") == {f"question {i}" for i in range(50, 60)}
+    assert (raw.facts["validation"]["from"], raw.facts["validation"]["rows"]) == ("train", 8)
+
+
 @pytest.mark.parametrize("name", ["val", "dev", "valid"])
 def test_other_names_for_validation(tmp_path: Path, name: str) -> None:
     write(tmp_path / "train.jsonl", questions(40))

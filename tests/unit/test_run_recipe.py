@@ -180,9 +180,9 @@ def test_all_errors_at_once_each_with_path_and_suggestion() -> None:
 @pytest.mark.parametrize(
     ("changes", "path", "words"),
     [
-        ({"model": {}}, "model", "got neither"),
-        ({"model__class_name": "BertModel"}, "model", "got both"),
-        ({"model": {"class_name": None}}, "model", "got neither"),
+        ({"model": {}}, "model", "got none"),
+        ({"model__class_name": "BertModel"}, "model", "got path and class_name"),
+        ({"model": {"class_name": None}}, "model", "got none"),
         ({"model": "folder"}, "model", "a section with keys of its own"),
         ({"data__text": None}, "data.text", "the column with text"),
         ({"data__tokens": "ids"}, "data.tokens", "left out"),

@@ -18,7 +18,7 @@ from headprune.run.data import load_rows
 from headprune.run.labels import number_labels
 from headprune.run.models import build_model, load_model, longest_input, open_model, resolve_device, resolve_path
 from headprune.run.recipe import Recipe
-from headprune.run.validate import check_recipe
+from headprune.run.validate import check_recipe, load_recipe
 
 WORDS = [f"w{i}" for i in range(20)]
 
@@ -323,6 +323,52 @@ def test_unnamed_classes_are_said(bert: Path, tmp_path: Path) -> None:
     assert "does not name its classes" in raw.warnings[0]
 
 
+def classed(chosen: Recipe, names: list[str], folder: Path) -> Recipe:
+    """The recipe's rows as the hub has them: parquet, with numbers of classes and what they are called."""
+    from datasets import ClassLabel, Dataset
+
+    rows = Dataset.from_json(chosen.data.path, cache_dir=str(folder / "cache")).remove_columns("label")
+    numbers = [i % len(names) for i in range(len(rows))]
+    rows.add_column("label", numbers).cast_column("label", ClassLabel(names=names)).to_parquet(folder / "rows.parquet")
+    data = chosen.data.model_copy(update={"path": str(folder / "rows.parquet")})
+    return chosen.model_copy(update={"data": data})
+
+
+def test_numbers_with_names_are_put_into_the_order_of_the_model(bert: Path, tmp_path: Path) -> None:
+    model = trained(bert, tmp_path, ["NEG", "POS", "MIXED"])
+    chosen = classed(recipe(bert, tmp_path, train=None, model={"path": str(model)}), ["pos", "neg"], tmp_path)
+    subject = runner.prepared(chosen, say=lambda line: None)
+    assert subject.model.config.id2label == {0: "NEG", 1: "POS", 2: "MIXED"}
+    given = load_rows(chosen).splits["test"]["label"]
+    assert set(given) == {0, 1}
+    assert [example["labels"] for example in subject.data.examples["test"]] == [1 - label for label in given]
+
+
+def test_numbers_with_names_that_the_model_lacks_are_taken_as_they_are(bert: Path, tmp_path: Path) -> None:
+    model = {"path": str(trained(bert, tmp_path, ["good", "bad"]))}
+    chosen = classed(recipe(bert, tmp_path, train=None, model=model), ["pos", "neg"], tmp_path)
+    subject = runner.prepared(chosen, say=lambda line: None)
+    given = load_rows(chosen).splits["test"]["label"]
+    assert [example["labels"] for example in subject.data.examples["test"]] == list(given)
+    assert [w for w in subject.journal.record.warnings if "calls its classes good, bad; the data calls them pos" in w]
+
+
+def test_numbers_without_names_leave_the_model_its_names(bert: Path, tmp_path: Path) -> None:
+    model = {"path": str(trained(bert, tmp_path, ["good", "bad", "mixed"]))}
+    subject = runner.prepared(recipe(bert, tmp_path, train=None, model=model), say=lambda line: None)
+    assert subject.model.config.id2label == {0: "good", 1: "bad", 2: "mixed"}
+    given = load_rows(subject.recipe).splits["test"]["label"]
+    assert [example["labels"] for example in subject.data.examples["test"]] == list(given)
+    anew = runner.prepared(recipe(bert, tmp_path, model=model), say=lambda line: None)
+    assert anew.model.config.id2label == {0: "0", 1: "1", 2: "2"}
+
+
+def test_a_fresh_head_is_called_as_the_data_calls_its_classes(bert: Path, tmp_path: Path) -> None:
+    chosen = classed(recipe(bert, tmp_path), ["b", "a"], tmp_path)
+    subject = runner.prepared(chosen, say=lambda line: None)
+    assert subject.model.config.id2label == {0: "b", 1: "a"}
+
+
 def test_a_cut_model_is_cut_further(bert: Path, tmp_path: Path) -> None:
     first = quiet_run(recipe(bert, tmp_path, select={"keep_heads": 5}))
     assert [w for w in first.warnings if "newly initialised" in w and "classifier.weight" in w]
@@ -394,11 +440,11 @@ def test_a_run_that_may_be_running_is_replaced_only_if_asked(bert: Path, tmp_pat
 
 
 def test_a_report_that_fails_fails_the_run(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import headprune.report
+    from headprune.run import reporting
 
     chosen = recipe(bert, tmp_path, report=True)
     with monkeypatch.context() as patch:
-        patch.setattr(headprune.report, "write_report", failing(OSError("disk full")))
+        patch.setattr(reporting, "write_report", failing(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             quiet_run(chosen)
     record = hp.RunRecord.load(tmp_path / "out" / "record.json")
@@ -406,6 +452,7 @@ def test_a_report_that_fails_fails_the_run(bert: Path, tmp_path: Path, monkeypat
     record = quiet_run(chosen)
     assert (record.status, record.stage) == ("done", "report")
     assert "running" not in (tmp_path / "out" / "report.md").read_text()
+    assert load_recipe(tmp_path / "out" / "recipe.yaml") == chosen
 
 
 def test_positions_for_padding_are_not_for_tokens() -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headprune as hp
-from headprune.bench.latency_tables import latency_table
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
-from headprune.core.latency import LatencyTable, SiteLatency
+from headprune.core.latency import LatencyTable
 from headprune.report.provenance import python_lines
 from headprune.run import runner, subject
 from headprune.run.recipe import Recipe
 from headprune.run.validate import RecipeError, check_recipe, load_recipe
+from tests.steady_clock import steady_table
 
 CONFIG = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 CONFIG |= {"num_attention_heads": 4, "max_position_embeddings": 32}
@@ -48,14 +47,12 @@ def recipe(folder: Path, select: dict[str, Any], **sections: Any) -> Recipe:
 
 @pytest.fixture
 def clocked(monkeypatch: pytest.MonkeyPatch) -> list[LatencyTable]:
-    """The table is measured, and then gets times that do not depend on the machine: 0.1 s a head, 0.2 s beside."""
+    """The tables that are measured get times that do not depend on the machine: 0.1 s a head, 0.2 s beside."""
     measured: list[LatencyTable] = []
 
     def table(*args: Any, **kwargs: Any) -> LatencyTable:
-        found = latency_table(*args, **{**kwargs, "seconds": 0})
-        measured.append(found)
-        rows = tuple(SiteLatency(r.site, tuple(0.1 * n for n in range(len(r.seconds)))) for r in found.sites)
-        return replace(found, whole=1.0, sites=rows)
+        measured.append(steady_table(*args, **kwargs))
+        return measured[-1]
 
     monkeypatch.setattr(subject, "latency_table", table)
     return measured
@@ -137,7 +134,7 @@ def test_a_recipe_that_is_wrong_says_where(tmp_path: Path, select: dict[str, Any
 def test_images_have_a_length_of_their_own() -> None:
     speed = ["select.keep_heads=null", "select.speedup=1.2"]
     assert load_recipe("digits-vit", speed).select.timed
-    with pytest.raises(RecipeError, match=r"select\.latency\.length: must be left out: images have a length"):
+    with pytest.raises(RecipeError, match=r"select\.latency\.length: must be left out: images and sound have a length"):
         load_recipe("digits-vit", [*speed, "select.latency.length=64"])
 
 

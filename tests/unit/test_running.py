@@ -38,6 +38,26 @@ def test_call_takes_mappings_sequences_and_tensors(batch: Any) -> None:
     assert_close(call(Takes(), list(batch) if isinstance(batch, tuple) else batch), torch.ones(2), **EXACT)
 
 
+def test_call_keeps_answers_from_models_that_have_no_parameter_for_them() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> list[str]:
+            return ["x"]
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor) -> list[str]:
+            return ["x", "labels"]
+
+    class Open(nn.Module):
+        def forward(self, **given: Tensor) -> list[str]:
+            return list(given)
+
+    batch = {"x": torch.ones(1), "labels": torch.ones(1)}
+    assert call(Plain(), batch) == ["x"]
+    assert call(Asking(), batch) == call(Open(), batch) == ["x", "labels"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+        call(Plain(), {**batch, "mask": torch.ones(1)})
+
+
 def test_outputs_leave_caches_attention_maps_and_integers_out() -> None:
     subject = subject_of("llama")
     subject.model.set_attn_implementation("eager")

@@ -42,7 +42,9 @@ def static(job: Job, source: str, out: str) -> None:
 
     class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            batches = job.batches("calibration")[: job.settings["batches"]]
+            # They are sorted by length: every n-th, so that long rows have their part in the ranges.
+            batches = job.batches("calibration")
+            batches = batches[-1 :: -max(1, len(batches) // job.settings["batches"])]
             self.rows: Iterator[dict[str, Any]] = iter([{k: v.numpy() for k, v in b.items()} for b in batches])
 
         def get_next(self) -> dict[str, Any] | None:

@@ -10,7 +10,9 @@ loads what ``Cut.save`` wrote, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import importlib.metadata
 import json
 import os
@@ -151,6 +153,9 @@ def main(cut: Callable[[Job], Cut], load: Callable[[Job, Path], Run]) -> None:
     answer: dict[str, Any] = {"versions": versions()}
     arrays: dict[str, np.ndarray] = {}
     try:
+        for library in ("transformers", "onnxruntime"):  # some programs would import them while memory is watched
+            with contextlib.suppress(ImportError):
+                importlib.import_module(library)
         _cut(job, cut, answer, arrays) if half == "cut" else _load(job, load, answer, arrays)
     except Exception as error:  # whatever a peer raises is its row in the table
         answer["error"] = words(error)

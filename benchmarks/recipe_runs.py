@@ -1,0 +1,109 @@
+"""What shipped recipes gave when they were run from end to end: docs/recipe-runs.md, from the records of those runs.
+
+    headprune run char-gpt --set data.path=path/to/shakespeare.txt --set data.revision=null --out runs/char-gpt
+    cp runs/char-gpt/record.json benchmarks/records/run-char-gpt.json
+    python benchmarks/recipe_runs.py                     # the page
+
+A run on a GPU is kept as ``run-NAME-cuda.json``. The record of ``make demo`` is ``demo.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headprune.core.files import write_atomic
+from headprune.core.record import QualityRow, RunRecord
+from headprune.report.decoding import decoding_lines
+from headprune.report.formats import fixed
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from studies import RECORDS, ROOT
+from tradeoff_page import table
+
+PAGE = "recipe-runs.md"
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Writes the page and returns its path."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where to write")
+    args = parser.parse_args(argv)
+    return draw(args.records, args.docs)
+
+
+def draw(records: Path, docs: Path) -> Path:
+    """Writes the page from every record of a run."""
+    paths = [path for path in (records / "demo.json", *sorted(records.glob("run-*.json"))) if path.is_file()]
+    return write_atomic(docs / PAGE, page([RunRecord.load(path) for path in paths]).encode())
+
+
+def page(records: Sequence[RunRecord]) -> str:
+    """Markdown; every number is of a record."""
+    lines = [
+        "# Recipes, run from end to end",
+        "",
+        "Written by `make docs-figures` from the records in `benchmarks/records`; do not edit. One run each, quality",
+        "on test rows; *random* is the mean ± standard deviation over draws of heads. A speed is the time of the whole",
+        "model over the time of the cut one, in turn in one process, with its 95 % interval.",
+    ]
+    for record in records:
+        lines += ["", f"## {record.name}", "", f"{record.recipe['description']} {surroundings(record)}", ""]
+        lines += [*quality(record), "", *sizes(record), *speed(record), *decoding(record)]
+    return "\n".join(lines) + "\n"
+
+
+def surroundings(record: RunRecord) -> str:
+    """Where it ran, how long, and what was proven."""
+    hardware, minutes = record.hardware, sum(record.timings.values()) / 60
+    where = hardware.get("gpu") or f"{hardware['processor']}, {threads(record)}"
+    apart = max(proof.max_difference for proof in record.proofs)
+    return (
+        f"{where}, {record.created[:10]}, {minutes:.1f} minutes with training. The cut model gives the gated model's"
+        f" outputs up to {apart:.1e}."
+    )
+
+
+def threads(record: RunRecord) -> str:
+    count: int = record.hardware["threads"]
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def quality(record: RunRecord) -> list[str]:
+    rows = [row for row in record.quality if row.split == "test"]
+    body = [[row.name, str(row.kept_heads), _value(row), "yes" if row.trained else ""] for row in rows]
+    return table(["", "heads", f"{rows[0].metric} ({rows[0].n_examples:,} rows)", "trained after the cut"], body)
+
+
+def _value(row: QualityRow) -> str:
+    return fixed(row.value, 4) + ("" if row.spread is None else f" ± {fixed(row.spread, 4)}")
+
+
+def sizes(record: RunRecord) -> list[str]:
+    words = [f"{row.name} {row.original:,.0f} to {row.pruned:,.0f}" for row in record.size]
+    return [f"Before and after: {'; '.join(words)}."]
+
+
+def speed(record: RunRecord) -> list[str]:
+    body = []
+    for row in record.speed:
+        times = [f"{1e3 * seconds:.3g}" for seconds in (row.original_p50, row.pruned_p50)]
+        interval = f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
+        body.append([str(row.batch), str(row.length), *times, interval])
+    return ["", *table(["batch", "length", "whole, ms", "cut, ms", "speed"], body, left=0)] if body else []
+
+
+def decoding(record: RunRecord) -> list[str]:
+    body = []
+    for row in decoding_lines(record):
+        rates = [" to ".join(pair) for pair in (row.prefill, row.decode)]
+        body.append([row.batch, row.prompt, *rates, f"{row.ratio} ({row.interval})", " to ".join(row.cache)])
+    head = ["batch", "prompt", "prefill tokens/s", "decode tokens/s", "decode speed", "bytes of the cache"]
+    return ["", *table(head, body, left=0)] if body else []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""``headprune diff``: two plans, or two records of runs, side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headprune.cli._shared import AsJson, Debug, emit, guarded
+from headprune.cli._shared import show as show_value
+from headprune.core.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from headprune.core.difference import PlanDifference, RecordDifference
+    from headprune.core.plan import PruningPlan
+    from headprune.core.record import RunRecord
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan, a record, or the folder of a run.")],
+    second: Annotated[Path, typer.Argument(help="Another of the same kind.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare two plans head by head, or two records by settings, figures and plans."""
+    with guarded(debug):
+        from headprune.core.difference import plan_difference, record_difference
+        from headprune.core.plan import PruningPlan
+        from headprune.core.record import RunRecord
+
+        a, b = _read(first), _read(second)
+        found: PlanDifference | RecordDifference
+        names = str(first), str(second)
+        if isinstance(a, PruningPlan) and isinstance(b, PruningPlan):
+            found = plan_difference(a, b, names)
+        elif isinstance(a, RunRecord) and isinstance(b, RunRecord):
+            found = record_difference(a, b, names)
+        else:
+            got = f"a {type(a).__name__} and a {type(b).__name__}"
+            raise InvalidValue(
+                "diff", "given two plans or two records", got, "A run's plan is plan.json in its folder."
+            )
+        if as_json:
+            emit(found.to_dict())
+        else:
+            show_value(found)
+
+
+def _read(path: Path) -> PruningPlan | RunRecord:
+    """What lies in a file, by the name of its type; of a folder, the record."""
+    from headprune.core.plan import PruningPlan
+    from headprune.core.record import RunRecord
+    from headprune.run.journal import record_path
+
+    file = record_path(path)
+    try:
+        kind = json.loads(file.read_text(encoding="utf-8"))["headprune"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InvalidValue(str(path), "a plan, a record or the folder of a run", f"{type(error).__name__}") from None
+    return PruningPlan.load(file) if kind == "PruningPlan" else RunRecord.load(file)

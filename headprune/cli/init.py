@@ -1,0 +1,44 @@
+"""``headprune init``: a commented recipe for a model and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune.cli._shared import AsJson, Debug, emit, guarded, say
+
+
+def init(
+    model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
+    data: Annotated[str, typer.Option(help="A csv, json, parquet or txt file, a folder with splits, or a hub name.")],
+    task: Annotated[str | None, typer.Option(help="Where the model's class and the columns do not say it.")] = None,
+    keep: Annotated[str, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")] = "0.5",
+    out: Annotated[Path | None, typer.Option(help="The recipe's file; default NAME.yaml. `-` prints it.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write a commented recipe for a model and data; nothing is asked and nothing is run."""
+    with guarded(debug):
+        from headprune.core.errors import InvalidValue
+        from headprune.core.files import write_atomic
+        from headprune.run.guess import guess
+        from headprune.run.subject import quiet
+
+        quiet()
+        found = guess(model, data, task=task, keep=keep)
+        recipe = found.recipe()
+        path = out or Path(f"{recipe.name}.yaml")
+        printed = str(path) == "-"
+        if not printed and path.exists():
+            raise InvalidValue("--out", "a new file", str(path), "Give another name with --out.")
+        if as_json:
+            emit({"out": None if printed else str(path), "why": list(found.why), "recipe": recipe.model_dump()})
+        elif printed:
+            typer.echo(found.text, nl=False)
+        for line in found.why:
+            say(line)
+        if not printed:
+            write_atomic(path, found.text.encode())
+            say(f"wrote {path}; next: headprune run {path} --dry-run")

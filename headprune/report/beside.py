@@ -1,0 +1,27 @@
+"""What a report shows beside the record: values that a run leaves in its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headprune.core.agreement import Agreement
+from headprune.core.attention_pictures import AttentionPictures
+from headprune.core.scores import HeadScores
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Values that belong to a record and are no part of it; every one may be missing.
+
+    Args:
+        pictures: What every head attends to in a few examples.
+        scores: Other scores of the same model; the head map switches between them and the record's own.
+        agreement: How alike the scores order the heads.
+    """
+
+    pictures: AttentionPictures | None = None
+    scores: tuple[HeadScores, ...] = ()
+    agreement: Agreement | None = None
+
+
+NOTHING = Beside()

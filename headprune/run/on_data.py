@@ -1,0 +1,52 @@
+"""A model and data in, a cut and refitted model out: a run whose recipe nobody had to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from torch import nn
+
+from headprune.core.record import RunRecord
+from headprune.run.guess import guess
+from headprune.run.journal import MODEL, to_stderr
+from headprune.run.runner import run_recipe
+from headprune.surgery.checkpoint import from_pretrained
+
+#: The folder of the run, inside that of the model.
+RUN = "run"
+
+
+def prune_on_data(
+    model: str,
+    data: str,
+    folder: Path,
+    *,
+    task: str | None = None,
+    settings: Iterable[str] = (),
+    say: Callable[[str], None] = to_stderr,
+    progress: bool | None = None,
+) -> tuple[nn.Module, RunRecord]:
+    """Scores, cuts, refits and measures a model by the recipe that ``headprune init`` would write for it.
+
+    Args:
+        model: A model folder, hub name or ``package:NAME/FOLDER``.
+        data: A file, a folder with train/validation/test files, or a hub name.
+        folder: Of the run: record, report, plan, scores and the cut model.
+        task: Where the model's class and the columns do not say it.
+        settings: ``dotted.key=value`` overrides of that recipe.
+        say: Takes lines of progress.
+        progress: Show progress bars; None shows them on a terminal.
+
+    Returns:
+        The cut model, as it was saved and loaded again, and the run's record.
+
+    Raises:
+        HeadPruneError: bad input, or a proof that failed.
+    """
+    found = guess(model, data, task=task)
+    recipe = found.recipe([*settings, f"out={folder}"])
+    for line in found.why:
+        say(line)
+    record = run_recipe(recipe, say=say, progress=progress)
+    return from_pretrained(folder / MODEL), record

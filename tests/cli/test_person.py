@@ -1,0 +1,303 @@
+"""The command line as a person uses it: recipes made up, dry runs, plans explained, runs compared, one command."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+import typer
+import yaml
+from typer.testing import CliRunner
+
+import headprune as hp
+from headprune.cli.main import COMMANDS, app
+from headprune.core.codec import EMPTY
+from headprune.core.difference import PlanDifference, RecordDifference
+from headprune.core.errors import HeadPruneError, PlanMismatch
+from headprune.core.explanation import Explanation, explain
+from headprune.core.record import RunRecord
+from headprune.core.scores import ModelFingerprint
+from headprune.run.dry import DryRun
+from headprune.run.guess import guess
+from headprune.run.validate import load_recipe
+from tests.scripts import WORDS, tiny_encoder
+from tests.terminals import on_terminal
+
+
+def call(*arguments: object, **settings: Any) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments], **settings)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny text classifier saved with ``save_pretrained``, and a CSV."""
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("person")
+    tiny_encoder(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, num_labels=3, **shape)
+    BertForSequenceClassification(config).save_pretrained(folder / "classifier")
+    tokenizer.save_pretrained(folder / "classifier")
+    draw = random.Random(0)
+    rows = [f"{' '.join(draw.choices(WORDS, k=6))} {i},{i % 3}" for i in range(90)]
+    (folder / "rows.csv").write_text("\n".join(["text,label", *rows]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(home: Path) -> tuple[Path, Any]:
+    """What one command makes of them."""
+    arguments = ("--model", home / "classifier", "--data", home / "rows.csv", "--keep", "0.5")
+    short = ("--set", "bench.seconds=0.05", "--set", "score.random_draws=1")
+    result = call("prune", *arguments, "--out", home / "small", *short)
+    assert result.exit_code == 0, result.output
+    return home / "small", result
+
+
+def test_alone_it_says_where_to_start() -> None:
+    result = call()
+    assert result.exit_code == 0
+    commands = [line.split() for line in result.stdout.splitlines() if line.startswith("  headprune ")]
+    assert len(commands) == 3
+    assert {words[1] for words in commands} <= {command.__name__ for command in COMMANDS}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.__name__)
+def test_every_command_has_an_example_that_it_understands(command: Any) -> None:
+    words = COMMANDS[command].split()
+    assert words[:2] == ["headprune", command.__name__]
+    found = typer.main.get_command(app).get_command(click.Context(click.Command("x")), words[1])  # type: ignore[attr-defined]
+    found.make_context(words[1], words[2:])  # an unknown option, or a missing argument, is an error
+    assert " ".join(COMMANDS[command].split()) in " ".join(call(words[1], "--help").stdout.split())
+
+
+def test_completion_is_offered() -> None:
+    assert "--install-completion" in call("--help").stdout
+
+
+# ---------------------------------------------------------------- init
+
+
+def test_init_writes_a_recipe_that_runs(home: Path, tmp_path: Path) -> None:
+    where = ("--model", home / "classifier", "--data", home / "rows.csv")
+    result = call("init", *where, "--out", tmp_path / "mine.yaml")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "mine.yaml").read_text()
+    recipe = load_recipe(tmp_path / "mine.yaml")
+    assert (recipe.task, recipe.data.text, recipe.data.label) == ("text_classification", "text", "label")
+    assert recipe.train is None  # the classifier has its head
+    assert recipe.data.max_length == 32  # what it can read
+    notes = {line.index("#") for line in text.splitlines() if " # " in line}
+    assert len(notes) == 1, "comments stand in one column"
+    again = call("init", *where, "--out", tmp_path / "mine.yaml")
+    assert again.exit_code == 2
+    assert "must be a new file" in again.stderr
+    printed = call("init", *where, "--out", "-", "--keep", "3")
+    assert yaml.safe_load(printed.stdout)["select"] == {"keep_heads": 3}
+
+
+def test_a_model_without_a_head_is_trained_first(home: Path) -> None:
+    found = guess(str(home / "model"), str(home / "rows.csv"))
+    assert "has no head for it" in found.why[0]
+    assert found.recipe().train is not None
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "task", "expected"),
+    [
+        ("premise,hypothesis,score", "a,c,0.5", "regression", {"text": ["premise", "hypothesis"], "label": "score"}),
+        ("label,body", "x,a b", "text_classification", {"text": "body", "label": "label"}),
+        ("id,text,stars", "7,a b,3", None, {"data.label": "id, stars"}),
+        ("a,b,c,label", "x y,y z,z x,0", "text_classification", {"data.text": "a, b, c"}),
+        ("x,y", "1,2", None, {"--task": "none"}),
+    ],
+)  # fmt: skip
+def test_columns_are_told_by_what_they_hold(
+    home: Path, tmp_path: Path, header: str, row: str, task: str | None, expected: dict[str, Any]
+) -> None:
+    (tmp_path / "rows.csv").write_text("\n".join([header, *[row] * 5]))
+    kind = task or ("text_classification" if "text" in header else None)
+    rows = str(tmp_path / "rows.csv")
+    if "text" in expected:
+        data = guess(str(home / "model"), rows, task=kind).recipe().data
+        assert {name: getattr(data, name) for name in expected} == expected
+        return
+    with pytest.raises(HeadPruneError) as refused:
+        guess(str(home / "model"), rows, task=kind)
+    assert {refused.value.where: str(refused.value.got)} == expected
+
+
+def test_a_task_is_checked(home: Path) -> None:
+    result = call("init", "--model", home / "model", "--data", home / "rows.csv", "--task", "regresion")
+    assert result.exit_code == 2
+    assert "regression" in result.stderr
+
+
+# ---------------------------------------------------------------- dry run
+
+
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path) -> None:
+    short = ["data.calibration=64", "data.holdout=100", "data.test_holdout=200", "model.config.num_hidden_layers=2"]
+    settings = [word for setting in short for word in ("--set", setting)]
+    result = call("run", "digits-vit", *settings, "--out", tmp_path / "out", "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    seconds = data.pop("seconds")
+    found = DryRun.from_dict(data)
+    assert not (tmp_path / "out").exists()
+    assert found.rows["calibration"] == 64
+    stages = {stage.stage: stage for stage in found.stages}
+    assert list(stages) == ["train", "score", "quality", "recover (finetune)", "bench"]
+    assert seconds == pytest.approx(sum(stage.seconds or 0 for stage in found.stages))
+    recipe = load_recipe("digits-vit", short)
+    steps, one = recipe.train.epochs * found.rows["train"], recipe.recover[0].settings["epochs"] * found.rows["train"]  # type: ignore[union-attr]
+    assert stages["train"].seconds / stages["recover (finetune)"].seconds == pytest.approx(steps / one)  # type: ignore[operator]
+    weights = found.memory["weights of the whole model and of its cut copy"]
+    assert weights == 8 * found.parameters
+    assert found.memory["gradients and both moments of AdamW"] == 12 * found.parameters
+    assert str(found).endswith("nothing was trained, cut or written")
+
+
+# ---------------------------------------------------------------- prune on data
+
+
+def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Path, Any], home: Path) -> None:
+    folder, result = small
+    model = hp.from_pretrained(folder)
+    assert sum(len(site.heads) for site in hp.find_sites(model)) == 4
+    record = RunRecord.load(folder / "run" / "record.json")
+    assert (record.status, record.plan.mask.n_kept) == ("done", 4)  # type: ignore[union-attr]
+    assert "recovered (lstsq)" in [row.name for row in record.quality]
+    assert (folder / "run" / "report.html").is_file()
+    assert not (folder / "run" / "model").exists()
+    assert (folder / "tokenizer.json").is_file()
+    assert "the labels are in 'label'" in result.stderr
+    assert str(folder / "run" / "report.html") in result.stdout
+
+
+def test_a_format_that_cannot_hold_the_cut_loses_nothing(home: Path, tmp_path: Path) -> None:
+    where = ("--model", home / "classifier", "--data", home / "rows.csv", "--keep", "3", "--out", tmp_path / "out")
+    result = call("prune", *where, "--format", "transformers", "--set", "bench=null", "--set", "score.random_draws=0")
+    assert result.exit_code == 2
+    assert "--format: must be one that can hold this cut" in result.stderr
+    left = hp.from_pretrained(tmp_path / "out" / "run" / "model")
+    assert sum(len(site.heads) for site in hp.find_sites(left)) == 3
+
+
+def test_what_prune_goes_by_is_one_thing(home: Path, tmp_path: Path) -> None:
+    base = ("prune", "--model", home / "classifier", "--out", tmp_path / "x")
+    for more, words in (
+        ((), "must be given one of --plan, --scores, --data"),
+        (("--data", "a", "--plan", "b"), "--plan and --data"),
+        (("--plan", "b", "--task", "regression"), "left out without --data"),
+        (("--data", home / "rows.csv"), "--keep: must be given with --data"),
+        (("--data", home / "rows.csv", "--keep", "0.5", "--keep-macs", "0.5"), "--keep and --keep-macs"),
+    ):
+        result = call(*base, *more)
+        assert result.exit_code == 2, result.output
+        assert words in result.stderr
+    assert not (tmp_path / "x").exists()
+
+
+# ---------------------------------------------------------------- explain, diff
+
+
+def test_explain_says_which_go_and_why(small: tuple[Path, Any]) -> None:
+    run = small[0] / "run"
+    data = json.loads(call("explain", run, "--json").stdout)
+    assert [row["name"] for row in data.pop("measured")][:1] == ["base"]
+    found = Explanation.from_dict(data)
+    plan, scores = hp.PruningPlan.load(run / "plan.json"), hp.HeadScores.load(run / "scores.json")
+    gone = {(fate.site, fate.heads[0]) for fate in found.removed}
+    assert gone == {(row.site, h) for row in plan.mask.rows for h in plan.mask.removed(row.site)}
+    assert [fate.score for fate in found.units] == sorted(unit.value for unit in scores.units())
+    assert found.share == pytest.approx(sum(f.score for f in found.removed) / sum(f.score for f in found.units))
+    saved = {name: (part, whole) for name, part, whole in found.saved}
+    model = hp.from_pretrained(small[0])
+    assert saved["parameters"][1] - saved["parameters"][0] == sum(p.numel() for p in model.parameters())
+    text = call("explain", run / "plan.json").stdout
+    assert "what was measured:" in text
+    assert text.count("rank ") >= 4
+
+
+def test_what_a_score_alone_does_not_say() -> None:
+    sites = tuple(hp.AttentionSite(name, "bert", "self", 2, 2, 4, 4, (0, 1)) for name in ("a", "b"))
+    model = ModelFingerprint("s", "w")
+    scores = hp.HeadScores(sites, ((0.1, 0.2), (0.3, 0.9)), None, "leave_one_out", EMPTY, 4, model)
+    keep = {"a": [1], "b": [1]}
+    plan = hp.PruningPlan(hp.HeadMask.from_keep(keep, {"a": 2, "b": 2}), model=model)
+    found = explain(plan, scores)
+    why = {(fate.site, *fate.heads): fate.why for fate in found.units}
+    assert why["a", 0] == ""
+    assert why["a", 1] == "the last one of its layer"
+    assert why["b", 0] == "goes although units with lower scores stay"
+    other = hp.PruningPlan(plan.mask, model=ModelFingerprint("t", "w"))
+    with pytest.raises(PlanMismatch, match="another structure"):
+        explain(other, scores)
+
+
+def test_explain_asks_for_scores(tmp_path: Path) -> None:
+    hp.PruningPlan(hp.HeadMask.from_keep({}, {"a": 2})).save(tmp_path / "plan.json")
+    result = call("explain", tmp_path / "plan.json")
+    assert result.exit_code == 2
+    assert "scores.json beside the plan" in result.stderr
+
+
+def test_diff_of_plans_and_of_records(small: tuple[Path, Any], tmp_path: Path) -> None:
+    sizes = {"a": 4, "b": 2}
+    for name, keep in (("x", {"a": [0, 1]}), ("y", {"a": [1, 2], "b": [1]})):
+        hp.PruningPlan(hp.HeadMask.from_keep(keep, sizes)).save(tmp_path / f"{name}.json")
+    found = PlanDifference.from_json(call("diff", tmp_path / "x.json", tmp_path / "y.json", "--json").stdout)
+    assert (found.n_heads, found.both_keep, found.both_remove) == (6, 2, 1)
+    assert [str(h) for h in found.only_first] == ["a[0]", "b[0]"]
+    assert [str(h) for h in found.only_second] == ["a[2]"]
+    assert found.agreement == 0.25
+    record = RunRecord.load(small[0] / "run" / "record.json")
+    other = RunRecord.from_dict({**record.to_dict(), "git_commit": "abc", "recipe": {**record.recipe, "seed": 1}})
+    other.save(tmp_path / "record.json")
+    text = call("diff", small[0] / "run", tmp_path).stdout
+    assert "  seed: 0 -> 1 (+1)" in text
+    assert "  git_commit: " in text
+    difference = RecordDifference.from_json(call("diff", small[0] / "run", tmp_path, "--json").stdout)
+    assert {change.what for change in difference.recipe} == {"seed"}
+    assert difference.plans is not None
+    assert difference.plans.agreement == 1
+    mixed = call("diff", tmp_path / "x.json", tmp_path)
+    assert mixed.exit_code == 2
+    assert "a PruningPlan and a RunRecord" in mixed.stderr
+
+
+# ---------------------------------------------------------------- terminals
+
+
+def test_colour_is_for_terminals_that_want_it(small: tuple[Path, Any], tmp_path: Path) -> None:
+    plan = hp.PruningPlan.load(small[0] / "run" / "plan.json")
+    assert "\x1b[" not in call("diff", small[0] / "run", small[0] / "run").stdout
+    usual = {"TERM": "xterm-256color", "COLUMNS": "100"}
+    coloured, status = on_terminal(["--help"], **usual)
+    assert status == 0, coloured
+    assert "\x1b[" in coloured
+    plain, status = on_terminal(["--help"], NO_COLOR="1", **usual)
+    assert status == 0, plain
+    assert "\x1b[3" not in plain  # no colour; bold is none
+    assert plan.mask.n_kept == 4
+
+
+def test_quiet_says_nothing_on_the_way(home: Path, tmp_path: Path) -> None:
+    arguments = ["--set", "bench=null", "--set", "score.random_draws=0", "--set", "report=false"]
+    made = guess(str(home / "classifier"), str(home / "rows.csv"))
+    (tmp_path / "r.yaml").write_text(made.text)
+    loud = call("run", tmp_path / "r.yaml", "--out", tmp_path / "a", *arguments)
+    still = call("run", tmp_path / "r.yaml", "--out", tmp_path / "b", *arguments, "--quiet")
+    assert loud.exit_code == still.exit_code == 0
+    assert "[prune]" in loud.stderr
+    assert "[prune]" not in still.stderr
+    assert still.stdout.splitlines()[0].startswith("RunRecord")

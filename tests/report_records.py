@@ -1,0 +1,172 @@
+"""Records as reports see them, with what lies beside them, and a page as a parser sees it."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+
+from headprune.core.attention_maps import AttentionMaps, SiteMaps
+from headprune.core.attention_pictures import AttentionPictures, ShownExample
+from headprune.core.codec import FrozenDict
+from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.plan import Budget, PruningPlan
+from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
+from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
+
+NASTY = '<script>alert("x")</script>|`*&'
+
+
+def scores_of(sites: list[AttentionSite], scale: float = 1.0, errors: bool = True) -> HeadScores:
+    draw = random.Random(0)
+    values = tuple(tuple(scale * draw.random() ** 2 for _ in s.units) for s in sites)
+    spread = tuple(tuple(0.07 * v + 0.002 * scale for v in row) for row in values) if errors else None
+    print_of = ModelFingerprint("5f1c" * 16, "a94e" * 16)
+    return HeadScores(
+        tuple(sites), values, spread, "taylor", FrozenDict({"reduce": "example"}), 512, print_of, "d0d0" * 16, 7
+    )
+
+
+def plan_of(scores: HeadScores, share: float = 0.5) -> PruningPlan:
+    ranked = scores.ranked()
+    gone = {(u.name, h) for u in ranked[: round(len(ranked) * (1 - share))] for h in u.heads}
+    keep = {s.name: [h for h in s.heads if (s.name, h) not in gone] for s in scores.sites}
+    mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in scores.sites})
+    return PruningPlan(mask, Budget(keep_heads=share), "global_topk", FrozenDict(), "taylor", scores.digest)
+
+
+def record_of(n_layers: int = 4, n_heads: int = 8, n_kv: int | None = None, **changes: object) -> RunRecord:
+    """A realistic record of a run that went well."""
+    kind = "causal" if n_kv else "self"
+    name = "model.layers.{}.self_attn" if n_kv else "bert.encoder.layer.{}.attention.self"
+    sites = [
+        AttentionSite(
+            name.format(i), "llama" if n_kv else "bert", kind, n_heads, n_kv or n_heads, 64, 64, (*range(n_heads),)
+        )
+        for i in range(n_layers)
+    ]
+    scores = scores_of(sites)
+    plan = plan_of(scores)
+    total, kept = n_layers * n_heads, plan.mask.n_kept
+    record = RunRecord(
+        name="sst2-bert-taylor",
+        status="done",
+        stage="report",
+        created="2026-03-02T09:14:31Z",
+        recipe=FrozenDict(
+            {"model": "bert-mini", "data": {"path": "sst2", "split": "train"}, "scorer": "taylor", "keep_heads": 0.5}
+        ),
+        versions=FrozenDict({"python": "3.12.4", "torch": "2.9.0", "transformers": "5.14.0", "headprune": "0.1.0"}),
+        hardware=FrozenDict({"processor": "AMD EPYC 7B13", "threads": 2, "memory_gib": 7.8, "accelerator": None}),
+        git_commit="a996f20c",
+        seeds=FrozenDict({"score": 7, "random": list(range(10)), "finetune": 11}),
+        rows=FrozenDict({"score": {"split": "train", "rows": list(range(512))}, "test": {"split": "test", "n": 872}}),
+        scores=scores,
+        plan=plan,
+        quality=(
+            QualityRow("base", total, "accuracy", 0.9763, "test", 872, 0.0811),
+            QualityRow("taylor", kept, "accuracy", 0.9694, "test", 872, 0.1022),
+            QualityRow("random", kept, "accuracy", 0.9128, "test", 872, 0.2671, draws=10, spread=0.0214),
+            QualityRow("magnitude", kept, "accuracy", 0.9415, "test", 872, 0.1743),
+            QualityRow("recovered (finetune)", kept, "accuracy", 0.974, "test", 872, 0.0874, trained=True),
+        ),
+        speed=(
+            SpeedRow(1, 128, 0.00812, 0.00871, 0.00798, 0.00866, 1.012, 0.991, 1.034, 200),
+            SpeedRow(8, 128, 0.0412, 0.0437, 0.0378, 0.0395, 1.09, 1.071, 1.108, 200),
+            SpeedRow(32, 128, 0.1583, 0.1641, 0.1413, 0.1478, 1.12, 1.104, 1.139, 100),
+        ),
+        size=(
+            SizeRow("heads", float(total), float(kept)),
+            SizeRow("parameters", 11_171_074.0, 10_120_450.0),
+            SizeRow("MACs (128 tokens)", 412_876_800.0, 345_505_792.0),
+            SizeRow("KV cache, bytes a token", 4096.0, 2048.0),
+        ),
+        proofs=(Proof("logits", 3.1e-07, 4.82, 1.0e-05, "float32", 16),),
+        timings=FrozenDict({"load": 3.21, "score": 41.8, "finetune": 312.0, "bench": 78.4}),
+        warnings=("The speed was measured on two shared cores; expect other ratios elsewhere.",),
+    )
+    return replace(record, **changes)  # type: ignore[arg-type]
+
+
+def costed(record: RunRecord) -> RunRecord:
+    """The same with what every head costs."""
+    assert record.scores is not None
+    units = tuple(tuple(Cost(1000, 0, 1000, 64, 512 * len(u)) for u in s.units) for s in record.scores.sites)
+    table = CostTable(Cost(10**6, 0, 10**5, 10**3, 4096), units, 128)
+    return replace(record, scores=replace(record.scores, costs=table))
+
+
+def maps_of(
+    record: RunRecord, n_examples: int = 3, length: int = 6, image: tuple[int, int] | None = None, words: bool = True
+) -> AttentionMaps:
+    """Maps of the record's sites: head 0 looks at the token before, the others here and there."""
+    assert record.scores is not None
+    draw = np.random.default_rng(0)
+    sites = []
+    for site in record.scores.sites:
+        weights = draw.random((n_examples, len(site.heads), length, length), dtype=np.float32) ** 6 + 1e-3
+        weights[:, 0, np.arange(1, length), np.arange(length - 1)] = 90.0
+        if site.kind == "causal":
+            weights = weights * np.tri(length, dtype=np.float32)
+        weights /= weights.sum(-1, keepdims=True)
+        masks = (np.ones((n_examples, length), bool) for _ in range(2))
+        sites.append(SiteMaps(site.name, site.kind, site.heads, weights, *masks))
+    tokens = tuple(tuple(f"t{i}.{j}" for j in range(length)) for i in range(n_examples)) if words else ()
+    return AttentionMaps(tuple(sites), tokens, (), image)
+
+
+def pictures_of(record: RunRecord, n_examples: int = 3, length: int = 6) -> AttentionPictures:
+    """Pictures of these maps, of text."""
+    return AttentionPictures.of(maps_of(record, n_examples, length))
+
+
+def image_pictures_of(record: RunRecord, side: int = 3) -> AttentionPictures:
+    """Pictures of an image with a class token."""
+    maps = maps_of(record, 2, side * side + 1, (side, side), words=False)
+    own = ShownExample("test row 0, label 7", pixels="AAAA////", height=1, width=2)
+    return AttentionPictures.of(maps, [own, replace(own, title="test row 1")])
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements with attributes, and text without tags."""
+
+    VOID = frozenset({"meta", "link", "br", "wbr", "input", "col", "img", "hr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def cells(self) -> list[dict[str, str | None]]:
+        return [a for tag, a in self.elements if tag == "td" and "cell" in (a.get("class") or "").split()]
+
+    def table_row(self, name: str, html: str) -> str:
+        found = re.search(rf'<tr[^>]*><th scope="row"[^>]*>{re.escape(name)}.*?</tr>', html, re.DOTALL)
+        assert found, f"no row {name}"
+        return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", found[0]))

@@ -1,0 +1,183 @@
+"""Every code block of README and docs runs, and every command there is one that headprune has."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+import headprune as hp
+from headprune.cli.main import app
+from headprune.run import Recipe, load_recipe, shipped_recipes
+from tests.documents import DOCS, PAGES, Block, blocks, classifier, commands, mentions, reviews, seq2seq
+
+NUMBER = re.compile(r"\d+\.\d+(?:e-\d+)?")
+#: Of the click that Typer uses, which may be one of its own.
+USAGE_ERROR: Any = typer.BadParameter.__base__
+COMMANDS: Any = typer.main.get_command(app)
+#: Commands whose argument is a recipe: its settings are checked too.
+OF_RECIPES = {"run", "score", "show", "sweep"}
+#: Pages whose first blocks are run by tests of their own, which look at what comes out.
+ELSEWHERE = {"README.md": 1, "checkpoints.md": 2}  # test_readme.py, unit/test_peft.py
+SENTIMENT = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
+TINY = {"dim": 24, "hidden_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64}
+
+
+def _readme() -> dict[str, Any]:
+    model, batches = seq2seq()
+    return {"hp": hp, "model": model, "original": copy.deepcopy(model), "batches": batches, "batch": batches[0]}
+
+
+def _contributing() -> dict[str, Any]:
+    from headprune.layouts._tiny import decoder
+
+    return {"AttentionLayout": hp.AttentionLayout, "HeadSlab": hp.HeadSlab, "decoder": decoder}
+
+
+def _index() -> dict[str, Any]:
+    classifier(Path(SENTIMENT), "DistilBert", **TINY)  # a folder of that name comes before the hub
+    reviews(Path("reviews.csv"))
+    return {}
+
+
+def _selectors() -> dict[str, Any]:
+    model, batches = seq2seq()
+    scores = hp.score(model, batches, "taylor")
+    budget = hp.Budget(keep_heads=0.5)
+    return {"hp": hp, "model": model, "batches": batches, "batch": batches[0], "scores": scores, "budget": budget}
+
+
+#: What the python blocks of a page take for granted; the others begin with nothing.
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "README.md": _readme,
+    "CONTRIBUTING.md": _contributing,
+    "index.md": _index,
+    "selectors.md": _selectors,
+}
+
+
+def code(page: Path) -> list[Block]:
+    """The python blocks to run; those with prompts are doctests (test_docs.py)."""
+    found = [block for block in blocks(page) if block.language == "python" and ">>>" not in block.text]
+    return found[ELSEWHERE.get(page.name, 0) :]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+@pytest.mark.parametrize("page", [p for p in PAGES if code(p)], ids=lambda p: p.name)
+def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Measurements take long to be precise, and nothing hangs on that here.
+    monkeypatch.setattr("headprune.bench.latency_tables.latency_table", partial(hp.bench.latency_table, seconds=1.0))
+    monkeypatch.setattr("headprune.bench.latency.compare_latency", partial(hp.bench.compare_latency, seconds=0.2))
+    given = GIVEN.get(page.name, dict)()
+    module = ModuleType("page")  # as a script: dataclasses and pickles look their module up
+    monkeypatch.setitem(sys.modules, "page", module)
+    module.__dict__.update(given)
+    for block in code(page):
+        capsys.readouterr()
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), module.__dict__)
+        if block.prints is not None:
+            # Rounding differs between processors: measured figures need not be the same.
+            assert NUMBER.sub("#", capsys.readouterr().out) == NUMBER.sub("#", block.prints), (
+                f"{page.name}:{block.line}"
+            )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_blocks_have_a_language_that_is_tested(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in ("python", "pycon", "text", "yaml"), f"{page.name}:{block.line}"
+        if block.language == "pycon" or (block.language == "python" and ">>>" in block.text):
+            assert page.parent == DOCS, f"{page.name}:{block.line}: a doctest that nobody runs"
+            assert ">>> " in block.text, f"{page.name}:{block.line}: no prompt"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_parts_of_recipes_have_known_keys(page: Path) -> None:
+    for block in blocks(page):
+        for key, value in (yaml.safe_load(block.text) if block.language == "yaml" else {}).items():
+            assert key in Recipe.model_fields, f"{page.name}:{block.line}: {key}"
+            if isinstance(value, dict):
+                section: Any = Recipe.model_fields[key].annotation
+                assert value.keys() <= section.model_fields.keys(), f"{page.name}:{block.line}: {key}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if list(commands(p))], ids=lambda p: p.name)
+def test_commands_are_known(page: Path) -> None:
+    for line, args in commands(page):
+        verb = COMMANDS.commands.get(args[0])
+        assert verb is not None, line
+        try:
+            parsed = verb.make_context(args[0], args[1:])
+        except USAGE_ERROR as error:
+            pytest.fail(f"{page.name}: {line}\n{error.format_message()}")
+        recipe = parsed.params.get("recipe")
+        if args[0] in OF_RECIPES and recipe in shipped_recipes():
+            load_recipe(recipe, parsed.params["settings"] or ())
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if list(mentions(p))], ids=lambda p: p.name)
+def test_commands_in_the_text_are_known(page: Path) -> None:
+    for verb, *rest in mentions(page):
+        assert verb in COMMANDS.commands, f"{page.name}: headprune {verb}"
+        known = {option for parameter in COMMANDS.commands[verb].params for option in parameter.opts}
+        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, f"{page.name}: {rest}"
+
+
+def test_the_first_commands_run(tmp_path: Path, monkeypatch: Any) -> None:
+    """Those of the first page, on a model and rows of one's own."""
+    monkeypatch.chdir(tmp_path)
+    classifier(Path("path/to/model"), "DistilBert", **TINY)
+    reviews(Path("reviews.csv"))
+    lines = list(commands(DOCS / "index.md"))
+    assert [args[0] for _, args in lines] == ["prune", "explain", "inspect", "init", "run", "run", "diff"]
+    for line, args in lines:
+        result = CliRunner().invoke(app, args, catch_exceptions=False)
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+    for folder in ("small/run", "runs/mine"):
+        record = hp.RunRecord.load(f"{folder}/record.json")
+        assert record.status == "done"
+        assert record.plan is not None
+        assert record.plan.mask.n_kept == 4
+    assert sum(len(s.heads) for s in hp.find_sites(hp.from_pretrained("small"))) == 4
+
+
+def test_every_recipe_has_its_section() -> None:
+    """A section a recipe, which says what it is for, how to run it, and how to take what is one's own."""
+    _, *sections = re.split(r"^## ", (DOCS / "how-to.md").read_text(), flags=re.MULTILINE)
+    found = {section.partition("\n")[0]: section for section in sections}
+    assert sorted(found) == sorted(shipped_recipes()), "docs/how-to.md: one section a recipe"
+    for name, section in found.items():
+        assert "**For:**" in section, name
+        assert "**Your own:**" in section, name
+        lines = re.findall(rf"^    headprune run {name}\b.*", section, re.MULTILINE)
+        assert len(lines) >= 2, name
+
+
+def test_a_wrong_command_is_found(tmp_path: Path) -> None:
+    """The tests above can fail: what they look for is read off a page."""
+    page = tmp_path / "page.md"
+    page.write_text("Say `headprune wipe`.\n\n    headprune run digits-vit \\\n        --fast  # quick\n")
+    assert list(mentions(page)) == [["wipe"]]
+    ((_, args),) = commands(page)
+    assert args == ["run", "digits-vit", "--fast"]
+    with pytest.raises(USAGE_ERROR, match="--fast"):
+        COMMANDS.commands["run"].make_context("run", args[1:])
+
+
+def test_what_a_block_prints_is_the_text_right_after_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\n2\n```\n\nElsewhere:\n\n```text\n3\n```\n"
+    )
+    assert [block.prints for block in blocks(page)] == ["1\n", None, None, None]

@@ -1,0 +1,191 @@
+"""Questions about a text: SQuAD's metrics, where answers lie among tokens, what is cut off, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headprune.bench.answers import Question, answer, evaluate_answers
+from headprune.core.answers import exact_match, f1
+from headprune.core.errors import InvalidValue
+from headprune.model.losses import default_loss
+from headprune.run import questions, run_recipe
+from headprune.run.outcome import Outcome, judge
+from headprune.run.questions import BEYOND
+from headprune.run.runner import prepared
+from headprune.run.validate import RecipeError, check_recipe
+from tests.tiny_models import WORDS, bert
+
+
+@pytest.mark.parametrize(
+    ("said", "true", "exact", "overlap"),
+    [
+        ("The Eiffel Tower", ["eiffel tower!"], 1.0, 1.0),
+        ("in the Eiffel Tower", ["Eiffel Tower"], 0.0, 0.8),  # 2 of 3 words, 2 of 2: 2·2/(3+2)
+        ("tower tower", ["tower"], 0.0, 2 / 3),  # a word counts as often as it stands there
+        ("Paris", ["Rome", "Paris, France"], 0.0, 2 / 3),  # the best of several
+        ("Paris", ["Rome"], 0.0, 0.0),
+        ("", [], 1.0, 1.0),
+        ("Paris", [], 0.0, 0.0),
+        ("", ["Paris"], 0.0, 0.0),
+        ("the", ["a"], 1.0, 1.0),  # nothing is left of either
+    ],
+)
+def test_metrics_are_squads(said: str, true: list[str], exact: float, overlap: float) -> None:
+    assert exact_match(said, true) == exact
+    assert f1(said, true) == pytest.approx(overlap)
+
+
+class Pointer(nn.Module):
+    """Gives the logits that it was made with."""
+
+    def __init__(self, starts: list[list[float]], ends: list[list[float]]) -> None:
+        super().__init__()
+        self.starts, self.ends = (nn.Parameter(torch.tensor(x).float()) for x in (starts, ends))
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"start_logits": self.starts, "end_logits": self.ends}
+
+
+SPANS = (None, None, None, (0, 3), (4, 7), (8, 11), None)  # [CLS] question [SEP] one two six [SEP]
+
+
+def said(start: list[float], end: list[float], nothing: int | None = None, longest: int = 30) -> str:
+    question = Question("one two six", ("two",), SPANS, nothing)
+    batch = {"input_ids": torch.zeros(1, 7, dtype=torch.long)}
+    return answer(Pointer([start], [end]), [batch], [question], longest=longest)[0]
+
+
+def test_the_best_lawful_piece_is_the_answer() -> None:
+    assert said([0, 9, 0, 1, 3, 0, 0], [0, 0, 9, 0, 1, 2, 0]) == "two six"  # the question's tokens do not count
+    assert said([0, 0, 0, 0, 0, 5, 0], [0, 0, 0, 5, 0, 1, 0]) == "six"  # an end before the start does not
+    assert said([0, 0, 0, 5, 0, 0, 0], [0, 0, 0, 1, 2, 5, 0], longest=2) == "one two"
+    assert said([0, 0, 0, 0, 3, 0, 0], [0, 0, 0, 0, 3, 0, 0], nothing=0) == "two"
+    assert said([4, 0, 0, 0, 3, 0, 0], [4, 0, 0, 0, 3, 0, 0], nothing=0) == ""
+    assert said([4, 0, 0, 0, 3, 0, 0], [4, 0, 0, 0, 3, 0, 0]) == "two"  # it has to answer
+
+
+def rows(count: int, seed: int, silent: bool = False) -> list[dict[str, Any]]:
+    """Which word comes after the one that the question names?"""
+    draw, found = random.Random(seed), []
+    for i in range(count):
+        words = draw.sample(WORDS, draw.randint(3, 12))
+        place = draw.randrange(len(words) - 1)
+        text, true = " ".join(words), words[place + 1]
+        start = len(" ".join(words[: place + 1])) + 1
+        answers = {"text": [true], "answer_start": [start]}
+        if silent and i % 3 == 0:
+            answers = {"text": [], "answer_start": []}
+        found.append({"question": words[place], "context": text, "answers": answers})
+    return found
+
+
+def recipe(folder: Path, silent: bool = False, **data: Any) -> Any:
+    for split, count, seed in (("train", 60, 0), ("validation", 12, 1), ("test", 12, 2)):
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(count, seed, silent))))
+    model = folder / "model"
+    if not model.is_dir():
+        torch.manual_seed(0)
+        bert(model, "BertForQuestionAnswering")
+    columns = {"text": ["question", "context"], "label": "answers"}
+    return check_recipe(
+        {
+            "name": "questions",
+            "description": "for tests",
+            "task": "question_answering",
+            "device": "cpu",
+            "model": {"path": str(model)},
+            "data": {"path": str(folder), **columns, "calibration": 20, **data},
+            "score": {"random_draws": 1},
+            "select": {"keep_heads": 0.5},
+            "report": False,
+        }
+    )
+
+
+def test_answers_are_found_among_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "_AT_ONCE", 5)  # rows of several draws
+    subject = prepared(recipe(tmp_path), say=lambda line: None)
+    tokenizer, data = subject.preparation.tokenizer, subject.data
+    for example, question in zip(data.examples["test"], data.targets["test"], strict=True):
+        first, last = example["start_positions"], example["end_positions"]
+        assert tokenizer.decode(example["input_ids"][first : last + 1]) == question.answers[0]
+        (start, _), (_, end) = question.spans[first], question.spans[last]
+        assert question.context[start:end] == question.answers[0]
+    batches, asked = data.evaluation("test", 5), data.references("test")
+    assert asked != data.targets["test"], "nothing was sorted"
+    rows_in_order = [row for batch in batches for row in batch["input_ids"].tolist()]
+    for ids, question in zip(rows_in_order, asked, strict=True):
+        assert " ".join(question.context.split()) in tokenizer.decode(ids)
+    found = evaluate_answers(subject.model, batches, asked)
+    assert (found.metric, found.n_examples, len(found.amounts)) == ("f1", 12, 12)
+    words = answer(subject.model, batches, asked)
+    assert all(text in question.context for text, question in zip(words, asked, strict=True))
+    assert found.more == {"exact_match": sum(exact_match(w, q.answers) for w, q in zip(words, asked, strict=True)) / 12}
+
+
+def test_what_is_cut_off_is_said_and_gives_no_loss(tmp_path: Path) -> None:
+    subject = prepared(recipe(tmp_path, max_length=8), say=lambda line: None)
+    examples = subject.data.examples
+    lost = {name: sum(e["start_positions"] == BEYOND for e in found) for name, found in examples.items()}
+    assert all(0 < count < len(examples[name]) for name, count in lost.items())
+    notes = [note for note in subject.journal.record.warnings if "beyond data.max_length, 8 tokens" in note]
+    assert [note.split(" ")[0] for note in notes] == [str(count) for count in lost.values()]
+    batch = subject.data.batches("test", 12)[0]
+    losses = default_loss(subject.model, batch).tolist()
+    assert [loss == 0 for loss in losses] == [e["start_positions"] == BEYOND for e in examples["test"]]
+    with pytest.raises(InvalidValue, match=r"data\.max_length: must be above 4, for every question and some"):
+        prepared(recipe(tmp_path, max_length=4), say=lambda line: None)
+
+
+def test_questions_without_an_answer_point_at_cls(tmp_path: Path) -> None:
+    subject = prepared(recipe(tmp_path, silent=True), say=lambda line: None)
+    silent = [not q.answers for q in subject.data.targets["test"]]
+    assert 0 < sum(silent) < len(silent)
+    assert [e["start_positions"] == e["end_positions"] == 0 for e in subject.data.examples["test"]] == silent
+    assert {q.nothing for q in subject.data.targets["test"]} == {0}
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"text": ["w99"], "answer_start": [0]}, "an answer that stands in column 'context' from character 0 on"),
+        ({"text": ["w1", "w2"], "answer_start": [0]}, "one start a text"),
+        ({"text": ["w1"], "answer_start": [-3]}, "the number of its first character"),
+        ({"said": ["w1"]}, "answered with {text"),
+    ],
+)
+def test_answers_that_are_none(tmp_path: Path, answers: Any, words: str) -> None:
+    chosen = recipe(tmp_path)
+    for split in ("validation", "test"):
+        (tmp_path / f"{split}.jsonl").unlink()
+    bad = [{**row, "answers": answers} for row in rows(2, 3)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, bad)))
+    with pytest.raises(InvalidValue, match=r"data: train, row 0: must be .*") as caught:
+        prepared(chosen, say=lambda line: None)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["context", ["context"], None])
+def test_a_question_and_a_context_are_needed(tmp_path: Path, text: Any) -> None:
+    with pytest.raises(RecipeError, match="that of the question and that of its context"):
+        recipe(tmp_path, text=text)
+
+
+def test_a_run_and_what_a_sweep_keeps(tmp_path: Path) -> None:
+    chosen = recipe(tmp_path)
+    record = run_recipe(chosen, out=tmp_path / "out", say=lambda line: None)
+    assert record.status == "done"
+    assert {row.metric for row in record.quality} == {"f1"}
+    assert set(record.metrics["exact_match"]) == {"base", "taylor"}
+    subject = prepared(chosen, say=lambda line: None)
+    batches = {split: subject.data.evaluation(split, 16) for split in ("validation", "test")}
+    outcome = judge(subject, subject.model, batches)
+    assert isinstance(outcome, Outcome)
+    assert outcome.answers("test").value == pytest.approx(record.quality[0].value)

@@ -1,0 +1,181 @@
+"""Several records side by side: every number under its record, differences named, curves and agreement drawn."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headprune.core.codec import FrozenDict
+from headprune.core.errors import InvalidValue
+from headprune.core.heads import HeadId
+from headprune.core.record import RunRecord
+from headprune.report import Compared, write_comparison
+from headprune.report.comparison import comparison_view
+from headprune.report.curve import curve
+from headprune.report.html import render_comparison_html
+from headprune.report.markdown import render_comparison_markdown
+from headprune.run.reporting import agreement_of, beside, compare_runs
+from tests.report_records import NASTY, Page, pictures_of, plan_of, record_of
+
+
+def smaller(record: RunRecord, share: float, **changes: object) -> RunRecord:
+    """The same run with another budget, a little worse."""
+    assert record.scores is not None
+    plan = plan_of(record.scores, share)
+    rows = tuple(
+        row if row.name == "base" else replace(row, kept_heads=plan.mask.n_kept, value=row.value - 0.05)
+        for row in record.quality
+    )
+    recipe = FrozenDict({**record.recipe, "keep_heads": share, "out": "elsewhere"})
+    return replace(record, plan=plan, quality=rows, recipe=recipe, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[Compared]:
+    record = record_of()
+    return [Compared("half", record), Compared("quarter", smaller(record, 0.25, speed=record.speed[1:]))]
+
+
+def cells(html: str, label: str) -> list[str]:
+    """A row's cells as text."""
+    found = re.search(rf'<th scope="row" role="rowheader">{re.escape(label)}</th>(.*?)</tr>', html)
+    assert found, label
+    columns = re.findall(r"<td.*?</td>", found[1])
+    return [" ".join(re.sub(r"<[^>]*>", " ", cell).split()) for cell in columns]
+
+
+def test_every_number_stands_under_its_record_in_both_files(pair: list[Compared]) -> None:
+    html, markdown = render_comparison_html(pair), render_comparison_markdown(pair)
+    for label, wanted in {
+        "accuracy, test: original": ["0.9763 872 examples", "0.9763 872 examples"],
+        "accuracy, test: after the cut": ["0.9694 −0.69 points", "0.9194 −5.69 points"],
+        "accuracy, test: after recovery": ["0.9740 −0.23 points", "0.9240 −5.23 points"],
+        "parameters": ["10.12 M −9.4 % of 11.17 M"] * 2,
+        "batch 1 × 128 tokens": ["1.01× 0.991 to 1.034", "–"],
+        "batch 32 × 128 tokens": ["1.12× 1.104 to 1.139"] * 2,
+        "logits": ["passed largest difference 3.1e-07"] * 2,
+        "heads kept": ["16 of 32", "8 of 32"],
+        "keep_heads": ["0.5", "0.25"],
+    }.items():
+        assert cells(html, label) == wanted
+        line = next(line for line in markdown.replace("\\", "").splitlines() if line.startswith(f"| {label} |"))
+        assert re.sub(r"[()]", "", line).split(" | ")[1:] == [*wanted[:-1], f"{wanted[-1]} |"]
+    assert ">out<" not in html
+    assert "data.path" not in html  # the same in both
+
+
+def test_a_failed_proof_is_not_hidden_beside_one_that_passed(pair: list[Compared]) -> None:
+    record = pair[0].record
+    broken = replace(record, proofs=(record.proofs[0], replace(record.proofs[0], max_difference=1.0)))
+    html = render_comparison_html([pair[0], Compared("broken", broken)])
+    assert cells(html, "logits") == ["passed largest difference 3.1e-07", "FAILED largest difference 1"]
+
+
+def test_plans_are_compared_head_by_head(pair: list[Compared]) -> None:
+    view = comparison_view(pair)
+    plans = [column.record.plan for column in pair]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    fates = {HeadId(row.site, cell.head): cell for row in view.fates for cell in row.cells}
+    assert len(fates) == 32
+    for head, cell in fates.items():
+        kept = tuple(head in plan.mask for plan in plans if plan is not None)
+        assert cell.kept == kept
+        assert cell.marks == "".join("■" if k else "·" for k in kept)
+        assert cell.tone == ("differs" if kept[0] != kept[1] else "all-kept" if kept[0] else "all-removed")
+    (line,) = view.plans
+    assert line == (
+        "half and quarter both keep 8 heads (50 % of the heads that either keeps); "
+        "8 kept by half alone, 0 by quarter alone."
+    )
+    other = Compared("other model", record_of(2, 4))
+    assert comparison_view([pair[0], other]).fates == ()
+    assert "Which heads stay where" not in render_comparison_html([pair[0], other])
+
+
+def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compared]) -> None:
+    found = curve([column.record for column in pair])
+    assert found is not None
+    lines = {line.name: line for line in found.lines}
+    assert set(lines) == {"random", "all heads", "taylor", "magnitude", "recovered (finetune)"}
+    assert [p.title for p in lines["taylor"].points] == ["taylor: 8 heads 0.9194", "taylor: 16 heads 0.9694"]
+    first, second = lines["taylor"].points
+    assert first.x < second.x
+    assert first.y > second.y  # better is higher up
+    assert lines["random"].points[0].title == "random: 8 heads 0.8628 ± 0.0214"
+    corners = [tuple(map(float, c.split(","))) for c in lines["random"].band.split()]
+    assert len(corners) == 4
+    (px, py), whisker = (lines["random"].points[0].x, lines["random"].points[0].y), lines["random"].points[0].whisker
+    assert whisker is not None
+    assert {c[1] for c in corners if c[0] == px} == set(whisker)
+    assert min(whisker) < py < max(whisker)
+    assert len({(line.mark, line.dash) for line in found.lines if line.role == "method"}) == 3
+    assert curve([pair[0].record]) is None
+    assert "taylor: 8 heads 0.9194; 16 heads 0.9694" in render_comparison_markdown(pair)
+
+
+def test_data_stays_text_and_the_page_loads_nothing(pair: list[Compared]) -> None:
+    nasty = replace(pair[1].record, recipe=FrozenDict({NASTY: NASTY}), versions=FrozenDict({NASTY: NASTY}))
+    html = render_comparison_html([pair[0], Compared(NASTY, nasty)])
+    page = Page(html)
+    assert not page.open
+    assert [tag for tag, _ in page.elements].count("script") == 1
+    assert page.text.count("<script>") > 5
+    assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
+    markdown = render_comparison_markdown([pair[0], Compared(NASTY, nasty)])
+    assert "<script>" not in markdown.replace("\\<script\\>", "")
+
+
+def test_agreement_is_of_records_that_scored_the_same_heads(pair: list[Compared]) -> None:
+    records = [column.record for column in pair]
+    found = agreement_of(records, ["a", "b"])
+    assert found is not None
+    assert found.between("a", "b").spearman.value == pytest.approx(1.0)
+    html = render_comparison_html(pair, found)
+    assert "How far scorers agree" in html
+    assert "a - b" in html
+    assert agreement_of([records[0], record_of(2, 4)], ["a", "b"]) is None
+    assert agreement_of([replace(records[0], scores=None), records[1]], ["a", "b"]) is None
+
+
+def test_one_record_or_one_name_is_no_comparison(pair: list[Compared]) -> None:
+    with pytest.raises(InvalidValue, match="two records or more, each with a name of its own"):
+        comparison_view(pair[:1])
+    with pytest.raises(InvalidValue, match="two records or more"):
+        comparison_view([pair[0], replace(pair[1], name="half")])
+
+
+def test_records_of_folders_are_compared_under_names_that_tell_them_apart(pair: list[Compared], tmp_path: Path) -> None:
+    for column in pair:
+        column.record.save(tmp_path / column.name / "record.json")
+    html, markdown = compare_runs([tmp_path / "half", tmp_path / "quarter" / "record.json"], tmp_path / "out")
+    assert (html.name, markdown.name) == ("comparison.html", "comparison.md")
+    assert markdown.read_text().startswith("# half · quarter\n")
+    assert "How far scorers agree" in html.read_text()
+    with pytest.raises(InvalidValue, match="different from one another"):
+        compare_runs([tmp_path / "half", tmp_path / "half" / "record.json"], tmp_path / "out")
+    paths = write_comparison(pair, tmp_path / "again")
+    assert [p.name for p in paths] == ["comparison.html", "comparison.md"]
+
+
+def test_what_lies_beside_a_record_is_found_and_what_is_not_its_own_left_out(
+    pair: list[Compared], tmp_path: Path
+) -> None:
+    record = pair[0].record
+    assert record.scores is not None
+    assert beside(record, tmp_path) == beside(replace(record, scores=None), tmp_path)
+    pictures_of(record).save(tmp_path / "attention.json")
+    replace(record.scores, scorer="entropy").save(tmp_path / "scores-entropy.json")
+    other = record_of(2, 4).scores
+    assert other is not None
+    other.save(tmp_path / "scores-other.json")
+    found = beside(record, tmp_path)
+    assert found.pictures == pictures_of(record)
+    assert [scores.scorer for scores in found.scores] == ["entropy"]
+    assert found.agreement is not None
+    (tmp_path / "attention.json").write_text("{}")
+    with pytest.raises(InvalidValue):
+        beside(record, tmp_path)

@@ -1,0 +1,138 @@
+"""A model of one's own by import path: runs, sweeps and picks like others, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headprune as hp
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.run import pick, prepared, run_recipe, sweep
+from headprune.run.example_model import LAYOUT, row_transformer
+from headprune.run.reading import override
+from headprune.run.validate import RecipeError, check_recipe
+from tests.tiny_recipe import TINY
+
+OWN = {
+    "import_path": "headprune.run.example_model:row_transformer",
+    "layouts": "headprune.run.example_model:LAYOUT",
+    "config": {"width": 16, "n_heads": 4, "n_layers": 2},
+}
+BUILD = "from headprune.run.example_model import row_transformer as build\n"
+
+
+def own(*settings: str) -> Any:
+    return check_recipe(override({**TINY, "model": OWN, "report": False}, settings))
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of Python that can be imported, whose modules are forgotten afterwards."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+    yield folder
+    for name in [n for n in sys.modules if n.startswith("my_")]:
+        del sys.modules[name]
+
+
+def test_a_run_leaves_a_model_that_is_filled_again(tmp_path: Path) -> None:
+    recipe = own("recover=[{method: lstsq}, {method: finetune, settings: {steps: 1}}]", "score.random_draws=1")
+    record = run_recipe(recipe, out=tmp_path / "out", say=lambda line: None)
+    assert record.status == "done"
+    assert {proof.what for proof in record.proofs} == {"outputs", "reload"}
+    assert record.plan is not None
+    assert record.plan.mask.n_kept == 4
+    for name, heads in (("model", 4), ("base", 8)):
+        full = row_transformer(**OWN["config"])
+        sites = hp.find_sites(full, layouts=[LAYOUT])
+        model = hp.from_pretrained(tmp_path / "out" / name, model=full, sites=sites)
+        assert sum(attention.heads for attention in model.attentions) == heads
+        assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+
+
+def test_sweeps_and_picks(tmp_path: Path, module: Path) -> None:
+    (module / "my_model.py").write_text(BUILD)
+    recipe = own("model.import_path=my_model:build", "score.magnitude=false")
+    grid = {"scorer": ["taylor", "magnitude"], "keep": [0.5, 0.75]}
+    assert len(sweep(recipe, grid, out=tmp_path / "sweep", say=lambda line: None).table.rows) == 4
+    found = pick(tmp_path / "sweep", max_drop=1.0, out=tmp_path / "small")
+    assert found.plan is not None
+    assert found.plan.mask.n_kept == 4
+    full = row_transformer(**OWN["config"])
+    small = hp.from_pretrained(tmp_path / "small" / "model", full, hp.find_sites(full, layouts=[LAYOUT]))
+    assert sum(attention.heads for attention in small.attentions) == 4
+    bases = list((tmp_path / "sweep" / "bases").iterdir())
+    with (module / "my_model.py").open("a") as file:
+        file.write("# another version\n")
+    sweep(recipe, {"keep": [0.5]}, out=tmp_path / "sweep", say=lambda line: None)
+    assert len(list((tmp_path / "sweep" / "bases").iterdir())) == len(bases) + 1, "another code is another base model"
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "where", "words"),
+    [
+        (None, ["model.import_path=my_none:build"], "import_path", "No module named 'my_none'.*PYTHONPATH=FOLDER"),
+        ("import nothing_there", [], "import_path", r"imported, got .*named 'nothing_there'\)$"),
+        ("1 / 0", [], "import_path", "ZeroDivisionError"),
+        ("def built(): pass", [], "import_path", "a name in module my_model, got 'build'. Did you mean 'built'"),
+        ("build = 3", [], "import_path", "a function that builds a model, got int"),
+        ("def build(**k): return 3", [], "import_path", "gives a torch.nn.Module, got one that gives a int"),
+        ("def build(): pass", [], "config", "keyword arguments of my_model:build, got .*unexpected keyword"),
+        (
+            "from torch import nn\ndef build(**k): return nn.Linear(8, 10)",
+            [],
+            "import_path",
+            r"takes pixel_values and gives logits \[batch, 10\].*unexpected keyword",
+        ),
+        (
+            "from headprune.run.example_model import row_transformer\n"
+            "def build(**k): return row_transformer(**{**k, 'n_labels': 4})",
+            [],
+            "import_path",
+            r"gives logits \[batch, 10\], for image_classification, got logits \[8, 4\]",
+        ),
+        (BUILD, ["model.layouts=my_model:x"], "layouts", "got 'x'"),
+        (
+            f"{BUILD}\nLAYOUT = 'odd'",
+            ["model.layouts=my_model:LAYOUT"],
+            "layouts",
+            "AttentionLayout, or of a list of them, got 'my_model:LAYOUT', a str",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_words(
+    module: Path, code: str | None, settings: list[str], where: str, words: str
+) -> None:
+    if code is not None:
+        (module / "my_model.py").write_text(code)
+    with pytest.raises(InvalidValue, match=rf"model\.{where}: must be .*{words}"):
+        prepared(own("model.import_path=my_model:build", *settings), say=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "words"),
+    [
+        (["model.import_path=my.module"], "model.import_path", "written package.module:name"),
+        (["model.class_name=ViTModel"], "model", "got class_name and import_path"),
+        (["model={class_name: ViTModel, layouts: 'a:b'}"], "model.layouts", "only a model by import_path"),
+        (["task=text_classification", "data.text=text"], "model.import_path", "used with image_classification or"),
+    ],
+)
+def test_recipes_that_make_no_sense(settings: list[str], where: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        own(*settings)
+    found = {problem.where: str(problem) for problem in caught.value.problems}
+    assert words in found[where], found
+
+
+def test_a_model_without_a_layout_says_what_was_seen() -> None:
+    with pytest.raises(UnsupportedModel, match="RowAttention"):
+        prepared(own("model.layouts=null"), say=lambda line: None)

@@ -1,0 +1,151 @@
+"""Sound: what is read, at which rate, of which length, and a whole run."""
+
+from __future__ import annotations
+
+import io
+import json
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headprune as hp
+from headprune.core.errors import InvalidValue
+from headprune.run import run_recipe
+from headprune.run.features import Collate
+from headprune.run.sound import Clip, Sounds, clip_of
+from headprune.run.validate import RecipeError, check_recipe
+from tests.tiny_models import wav2vec2, write_wav
+
+
+def tone(pitch: float, seconds: float = 0.5, rate: int = 100, phase: float = 0.0) -> np.ndarray:
+    return np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate + phase).astype(np.float32)
+
+
+def in_wav(frames: bytes, width: int, channels: int = 1) -> bytes:
+    found = io.BytesIO()
+    with wave.open(found, "wb") as file:
+        file.setparams((channels, width, 8000, 0, "NONE", ""))
+        file.writeframes(frames)
+    return found.getvalue()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_whole_numbers_of_every_width_are_the_same_sound(width: int) -> None:
+    wanted = [0.0, 0.5, -0.5, -1.0]
+    whole = [round(x * 2 ** (8 * width - 1)) + (128 if width == 1 else 0) for x in wanted]
+    frames = b"".join(n.to_bytes(width, "little", signed=width > 1) for n in whole)
+    clip = clip_of({"bytes": in_wav(frames, width), "path": None}, "here", Path())
+    assert (clip.samples.tolist(), clip.rate) == (wanted, 8000)
+
+
+def test_channels_are_averaged_and_arrays_are_taken_as_they_are(tmp_path: Path) -> None:
+    frames = np.array([[16384, 0], [-32768, 16384]], dtype="<i2").tobytes()
+    (tmp_path / "a.wav").write_bytes(in_wav(frames, 2, channels=2))
+    assert clip_of("a.wav", "here", tmp_path).samples.tolist() == [0.25, -0.25]
+    assert clip_of({"path": "a.wav", "bytes": None}, "here", tmp_path).samples.tolist() == [0.25, -0.25]
+    clip = clip_of({"array": [0.5, 1.0], "sampling_rate": 7}, "here", tmp_path)
+    assert (clip.samples.tolist(), clip.rate) == ([0.5, 1.0], 7)
+
+
+def test_another_rate_keeps_the_tone_and_drops_what_it_cannot_hold() -> None:
+    low, high = Clip(tone(5, 2.0, 400), 400), Clip(tone(90, 2.0, 400), 400)
+    middle = slice(30, 170)  # the filter needs room at both ends
+    np.testing.assert_allclose(low.at(100)[middle], tone(5, 2.0, 100)[middle], atol=0.02)
+    assert np.abs(high.at(100)[middle]).max() < 0.02
+    assert low.at(400) is low.samples
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("none.wav", "the path of a file that can be read"),
+        ({"bytes": b"RIFFnothing", "path": "a.wav"}, "a wav file of whole numbers|a sound file that can be read"),
+        ({"array": [0.0, float("nan")], "sampling_rate": 8}, "sound of finite samples"),
+        ({"array": [], "sampling_rate": 8}, "sound of finite samples, at least one"),
+        ({"array": [0.0]}, "an array with its sampling_rate"),
+        (7, "a path, or a mapping"),
+    ],
+)
+def test_what_is_no_sound(tmp_path: Path, value: Any, words: str) -> None:
+    with pytest.raises(InvalidValue, match=rf"row 3: must be ({words})"):
+        clip_of(value, "row 3", tmp_path)
+
+
+def test_compressed_sound_is_read_where_soundfile_is_installed(tmp_path: Path) -> None:
+    soundfile = pytest.importorskip("soundfile", reason="reads compressed sound")
+    soundfile.write(tmp_path / "a.flac", tone(5, rate=8000), 8000)
+    clip = clip_of("a.flac", "here", tmp_path)
+    np.testing.assert_allclose(clip.samples, tone(5, rate=8000), atol=1e-4)
+
+
+def test_clips_are_cut_filled_and_normalised_as_the_extractor_does(tmp_path: Path) -> None:
+    from transformers import AutoFeatureExtractor
+
+    extractor = AutoFeatureExtractor.from_pretrained(wav2vec2(tmp_path))
+    values = [{"array": tone(3, s) + 1.0, "sampling_rate": 100} for s in (0.2, 0.5, 0.8)]
+    examples = Sounds(tmp_path, extractor, 0.5).encode(values)
+    batch = Collate()(examples)["input_values"]
+    # Told of a mask, it leaves padding out of the mean; without one a clip would depend on its batch.
+    asked = {"sampling_rate": 100, "padding": True, "return_attention_mask": True, "return_tensors": "pt"}
+    padded = extractor([v["array"][:50] for v in values], **asked)
+    torch.testing.assert_close(batch, padded["input_values"])
+    with pytest.raises(InvalidValue, match=r"data\.seconds: must be given, because clips differ in length"):
+        Sounds(tmp_path, extractor).encode(values)
+
+
+def recipe(folder: Path, **changes: Any) -> Any:
+    return check_recipe(
+        {
+            "name": "tones",
+            "description": "for tests",
+            "task": "audio_classification",
+            "device": "cpu",
+            "model": {"path": str(folder / "model")},
+            "data": {"path": str(folder / "rows"), "seconds": 0.5, "holdout": 8, "test_holdout": 8},
+            "train": {"epochs": 1, "batch_size": 16},
+            "score": {"random_draws": 1},
+            "select": {"keep_heads": 0.5},
+            "bench": {"batch_sizes": [2], "seconds": 0.01},
+            "report": False,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize("form", ["paths", "arrays", "hub"])
+def test_a_run(tmp_path: Path, form: str) -> None:
+    torch.manual_seed(0)
+    wav2vec2(tmp_path / "model")
+    (tmp_path / "rows").mkdir()
+    pitches = {"low": 3, "high": 15}
+    rows: list[dict[str, Any]] = []
+    for i in range(40):
+        label = list(pitches)[i % 2]
+        samples, path = tone(pitches[label], 0.3 + i / 100, 200, phase=i), f"{i}.wav"
+        write_wav(tmp_path / "rows" / path, samples, 200)
+        value = path if form != "arrays" else {"array": samples.tolist(), "sampling_rate": 200}
+        rows.append({"audio": value if form != "hub" else str(tmp_path / "rows" / path), "label": label})
+    if form == "hub":
+        from datasets import Audio, Dataset
+
+        data = Dataset.from_list(rows).cast_column("audio", Audio(decode=False))
+        data.cast_column("audio", Audio()).to_parquet(tmp_path / "rows" / "train.parquet")
+    else:
+        (tmp_path / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    record = run_recipe(recipe(tmp_path), out=tmp_path / "out", say=lambda line: None)
+    assert record.status == "done"
+    assert {row.metric for row in record.quality} == {"accuracy"}
+    model = hp.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.id2label == {0: "high", 1: "low"}
+    assert (tmp_path / "out" / "model" / "preprocessor_config.json").is_file()
+
+
+def test_what_makes_no_sense() -> None:
+    with pytest.raises(RecipeError, match=r"data\.text: must be left out for audio_classification"):
+        recipe(Path("here"), data={"path": "rows", "text": "text"})
+    with pytest.raises(RecipeError, match=r"data\.seconds: must be left out: only audio_classification"):
+        recipe(Path("here"), task="image_classification")
