@@ -6,11 +6,12 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test lint docs docs-figures clean
+.PHONY: help demo test test-long lint docs docs-figures clean
 
 help:
 	@echo "make demo   environment, install, the two-minute recipe; prints where the report is"
 	@echo "make test   environment, install, all checks and tests"
+	@echo "make test-long   what takes long: thousands of damaged files, runs killed at random moments, old versions"
 	@echo "make lint   ruff, mypy and import-linter alone"
 	@echo "make docs   the documentation as a site, in site/index.html; warnings are errors"
 	@echo "make docs-figures   everything measured in README and docs, written anew from benchmarks/records"
@@ -34,6 +35,9 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15
+
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -m long -n $(JOBS) --dist worksteal --durations=15 -rP
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/test_house.py

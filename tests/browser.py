@@ -145,7 +145,7 @@ class Browser:
         self._settle()
 
     def _settle(self) -> None:
-        """Waits, as a person does, until the page has drawn what a key or a click brought: events it queued are over."""
+        """Waits until the page has drawn what a key or a click brought: the events that it queued are over."""
         frame = "requestAnimationFrame(() => setTimeout(done))"
         self.run(f"new Promise(seen => {{ const done = () => {frame.replace('done', 'seen')}; {frame} }})")
 

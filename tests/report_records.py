@@ -1,4 +1,4 @@
-"""Records as reports see them, with what lies beside them, and a page as a parser sees it."""
+"""Records and tables as reports see them, with what lies beside them, and a page as a parser sees it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
+from headprune.core.sweeps import SweepTable
 
 NASTY = '<script>alert("x")</script>|`*&'
 
@@ -170,3 +171,32 @@ class Page(HTMLParser):
         found = re.search(rf'<tr[^>]*><th scope="row"[^>]*>{re.escape(name)}.*?</tr>', html, re.DOTALL)
         assert found, f"no row {name}"
         return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", found[0]))
+
+
+def sweep_table(metric: str = "accuracy") -> SweepTable:
+    rows = []
+    drops = {
+        ("taylor", 0.5): (0.01, 0.03),
+        ("taylor", 0.25): (0.05, 0.05),
+        ("random", 0.5): (0.2, 0.1),
+        ("random", 0.25): (0.01, 0.02),
+    }
+    for (scorer, keep), values in drops.items():
+        for seed, lost in enumerate(values):
+            row = {"run": f"{scorer}{keep}{seed}", "scorer": scorer, "keep": keep, "seed": seed}
+            for split, more in (("validation", 0.0), ("test", 0.01)):
+                row |= {split: 0.9 - lost - more, f"{split}_loss": 0.3, f"{split}_drop": lost + more}
+                row |= {f"{split}_drop_low": lost - 0.01, f"{split}_drop_high": lost + 0.02}
+            heads = int(32 * keep)
+            row |= {
+                "heads": heads,
+                "params": 1000 * heads,
+                "macs": 10 * heads,
+                "kv": None,
+                "plan": "plans/abcdefgh.json",
+            }
+            rows.append(FrozenDict(row))
+    base = {"validation": 0.9, "test": 0.91, "validation_loss": 0.3, "test_loss": 0.3}
+    base |= {"validation_rows": 300, "test_rows": 420, "heads": 32, "params": 40000, "macs": 400, "kv": None}
+    failed = (FrozenDict({"scorer": "fisher", "keep": 0.5, "seed": 0, "error": "no | labels"}),)
+    return SweepTable("demo", metric, ("scorer", "keep"), ("keep",), FrozenDict(base), tuple(rows), failed)

@@ -165,13 +165,22 @@ def cut_features(module: nn.Module, axis: Axis, index: Sequence[int], where: str
     index = [operator.index(i) for i in index]
     if any(not 0 <= i < size for i in index) or any(a >= b for a, b in pairwise(index)):
         raise InvalidValue(f"index of {where}", f"strictly ascending positions below {size}", index)
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    assert weight is not None
-    rows = torch.tensor(index, dtype=torch.long, device=weight.device)
-    tensors = {"weight": weight.detach().index_select(_weight_axis(module, axis), rows)}
-    if axis == "out" and bias is not None:
-        tensors["bias"] = bias.detach().index_select(0, rows.to(bias.device))
+    tensors = {}
+    for name, dimension in feature_dimensions(module, axis).items():
+        old: Any = module._parameters[name]
+        rows = torch.tensor(index, dtype=torch.long, device=old.device)
+        tensors[name] = old.detach().index_select(dimension, rows)
     return tensors
+
+
+def feature_dimensions(module: nn.Module, axis: Axis) -> dict[str, int]:
+    """The dimension that holds the features of an axis, by name of a projection's parameter; without those that do not.
+
+    >>> feature_dimensions(nn.Linear(4, 6), "out"), feature_dimensions(nn.Linear(4, 6), "in")
+    ({'weight': 0, 'bias': 0}, {'weight': 1})
+    """
+    biased = axis == "out" and module._parameters.get("bias") is not None
+    return {"weight": _weight_axis(module, axis), **({"bias": 0} if biased else {})}
 
 
 def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[int, int]:

@@ -54,6 +54,14 @@ def prune(
         bool,
         typer.Option("--merge-adapters", help="For a folder of PEFT adapters: add them to their base model first."),
     ] = False,
+    streaming: Annotated[
+        bool,
+        typer.Option(
+            "--streaming",
+            help="With --plan: copy what stays from file to file, without ever loading the model; nothing is run, so "
+            "the cut is not compared with the gated model.",
+        ),
+    ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -76,6 +84,9 @@ def prune(
         _check_adapters(resolve_path(model, "--model"), merge_adapters)
         weights.check_shard_size(max_shard_size, "--max-shard-size")
         quiet_libraries()
+        if streaming:
+            _stream(model, decided, out, format, max_shard_size, as_json)
+            return
         found = _by_plan(model, decided) if decided else _on_data(model, str(data), out, task, own, quiet)
         chosen, formats, files = _write(found, model, out, format, max_shard_size)
         if found.copy is not None:
@@ -114,6 +125,31 @@ class _Cut:
     text: str
     facts: dict[str, Any]
     copy: Path | None = None
+
+
+def _stream(model: str, plan: PruningPlan | None, out: Path, format: str, max_shard_size: str, as_json: bool) -> None:
+    """Cuts from file to file."""
+    from headprune.run.models import resolve_path
+    from headprune.surgery.formats import companions
+    from headprune.surgery.streaming import prune_checkpoint
+
+    folder = resolve_path(model, "--model")
+    if plan is None:
+        raise InvalidValue("--streaming", "given with --plan or --scores, for nothing is run", "--data")
+    if format not in ("auto", "headprune"):
+        raise InvalidValue("--format", "headprune with --streaming; the others compare outputs", repr(format))
+    if not Path(folder).is_dir():
+        hint = f"Download it first: hf download {model} --local-dir FOLDER."
+        raise InvalidValue("--model", "a folder with --streaming", repr(model), hint)
+    report = prune_checkpoint(folder, plan, out, max_shard_size=max_shard_size)
+    files = list(companions.copy(folder, out))
+    if as_json:
+        emit({"out": str(out), "plan": plan.to_dict(), "report": vars(report), "format": "headprune", "copied": files})
+        return
+    typer.echo(str(report))
+    for warning in report.warnings:
+        say(f"warning: {warning}")
+    typer.echo(f"wrote {out} (format headprune{''.join(f', {f}' for f in files)})")
 
 
 def _by_plan(model: str, plan: PruningPlan) -> _Cut:

@@ -1,4 +1,4 @@
-"""``headprune report``: draws the reports of a record anew, or one page over several records."""
+"""``headprune report``: draws the reports of a record or a sweep anew, or one page over several records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from headprune.cli._shared import AsJson, Debug, emit, guarded
 
 def report(
     records: Annotated[
-        list[Path], typer.Argument(metavar="RECORD...", help="A record.json or the folder of a run; several: compared.")
+        list[Path],
+        typer.Argument(
+            metavar="RECORD...", help="A record.json, the folder of a run or of a sweep; several runs: compared."
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the reports; default that of the record. Several records need it.")
@@ -22,23 +25,26 @@ def report(
 ) -> None:
     """Write report.html and report.md from a record; of several records, comparison.html and comparison.md.
 
-    Also from a record of a run that did not finish. Attention pictures (attention.json) and other scores of the same
-    model (scores-*.json) are taken from the record's folder.
+    Of a sweep's folder, its page, summary and pictures. Also from a record of a run that did not finish. Attention
+    pictures (attention.json) and other scores of the same model (scores-*.json) are taken from the record's folder.
     """
     with guarded(debug):
         from headprune.core.errors import InvalidValue
         from headprune.core.record import RunRecord
         from headprune.run.journal import record_path
-        from headprune.run.reporting import compare_runs, report_run
+        from headprune.run.reporting import compare_runs, is_sweep, report_run, report_sweep
 
         if len(records) > 1:
             if out is None:
                 raise InvalidValue("--out", "given, to compare several records", "nothing")
-            html, markdown = compare_runs(records, out)
+            written = [*compare_runs(records, out)]
+        elif is_sweep(records[0]):
+            written = report_sweep(records[0], out)
         else:
             path = record_path(records[0])
-            html, markdown = report_run(RunRecord.load(path), path.parent, out)
+            written = [*report_run(RunRecord.load(path), path.parent, out)]
         if as_json:
-            emit({"html": str(html), "markdown": str(markdown)})
+            kinds = {".md": "markdown"}
+            emit({kinds.get(path.suffix, path.suffix[1:]): str(path) for path in written})
         else:
-            typer.echo(f"wrote {html}\nwrote {markdown}")
+            typer.echo("\n".join(f"wrote {path}" for path in written))

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.attention.linear import check_plain, cut_features, is_conv1d, projections, recount_, replace_features_
+from headprune.attention.linear import (
+    Axis,
+    check_plain,
+    cut_features,
+    feature_dimensions,
+    is_conv1d,
+    projections,
+    recount_,
+    replace_features_,
+)
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
@@ -78,16 +87,35 @@ class _Cut:
         if isinstance(self.target, nn.ModuleList):
             return
         if isinstance(self.target, nn.Module):
-            if self.slab.axis not in ("in", "out"):
-                raise UnsupportedModel(self.where, "cut along 'in' or 'out'", self.slab.axis)
-            for part in projections(self.target, self.slab.axis, self.where):
-                yield part, cut_features(part, self.slab.axis, self.rows, self.where)
+            for part, axis in self._projections():
+                yield part, cut_features(part, axis, self.rows, self.where)
             return
-        parent, _, name = self.slab.path.rpartition(".")
-        owner = self.bound.module.get_submodule(parent)
+        owner, name = self._owner()
         check_plain(self.target, self.where, kind=nn.Parameter if name in owner._parameters else Tensor)
         index = torch.tensor(self.rows, dtype=torch.long, device=self.target.device)
         yield owner, {name: self.target.detach().index_select(int(self.slab.axis), index)}
+
+    def dimensions(self) -> Iterator[tuple[nn.Module, dict[str, int]]]:
+        """The modules whose tensors change, each with the dimension of its tensors that is cut, by name."""
+        if isinstance(self.target, nn.ModuleList):
+            hint = "Load the model and cut it with prune_."
+            raise UnsupportedModel(self.where, "a tensor that is cut along one dimension", "a list of modules", hint)
+        if isinstance(self.target, nn.Module):
+            yield from ((part, feature_dimensions(part, axis)) for part, axis in self._projections())
+            return
+        owner, name = self._owner()
+        yield owner, {name: int(self.slab.axis)}
+
+    def _projections(self) -> Iterator[tuple[nn.Module, Axis]]:
+        assert isinstance(self.target, nn.Module)
+        axis = self.slab.axis
+        if axis not in ("in", "out"):
+            raise UnsupportedModel(self.where, "cut along 'in' or 'out'", axis)
+        yield from ((part, axis) for part in projections(self.target, axis, self.where))
+
+    def _owner(self) -> tuple[nn.Module, str]:
+        parent, _, name = self.slab.path.rpartition(".")
+        return self.bound.module.get_submodule(parent), name
 
     def shorten_(self) -> None:
         """Keeps the kept modules of a list."""
@@ -112,21 +140,7 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
         UnsupportedModel: a projection that cannot be cut, a parameter shared with one that is not cut, a site that
             must keep a head, or what ``check_cut`` refuses.
     """
-    work: list[tuple[BoundSite, tuple[int, ...], HeadGeometry]] = []
-    cuts: list[_Cut] = []
-    for b in bound:
-        keep = b.site.check(h for h in b.site.heads if h in mask.kept(b.site.name))
-        if keep == b.site.heads:
-            continue
-        if GATES_ATTRIBUTE in b.gate.__dict__:
-            hint = "Leave the hp.gated block first: its gates are for the heads that are there now."
-            raise UnsupportedModel(b.site.name, "cut outside of gated blocks", "gates on it", hint)
-        refused = None if keep else b.layout.refusal(b.module)
-        if refused is not None:
-            raise UnsupportedModel(b.site.name, refused.must, refused.got, refused.hint)
-        before, positions = b.site.geometry, [b.site.heads.index(h) for h in keep]
-        work.append((b, keep, before.keep(positions)))
-        cuts += [_Cut(b, s, _rows(s, before, positions)) for s in b.slabs]
+    work, cuts = _planned(bound, mask)
     check_cut(model, [(c.bound, c.slab.path) for c in cuts])
     plan = _new_tensors(model, cuts)
     undo = Undo()
@@ -151,6 +165,50 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
         undo.restore()
         raise
     return undo
+
+
+def kept_rows_of(
+    model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """What ``cut_`` would do, for tensors that lie elsewhere; nothing is changed.
+
+    Returns:
+        By name of every tensor that a cut shortens, the dimension and the positions along it that stay.
+
+    Raises:
+        UnsupportedModel: as ``cut_``; also for heads that are modules of a list.
+    """
+    cuts = _planned(bound, mask)[1]
+    check_cut(model, [(c.bound, c.slab.path) for c in cuts])
+    names = {id(module): name for name, module in unwrap(model).named_modules()}
+    return {
+        f"{names[id(owner)]}.{name}".removeprefix("."): (dimension, cut.rows)
+        for cut in cuts
+        for owner, dimensions in cut.dimensions()
+        for name, dimension in dimensions.items()
+    }
+
+
+def _planned(
+    bound: Iterable[BoundSite], mask: HeadMask
+) -> tuple[list[tuple[BoundSite, tuple[int, ...], HeadGeometry]], list[_Cut]]:
+    """The sites that change, with their heads and geometry afterwards; and every slab that is cut."""
+    work: list[tuple[BoundSite, tuple[int, ...], HeadGeometry]] = []
+    cuts: list[_Cut] = []
+    for b in bound:
+        keep = b.site.check(h for h in b.site.heads if h in mask.kept(b.site.name))
+        if keep == b.site.heads:
+            continue
+        if GATES_ATTRIBUTE in b.gate.__dict__:
+            hint = "Leave the hp.gated block first: its gates are for the heads that are there now."
+            raise UnsupportedModel(b.site.name, "cut outside of gated blocks", "gates on it", hint)
+        refused = None if keep else b.layout.refusal(b.module)
+        if refused is not None:
+            raise UnsupportedModel(b.site.name, refused.must, refused.got, refused.hint)
+        before, positions = b.site.geometry, [b.site.heads.index(h) for h in keep]
+        work.append((b, keep, before.keep(positions)))
+        cuts += [_Cut(b, s, _rows(s, before, positions)) for s in b.slabs]
+    return work, cuts
 
 
 def _rows(slab: HeadSlab, geometry: HeadGeometry, positions: list[int]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,21 @@ from headprune.core.scores import ModelFingerprint
 from headprune.model.sites import unwrap
 
 _SAMPLES = 1024
+#: Gives sampled values of a tensor that is not in memory, by its name.
+Sampler = Callable[[str, Tensor], bytes]
 
 
-def fingerprint(model: nn.Module, sites: Iterable[AttentionSite]) -> ModelFingerprint:
+def fingerprint(model: nn.Module, sites: Iterable[AttentionSite], sampled: Sampler | None = None) -> ModelFingerprint:
     """Tells models apart.
 
     ``structure`` covers the model's class and its sites with their ORIGINAL head counts, so that a cut leaves it as
     it is. ``weights`` covers the name, type and shape of every tensor and up to 1024 evenly spaced values of each:
     any training changes it, a change of single values that fall between the samples does not.
+
+    Args:
+        model: The model.
+        sites: Its sites.
+        sampled: ``sampled_bytes`` of tensors that lie elsewhere, where the model has no memory for them.
     """
     model = unwrap(model)
     parts = [type(model).__name__]
@@ -32,7 +39,7 @@ def fingerprint(model: nn.Module, sites: Iterable[AttentionSite]) -> ModelFinger
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):
             weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            weights.update(sampled_bytes(tensor))
+            weights.update(sampled(name, tensor) if sampled is not None else sampled_bytes(tensor))
     return ModelFingerprint(structure, weights.hexdigest())
 
 
@@ -41,11 +48,20 @@ def sampled_bytes(tensor: Tensor) -> bytes:
     if tensor.device.type == "meta" or not tensor.numel():
         return b""
     flat = tensor.detach().reshape(-1)
-    index = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64, device="cpu").long()
-    return flat[index.to(flat.device)].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    index = torch.tensor(sample_positions(flat.numel()), device=flat.device)
+    return flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def check_plan(model: nn.Module, sites: Iterable[AttentionSite], plan: PruningPlan | HeadMask) -> list[str]:
+def sample_positions(count: int) -> list[int]:
+    """Evenly spaced positions among so many values, both ends with them."""
+    places = torch.linspace(0, count - 1, min(_SAMPLES, count), dtype=torch.float64, device="cpu")
+    positions: list[int] = places.long().tolist()
+    return positions
+
+
+def check_plan(
+    model: nn.Module, sites: Iterable[AttentionSite], plan: PruningPlan | HeadMask, sampled: Sampler | None = None
+) -> list[str]:
     """Checks that a plan is for a model of this structure; returns what a user should know besides.
 
     Raises:
@@ -66,7 +82,7 @@ def check_plan(model: nn.Module, sites: Iterable[AttentionSite], plan: PruningPl
         raise PlanMismatch("plan", must, got, hint)
     if not isinstance(plan, PruningPlan) or plan.model is None:
         return []
-    here = fingerprint(model, sites)
+    here = fingerprint(model, sites, sampled)
     if here.structure != plan.model.structure:
         raise PlanMismatch("plan", "for a model of this structure", "one for another class or head width", hint)
     if here.weights != plan.model.weights:

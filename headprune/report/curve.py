@@ -1,4 +1,4 @@
-"""Geometry of the trade-off curve of several records: quality against heads kept, with spread and the random band."""
+"""Geometry of the trade-off curve of records or of a sweep: quality against heads kept, spread and the random band."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headprune.core.metrics import LOWER, RATIO, is_one_of
-from headprune.core.record import RunRecord
 from headprune.report.formats import fixed, significant
-from headprune.report.series import Series, points_of, series_of
+from headprune.report.series import Point, Series, series_of
 
 #: Size of the drawing, and of what lies inside of its axes.
 WIDTH, HEIGHT = 720, 340
@@ -78,9 +77,9 @@ class _Scale:
         return [round(step * i, 12) for i in range(first, math.floor(self.high / step) + 1)]
 
 
-def curve(records: Iterable[RunRecord], split: str = "test") -> Curve | None:
-    """The curve of the first metric on a split; None where all sizes are the same or nothing was measured."""
-    points = [p for p in points_of(records, split) if math.isfinite(p.value) and math.isfinite(p.spread)]
+def curve(points: Iterable[Point], split: str) -> Curve | None:
+    """The curve of the first metric among points of a split; None where all sizes are the same, or without any."""
+    points = [p for p in points if math.isfinite(p.value) and math.isfinite(p.spread)]
     points = [p for p in points if p.metric == points[0].metric]
     cut = {p.kept for p in points if p.method != "base"}
     if len(cut) < 2:

@@ -14,11 +14,14 @@ from markupsafe import Markup
 
 from headprune.core.agreement import MEASURES, Agreement
 from headprune.core.record import RunRecord
+from headprune.core.sweeps import SweepTable
 from headprune.report.beside import NOTHING, Beside
 from headprune.report.comparison import Compared, comparison_view
 from headprune.report.curve import HEIGHT, WIDTH, curve
 from headprune.report.figures import agreement_dots, bars, intervals
 from headprune.report.formats import clean
+from headprune.report.series import points_of, points_of_sweep
+from headprune.report.tradeoff import sweep_view
 from headprune.report.view import view
 
 
@@ -79,7 +82,15 @@ def render_comparison_html(compared: Sequence[Compared], agreement: Agreement | 
     """
     template = _environment().get_template("comparison.html.j2")
     seen = comparison_view(compared, agreement)
-    drawn = curve([column.record for column in compared])
+    drawn = curve(points_of((column.record for column in compared), "test"), "test")
     return template.render(
         view=seen, curve=drawn, size={"width": WIDTH, "height": HEIGHT}, agreement=_agreement(agreement)
     )
+
+
+def render_sweep_html(table: SweepTable) -> str:
+    """A sweep as one page: its trade-off on validation and on test rows, and the settings to look at."""
+    template = _environment().get_template("sweep.html.j2")
+    drawn = (curve(points_of_sweep(table, split), split) for split in ("validation", "test"))
+    curves = [found for found in drawn if found is not None]
+    return template.render(view=sweep_view(table), curves_drawn=curves, size={"width": WIDTH, "height": HEIGHT})

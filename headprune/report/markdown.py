@@ -15,6 +15,7 @@ from headprune.report.beside import NOTHING, Beside
 from headprune.report.comparison import Compared, comparison_view
 from headprune.report.curve import curve
 from headprune.report.formats import clean
+from headprune.report.series import points_of
 from headprune.report.view import view
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
@@ -66,7 +67,9 @@ def render_comparison_markdown(compared: Sequence[Compared], agreement: Agreemen
         InvalidValue: fewer than two records, or names that are not different.
     """
     seen = comparison_view(compared, agreement)
-    return _rendered("comparison.md.j2", view=seen, curve=curve([column.record for column in compared]))
+    return _rendered(
+        "comparison.md.j2", view=seen, curve=curve(points_of((column.record for column in compared), "test"), "test")
+    )
 
 
 def _rendered(template: str, **values: Any) -> str:

@@ -26,7 +26,7 @@ from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.core.sweeps import SweepTable
 from headprune.report.formats import significant
-from headprune.report.series import Point, points_of, series_of
+from headprune.report.series import points_of, points_of_sweep, series_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,7 +170,7 @@ def tradeoff(
         InvalidValue: nothing measured on those rows, or several metrics.
     """
     if isinstance(records, SweepTable):
-        points = _of_sweep(records, split)
+        points = points_of_sweep(records, split)
     else:
         points = points_of([records] if isinstance(records, RunRecord) else records, split)
     metrics = {point.metric for point in points}
@@ -295,17 +295,3 @@ def _words(ax: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:
 def _size(shape: Sequence[int]) -> tuple[float, float]:
     height, width = (min(max(0.2 * n, 2.5), 8) + 1 for n in shape)
     return width, height
-
-
-def _of_sweep(table: SweepTable, split: str) -> list[Point]:
-    if split not in ("test", "validation"):
-        raise InvalidValue("plot.tradeoff(split=)", "test or validation", repr(split))
-    base = Point(table.metric, "base", int(table.base["heads"]), float(table.base[split]), 0.0)
-    return [
-        base,
-        *(
-            Point(table.metric, setting.method, int(row["heads"]), float(row[split]), 0.0)
-            for setting in table.settings()
-            for row in setting.rows
-        ),
-    ]

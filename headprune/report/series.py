@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headprune.core.errors import InvalidValue
 from headprune.core.record import RunRecord
+from headprune.core.sweeps import SweepTable
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,19 @@ def points_of(records: Iterable[RunRecord], split: str) -> list[Point]:
     """A point a row of the records' accuracy tables."""
     rows = [row for record in records for row in record.quality if row.split == split]
     return [Point(row.metric, row.name, row.kept_heads, row.value, row.spread or 0.0) for row in rows]
+
+
+def points_of_sweep(table: SweepTable, split: str) -> list[Point]:
+    """The uncut model, and a point a run.
+
+    Raises:
+        InvalidValue: no such split.
+    """
+    if split not in ("test", "validation"):
+        raise InvalidValue("split", "test or validation", repr(split))
+    base = Point(table.metric, "base", int(table.base["heads"]), float(table.base[split]), 0.0)
+    runs = ((setting.method, row) for setting in table.settings() for row in setting.rows)
+    return [base, *(Point(table.metric, m, int(row["heads"]), float(row[split]), 0.0) for m, row in runs)]
 
 
 def series_of(points: Iterable[Point]) -> list[Series]:

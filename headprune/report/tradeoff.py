@@ -1,14 +1,15 @@
-"""The trade-off of a sweep: a SweepTable in; the Pareto curve as a picture and a Markdown summary out."""
+"""The trade-off of a sweep: a SweepTable in; the Pareto curve as a picture, and what pages say of it, out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headprune.core.files import atomic_path, write_atomic
+from headprune.core.files import atomic_path
 from headprune.core.metrics import POINTS, RATIO, is_one_of
-from headprune.core.sweeps import SIZES, Setting, SweepTable
+from headprune.core.sweeps import SIZES, Setting, SweepTable, words
 from headprune.report.formats import count
 from headprune.report.markdown import escape
 
@@ -17,16 +18,6 @@ if TYPE_CHECKING:
 
 _SPLITS = ("validation", "test")
 _LABELS = {"heads": "heads", "params": "parameters", "macs": "multiply-adds", "kv": "KV-cache bytes a token"}
-
-
-def write_tradeoff(table: SweepTable, folder: str | Path) -> list[Path]:
-    """Writes ``tradeoff.svg``, ``tradeoff.png`` and ``summary.md`` into a folder; returns their paths.
-
-    Without a finished run there is nothing to draw, and only the summary is written.
-    """
-    folder = Path(folder)
-    drawn = [draw_tradeoff(table, folder / f"tradeoff.{kind}") for kind in ("svg", "png")] if table.rows else []
-    return [*drawn, write_atomic(folder / "summary.md", render_tradeoff(table).encode())]
 
 
 def draw_tradeoff(table: SweepTable, path: str | Path, by: str = "heads") -> Path:
@@ -95,37 +86,80 @@ def _drop_label(metric: str) -> str:
     return f"{metric}, increase" + (" in %" if is_one_of(metric, RATIO) else "")
 
 
-def render_tradeoff(table: SweepTable) -> str:
-    """The summary as Markdown: the base, the best setting of every budget, the Pareto curve, what failed."""
+@dataclass(frozen=True)
+class SweepRow:
+    """A setting: its cells, by ``SweepView.header``, and the file of its best plan."""
+
+    cells: tuple[str, ...]
+    plan: str
+
+
+@dataclass(frozen=True)
+class SweepView:
+    """What a page says of a sweep, in words.
+
+    Args:
+        title: The sweep and how many runs it has.
+        notes: The uncut model, and how to read the tables.
+        header: Of both tables; a plan comes after it.
+        best: The best setting of every budget.
+        front: The Pareto curve.
+        failed: Runs that ended in an error.
+    """
+
+    title: str
+    notes: tuple[str, ...]
+    header: tuple[str, ...]
+    best: tuple[SweepRow, ...]
+    front: tuple[SweepRow, ...]
+    failed: tuple[str, ...]
+
+
+def sweep_view(table: SweepTable) -> SweepView:
+    """A sweep's tables in words."""
     base, sizes = table.base, [s for s in SIZES if table.base[s] is not None]
     counts = ", ".join(f"{count(base[s])} {_LABELS[s]}" for s in sizes)
     values = ", ".join(f"{base[s]:.4f} on {base[f'{s}_rows']:,} {s} rows" for s in _SPLITS)
-    n_settings = len(table.settings())
-    lines = [
-        f"# {escape(table.name)}: {len(table.rows)} runs of {n_settings} settings",
-        "",
-        f"The uncut model: {escape(table.metric)} {values}; {counts}.",
-        "Drops are means over calibration draws, ± one standard deviation; below zero is better than the uncut model.",
-        "Settings are ranked by validation rows; test rows are only reported.",
-    ]
+
+    def rows(settings: Sequence[Setting]) -> tuple[SweepRow, ...]:
+        return tuple(_row(table, setting, sizes) for setting in settings)
+
+    return SweepView(
+        title=f"{table.name}: {len(table.rows)} runs of {len(table.settings())} settings",
+        notes=(
+            f"The uncut model: {table.metric} {values}; {counts}.",
+            "Drops are means over calibration draws, ± one standard deviation; below zero is better than the uncut "
+            "model.",
+            "Settings are ranked by validation rows; test rows are only reported.",
+        ),
+        header=("budget", "setting", *(_LABELS[s] for s in sizes), "validation drop", "test drop"),
+        best=rows(table.best() if table.rows else ()),
+        front=rows(table.front() if table.rows else ()),
+        failed=tuple(f"{words({k: v for k, v in f.items() if k != 'error'})}: {f['error']}" for f in table.failed),
+    )
+
+
+def _row(table: SweepTable, setting: Setting, sizes: Sequence[str]) -> SweepRow:
+    counts = (count(round(setting.size(size), 1)) for size in sizes)
+    drops = (table.spread(setting.validation), table.spread(setting.test))
+    return SweepRow((setting.budget, setting.method, *counts, *drops), setting.best["plan"])
+
+
+def render_tradeoff(table: SweepTable) -> str:
+    """The summary as Markdown: the base, the best setting of every budget, the Pareto curve, what failed."""
+    view = sweep_view(table)
+    lines = [f"# {escape(view.title)}", "", *map(escape, view.notes)]
     if table.rows:
-        lines += ["", "## Best setting of every budget", "", *_rows(table, table.best(), sizes)]
-        lines += ["", "## Pareto curve: heads against the validation drop", "", *_rows(table, table.front(), sizes)]
+        lines += ["", "## Best setting of every budget", "", *_rows(view, view.best)]
+        lines += ["", "## Pareto curve: heads against the validation drop", "", *_rows(view, view.front)]
         lines += ["", "![Trade-off](tradeoff.svg)"]
-    if table.failed:
-        lines += ["", "## Failed", ""]
-        for failed in table.failed:
-            keys = ", ".join(f"{k} {v}" for k, v in failed.items() if k != "error")
-            lines.append(f"- {escape(keys)}: {escape(failed['error'])}")
+    if view.failed:
+        lines += ["", "## Failed", "", *(f"- {escape(failed)}" for failed in view.failed)]
     return "\n".join(lines) + "\n"
 
 
-def _rows(table: SweepTable, settings: Sequence[Setting], sizes: Sequence[str]) -> list[str]:
-    header = ["budget", "setting", *(_LABELS[s] for s in sizes), "validation drop", "test drop", "best plan"]
-    lines = ["| " + " | ".join(header) + " |", "| --- | --- |" + " ---: |" * (len(sizes) + 2) + " --- |"]
-    for s in settings:
-        plan = s.best["plan"]
-        cells = [escape(s.budget), escape(s.method), *(count(round(s.size(size), 1)) for size in sizes)]
-        cells += [escape(table.spread(s.validation)), escape(table.spread(s.test)), f"[{plan[6:14]}]({plan})"]
-        lines.append("| " + " | ".join(cells) + " |")
+def _rows(view: SweepView, rows: Sequence[SweepRow]) -> list[str]:
+    numbers = " ---: |" * (len(view.header) - 2)
+    lines = ["| " + " | ".join([*view.header, "best plan"]) + " |", f"| --- | --- |{numbers} --- |"]
+    lines += ["| " + " | ".join([*map(escape, row.cells), f"[{row.plan[6:14]}]({row.plan})"]) + " |" for row in rows]
     return lines

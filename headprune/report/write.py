@@ -1,4 +1,4 @@
-"""Puts reports into a folder: both forms of one record, or of a comparison of several."""
+"""Puts reports into a folder: both forms of one record, of a comparison of several, or of a sweep."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pathlib import Path
 from headprune.core.agreement import Agreement
 from headprune.core.files import write_atomic
 from headprune.core.record import RunRecord
+from headprune.core.sweeps import SweepTable
 from headprune.report.beside import NOTHING, Beside
 from headprune.report.comparison import Compared
-from headprune.report.html import render_comparison_html, render_html
+from headprune.report.html import render_comparison_html, render_html, render_sweep_html
 from headprune.report.markdown import render_comparison_markdown, render_markdown
+from headprune.report.tradeoff import draw_tradeoff, render_tradeoff
 
 HTML_NAME = "report.html"
 MARKDOWN_NAME = "report.md"
 COMPARISON = "comparison"
+SUMMARY = "summary.md"
 
 
 def write_report(record: RunRecord, folder: str | Path, beside: Beside = NOTHING) -> tuple[Path, Path]:
@@ -47,6 +50,17 @@ def write_comparison(
     """
     html, markdown = render_comparison_html(compared, agreement), render_comparison_markdown(compared, agreement)
     return _write(Path(folder) / f"{COMPARISON}.html", html, Path(folder) / f"{COMPARISON}.md", markdown)
+
+
+def write_tradeoff(table: SweepTable, folder: str | Path) -> list[Path]:
+    """Writes ``report.html``, ``summary.md``, ``tradeoff.svg`` and ``tradeoff.png`` of a sweep; returns their paths.
+
+    Without a finished run there is nothing to draw, and only the page and the summary are written.
+    """
+    folder = Path(folder)
+    drawn = [draw_tradeoff(table, folder / f"tradeoff.{kind}") for kind in ("svg", "png")] if table.rows else []
+    pages = _write(folder / HTML_NAME, render_sweep_html(table), folder / SUMMARY, render_tradeoff(table))
+    return [*drawn, *pages]
 
 
 def _write(page: Path, html: str, twin: Path, markdown: str) -> tuple[Path, Path]:

@@ -15,8 +15,28 @@ _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")  # YAML 1.2; PyYAML alone takes 1e-3 for a string
 
 
+_LONGEST, _DEEPEST = 200_000, 40  # characters of a text, and sections within sections: far above any recipe
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML without tags that run code, with the numbers of YAML 1.2, and with an error on a repeated key."""
+    """YAML without tags that run code, with the numbers of YAML 1.2, and with an error on a repeated key.
+
+    Aliases are refused: some lines of them can stand for any amount of data.
+    """
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read; write it out", mark)
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, f"nested more than {_DEEPEST} deep", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -34,8 +54,10 @@ def parse_yaml(text: str, where: str) -> Any:
     """The data in a YAML text.
 
     Raises:
-        InvalidValue: it is not valid YAML; the message says in which line.
+        InvalidValue: it is not valid YAML; the message says in which line. Or it is far too long.
     """
+    if len(text) > _LONGEST:
+        raise InvalidValue(where, f"YAML of at most {_LONGEST:,} characters", f"{len(text):,}")
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
@@ -84,7 +106,8 @@ def read_raw(path: Path) -> dict[str, Any]:
         InvalidValue: it cannot be read or is not a YAML mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_LONGEST + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(str(path), "a readable recipe", error) from None
     data = parse_yaml(text, str(path))

@@ -1,4 +1,4 @@
-"""Reports of runs: finds what lies beside a record and hands it to the report, for the runner and the command."""
+"""Reports of runs and sweeps: finds what lies beside a record and hands it to the report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.errors import InvalidValue
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
+from headprune.core.sweeps import SweepTable
 from headprune.report.beside import Beside
 from headprune.report.comparison import Compared
-from headprune.report.write import write_comparison, write_report
-from headprune.run.journal import ATTENTION, record_path
+from headprune.report.write import write_comparison, write_report, write_tradeoff
+from headprune.run.journal import ATTENTION, RECORD, record_path
+from headprune.run.tables import TABLE
 
 #: Other scores of the run's model: ``scores-magnitude.json``, or what ``headprune score --out`` wrote there.
 _SCORES = "scores-*.json"
@@ -31,6 +33,24 @@ def report_run(record: RunRecord, folder: Path, out: Path | None = None) -> tupl
         InvalidValue: a file of pictures or scores that cannot be read.
     """
     return write_report(record, out or folder, beside(record, folder))
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is that of a sweep, which has a table and no record."""
+    return (folder / TABLE).is_file() and not (folder / RECORD).exists()
+
+
+def report_sweep(folder: Path, out: Path | None = None) -> list[Path]:
+    """Draws the pages and pictures of a sweep's table anew; returns their paths.
+
+    Args:
+        folder: Of the sweep.
+        out: Where they go; default ``folder``.
+
+    Raises:
+        InvalidValue: a table that cannot be read.
+    """
+    return write_tradeoff(SweepTable.load(folder / TABLE), out or folder)
 
 
 def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:

@@ -14,7 +14,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import SweepTable
 from headprune.report.formats import duration
-from headprune.report.tradeoff import write_tradeoff
+from headprune.report.write import write_tradeoff
 from headprune.run.base import Base, ready_base
 from headprune.run.grid import Design, Grid, lay_out
 from headprune.run.journal import to_stderr

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnsupportedModel, VerificationFailed
 from headprune.core.heads import AttentionSite
@@ -20,6 +20,7 @@ from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
 from headprune.surgery.formats import card, companions, own, plain, proof, remote_code
 from headprune.surgery.formats.building import fresh
 from headprune.surgery.formats.manifest import MANIFEST as MANIFEST
+from headprune.surgery.formats.manifest import Manifest
 from headprune.surgery.formats.weights import INDEX, SHARDS, WEIGHTS, check_shard_size, read
 
 Format = Literal["headprune", "transformers", "remote-code"]
@@ -85,13 +86,20 @@ def save_pretrained(
         _write_for_others(model, bound, folder, format, example, max_shard_size)
     if processor is not None:
         companions.save(processor, folder)
+    write_card(model, [b.site for b in bound], folder, format, plan)
+    return folder
+
+
+def write_card(
+    model: nn.Module, sites: Iterable[AttentionSite], folder: Path, format: Format, plan: PruningPlan | None
+) -> None:
+    """Writes the model card's section on what was cut; a model on the meta device will do."""
     built: Any = fresh(model)
     if built is not None:
         built.tie_weights()  # an embedding that is also the output counts once
     before = None if built is None else sum(p.numel() for p in built.parameters())
-    text = card.section(model, (b.site for b in bound), _loading(model, format, folder), plan, before)
+    text = card.section(model, sites, _loading(model, format, folder), plan, before)
     card.write(folder, text, card.hub_name(model))
-    return folder
 
 
 def applicable_formats(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> dict[Format, str | None]:
@@ -139,6 +147,18 @@ def from_pretrained(
         model = own.build(folder, manifest)
     elif not isinstance(model, nn.Module):
         raise InvalidValue("model", "a freshly built full-size torch.nn.Module", type(model).__name__)
+    return filled(folder, manifest, tensors, model, sites)
+
+
+def filled(
+    folder: Path,
+    manifest: Manifest,
+    tensors: dict[str, Tensor],
+    model: nn.Module,
+    sites: Iterable[AttentionSite] | None = None,
+) -> nn.Module:
+    """A freshly built full-size model, cut as a folder's manifest says, with the folder's tensors in place; as it was,
+    on an error."""
     try:
         located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
         check_plan(model, located, manifest.mask)

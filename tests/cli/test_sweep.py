@@ -81,7 +81,7 @@ def test_killed_and_called_again(recipe: Path, whole: Path, tmp_path: Path) -> N
     assert f"{n_done} of 16 runs are done already" in result.stderr
     assert "[train]" not in result.stderr
     assert {name: mark for name, mark in files(out).items() if name in before} == before
-    for name in ("table.json", "table.csv", "table.parquet", "tradeoff.svg", "summary.md"):
+    for name in ("table.json", "table.csv", "table.parquet", "tradeoff.svg", "summary.md", "report.html"):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
@@ -96,6 +96,13 @@ def test_two_processes_give_the_same_table(recipe: Path, whole: Path, tmp_path: 
     assert (out / "table.json").read_bytes() == (whole / "table.json").read_bytes()
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
+
+
+def test_its_page_is_drawn_anew(whole: Path, tmp_path: Path) -> None:
+    result = call("report", whole, "--out", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    assert sorted(json.loads(result.stdout)) == ["html", "markdown", "png", "svg"]
+    assert (tmp_path / "report.html").read_bytes() == (whole / "report.html").read_bytes()
 
 
 def test_one_sweep_a_folder(recipe: Path, whole: Path) -> None:

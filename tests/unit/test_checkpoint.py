@@ -211,7 +211,14 @@ def test_paths_that_lead_nowhere(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "ÿ"])
 def test_a_broken_configuration(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text, encoding="latin1")
+    refuses(folder, r"config\.json: must be the file that headprune\.json describes")  # before anything is built
+    _as_if_saved_so(folder)
     refuses(folder, r"config\.json: must be a valid configuration")
+
+
+def _as_if_saved_so(folder: Path) -> None:
+    digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    edit(folder / "headprune.json", lambda m: m.update(config_sha256=digest))
 
 
 def test_no_configuration(folder: Path) -> None:
@@ -226,6 +233,7 @@ def test_no_configuration(folder: Path) -> None:
 )
 def test_a_configuration_that_builds_nothing(folder: Path, change: dict[str, Any]) -> None:
     edit(folder / "config.json", lambda c: c.update(change))
+    _as_if_saved_so(folder)
     refuses(folder, r"config\.json: must be a valid configuration")
 
 
@@ -241,8 +249,7 @@ def test_a_configuration_that_builds_nothing(folder: Path, change: dict[str, Any
 )
 def test_a_configuration_of_another_model(folder: Path, change: dict[str, Any], words: str) -> None:
     edit(folder / "config.json", lambda c: c.update(change))
-    digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
-    edit(folder / "headprune.json", lambda m: m.update(config_sha256=digest))  # as if it had been saved so
+    _as_if_saved_so(folder)
     refuses(folder, words)
 
 

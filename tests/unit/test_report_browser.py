@@ -13,10 +13,10 @@ import pytest
 from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.record import RunRecord, SpeedRow
 from headprune.report import Beside, Compared, render_html
-from headprune.report.html import render_comparison_html
+from headprune.report.html import render_comparison_html, render_sweep_html
 from headprune.scoring._agreement import agreement
 from tests.browser import CHROMIUM, Browser
-from tests.report_records import NASTY, costed, image_pictures_of, maps_of, pictures_of, plan_of, record_of
+from tests.report_records import NASTY, costed, image_pictures_of, maps_of, pictures_of, plan_of, record_of, sweep_table
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the Debian package chromium")
 
@@ -66,9 +66,17 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["report", "comparison"])
-def any_page(request: pytest.FixtureRequest, page: Path, comparison: Path) -> Path:
-    return page if request.param == "report" else comparison
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sweep") / "report.html"
+    path.write_text(render_sweep_html(sweep_table()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(params=["page", "comparison", "sweep"])
+def any_page(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -17,6 +17,7 @@ from headprune.report.comparison import comparison_view
 from headprune.report.curve import curve
 from headprune.report.html import render_comparison_html
 from headprune.report.markdown import render_comparison_markdown
+from headprune.report.series import points_of
 from headprune.run.reporting import agreement_of, beside, compare_runs
 from tests.report_records import NASTY, Page, pictures_of, plan_of, record_of
 
@@ -97,7 +98,7 @@ def test_plans_are_compared_head_by_head(pair: list[Compared]) -> None:
 
 
 def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compared]) -> None:
-    found = curve([column.record for column in pair])
+    found = curve(points_of((column.record for column in pair), "test"), "test")
     assert found is not None
     lines = {line.name: line for line in found.lines}
     assert set(lines) == {"random", "all heads", "taylor", "magnitude", "recovered (finetune)"}
@@ -113,7 +114,7 @@ def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compar
     assert {c[1] for c in corners if c[0] == px} == set(whisker)
     assert min(whisker) < py < max(whisker)
     assert len({(line.mark, line.dash) for line in found.lines if line.role == "method"}) == 3
-    assert curve([pair[0].record]) is None
+    assert curve(points_of([pair[0].record], "test"), "test") is None
     assert "taylor: 8 heads 0.9194; 16 heads 0.9694" in render_comparison_markdown(pair)
 
 

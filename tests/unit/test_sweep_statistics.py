@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,10 @@ from headprune.core.metrics import drop, drop_words
 from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_bounds
 from headprune.core.picking import Candidate, fixed_sequence
 from headprune.core.sweeps import SweepTable, check_size, pareto
-from headprune.report.tradeoff import draw_tradeoff, render_tradeoff, write_tradeoff
+from headprune.report.html import render_sweep_html
+from headprune.report.tradeoff import draw_tradeoff, render_tradeoff
+from headprune.report.write import write_tradeoff
+from tests.report_records import sweep_table
 
 
 def answers(amounts: object, metric: str = "accuracy", counts: object = None) -> Answers:
@@ -203,35 +207,6 @@ def test_no_more_wrong_picks_than_the_confidence_allows() -> None:
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
-def table(metric: str = "accuracy") -> SweepTable:
-    rows = []
-    drops = {
-        ("taylor", 0.5): (0.01, 0.03),
-        ("taylor", 0.25): (0.05, 0.05),
-        ("random", 0.5): (0.2, 0.1),
-        ("random", 0.25): (0.01, 0.02),
-    }
-    for (scorer, keep), values in drops.items():
-        for seed, lost in enumerate(values):
-            row = {"run": f"{scorer}{keep}{seed}", "scorer": scorer, "keep": keep, "seed": seed}
-            for split, more in (("validation", 0.0), ("test", 0.01)):
-                row |= {split: 0.9 - lost - more, f"{split}_loss": 0.3, f"{split}_drop": lost + more}
-                row |= {f"{split}_drop_low": lost - 0.01, f"{split}_drop_high": lost + 0.02}
-            heads = int(32 * keep)
-            row |= {
-                "heads": heads,
-                "params": 1000 * heads,
-                "macs": 10 * heads,
-                "kv": None,
-                "plan": "plans/abcdefgh.json",
-            }
-            rows.append(FrozenDict(row))
-    base = {"validation": 0.9, "test": 0.91, "validation_loss": 0.3, "test_loss": 0.3}
-    base |= {"validation_rows": 300, "test_rows": 420, "heads": 32, "params": 40000, "macs": 400, "kv": None}
-    failed = (FrozenDict({"scorer": "fisher", "keep": 0.5, "seed": 0, "error": "no | labels"}),)
-    return SweepTable("demo", metric, ("scorer", "keep"), ("keep",), FrozenDict(base), tuple(rows), failed)
-
-
 def test_the_pareto_curve_on_points() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -246,7 +221,7 @@ def test_the_pareto_curve_on_points() -> None:
 
 
 def test_settings_are_pooled_and_ranked_by_validation_rows() -> None:
-    found = table()
+    found = sweep_table()
     first = found.settings()[0]
     assert (first.method, first.budget, len(first.rows)) == ("scorer taylor", "keep 0.5", 2)
     assert first.validation.mean == pytest.approx(0.02)
@@ -260,23 +235,34 @@ def test_settings_are_pooled_and_ranked_by_validation_rows() -> None:
 
 def test_sizes_that_are_none() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'heads'"):
-        table().front("head")
+        sweep_table().front("head")
     with pytest.raises(InvalidValue, match="without a KV cache"):
-        check_size(table().base, "kv", "here")
+        check_size(sweep_table().base, "kv", "here")
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "perplexity", "loss"])
 def test_the_picture_is_drawn_and_the_same_each_time(metric: str, tmp_path: Path) -> None:
-    one, two = (draw_tradeoff(table(metric), tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
+    one, two = (draw_tradeoff(sweep_table(metric), tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
     assert one == two
     assert len(one) > 10_000
 
 
+def test_the_page_says_what_the_summary_says_and_escapes_it() -> None:
+    page = render_sweep_html(replace(sweep_table(), failed=(FrozenDict({"keep": 1, "error": "<script>x"}),)))
+    assert "demo: 8 runs of 4 settings" in page
+    assert "Trade-off on validation rows" in page
+    assert '<td role="cell" data-label="validation drop">2.00 ± 1.41 points</td>' in page
+    assert 'href="plans/abcdefgh.json"' in page
+    assert "keep 1: &lt;script&gt;x" in page
+
+
 def test_the_summary(tmp_path: Path) -> None:
-    assert [p.name for p in write_tradeoff(table(), tmp_path)] == ["tradeoff.svg", "tradeoff.png", "summary.md"]
-    text = render_tradeoff(table())
+    assert [p.name for p in write_tradeoff(sweep_table(), tmp_path)] == [
+        *("tradeoff.svg", "tradeoff.png", "report.html", "summary.md")
+    ]
+    text = render_tradeoff(sweep_table())
     assert "accuracy 0.9000 on 300 validation rows, 0.9100 on 420 test rows" in text
     assert "| keep 0.5 | scorer taylor | 16 | 16,000 | 160 | 2.00 ± 1.41 points | 3.00 ± 1.41 points |" in text
     assert "scorer fisher, keep 0.5, seed 0: no \\| labels" in text
-    empty = SweepTable("demo", "accuracy", ("keep",), ("keep",), table().base, (), table().failed)
-    assert [p.name for p in write_tradeoff(empty, tmp_path)] == ["summary.md"]
+    empty = SweepTable("demo", "accuracy", ("keep",), ("keep",), sweep_table().base, (), sweep_table().failed)
+    assert [p.name for p in write_tradeoff(empty, tmp_path)] == ["report.html", "summary.md"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,38 @@ from headprune.core.version import __version__
 from headprune.model.classes import class_named
 from headprune.model.fingerprint import fingerprint
 from headprune.model.sites import BoundSite
+from headprune.surgery.formats import slices
 from headprune.surgery.formats.building import fresh, no_memory
 from headprune.surgery.formats.manifest import MANIFEST, Folded, Manifest
 from headprune.surgery.formats.weights import WEIGHTS, distinct, written
 
 
-def write(model: nn.Module, bound: list[BoundSite], folder: Path, max_shard_size: int | str) -> Manifest:
-    """Writes weights, configuration and manifest; nothing of an earlier save is replaced before all went well."""
+def write(
+    model: nn.Module,
+    bound: list[BoundSite],
+    folder: Path,
+    max_shard_size: int | str,
+    elsewhere: Mapping[str, slices.Slice] | None = None,
+) -> Manifest:
+    """Writes weights, configuration and manifest; nothing of an earlier save is replaced before all went well.
+
+    Args:
+        model: The model.
+        bound: Its sites.
+        folder: Where all goes.
+        max_shard_size: Bytes, or text such as ``"5GB"``.
+        elsewhere: By name, where the tensors of a model on the meta device lie.
+    """
+
+    def save(tensors: dict[str, Tensor], path: Path) -> None:
+        slices.save({name: (elsewhere or {}).get(name, tensor) for name, tensor in tensors.items()}, path)
+
     new = fresh(model)
     tables = _tables(model, new)
-    stored, aliases = distinct({**model.state_dict(keep_vars=True), **tables})
+    stored, aliases = distinct({**model.state_dict(keep_vars=True), **tables}, meta=elsewhere is not None)
     config = _config_text(model)
     folder.mkdir(parents=True, exist_ok=True)
-    with written(stored, folder, max_shard_size) as (sha256, shards):
+    with written(stored, folder, max_shard_size, None if elsewhere is None else save) as (sha256, shards):
         manifest = Manifest(
             model_class=type(model).__name__,
             transformers=new is not None,
@@ -88,6 +108,10 @@ def build(folder: Path, manifest: Manifest) -> nn.Module:
         raise CheckpointError(str(folder), "a Transformers model", f"class {manifest.model_class!r}", hint)
     if not (folder / "config.json").is_file():  # Transformers would take the defaults of the class
         raise CheckpointError(str(folder / "config.json"), "a valid configuration", "no such file")
+    if sha256_file(folder / "config.json") != manifest.config_sha256:
+        must = f"the file that {MANIFEST} describes (SHA-256 {str(manifest.config_sha256)[:12]}...)"
+        hint = "To change a setting, load the model, change model.config, and save it again."
+        raise CheckpointError(str(folder / "config.json"), must, "a file with other contents", hint)
     try:
         config = kind.config_class.from_pretrained(folder)
         with no_memory():
@@ -96,10 +120,6 @@ def build(folder: Path, manifest: Manifest) -> nn.Module:
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     except Exception as error:  # a wrong number in a configuration breaks a constructor in any way it likes
         raise CheckpointError(str(folder / "config.json"), "a valid configuration", str(error)) from error
-    if sha256_file(folder / "config.json") != manifest.config_sha256:
-        must = f"the file that {MANIFEST} describes (SHA-256 {str(manifest.config_sha256)[:12]}...)"
-        hint = "To change a setting, load the model, change model.config, and save it again."
-        raise CheckpointError(str(folder / "config.json"), must, "a file with other contents", hint)
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,13 @@ SHARDS = "model-*-of-*.safetensors"
 _AGAIN = "Copy the folder again."
 
 
-def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
-    """The tensors of a state dict with every shared one once, and the other names of those."""
+def distinct(state: Mapping[str, Any], meta: bool = False) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
+    """The tensors of a state dict with every shared one once, and the other names of those.
+
+    Args:
+        state: With the parameters themselves.
+        meta: Whether they may be on the meta device, because their data lie elsewhere.
+    """
     first: dict[tuple[Any, ...], str] = {}
     stored: dict[str, Tensor] = {}
     memory: set[int] = set()
@@ -31,14 +36,20 @@ def distinct(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[Alias, 
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(name, "a tensor", type(tensor).__name__, "Extra state cannot be stored.")
-        if tensor.device.type == "meta":
+        if tensor.is_meta and not meta:
             raise CheckpointError(name, "a tensor with data", "one on the meta device")
-        key = (id(tensor),) if not tensor.numel() else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (
+            (id(tensor),)
+            if tensor.is_meta or not tensor.numel()
+            else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        )
         if key in first:
             aliases.append(Alias(name, first[key]))
         else:
             first[key] = name
             stored[name] = tensor.detach().contiguous()
+            if tensor.is_meta:
+                continue
             if (place := stored[name].untyped_storage().data_ptr()) in memory:  # safetensors refuses overlapping views
                 stored[name] = stored[name].clone()
             memory.add(place)
@@ -57,10 +68,21 @@ def check_shard_size(size: int | str, where: str = "max_shard_size") -> None:
 
 
 @contextmanager
-def written(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> Iterator[tuple[str, list[Shard]]]:
+def written(
+    tensors: dict[str, Tensor],
+    folder: Path,
+    max_shard_size: int | str,
+    save: Callable[[dict[str, Tensor], Path], None] | None = None,
+) -> Iterator[tuple[str, list[Shard]]]:
     """Writes the tensors beside their places and yields their hashes; they take their places when the block ends well.
 
     One file is ``model.safetensors``; several have an index that other tools read too.
+
+    Args:
+        tensors: By name.
+        folder: Where they go.
+        max_shard_size: Bytes, or text such as ``"5GB"``.
+        save: Writes one file; default that of safetensors, which has all of its tensors in memory.
 
     Yields:
         The hash of the file, or of the index; and the shards, none where there is one file.
@@ -73,7 +95,11 @@ def written(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str)
         shards = []
         for file, names in split.filename_to_tensors.items():
             temporary = places.enter_context(atomic_path(folder / file))
-            save_file({name: tensors[name] for name in names}, temporary, metadata={"format": "pt"})
+            some = {name: tensors[name] for name in names}
+            if save is None:
+                save_file(some, temporary, metadata={"format": "pt"})
+            else:
+                save(some, temporary)
             shards.append(Shard(file, sha256_file(temporary)))
         if not split.is_sharded:
             yield shards[0].sha256, []

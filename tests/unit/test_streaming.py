@@ -1,0 +1,207 @@
+"""Cutting a checkpoint from file to file gives the folder that loading, cutting and saving gives, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import headprune as hp
+from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnsupportedModel
+from headprune.core.heads import HeadMask
+from headprune.model.sites import find_sites
+from headprune.surgery.formats import slices
+from headprune.surgery.streaming import prune_checkpoint
+
+SIZES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 61},
+    "BertForSequenceClassification": {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_labels": 3},
+    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 32},
+    "ViTForImageClassification": {"hidden_size": 32, "intermediate_size": 48, "image_size": 8, "patch_size": 4},
+    "T5ForConditionalGeneration": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def saved(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    own = {} if name.startswith(("GPT2", "T5")) else LAYERS
+    model = kind(kind.config_class(**{**own, **SIZES[name], **more})).to(dtype).eval()
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return model
+
+
+def ragged(model: Any) -> HeadMask:
+    """Another share of every layer, by whole groups."""
+    sites = find_sites(model)
+    keep = {
+        s.name: [h for u in s.units[i % 2 : i % 2 + 1 + i // 2] for h in u] or list(s.units[0])
+        for i, s in enumerate(sites)
+    }
+    return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(SIZES))
+@pytest.mark.parametrize("size", ["50GB", "15KB"])
+def test_the_same_folder_as_by_loading(name: str, dtype: torch.dtype, size: str, tmp_path: Path) -> None:
+    saved(name, tmp_path / "model", dtype)
+    loaded = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype="auto").eval()
+    mask = ragged(loaded)
+    hp.prune_(loaded, mask)
+    hp.save_pretrained(loaded, tmp_path / "a" / "small", max_shard_size=size)
+    report = prune_checkpoint(tmp_path / "model", mask, tmp_path / "b" / "small", max_shard_size=size)
+    assert report.params_after == sum(p.numel() for p in loaded.parameters()) < report.params_before
+    one, two = files(tmp_path / "a" / "small"), files(tmp_path / "b" / "small")
+    assert one.keys() == two.keys()
+    assert len([f for f in one if f.endswith(".safetensors")]) > (size == "15KB")
+    assert [f for f in one if one[f] != two[f]] == []
+    again = hp.from_pretrained(tmp_path / "b" / "small")
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.state_dict().values(), loaded.state_dict().values(), strict=True)
+    )
+
+
+def test_a_cut_of_a_cut_is_the_union(tmp_path: Path) -> None:
+    model = saved("LlamaForCausalLM", tmp_path / "model", num_attention_heads=8, num_key_value_heads=4)
+    sites = find_sites(model)
+    n_heads = {s.name: s.n_query_heads for s in sites}
+    first = HeadMask.from_keep({s.name: range(6) for s in sites}, n_heads)
+    second = HeadMask.from_keep({s.name: range(2, 8) for s in sites}, n_heads)
+    prune_checkpoint(tmp_path / "model", first, tmp_path / "once")
+    prune_checkpoint(tmp_path / "once", second, tmp_path / "a" / "small")
+    prune_checkpoint(tmp_path / "model", first & second, tmp_path / "b" / "small")
+    assert files(tmp_path / "a" / "small") == files(tmp_path / "b" / "small")
+
+
+def test_what_recovery_added_stays(tmp_path: Path) -> None:
+    """Biases that a projection never had, and the heads whose mean they hold."""
+    model = saved("LlamaForCausalLM", tmp_path / "model")
+    batch = {"input_ids": torch.randint(61, (4, 9)), "labels": torch.randint(61, (4, 9))}
+    whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    hp.prune_(model, ragged(model))
+    hp.recover_(model, [batch], "mean_fold", teacher=whole)
+    hp.save_pretrained(model, tmp_path / "a" / "small")
+    second = HeadMask.from_keep(
+        {s.name: s.heads[: max(1, len(s.heads) // 2)] for s in find_sites(model, policy="balanced")},
+        {s.name: s.n_query_heads for s in find_sites(model)},
+    )
+    prune_checkpoint(tmp_path / "a" / "small", HeadMask.full(find_sites(model)), tmp_path / "b" / "small")
+    assert files(tmp_path / "b" / "small") == files(tmp_path / "a" / "small")
+    assert second.n_kept <= HeadMask.full(find_sites(model)).n_kept
+
+
+def test_plans_know_their_model(tmp_path: Path) -> None:
+    model = saved("BertForSequenceClassification", tmp_path / "model")
+    batch = {"input_ids": torch.randint(61, (4, 9)), "labels": torch.tensor([0, 1, 2, 0])}
+    plan = hp.select(hp.score(model, [batch]), hp.Budget(keep_heads=0.5))
+    assert prune_checkpoint(tmp_path / "model", plan, tmp_path / "b" / "small").warnings == ()
+    other = saved("BertForSequenceClassification", tmp_path / "other", initializer_range=0.1)
+    assert other is not None
+    (note,) = prune_checkpoint(tmp_path / "other", plan, tmp_path / "noted").warnings
+    assert "other weights" in note
+    saved("ViTForImageClassification", tmp_path / "vit")
+    with pytest.raises(HeadPruneError, match="like the plan's"):
+        prune_checkpoint(tmp_path / "vit", plan, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_tied_embeddings_are_stored_once_and_must_be_equal(tmp_path: Path) -> None:
+    model = saved("LlamaForCausalLM", tmp_path / "model", tie_word_embeddings=True)
+    mask = ragged(model)
+    prune_checkpoint(tmp_path / "model", mask, tmp_path / "small")
+    again: Any = hp.from_pretrained(tmp_path / "small")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    twice = {n: t.clone() for n, t in model.state_dict().items()}
+    both = tmp_path / "both"
+    model.config.save_pretrained(both)
+    save_file(twice, both / "model.safetensors", metadata={"format": "pt"})
+    prune_checkpoint(both, mask, tmp_path / "small2")
+    assert (
+        load_file(tmp_path / "small2" / "model.safetensors").keys()
+        == load_file(tmp_path / "small" / "model.safetensors").keys()
+    )
+    twice["lm_head.weight"][3, 4] += 1
+    save_file(twice, both / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match="two that differ"):
+        prune_checkpoint(both, mask, tmp_path / "small3")
+
+
+def test_tensors_that_are_none_of_the_models_are_named(tmp_path: Path) -> None:
+    model = saved("BertForSequenceClassification", tmp_path / "model")
+    extra = {**model.state_dict(), "bert.embeddings.position_ids": torch.arange(9)}
+    for path in (tmp_path / "model").glob("model*"):
+        path.unlink()
+    save_file(extra, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    report = prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "small")
+    assert report.warnings == ("1 tensors of the folder are none of the model's: bert.embeddings.position_ids",)
+
+
+def test_bad_folders(tmp_path: Path) -> None:
+    model = saved("BertForSequenceClassification", tmp_path / "model")
+    mask = ragged(model)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(InvalidValue, match="a new or an empty folder"):
+        prune_checkpoint(tmp_path / "model", mask, tmp_path / "full")
+    with pytest.raises(CheckpointError, match="neither"):
+        prune_checkpoint(tmp_path, mask, tmp_path / "out")
+    shard = next((tmp_path / "model").glob("*-00001-of-*.safetensors"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-5])
+    with pytest.raises(CheckpointError, match="a valid safetensors file"):
+        prune_checkpoint(tmp_path / "model", mask, tmp_path / "out")
+    shard.write_bytes(whole)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    facts = json.loads(index.read_text())
+    for bad in ({"weight_map": {"a": "../outside.safetensors"}}, {"weight_map": [1]}, {}, {"weight_map": {"a": 3}}):
+        index.write_text(json.dumps({**facts, "weight_map": None, **bad}))
+        with pytest.raises(CheckpointError):
+            prune_checkpoint(tmp_path / "model", mask, tmp_path / "out")
+    index.unlink()
+    tensors = {k: t for k, t in model.state_dict().items() if "layer.1" not in k}
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"a folder with a tensor 'bert\.encoder\.layer\.1"):
+        prune_checkpoint(tmp_path / "model", mask, tmp_path / "out")
+    save_file({k: t.double() for k, t in model.state_dict().items()}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match="float32 of shape"):
+        prune_checkpoint(tmp_path / "model", mask, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_slices_of_every_dimension_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "PIECE", 24)
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        f"t{i}": torch.randint(0, 255, (5, 4, 6), generator=draw).to(d)
+        for i, d in enumerate(slices._TYPES.values())
+        if not d.is_complex and d.itemsize > 1
+    }
+    tensors |= {"empty": torch.zeros(3, 0), "scalar": torch.tensor(3.5), "é": torch.ones(2).bool()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    stored = slices.stored_tensors(tmp_path)
+    slices.save({n: slices.Slice(s) for n, s in stored.items()}, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    for dimension, rows in ((0, (1, 2, 4)), (1, (0, 3)), (2, (5,)), (1, ())):
+        cut = {n: slices.Slice(s, dimension, rows) for n, s in stored.items() if n.startswith("t")}
+        slices.save(cut, tmp_path / "cut.safetensors")
+        found = load_file(tmp_path / "cut.safetensors")
+        for name, tensor in found.items():
+            expected = (
+                tensors[name]
+                .view(torch.uint8)
+                .reshape(*tensors[name].shape, -1)
+                .index_select(dimension, torch.tensor(rows, dtype=torch.long))
+            )
+            assert torch.equal(tensor.view(torch.uint8).reshape(expected.shape), expected)
