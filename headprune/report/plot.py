@@ -189,6 +189,7 @@ def tradeoff(
         else:
             ax.errorbar(kept, means, spreads, marker="o", markersize=4, capsize=2, linewidth=1.2, label=series.method)
     metric = metrics.pop()
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("heads kept")
     ax.set_ylabel(f"{metric} on {split} rows" + (", lower is better" if is_one_of(metric, (*RATIO, *LOWER)) else ""))
     ax.grid(alpha=0.3)

@@ -129,8 +129,10 @@ def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, froze
         dtype = config.dtype or (floats[0] if floats else torch.float32)
         with no_memory(), _default(dtype):
             model: Any = kind(config)
-        if kind.can_generate() and (folder / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        if kind.can_generate():
+            own_file = (folder / "generation_config.json").is_file()
+            as_loaded = {} if own_file else {"config_file_name": "config.json", "_from_model_config": True}
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, **as_loaded)
     except Exception as error:  # a wrong number in a configuration breaks a constructor in any way it likes
         raise CheckpointError(str(folder), "a folder with a model of Transformers", str(error), _WHOLE) from error
     model.tie_weights()
