@@ -47,3 +47,25 @@ def test_every_module_says_what_it_is_for_and_stays_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= 400, "a module over 400 lines has more than one reason to exist"
     assert not text or text.startswith('"""'), "a module begins with what it is for"
+
+
+@pytest.mark.long
+def test_bandit_finds_nothing() -> None:
+    run(sys.executable, "-m", "bandit", "-q", "-c", "pyproject.toml", "-r", "headprune")
+
+
+#: How secrets of well-known services and private keys begin; a scanner of random-looking text would find our hashes.
+SECRETS = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"
+    r"|\bsk-[A-Za-z0-9_-]{20,}|\bAKIA[0-9A-Z]{16}\b|\bxox[abprs]-[A-Za-z0-9-]{10,}|\bpypi-[A-Za-z0-9_-]{50,}"
+    r"|(?i:password|secret|api_key|token)\s*[=:]\s*['\"][^'\"\s]{12,}['\"]"
+)
+
+
+def test_no_file_holds_a_secret() -> None:
+    assert SECRETS.search("key = 'hf_" + "a" * 34 + "'"), "the scan itself"
+    for folder in ("headprune", "tests", "recipes", "docs", "benchmarks", "notebooks"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".md", ".yaml", ".json", ".txt", ".ipynb", ".j2", ".js"):
+                found = SECRETS.search(path.read_text(encoding="utf-8"))
+                assert not found, f"{path}: {found[0][:20]}"  # type: ignore[index]

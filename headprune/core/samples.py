@@ -103,10 +103,12 @@ class StoredMatrix(ABC):
             with safe_open(path, framework="np") as file:
                 if (file.metadata() or {}).get("sha256") != self.sha256:
                     return "the numbers of other scores"
+                if file.get_slice(self.kind).get_dtype() != "F64":
+                    return "a damaged file"
                 data = file.get_tensor(self.kind)
         except (SafetensorError, OSError):
             return "a damaged file"
-        return _sealed(data) if _digest(data) == self.sha256 else "a damaged file"
+        return _sealed(data) if data.shape == self.shape and _digest(data) == self.sha256 else "a damaged file"
 
     def _companion(self, path: Path) -> Path:
         """Where the matrix of a JSON file lies; ``x`` and ``x.json`` have files of their own."""

@@ -140,7 +140,7 @@ class Problem:
             try:
                 self.costs = measure_costs(self.model, self.bound, one, loss)
                 return
-            except Exception:  # what is wrong with the batch itself shows again below, as the user gave it
+            except Exception:  # what is wrong with the batch itself shows again below, as the user gave it  # nosec B110
                 pass
         self.costs = measure_costs(self.model, self.bound, first, loss)
 

@@ -27,6 +27,7 @@ from headprune.model.sites import bind, find_sites
 from headprune.surgery.checkpoint import filled, write_card
 from headprune.surgery.formats import own, slices
 from headprune.surgery.formats.building import no_memory
+from headprune.surgery.formats.foreign import check_folder
 from headprune.surgery.formats.manifest import MANIFEST
 from headprune.surgery.formats.slices import Slice, Stored
 from headprune.surgery.formats.weights import check_shard_size
@@ -118,8 +119,9 @@ def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, froze
         return _cut_before(folder, stored)
     import transformers
 
+    check_folder(folder)
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(folder)
+        config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         kind: Any = class_named(str(next(iter(config.architectures or ()), None)))
         if kind is None:
             raise ValueError(f"no class of Transformers is named in its architectures: {config.architectures}")

@@ -15,12 +15,16 @@ from headprune.model.classes import class_named
 
 
 @contextmanager
-def no_memory() -> Iterator[None]:
-    """Parameters on the meta device; buffers are real, because tables such as rotary angles are not stored."""
+def no_memory(buffers: bool = False) -> Iterator[None]:
+    """Parameters on the meta device; buffers are real, because tables such as rotary angles are not stored.
+
+    Args:
+        buffers: Without these, too, for a model that is only looked at.
+    """
     from accelerate import init_empty_weights
 
     # Some classes draw numbers for a parameter before they make it one.
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=buffers):
         yield
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from headprune.core.display import escape
 from headprune.core.files import write_atomic
 from headprune.core.heads import AttentionSite
 from headprune.core.plan import PruningPlan
@@ -51,8 +52,8 @@ def section(
     if plan is not None:
         budget = plan.wanted or "no budget"
         policy = f", policy {plan.policy}" if any(s.n_kv_heads < s.n_query_heads for s in sites) else ""
-        lines.append(f"- Plan: selector {plan.selector}, scorer {plan.scorer or 'none'}, {budget}{policy}")
-        lines += [f"- Note: {note}" for note in plan.notes]
+        how = f"selector {plan.selector}, scorer {plan.scorer or 'none'}, {budget}{policy}"
+        lines += [f"- Plan: {escape(how)}", *(f"- Note: {escape(note)}" for note in plan.notes)]
     lines += ["", "| attention | heads left | which |", "| --- | --- | --- |"]
     lines += [f"| `{s.name}` | {len(s.heads)} of {s.n_query_heads} | {_ranges(s.heads)} |" for s in sites]
     return "\n".join([*lines, "", "```python", loading, "```"])

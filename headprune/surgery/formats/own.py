@@ -28,6 +28,7 @@ from headprune.model.fingerprint import fingerprint
 from headprune.model.sites import BoundSite
 from headprune.surgery.formats import slices
 from headprune.surgery.formats.building import fresh, no_memory
+from headprune.surgery.formats.foreign import check_config
 from headprune.surgery.formats.manifest import MANIFEST, Folded, Manifest
 from headprune.surgery.formats.weights import WEIGHTS, distinct, written
 
@@ -112,6 +113,7 @@ def build(folder: Path, manifest: Manifest) -> nn.Module:
         must = f"the file that {MANIFEST} describes (SHA-256 {str(manifest.config_sha256)[:12]}...)"
         hint = "To change a setting, load the model, change model.config, and save it again."
         raise CheckpointError(str(folder / "config.json"), must, "a file with other contents", hint)
+    check_config(folder / "config.json")
     try:
         config = kind.config_class.from_pretrained(folder)
         with no_memory():
@@ -143,6 +145,8 @@ def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], fold
         if old.shape != available[name].shape and name not in manifest.tables:
             must = f"of shape {list(old.shape)}"
             raise CheckpointError(f"{folder / WEIGHTS}: {name}", must, list(available[name].shape))
+        if old.is_floating_point() != available[name].is_floating_point():
+            raise CheckpointError(f"{folder / WEIGHTS}: {name}", f"of a type like {old.dtype}", available[name].dtype)
     placed: dict[str, Tensor] = {}
     for name, old in expected.items():
         stored = {a.name: a.stored for a in manifest.aliases}.get(name, name)

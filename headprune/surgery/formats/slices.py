@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import CheckpointError
+from headprune.surgery.formats.foreign import files_of
 
 #: Bytes that are in memory at a time.
 PIECE = 16 << 20
@@ -110,7 +111,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """
     files = [folder / _WEIGHTS]
     if (folder / _INDEX).is_file():
-        files = [folder / name for name in _shards(folder / _INDEX)]
+        files = [folder / name for name in files_of(folder / _INDEX)]
     elif not files[0].is_file():
         hint = "Other forms of weights are loaded and cut in memory, without --streaming."
         raise CheckpointError(str(folder), f"a folder with {_WEIGHTS}, or its shards and {_INDEX}", "neither", hint)
@@ -162,17 +163,6 @@ def _dtype(tensor: Slice | Tensor) -> torch.dtype:
     return tensor.stored.dtype if isinstance(tensor, Slice) else tensor.dtype
 
 
-def _shards(index: Path) -> list[str]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(str(index), "an index of safetensors files", str(error)) from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(str(index), "an index of files in its folder", repr(name))
-    return names
-
-
 def _header(path: Path) -> dict[str, Stored]:
     from safetensors import SafetensorError, safe_open
 
@@ -183,7 +173,7 @@ def _header(path: Path) -> dict[str, Stored]:
         raise CheckpointError(str(path), "a valid safetensors file", str(error), "Copy the folder again.") from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
+        header: dict[str, Any] = json.loads(file.read(length))  # what safe_open took is sound
     header.pop("__metadata__", None)
     found = {}
     for name, facts in header.items():
