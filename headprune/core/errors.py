@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 #: Characters of what was found that a message shows.
 _LONGEST = 2000
@@ -60,6 +61,13 @@ class VerificationFailed(HeadPruneError, ArithmeticError):
 
 class CheckpointError(HeadPruneError, ValueError):
     """A checkpoint folder is damaged, incomplete, or not one of ours."""
+
+
+class NotWritten(HeadPruneError, OSError):
+    """A file could not be written: no room, no right, no such place. What was there before is as it was."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.where, self.must, self.got, self.hint)  # OSError's own keeps two of them
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from headprune.core.errors import InvalidValue
-from headprune.core.files import write_atomic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,12 +61,12 @@ class StoredMatrix(ABC):
         """The same, to be read from beside a JSON file when it is needed."""
         return replace(self)._holding("path", Path(path))  # type: ignore[type-var]
 
-    def write(self, path: str | Path) -> Path:
-        """Writes the matrix beside the JSON file ``path``, whole or not at all; returns where."""
+    def write(self, path: str | Path, beside: Callable[[str | Path], Path]) -> None:
+        """Writes the matrix for beside the JSON file ``path``, to where ``beside`` of ``atomic_paths`` says."""
         from safetensors.numpy import save
 
         data = save({self.kind: self.matrix}, {"headprune": type(self).__name__, "sha256": self.sha256})
-        return write_atomic(self._companion(Path(path)), data)
+        beside(self._companion(Path(path))).write_bytes(data)
 
     @property
     def _held(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from headprune.core.codec import FrozenDict, Value
 from headprune.core.display import Cell, Row, clean, html_grid, levels, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.core.files import atomic_paths
 from headprune.core.heads import KINDS, AttentionSite, HeadId
 from headprune.core.samples import Curvature, Samples, if_there
 from headprune.core.uncertainty import Stability, half_width, lowest_shares, rank_bounds, stability
@@ -149,13 +150,15 @@ class HeadScores(Value):
         They become ``<name>.samples.safetensors`` and ``<name>.curvature.safetensors``; what cannot be read is left out
         with a warning.
         """
-        for stored, what in ((self.samples, "per-example numbers"), (self.curvature, "curvature")):
-            if stored is not None:
-                try:
-                    stored.write(path)
-                except InvalidValue as error:
-                    warnings.warn(f"{path} is written without {what}: {error}", stacklevel=2)
-        return super().save(path)
+        with atomic_paths() as beside:
+            for stored, what in ((self.samples, "per-example numbers"), (self.curvature, "curvature")):
+                if stored is not None:
+                    try:
+                        stored.write(path, beside)
+                    except InvalidValue as error:
+                        warnings.warn(f"{path} is written without {what}: {error}", stacklevel=2)
+            beside(path).write_bytes(self.to_json().encode())
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -7,6 +7,7 @@ are shared between projections stay shared; one that is shared with something th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,36 +33,48 @@ from headprune.model.refusals import check_cut
 from headprune.model.sites import BoundSite, lookup, unwrap
 
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
-_HOMES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass
 class Undo:
-    """Everything a cut replaced, so that it can be put back as it was."""
+    """Everything that a model's modules hold, to be put back as it was; of tensors, the numbers of those that are
+    kept."""
 
-    contents: list[tuple[nn.Module, dict[str, dict[str, Any]]]] = field(default_factory=list)
-    attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
-    classes: list[tuple[nn.Module, type]] = field(default_factory=list)
+    modules: list[tuple[nn.Module, type, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    parameters: list[tuple[nn.Parameter, bool, Tensor | None]] = field(default_factory=list)
+    numbers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def remember(self, module: nn.Module) -> None:
-        """Notes tensors, attributes, children and class of a module and of those in it; call before any change."""
+        """Notes tensors, attributes, children, hooks, mode and class of a module and of those in it; call before any
+        change."""
         for part in module.modules():
-            self.classes.append((part, type(part)))
-            self.contents.append((part, {home: dict(part.__dict__[home]) for home in _HOMES}))
-            self.attributes.append((part, {k: v for k, v in part.__dict__.items() if k not in _KEPT_BY_TORCH}))
+            held = dict(part.__dict__)
+            # Tensors, children and hooks lie in mappings of torch's own, to which handles refer.
+            inside = {name: copy(value) for name, value in held.items() if name in _KEPT_BY_TORCH}
+            self.modules.append((part, type(part), held, inside))
+        self.parameters += [(p, p.requires_grad, p.grad) for p in module.parameters()]
+
+    def keep(self, tensor: Tensor) -> None:
+        """Notes the numbers of a tensor, in main memory; call before they are changed in place."""
+        self.numbers.append((tensor, tensor.detach().to("cpu", copy=True)))
 
     def restore(self) -> None:
         """Puts everything back."""
-        for module, kind in self.classes:
+        with torch.no_grad():
+            for tensor, numbers in reversed(self.numbers):
+                tensor.copy_(numbers)
+        for module, kind, held, inside in self.modules:
             module.__class__ = kind
-        for module, contents in self.contents:
-            for home, content in contents.items():
-                module.__dict__[home].clear()
-                module.__dict__[home].update(content)
-        for module, plain in self.attributes:
-            for name in [k for k in module.__dict__ if k not in _KEPT_BY_TORCH and k not in plain]:
-                del module.__dict__[name]
-            module.__dict__.update(plain)
+            module.__dict__.clear()
+            module.__dict__.update(held)
+            for name, content in inside.items():
+                if isinstance(content, (dict, set)):
+                    held[name].clear()
+                    held[name].update(content)
+        for parameter, needed, grad in self.parameters:
+            if parameter.requires_grad != needed:
+                parameter.requires_grad_(needed)
+            parameter.grad = grad
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def recover_(
     validation: Iterable[Any] | None = None,
     folder: str | Path | None = None,
 ) -> RecoveryReport:
-    """Wins back what a cut cost, in place.
+    """Wins back what a cut cost, in place; on an error the model is as it was.
 
     Args:
         model: The pruned model, or any model for a method that only trains. A compiled model is run uncompiled.
@@ -80,16 +80,22 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
     _check_use("validation", job.validation, method.needs_validation, name)
     _check_use("folder", job.folder, method.resumes and job.folder is not None, name)
     start = perf_counter()
-    done = method.recover_(job)
-    return RecoveryReport(
-        method=name,
-        settings=method.settings,
-        changed=done.changed,
-        n_examples=done.n_examples,
-        seconds=perf_counter() - start,
-        metrics=FrozenDict(done.metrics),
-        notes=done.notes,
-    )
+    try:
+        job.undo.remember(job.model)
+        done = method.recover_(job)
+        report = RecoveryReport(
+            method=name,
+            settings=method.settings,
+            changed=done.changed,
+            n_examples=done.n_examples,
+            seconds=perf_counter() - start,
+            metrics=FrozenDict(done.metrics),
+            notes=done.notes,
+        )
+    except BaseException:
+        job.undo.restore()
+        raise
+    return report
 
 
 def _check_use(argument: str, value: object, used: bool, name: str) -> None:

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from headprune.core.heads import AttentionSite
+    from headprune.model.cut import Undo
     from headprune.model.losses import Loss
+
+
+def _undo() -> Undo:
+    from headprune.model.cut import Undo  # imports torch, which settings do without
+
+    return Undo()
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class Job:
         folder: Where a method that ``resumes`` keeps its checkpoint.
         part: Steps that were done before and steps in all, where this is one part of a longer training: it says where
             its learning rate begins.
+        undo: Puts the model back on an error; it has the modules, and a method gives it every tensor (``keep``) whose
+            numbers it changes in place.
     """
 
     model: nn.Module
@@ -44,6 +53,7 @@ class Job:
     validation: Iterable[Any] | None = None
     folder: Path | None = None
     part: tuple[int, int] | None = None
+    undo: Undo = field(default_factory=_undo)
 
 
 @dataclass(frozen=True)

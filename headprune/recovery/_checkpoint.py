@@ -66,15 +66,23 @@ class Keeper:
         folder: The folder, made when it is needed.
         every: Steps between checkpoints.
         own: The training's ``identity``.
+        file: Its name there.
     """
 
-    def __init__(self, folder: Path, every: int, own: Mapping[str, str]) -> None:
-        self.path, self.every, self.own = folder / FILE, every, dict(own)
+    def __init__(self, folder: Path, every: int, own: Mapping[str, str], file: str = FILE) -> None:
+        self.path, self.every, self.own = folder / file, every, dict(own)
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Writes the checkpoint in place of the one before, whole or not at all."""
+        """Writes the checkpoint in place of the one before, whole or not at all.
+
+        Raises:
+            NotWritten: there is no room for it, or no right to write.
+        """
         with atomic_path(self.path) as path:
-            torch.save({"identity": self.own, **state}, path)
+            try:
+                torch.save({"identity": self.own, **state}, path)
+            except RuntimeError as error:  # what torch makes of a full disk
+                raise OSError(str(error).partition("\n")[0]) from error
 
     def load(self) -> dict[str, Any] | None:
         """The checkpoint, on the CPU; None where there is none.

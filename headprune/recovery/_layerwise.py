@@ -81,7 +81,7 @@ class LayerwiseRecovery(Recovery):
         targets = sites_as_targets(pairs)
         if not any(t.gone for t in targets):
             return Outcome((), 0, {"heads": 0}, ("Nothing to refit: the model lacks no head of its teacher's.",))
-        with Replaced() as replaced:
+        with Replaced(job.undo) as replaced:
             replaced.open_(t.ours for t in without_columns(targets))
             with quiet(model, job.teacher, pairs):
                 found = find(model, job.teacher, pairs, first(batches), run, self.feed_forward)

@@ -1,4 +1,4 @@
-"""Output projections that are being changed, and what puts them back."""
+"""Output projections that are being changed, and the biases that they get for it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
 from headprune.core.layout import FOLDED_ATTRIBUTE
+from headprune.model.cut import Undo
 from headprune.recovery._targets import Target
 
 
 class Replaced:
-    """Projections that are being changed; on an error, all of them are put back as they were."""
+    """Projections that are being changed.
 
-    def __init__(self) -> None:
+    Args:
+        undo: Puts them back as they were on an error.
+    """
+
+    def __init__(self, undo: Undo) -> None:
+        self._undo = undo
         self._parameters: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-        self._values: list[tuple[Tensor, Tensor]] = []
         self._kept: set[int] = set()
         self.added = 0
 
@@ -26,11 +31,6 @@ class Replaced:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:
-            self._kept.clear()
-            with torch.no_grad():
-                for parameter, value in self._values:
-                    parameter.copy_(value)
         for identity, (module, parameters) in self._parameters.items():
             if identity not in self._kept:
                 module._parameters.clear()
@@ -55,7 +55,7 @@ class Replaced:
         new = (old.to(change) + (change.T if turned else change)).to(old)
         if not bool(torch.isfinite(new).all()):
             raise InvalidValue(f"{target.name}.{name}", f"within the range of {old.dtype}", "an infinite value")
-        self._values.append((parameter, old))
+        self._undo.keep(parameter)
         with torch.no_grad():
             parameter.copy_(new)
         came = new.to(change) - old.to(change)

@@ -27,7 +27,7 @@ class Stream:
 
     def __init__(self, batches: Iterable[Any], length: int, watched: bool) -> None:
         self.batches, self.length, self.watched = batches, length, watched
-        self.generators = _generators(batches)
+        self.generators = generators_of(batches)
         self.taken = 0
         self.first = ""
         self.begun: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class Stream:
             raise InvalidValue("batches", must, f"{self.taken} in one")
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
     """The generators of a DataLoader's own, which outlive a pass."""
     batched = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batched, getattr(batched, "sampler", None))

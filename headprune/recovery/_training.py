@@ -13,11 +13,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
+from headprune.attention.linear import base_of
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, undisturbed
 from headprune.recovery._base import Job, Outcome
-from headprune.recovery._checkpoint import Keeper, identity
+from headprune.recovery._checkpoint import Keeper, identity, weights
 from headprune.recovery._distillation import Comparison
 from headprune.recovery._lora import Adapters, adapted
 from headprune.recovery._objective import HINT, Objective
@@ -75,7 +76,11 @@ def train_(settings: Finetune, job: Job, steps: int) -> Outcome:
         if job.teacher is not None:
             stack.enter_context(undisturbed(job.teacher))
         comparison = _comparison(settings, job)
+        for tensor in weights(model).values() if settings.lora_rank is None else model.buffers():
+            job.undo.keep(tensor)
         adapters = _adapters(settings, job, stack)
+        for name in adapters.targets if adapters is not None else ():
+            job.undo.keep(base_of(model.get_submodule(name)).weight)  # changed by the merge
         _check_precision(settings, model)
         changed = adapters.changed if adapters else tuple(n for n, p in model.named_parameters() if p.requires_grad)
         part = job.part or (0, steps)

@@ -31,8 +31,8 @@ class Finetune(Recovery):
     do not decay. Without a teacher this is ordinary training, of any model.
 
     The loader decides the order: give a ``DataLoader(shuffle=True)``. Unless it has a generator of its own, it
-    shuffles by ``seed``. Random states outside, the training flags and the teacher are left as they were; an error
-    half-way leaves the model half trained.
+    shuffles by ``seed``. Random states outside, the training flags and the teacher are left as they were, and so is the
+    model after an error: the weights as they were are kept in main memory for that.
 
     With ``patience`` or ``eval_every``, ``recover_(validation=)`` is needed: the mean loss of its examples (the task
     loss alone) is taken before the first step, every ``eval_every`` steps and after the last one, and the model ends
@@ -42,7 +42,7 @@ class Finetune(Recovery):
     comes to its end takes its checkpoint away.
 
     With ``lora_rank`` only low-rank adapters are trained (LoRA, Hu et al. 2021; needs the package ``peft``): ``W +
-    lora_alpha / lora_rank · B A``, and merged into the weights at the end. An error leaves the weights as they were.
+    lora_alpha / lora_rank · B A``, and merged into the weights at the end.
 
     Args:
         epochs: Passes over the batches; a part of one is possible.

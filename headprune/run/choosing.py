@@ -9,6 +9,7 @@ from torch import nn
 
 from headprune import scoring, selection
 from headprune.bench.latency import compare_latency, shaped_batch
+from headprune.core.latency import LatencyTable
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import HeadScores
 from headprune.model.sites import bind
@@ -36,6 +37,12 @@ def measure_table(subject: Subject) -> None:
     selector = configured(selection.registry, wanted.selector, wanted.settings)
     budgets = wanted.budgets or wanted.budget
     check_possible(subject.sites, selector, wanted.must_keep, wanted.must_remove, budgets, table)
+
+
+def take_table(subject: Subject) -> None:
+    """The latency table that an earlier run measured in this folder."""
+    assert subject.journal.folder is not None
+    vars(subject)["latency"] = LatencyTable.load(subject.journal.folder / LATENCY)  # in the place of the cached one
 
 
 def choose_heads(subject: Subject, scores: HeadScores, baseline: bool = False) -> PruningPlan:

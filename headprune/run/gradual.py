@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,9 @@ from headprune.model.losses import Loss
 from headprune.model.sites import Sites, find_sites, unwrap
 from headprune.recovery._api import carry_out
 from headprune.recovery._base import Job, RecoveryReport
+from headprune.recovery._checkpoint import Keeper, identity, load_weights_, weights
+from headprune.recovery._stream import generators_of
+from headprune.recovery._traces import random_states, set_random_states
 from headprune.recovery.finetune import Finetune, sized
 from headprune.scoring._api import score
 from headprune.scoring._base import Scorer
@@ -29,6 +33,8 @@ from headprune.selection._base import Selector
 from headprune.selection._budget import pose
 from headprune.surgery.prune import prune_
 
+#: The checkpoint's name.
+FILE = "gradual.pt"
 KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv")
 
 
@@ -84,6 +90,7 @@ def prune_gradually_(
     sites: Iterable[AttentionSite] | None = None,
     example: Any = None,
     progress: bool = False,
+    folder: str | Path | None = None,
 ) -> GradualReport:
     """Cuts and trains in turn: n times the heads are scored, some leave, and a share of the steps is trained.
 
@@ -111,9 +118,13 @@ def prune_gradually_(
         sites: Default ``find_sites(model)``; they say under which policy heads leave.
         example: A batch the model takes. With it every cut is compared with the gated model.
         progress: Show progress bars.
+        folder: Where it leaves what it has after every stage; the same call with the model as it was before goes on
+            from there after it was killed, to the same weights bit for bit where the device computes the same. Taken
+            away at the end.
 
     Raises:
         InvalidValue: fewer steps than stages; a budget or settings that make no sense here.
+        CheckpointError: the folder holds the checkpoint of another call.
         InfeasibleBudget: the selector cannot meet the budget; nothing has changed then, but for a selector that
             measures losses or scores again, which is not asked twice: the model has what the stages before left.
 
@@ -133,9 +144,21 @@ def prune_gradually_(
     sites = find_sites(model) if sites is None else sites if isinstance(sites, Sites) else tuple(sites)
     calibration = batches if calibration is None else calibration
     rules: dict[str, Any] = {"must_keep": _listed(must_keep), "must_remove": _listed(must_remove)}
-    source, whole, before = _endless(batches), 0, 0
+    source, whole, before = _Source(batches), 0, 0
     done: list[GradualStage] = []
-    for i in range(1, stages + 1):
+    keeper = None
+    if folder is not None:
+        asked = (budget, stages, settings, scorer, selector, rules, len(batches))  # type: ignore[arg-type]
+        keeper = Keeper(Path(folder), 1, identity(model, teacher, {"what was asked": repr(asked)}), FILE)
+        saved = keeper.load()
+        if saved is not None:
+            done = list(GradualReport.from_json(saved["report"]).stages)
+            sites = prune_(model, done[-1].plan.mask, None, sites).sites
+            load_weights_(model, saved["weights"])
+            source.continue_from(saved["source"])
+            whole, before, rules["must_remove"] = saved["whole"], saved["before"], {}
+            budget = replace(budget, length=saved["length"])
+    for i in range(len(done) + 1, stages + 1):
         scores = score(model, calibration, scorer, loss=loss, sites=sites, progress=progress)
         extra = _callables(selector, model, calibration, scorer, loss, sites, progress)
         if i == 1:
@@ -152,6 +175,11 @@ def prune_gradually_(
         job = Job(model, _Share(source, after - before), teacher, loss, sites, progress, part=(before, steps))
         done.append(GradualStage(replace(plan, budget=wanted), cut.proof, carry_out("finetune", share, job)))
         before = after
+        if keeper is not None and i < stages:
+            told = {"report": GradualReport(tuple(done)).to_json(), "whole": whole, "before": before}
+            keeper.save({**told, "length": budget.length, "weights": weights(model), "source": source.state()})
+    if keeper is not None:
+        keeper.remove()
     return GradualReport(tuple(done))
 
 
@@ -244,13 +272,41 @@ def _listed(heads: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:
     return {site: list(indices) for site, indices in (heads or {}).items()}
 
 
-def _endless(batches: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        count = 0
-        for count, batch in enumerate(batches, 1):  # noqa: B007
-            yield batch
-        if not count:
-            raise InvalidValue("batches", "readable more than once", "none on a second reading")
+class _Source:
+    """The batches, pass after pass, without end; it can begin again in the middle of a pass."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches, self.generators = batches, generators_of(batches)
+        self.current: Iterator[Any] = iter(())
+        self.begun = random_states(self.generators)
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        for batch in self.current:
+            self.taken += 1
+            return batch
+        self.begun, self.taken = random_states(self.generators), 1
+        self.current = iter(self.batches)
+        for batch in self.current:
+            return batch
+        raise InvalidValue("batches", "readable more than once", "none on a second reading")
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands."""
+        return {"begun": self.begun, "taken": self.taken, "now": random_states(self.generators)["generators"]}
+
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Draws the order of that pass again and reads past what was taken; other random states stay."""
+        outside = random_states()
+        self.begun, self.taken = state["begun"], state["taken"]
+        set_random_states(self.begun, self.generators)
+        self.current = iter(self.batches)
+        for _ in range(self.taken):
+            next(self.current)
+        set_random_states({**outside, "generators": state["now"]}, self.generators)
 
 
 class _Share:

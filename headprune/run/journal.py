@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
@@ -14,7 +13,6 @@ from typing import Any
 
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
-from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.record import RunRecord
 
 RECORD = "record.json"
@@ -28,11 +26,19 @@ LATENCY = "latency.json"
 RECIPE = "recipe.yaml"
 ATTENTION = "attention.json"
 MAGNITUDE = "scores-magnitude.json"
-_FILES = (
-    *(RECORD, PLAN, SCORES, "scores.samples.safetensors", "scores.curvature.safetensors", ROWS, LATENCY),
+#: What a run is in the middle of; gone when it is done.
+WORK = ".work"
+#: What may lie beside the scores.
+COMPANIONS = ("scores.samples.safetensors", "scores.curvature.safetensors")
+#: Every file of a run, the record first.
+FILES = (
+    *(RECORD, PLAN, SCORES, *COMPANIONS, ROWS, LATENCY),
     *(RECIPE, ATTENTION, MAGNITUDE, "report.html", "report.md"),
 )
-_FOLDERS = {MODEL: "headprune.json", BASE: "config.json"}
+#: Every folder of a run, with a file that tells it from a user's own.
+FOLDERS = {MODEL: "headprune.json", BASE: "config.json", WORK: ""}
+#: Fields of a record that belong to the run, not to a stage of it.
+_OF_THE_RUN = ("name", "status", "stage", "created", "recipe", "error")
 
 
 def record_path(path: Path) -> Path:
@@ -43,37 +49,6 @@ def record_path(path: Path) -> Path:
 def to_stderr(line: str) -> None:
     """Says a line of progress to who watches."""
     print(clean(line), file=sys.stderr, flush=True)
-
-
-def take_folder(folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
-    """Makes the folder of a run ready: what a failed or interrupted run left there goes, any other only if asked.
-
-    Raises:
-        InvalidValue: a finished run, one that may still be running, or files that are not a run's, are there and
-            ``overwrite`` was not given.
-    """
-    hint = "Give another folder with --out, or --overwrite."
-    if folder.exists() and not folder.is_dir():
-        raise InvalidValue(str(folder), "a folder", "a file", hint)
-    present = [name for name in (*_FILES, *_FOLDERS) if (folder / name).exists()]
-    if present and not overwrite:
-        try:
-            status = RunRecord.load(folder / RECORD).status
-        except HeadPruneError:
-            must = "free for the files of a run"
-            raise InvalidValue(str(folder), must, f"{', '.join(present)} and no readable {RECORD}", hint) from None
-        if status == "done":
-            raise InvalidValue(str(folder), "free, or a failed run's", "a finished run", hint)
-        if status == "running":
-            got = "a run that is still running, or was killed"
-            raise InvalidValue(str(folder), "free, or a failed run's", got, hint)
-        say(f"replacing the {status} run in {folder}")
-    for name in _FILES:
-        (folder / name).unlink(missing_ok=True)
-    for name, mark in _FOLDERS.items():
-        if (folder / name / mark).is_file():
-            shutil.rmtree(folder / name)
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 class Journal:
@@ -99,23 +74,39 @@ class Journal:
         self.record = RunRecord(name, "running", "start", now, FrozenDict(recipe))
         self.folder, self.say = folder, say
         self.progress = sys.stderr.isatty() if progress is None else progress
+        self._collected: RunRecord | None = None
 
     def write(self) -> None:
         """Writes the record as it is now, whole or not at all."""
         if self.folder is not None:
             self.record.save(self.folder / RECORD)
 
-    def note(self, **fields: Any) -> None:
+    def note(self, **noted: Any) -> None:
         """Sets fields of the record; tuples are added to, mappings are updated."""
-        changes: dict[str, Any] = {}
-        for name, value in fields.items():
-            old = getattr(self.record, name)
-            if isinstance(old, tuple):
-                value = (*old, *value)
-            elif isinstance(old, FrozenDict):
-                value = FrozenDict({**old, **value})
-            changes[name] = value
-        self.record = replace(self.record, **changes)
+        self.record = _noted(self.record, noted)
+        if self._collected is not None:
+            self._collected = _noted(self._collected, noted)
+
+    @contextmanager
+    def collected(self) -> Iterator[Callable[[], RunRecord]]:
+        """Yields what gives everything that was noted inside, and nothing else, as a record."""
+        record = self.record
+        self._collected = RunRecord(record.name, "running", record.stage, record.created)
+        found = self._collected
+        try:
+            yield lambda: found
+            found = self._collected
+        finally:
+            self._collected = None
+
+    def repeat(self, noted: RunRecord) -> None:
+        """Notes what an earlier run collected, but for what is in the record already."""
+        for field in fields(noted):
+            value, now = getattr(noted, field.name), getattr(self.record, field.name)
+            if isinstance(value, tuple):
+                value = tuple(v for v in value if v not in now)
+            if field.name not in _OF_THE_RUN and value not in (None, (), FrozenDict()):
+                self.note(**{field.name: value})
 
     def tell(self, line: str) -> None:
         """A line of progress under the stage."""
@@ -138,3 +129,15 @@ class Journal:
         """The end, however it came."""
         self.note(status=status, error=error)
         self.write()
+
+
+def _noted(record: RunRecord, noted: dict[str, Any]) -> RunRecord:
+    changes: dict[str, Any] = {}
+    for name, value in noted.items():
+        old = getattr(record, name)
+        if isinstance(old, tuple):
+            value = (*old, *value)
+        elif isinstance(old, FrozenDict):
+            value = FrozenDict({**old, **value})
+        changes[name] = value
+    return replace(record, **changes)

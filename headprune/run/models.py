@@ -46,11 +46,10 @@ class Preparation:
     start: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
 
-    def save(self, folder: Path) -> None:
-        """Writes the tokenizer or processor into a model's folder."""
-        for tool in (self.tokenizer, self.processor):
-            if tool is not None:
-                tool.save_pretrained(folder)
+    @property
+    def tools(self) -> tuple[Any, ...]:
+        """What there is of both, to be saved beside a model."""
+        return tuple(tool for tool in (self.tokenizer, self.processor) if tool is not None)
 
 
 @dataclass(frozen=True)

@@ -260,8 +260,7 @@ def _prove(again: Outcome, before: Outcome) -> None:
 
 
 def _save(model: nn.Module, subject: Subject, found: Pick, out: Path) -> None:
-    save_pretrained(model, out / MODEL, subject.sites)
-    subject.preparation.save(out / MODEL)
+    save_pretrained(model, out / MODEL, subject.sites, processor=subject.preparation.tools)
     assert found.plan is not None
     found.plan.save(out / PLAN)
     write_atomic(out / PICK, found.to_json().encode())

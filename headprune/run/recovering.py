@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,14 +17,24 @@ from headprune.run.subject import EVALUATION_BATCH, Subject
 from headprune.run.validate import configured
 
 
-def recover_once(subject: Subject, pruned: nn.Module, step: RecoverStep) -> tuple[Recovery, str, RecoveryReport]:
-    """One recovery: the method, the purpose of the rows that it saw, and what it did."""
+def recover_once(
+    subject: Subject, pruned: nn.Module, step: RecoverStep, work: Path | None = None
+) -> tuple[Recovery, str, RecoveryReport]:
+    """One recovery: the method, the purpose of the rows that it saw, and what it did.
+
+    Args:
+        subject: The run's.
+        pruned: The cut model.
+        step: What to do.
+        work: Where a training leaves checkpoints, and goes on from them.
+    """
     method: Recovery = seeded(recovery.registry, step.method, step.settings, subject.recipe.seed)
     purpose = step.rows or ("train" if method.trains else "calibration")
     teacher = subject.model if method.needs_teacher else None
     held = subject.data.evaluation("validation", EVALUATION_BATCH) if method.needs_validation else None
     loader, bars = subject.data.loader(purpose, step.batch_size), subject.journal.progress
-    done = recover_(pruned, loader, method, teacher, sites=subject.sites, progress=bars, validation=held)
+    home = work if method.resumes else None
+    done = recover_(pruned, loader, method, teacher, sites=subject.sites, progress=bars, validation=held, folder=home)
     return method, purpose, done
 
 

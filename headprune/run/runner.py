@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import write_atomic
+from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.run import stages
-from headprune.run.choosing import choose_heads, measure_speed, measure_table
-from headprune.run.journal import ATTENTION, MAGNITUDE, PLAN, RECIPE, SCORES, Journal, take_folder, to_stderr
+from headprune.run.choosing import choose_heads, measure_speed, measure_table, take_table
+from headprune.run.journal import (
+    ATTENTION,
+    COMPANIONS,
+    LATENCY,
+    MAGNITUDE,
+    PLAN,
+    RECIPE,
+    SCORES,
+    WORK,
+    Journal,
+    to_stderr,
+)
+from headprune.run.locking import locked
 from headprune.run.pictures import draw_attention
+from headprune.run.progress import Progress, take_folder
 from headprune.run.recipe import Recipe
 from headprune.run.subject import Subject, prepare_subject, quiet
 from headprune.run.validate import load_recipe, recipe_yaml
+
+_SCORES = (SCORES, *COMPANIONS, MAGNITUDE)
 
 
 def run_recipe(
@@ -39,11 +58,15 @@ def run_recipe(
     ``rows.json`` says which rows were used: for every purpose the split they come from and their numbers there, under
     the same ``digest`` as in the record's ``rows``.
 
+    A folder is one process's at a time. A run that failed, was interrupted or killed there is gone on with: what it
+    finished is taken where it depends on nothing that has changed since (recipe, data, model, versions), trainings
+    continue from their last checkpoint, and the result is that of a run that nothing happened to.
+
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
         settings: ``dotted.key=value`` overrides.
         out: The folder; default that of the recipe, ``runs/<name>``.
-        overwrite: Replace a run that is there and finished, or is marked as running.
+        overwrite: Begin anew, whatever run is there.
         say: Takes lines of progress.
         progress: Show progress bars, with the time that is left; None shows them on a terminal.
 
@@ -51,18 +74,21 @@ def run_recipe(
         The finished record.
 
     Raises:
-        HeadPruneError: bad input, or a proof that failed; the record then says so, and how far the run came.
+        HeadPruneError: bad input, a finished run or another process in the folder, or a proof that failed; the record
+            then says so, and how far the run came.
     """
     chosen = resolved(recipe, settings, out)
     folder = Path(chosen.folder)
-    take_folder(folder, overwrite, say)
-    quiet()
-    journal = Journal(chosen.name, chosen.model_dump(), folder, say, progress)
-    with _ending(journal):
-        write_atomic(folder / RECIPE, recipe_yaml(chosen).encode())
-        _line(chosen, journal, folder)
-        if chosen.report:
-            _report(journal, folder)
+    with locked(folder, "a run"):
+        take_folder(folder, overwrite, say)
+        quiet()
+        journal = Journal(chosen.name, chosen.model_dump(), folder, say, progress)
+        with _ending(journal):
+            write_atomic(folder / RECIPE, recipe_yaml(chosen).encode())
+            _line(chosen, journal, folder)
+            if chosen.report:
+                _report(journal, folder)
+        shutil.rmtree(folder / WORK, ignore_errors=True)
     return journal.record
 
 
@@ -109,38 +135,79 @@ def resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Pa
 
 
 def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
-    subject = prepare_subject(recipe, journal)
+    progress = Progress(journal)
+    once = progress.once
+    subject = prepare_subject(recipe, journal, progress=progress)
     if recipe.select.timed:
-        with journal.stage("latency"):
-            measure_table(subject)
-    with journal.stage("base quality"):
-        subject.report(subject.model, "base", stages.count_heads(subject, subject.model))
+        once("latency", lambda: measure_table(subject), lambda: take_table(subject), (LATENCY,))
+        assert subject.latency is not None
+        progress.measured(subject.latency.digest)
+    whole = stages.count_heads(subject, subject.model)
+    once("base quality", lambda: subject.report(subject.model, "base", whole), _nothing)
     if recipe.report:
-        with journal.stage("attention"):
-            _attention(subject, folder)
-    with journal.stage("score"):
-        scored = stages.score_heads(subject)
-        scored.chosen.save(folder / SCORES)
-        if scored.magnitude is not None:
-            scored.magnitude.save(folder / MAGNITUDE)
-    with journal.stage("select"):
-        plan = choose_heads(subject, scored.chosen)
-        plan.save(folder / PLAN)
-        journal.note(plan=plan)
-        for line in (plan.title, *plan.notes):
-            journal.tell(line)
-    with journal.stage("compare"):
-        stages.compare_plans(subject, scored, plan)
-    with journal.stage("prune"):
-        pruned = stages.cut(subject, plan) if recipe.gradual is None else stages.cut_gradually(subject, folder)
+        once("attention", lambda: _attention(subject, folder), _nothing, (ATTENTION,))
+    scored = once("score", lambda: _score(subject, folder), lambda: _scores(subject, folder), _SCORES)
+    plan = once("select", lambda: _select(subject, scored.chosen), lambda: _plan(journal))
+    plan.save(folder / PLAN)
+    once("compare", lambda: stages.compare_plans(subject, scored, plan), _nothing)
+    if recipe.gradual is None:
+        with journal.stage("prune"):
+            pruned = stages.cut(subject, plan)
+    else:
+        place = stages.kept_place("prune")
+        work = progress.work("prune")
+        pruned = once(
+            "prune", lambda: _gradual(subject, work, place), lambda: stages.reopened(subject, place), (place,)
+        )
+        _plan(journal).save(folder / PLAN)
     if recipe.recover:
         with journal.stage("recover"):
-            stages.recover(subject, pruned)
-    with journal.stage("bench"):
-        measure_speed(subject, pruned)
-        stages.bench(subject, pruned, scored.chosen.costs.length if scored.chosen.costs else 1)
+            pruned = stages.recover(subject, pruned, progress)
+    length = scored.chosen.costs.length if scored.chosen.costs else 1
+    once("bench", lambda: _bench(subject, pruned, length), _nothing)
     with journal.stage("save"):
         stages.keep(subject, pruned, folder)
+
+
+def _nothing() -> None:
+    """For stages that leave nothing but notes."""
+
+
+def _score(subject: Subject, folder: Path) -> stages.Scored:
+    scored = stages.score_heads(subject)
+    scored.chosen.save(folder / SCORES)
+    if scored.magnitude is not None:
+        scored.magnitude.save(folder / MAGNITUDE)
+    return scored
+
+
+def _scores(subject: Subject, folder: Path) -> stages.Scored:
+    """Those that lie in the folder; the baselines need no data and are taken again."""
+    return stages.score_heads(subject, HeadScores.load(folder / SCORES))
+
+
+def _select(subject: Subject, scores: HeadScores) -> PruningPlan:
+    plan = choose_heads(subject, scores)
+    subject.journal.note(plan=plan)
+    for line in (plan.title, *plan.notes):
+        subject.journal.tell(line)
+    return plan
+
+
+def _plan(journal: Journal) -> PruningPlan:
+    assert journal.record.plan is not None
+    return journal.record.plan
+
+
+def _gradual(subject: Subject, work: Path | None, place: str) -> nn.Module:
+    pruned = stages.cut_gradually(subject, work)
+    stages.put_by(subject, pruned, place)
+    return pruned
+
+
+def _bench(subject: Subject, pruned: nn.Module, length: int) -> None:
+    measure_speed(subject, pruned)
+    stages.bench(subject, pruned, length)
 
 
 def _attention(subject: Subject, folder: Path) -> None:
@@ -155,14 +222,13 @@ def _ending(journal: Journal) -> Iterator[None]:
     """Closes the journal however the run ends; what went wrong goes on to the caller."""
     try:
         yield
-    except KeyboardInterrupt:
-        journal.close("interrupted", "interrupted by the user")
-        raise
+        journal.close("done")
     except BaseException as error:
         text = str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
-        journal.close("failed", text)
+        stopped = isinstance(error, KeyboardInterrupt)
+        with suppress(OSError):  # no room for that either: then the record says how far it came, as after a kill
+            journal.close(*("interrupted", "interrupted by the user") if stopped else ("failed", text))
         raise
-    journal.close("done")
 
 
 def _report(journal: Journal, folder: Path) -> None:

@@ -13,8 +13,9 @@ from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import words
 from headprune.core.version import __version__
-from headprune.run.base import Base, digest
+from headprune.run.base import Base
 from headprune.run.grid import Design
+from headprune.run.identity import digest
 from headprune.run.outcome import Outcome
 from headprune.run.recipe import Recipe
 from headprune.run.recovering import seeded

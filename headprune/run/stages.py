@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import statistics
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -18,17 +18,19 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
 from headprune.gating.context import gated
+from headprune.model.running import device_of
 from headprune.model.sites import bind
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
-from headprune.run.journal import MODEL, PLAN
+from headprune.run.journal import MODEL, WORK
+from headprune.run.progress import Progress
 from headprune.run.proofs import generation_proof, reload_proof
 from headprune.run.recipe import BenchSection
 from headprune.run.recovering import recover_once, seeded
 from headprune.run.subject import Subject
 from headprune.run.validate import configured
 from headprune.scoring._api import score
-from headprune.surgery.checkpoint import save_pretrained
+from headprune.surgery.checkpoint import from_pretrained, save_pretrained
 from headprune.surgery.prune import prune_
 
 _RANDOM_SEEDS = 1000  # draws begin here, away from the run's own seed
@@ -43,8 +45,8 @@ class Scored:
     random: tuple[HeadScores, ...]
 
 
-def score_heads(subject: Subject) -> Scored:
-    """Scores on calibration rows, by the chosen scorer and by the baselines."""
+def score_heads(subject: Subject, first: HeadScores | None = None) -> Scored:
+    """Scores on calibration rows, by the chosen scorer, unless it has given ``first`` before, and by the baselines."""
     wanted = subject.recipe.score
     chosen = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     seeds = [subject.recipe.seed + _RANDOM_SEEDS + i for i in range(wanted.random_draws)]
@@ -52,12 +54,13 @@ def score_heads(subject: Subject) -> Scored:
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     batches = subject.data.batches("calibration", wanted.batch_size)
     bars = subject.journal.progress
-    first = score(subject.model, batches, chosen, sites=subject.sites, until=wanted.stopping, progress=bars)
+    if first is None:
+        first = score(subject.model, batches, chosen, sites=subject.sites, until=wanted.stopping, progress=bars)
+        subject.journal.tell(first.title)
     # The others read no data: one batch tells them what the units cost.
     others = [*weights, *draws]
     rest = score(subject.model, batches[:1], others, sites=subject.sites, progress=False) if others else ()
     subject.journal.note(scores=first, seeds={"random": seeds} if seeds else {}, warnings=first.notes)
-    subject.journal.tell(first.title)
     magnitude = rest[0] if weights and wanted.scorer != "magnitude" else None
     return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])
 
@@ -118,8 +121,13 @@ def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
     return pruned
 
 
-def cut_gradually(subject: Subject, folder: Path) -> nn.Module:
-    """A copy of the model that lost its heads in stages while it was trained; the run's plan is then what stays."""
+def cut_gradually(subject: Subject, work: Path | None) -> nn.Module:
+    """A copy of the model that lost its heads in stages while it was trained; the run's plan is then what stays.
+
+    Args:
+        subject: With the recipe.
+        work: Where it leaves what it has after every stage, and goes on from.
+    """
     recipe = subject.recipe
     assert recipe.gradual is not None
     pruned = copy.deepcopy(subject.model)
@@ -139,8 +147,8 @@ def cut_gradually(subject: Subject, folder: Path) -> nn.Module:
         sites=subject.sites,
         example=subject.example,
         progress=subject.journal.progress,
+        folder=work,
     )
-    done.plan.save(folder / PLAN)
     proofs = tuple(stage.proof for stage in done.stages if stage.proof)
     rows = tuple({"kept": stage.plan.mask.n_kept, **stage.training.metrics} for stage in done.stages)
     subject.journal.note(plan=done.plan, proofs=proofs, metrics={"gradual": rows})
@@ -150,19 +158,51 @@ def cut_gradually(subject: Subject, folder: Path) -> nn.Module:
     return pruned
 
 
-def recover(subject: Subject, pruned: nn.Module) -> None:
-    """Every recovery of the recipe in turn, and the accuracy after each."""
-    names: list[str] = []
-    reports: dict[str, Any] = {}
-    trained = subject.recipe.gradual is not None
-    kept = count_heads(subject, pruned)
-    for i, step in enumerate(subject.recipe.recover):
-        method, purpose, done = recover_once(subject, pruned, step)
-        names.append(step.method)
-        trained = trained or method.trains
-        reports[f"{i}"] = {"method": step.method, "rows": purpose, "seconds": round(done.seconds, 3), **done.metrics}
-        subject.journal.note(metrics={"recovery": reports}, warnings=done.notes)
-        subject.report(pruned, f"recovered ({' + '.join(names)})", kept, trained)
+def recover(subject: Subject, pruned: nn.Module, progress: Progress) -> nn.Module:
+    """Every recovery of the recipe in turn, and the accuracy after each; those of an earlier run are not repeated."""
+    for i in range(len(subject.recipe.recover)):
+        name = f"recover {i}"
+        place = kept_place(name)
+        pruned = progress.once(
+            name,
+            partial(_recovered_, subject, pruned, i, progress.work(name), place),
+            partial(reopened, subject, place),
+            (place,),
+            named=False,
+        )
+    return pruned
+
+
+def _recovered_(subject: Subject, pruned: nn.Module, i: int, work: Path | None, place: str) -> nn.Module:
+    steps, journal = subject.recipe.recover[: i + 1], subject.journal
+    _, purpose, done = recover_once(subject, pruned, steps[i], work)
+    report = {"method": steps[i].method, "rows": purpose, "seconds": round(done.seconds, 3), **done.metrics}
+    before = journal.record.metrics.get("recovery", {})
+    journal.note(metrics={"recovery": {**before, f"{i}": report}}, warnings=done.notes)
+    trains = [recovery.registry.get(step.method).trains for step in steps]
+    names, trained = " + ".join(step.method for step in steps), subject.recipe.gradual is not None or any(trains)
+    subject.report(pruned, f"recovered ({names})", count_heads(subject, pruned), trained)
+    put_by(subject, pruned, place)
+    return pruned
+
+
+def kept_place(stage: str) -> str:
+    """Where the cut model lies after a stage, from the run's folder on."""
+    return f"{WORK}/model-after-{stage.replace(' ', '-')}"
+
+
+def put_by(subject: Subject, pruned: nn.Module, place: str) -> None:
+    """Saves the cut model for a run that has to go on from here."""
+    if subject.journal.folder is not None:
+        save_pretrained(pruned, subject.journal.folder / place, subject.sites)
+
+
+def reopened(subject: Subject, place: str) -> nn.Module:
+    """The cut model as it was put by."""
+    assert subject.journal.folder is not None
+    whole = subject.whole()
+    model = from_pretrained(subject.journal.folder / place, whole, None if whole is None else subject.sites)
+    return model.to(device_of(subject.model))
 
 
 def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
@@ -213,8 +253,7 @@ def _bench_decoding(subject: Subject, pruned: nn.Module, wanted: BenchSection, l
 
 def keep(subject: Subject, pruned: nn.Module, folder: Path) -> None:
     """Saves the cut model and what prepares its inputs, loads it again and proves that it is the same."""
-    save_pretrained(pruned, folder / MODEL, subject.sites)
-    subject.preparation.save(folder / MODEL)
+    save_pretrained(pruned, folder / MODEL, subject.sites, processor=subject.preparation.tools)
     proof = reload_proof(pruned, folder / MODEL, subject.example, subject.whole(), subject.sites)
     subject.journal.note(proofs=(proof,))
     subject.journal.tell(f"{folder / MODEL}: loads back bit for bit")

@@ -18,7 +18,7 @@ from headprune.bench.latency_tables import latency_table
 from headprune.bench.quality import Quality, evaluate
 from headprune.bench.translation import check_sacrebleu, evaluate_translation
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
-from headprune.core.files import write_atomic
+from headprune.core.files import staged, write_atomic
 from headprune.core.latency import LatencyTable
 from headprune.core.record import QualityRow
 from headprune.model.sites import Sites, find_sites
@@ -37,6 +37,7 @@ from headprune.run.models import (
     prepare,
     resolve_device,
 )
+from headprune.run.progress import Progress
 from headprune.run.recipe import Recipe, SelectSection
 from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.run.validate import configured
@@ -144,7 +145,14 @@ def quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def prepare_subject(recipe: Recipe, journal: Journal, base: Path | None = None, *, train: bool = True) -> Subject:
+def prepare_subject(
+    recipe: Recipe,
+    journal: Journal,
+    base: Path | None = None,
+    *,
+    train: bool = True,
+    progress: Progress | None = None,
+) -> Subject:
     """The first stages: surroundings, data, model, training.
 
     Args:
@@ -152,19 +160,26 @@ def prepare_subject(recipe: Recipe, journal: Journal, base: Path | None = None, 
         journal: Where everything is noted.
         base: A folder that ``save_base`` wrote for this recipe: its model is taken as it is, and not trained again.
         train: Train where the recipe says so; without, the model is only good for finding out what it costs.
+        progress: Of a run, which trains once.
     """
+    progress = progress or Progress(journal)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     if recipe.task == "translation":
         check_sacrebleu("task")
     device = resolve_device(recipe.device)
-    journal.note(versions=versions(), hardware=hardware(device), git_commit=git_commit(), seeds={"seed": recipe.seed})
+    known = versions()
+    journal.note(versions=known, hardware=hardware(device), git_commit=git_commit(), seeds={"seed": recipe.seed})
     with journal.stage("data"):
         raw = load_rows(recipe)
         journal.note(rows=raw.facts)
         if journal.folder is not None:
             write_atomic(journal.folder / ROWS, (json.dumps(raw.numbers()) + "\n").encode())
         journal.tell(", ".join(f"{name} {len(rows)}" for name, rows in raw.splits.items()))
+    progress.begin(recipe, raw.facts, device.type, known)
+    train = train and recipe.train is not None and base is None
+    if train and journal.folder is not None and progress.done("train"):
+        train, base = False, journal.folder / BASE
     with journal.stage("model"):
         raw = number_labels(recipe, raw)
         preparation = prepare(recipe, raw.texts, base)
@@ -180,17 +195,24 @@ def prepare_subject(recipe: Recipe, journal: Journal, base: Path | None = None, 
         sites = _located(model, recipe)  # refused now, not after the training
         _check_select(recipe.select, sites)
         journal.tell(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
-    if recipe.train is not None and base is None and train:
-        with journal.stage("train"):
-            settings = {k: v for k, v in recipe.train.model_dump().items() if k != "batch_size"}
-            method = configured(recovery.registry, "finetune", {**settings, "seed": recipe.seed})
-            loader = data.loader("train", recipe.train.batch_size)
-            done = recover_(model, loader, method, progress=journal.progress)
-            journal.note(metrics={"training": {"seconds": round(done.seconds, 3), **done.metrics}})
-            journal.tell(str(done).partition("\n")[0])
-            if journal.folder is not None:
-                save_base(model, preparation, journal.folder / BASE, sites)
-    return Subject(recipe, journal, data, model, preparation)
+    subject = Subject(recipe, journal, data, model, preparation)
+    if train:
+        progress.once("train", lambda: _train_(subject, progress.work("train")), lambda: None, (BASE,))
+    return subject
+
+
+def _train_(subject: Subject, work: Path | None) -> None:
+    """Trains the model and, in a run, saves it."""
+    recipe, journal, model = subject.recipe, subject.journal, subject.model
+    assert recipe.train is not None
+    settings = {k: v for k, v in recipe.train.model_dump().items() if k != "batch_size"}
+    method = configured(recovery.registry, "finetune", {**settings, "seed": recipe.seed})
+    loader = subject.data.loader("train", recipe.train.batch_size)
+    done = recover_(model, loader, method, progress=journal.progress, folder=work)
+    journal.note(metrics={"training": {"seconds": round(done.seconds, 3), **done.metrics}})
+    journal.tell(str(done).partition("\n")[0])
+    if journal.folder is not None:
+        save_base(model, subject.preparation, journal.folder / BASE, subject.sites)
 
 
 def _open_base(recipe: Recipe, folder: Path) -> nn.Module:
@@ -239,8 +261,9 @@ def _check_length(model: nn.Module, data: Data) -> None:
 def save_base(model: nn.Module, preparation: Preparation, folder: Path, sites: Sites) -> None:
     """The trained model before this run's cut: it exists nowhere else. In Transformers' own format if it is one of
     theirs, and whole."""
-    if isinstance(model, PreTrainedModel) and all(len(site.heads) == site.n_query_heads for site in sites):
-        model.save_pretrained(folder)
-    else:
-        save_pretrained(model, folder, sites)
-    preparation.save(folder)
+    if not isinstance(model, PreTrainedModel) or any(len(site.heads) != site.n_query_heads for site in sites):
+        save_pretrained(model, folder, sites, processor=preparation.tools)
+        return
+    with staged(folder) as place:
+        for part in (model, *preparation.tools):
+            part.save_pretrained(place)

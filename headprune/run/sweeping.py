@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 from headprune.core.errors import InvalidValue
+from headprune.core.files import append_line
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import SweepTable
 from headprune.report.formats import duration
@@ -18,14 +18,13 @@ from headprune.report.write import write_tradeoff
 from headprune.run.base import Base, ready_base
 from headprune.run.grid import Design, Grid, lay_out
 from headprune.run.journal import to_stderr
+from headprune.run.locking import locked
 from headprune.run.outcome import Outcome
 from headprune.run.recipe import Recipe
 from headprune.run.runs import Run, SweepRun, outcome_key, runs_of
 from headprune.run.subject import quiet
 from headprune.run.tables import TIMINGS, table_of, write_table, write_timings
 from headprune.run.tasks import Done, Kind, Task, close, file_of, load_plan, outcome_of, work
-
-_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def sweep(
         if not fits or not isinstance(value, int):
             raise InvalidValue(f"sweep({name}=)", "a count >= 1" + (", or -1" if name == "jobs" else ""), value)
     folder = Path(out) if out is not None else Path(f"{design.recipe.folder}-sweep")
-    with _locked(folder):
+    with locked(folder, "a sweep"):
         quiet()
         base = ready_base(design.recipe, folder, say)
         going = _Going(folder.resolve(), base, runs_of(design, base, seeds), jobs, backend, say)
@@ -109,22 +108,6 @@ def _written(design: Design, going: _Going, outcome: Outcome) -> SweepTable:
     for path in write_tradeoff(table, going.folder):
         going.say(f"wrote {path}")
     return table
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps a second sweep out of the folder; the lock is the operating system's and ends with its process."""
-    from filelock import FileLock, Timeout
-
-    if folder.exists() and not folder.is_dir():
-        raise InvalidValue(str(folder), "a folder", "a file", "Give another one with --out.")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / _LOCK, timeout=0):
-            yield
-    except Timeout:
-        hint = "Wait for it, or give another folder with --out."
-        raise InvalidValue(str(folder), "free", "a sweep that is running there", hint) from None
 
 
 class _Going:
@@ -221,8 +204,7 @@ class _Going:
         for done in _parallel([task for task in tasks if not task.done()], self.jobs, self.backend):
             if done.error is None:
                 line = {"kind": done.task.kind, "key": done.task.key, "seconds": round(done.seconds, 3)}
-                with open(self.folder / TIMINGS, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                append_line(self.folder / TIMINGS, json.dumps(line))
             yield done
 
 

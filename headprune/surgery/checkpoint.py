@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,6 +10,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnsupportedModel, VerificationFailed
+from headprune.core.files import staged
 from headprune.core.heads import AttentionSite
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.plan import PruningPlan
@@ -61,10 +61,11 @@ def save_pretrained(
         max_shard_size: Bytes, or text such as ``"5GB"``: larger models are written in several files.
 
     Returns:
-        The folder.
+        The folder. All is written beside its place first: on an error the folder is as it was.
 
     Raises:
         CheckpointError: ``folder`` is a file, or a tensor has no data (meta device).
+        NotWritten: there is no room, or no right to write there.
         UnsupportedModel: the format cannot hold this cut; the message says why.
         VerificationFailed: what was written does not come back as it was saved; nothing of it is left.
     """
@@ -78,28 +79,36 @@ def save_pretrained(
         companions.check(processor)
     check_shard_size(max_shard_size)
     bound = bind(model, sites)
-    if format == "headprune":
-        manifest = own.write(model, bound, folder, max_shard_size)
-        kept = {WEIGHTS} if not manifest.shards else {INDEX, *(s.file for s in manifest.shards)}
-        _remove_earlier(folder, {MANIFEST, *kept})
-    else:
-        _write_for_others(model, bound, folder, format, example, max_shard_size)
-    if processor is not None:
-        companions.save(processor, folder)
-    write_card(model, [b.site for b in bound], folder, format, plan)
+    with staged(folder) as place:
+        if format == "headprune":
+            own.write(model, bound, place, max_shard_size)
+        else:
+            _write_for_others(model, bound, place, format, example, max_shard_size)
+        if processor is not None:
+            companions.save(processor, place)
+        write_card(model, [b.site for b in bound], folder, format, plan, place)
+        written = {path.name for path in place.iterdir()}
+    _remove_earlier(folder, written)
     return folder
 
 
 def write_card(
-    model: nn.Module, sites: Iterable[AttentionSite], folder: Path, format: Format, plan: PruningPlan | None
+    model: nn.Module,
+    sites: Iterable[AttentionSite],
+    folder: Path,
+    format: Format,
+    plan: PruningPlan | None,
+    place: Path,
 ) -> None:
-    """Writes the model card's section on what was cut; a model on the meta device will do."""
+    """Writes the model card of ``folder`` with its section on what was cut to ``place``, which is to become it; a model
+    on the meta device will do."""
     built: Any = fresh(model)
     if built is not None:
         built.tie_weights()  # an embedding that is also the output counts once
     before = None if built is None else sum(p.numel() for p in built.parameters())
     text = card.section(model, sites, _loading(model, format, folder), plan, before)
-    card.write(folder, text, card.hub_name(model))
+    old = folder / card.CARD
+    card.write(place, text, card.hub_name(model), old.read_bytes().decode() if old.is_file() else None)
 
 
 def applicable_formats(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> dict[Format, str | None]:
@@ -185,9 +194,9 @@ def filled(
 
 
 def _write_for_others(
-    model: Any, bound: list[BoundSite], folder: Path, format: Format, example: Any, max_shard_size: int | str
+    model: Any, bound: list[BoundSite], place: Path, format: Format, example: Any, max_shard_size: int | str
 ) -> None:
-    """Writes beside ``folder``, proves it, and only then puts the files in their places.
+    """Writes to ``place`` and proves what is there.
 
     Some families have other names and packings on disk, and turning back into them can corrupt projections that are
     no longer equally large; such a model is written under the module's own names, which load as well.
@@ -196,26 +205,20 @@ def _write_for_others(
     config = plain.config_of_cut(model, bound) if alone else None
     description = {} if alone else remote_code.description_of_cut(model, bound)
     example = proof.example_for(model, example)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     failure: VerificationFailed | None = None
     for original_names in (True, False):
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
-            place = Path(name)
-            kind, body = (type(model), None) if alone else remote_code.write_code(model, place)
-            config = config if alone else remote_code.config_of_cut(model, description)
-            try:
-                proof.written_and_proven(kind, config, model, place, max_shard_size, original_names, example)
-                if body is not None:
-                    proof.same_tensors(body, model.base_model, place)
-            except VerificationFailed as error:
-                failure = failure or error
-                continue
-            folder.mkdir(exist_ok=True)
-            files = {path.name for path in place.iterdir() if path.is_file()}
-            for file in sorted(files):
-                shutil.move(place / file, folder / file)
-            _remove_earlier(folder, files)
-            return
+        kind, body = (type(model), None) if alone else remote_code.write_code(model, place)
+        config = config if alone else remote_code.config_of_cut(model, description)
+        try:
+            proof.written_and_proven(kind, config, model, place, max_shard_size, original_names, example)
+            if body is not None:
+                proof.same_tensors(body, model.base_model, place)
+        except VerificationFailed as error:
+            failure = failure or error
+            for path in place.iterdir():
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+            continue
+        return
     assert failure is not None
     raise failure
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue, UnsupportedModel, VerificationFailed
+from headprune.core.files import staged
 from headprune.model.running import outputs, undisturbed
 from headprune.model.sites import unwrap
 from headprune.surgery.verify import Difference, compare
@@ -43,7 +44,8 @@ def export_onnx(
         The largest difference.
 
     Raises:
-        VerificationFailed: the exported model differs; the file is removed.
+        VerificationFailed: the exported model differs; no file is written.
+        NotWritten: there is no room, or no right to write there.
         UnsupportedModel: ``cache`` for a model whose cache is not a key and a value a layer.
 
     Example::
@@ -62,20 +64,15 @@ def export_onnx(
         inputs, past = step.split(whole, 2) if cache else (whole, [])
         names = [*inputs, *_names("past_key_values", past)]
         called = [*_output_names(step.run(inputs, past)), *_names("present", past)]
-        path.parent.mkdir(parents=True, exist_ok=True)
         free = {n: _free(t) for n, t in inputs.items()}, [{0: _AUTO, 2: _AUTO} for _ in past]
         options: dict[str, Any] = {"input_names": names, "output_names": called, "dynamic_shapes": free}
         options["external_data"] = sum(t.nbytes for t in model.state_dict().values()) > _ONE_FILE
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's exporter uses what PyTorch gives up
-            torch.onnx.export(step, (inputs, past), path, dynamo=True, verbose=False, **options)
-        try:
-            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        with staged(path.parent) as place:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # PyTorch's exporter uses what PyTorch gives up
+                torch.onnx.export(step, (inputs, past), place / path.name, dynamo=True, verbose=False, **options)
+            session = onnxruntime.InferenceSession(place / path.name, providers=["CPUExecutionProvider"])
             found = [_difference(session, step, *sizes) for sizes in ((inputs, past), _smaller(step, whole))]
-        except BaseException:
-            for file in (path, path.with_name(f"{path.name}.data")):
-                file.unlink(missing_ok=True)
-            raise
     return max(found, key=lambda d: d.maximum / d.tolerance)
 
 

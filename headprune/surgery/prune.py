@@ -14,10 +14,10 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof
 from headprune.gating.context import gated
-from headprune.model.cut import cut_
+from headprune.model.cut import Undo, cut_
 from headprune.model.fingerprint import check_plan
 from headprune.model.running import batch_size
-from headprune.model.sites import Sites, bind, find_sites
+from headprune.model.sites import Sites, bind, find_sites, unwrap
 from headprune.surgery.verify import compare, sample_outputs
 
 
@@ -74,7 +74,7 @@ def prune_(
     Raises:
         PlanMismatch: the plan is for a model of another structure.
         VerificationFailed: pruned and gated differ by more than rounding; the model is as it was.
-        UnsupportedModel: a projection that cannot be cut; the model is as it was.
+        UnsupportedModel: a projection that cannot be cut; the model is as it was, here and after any other error.
     """
     if not isinstance(plan, (PruningPlan, HeadMask)):
         raise InvalidValue("plan", "a PruningPlan or a HeadMask", type(plan).__name__)
@@ -89,20 +89,23 @@ def prune_(
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
     expected = None
     n_examples = 0 if example is None else batch_size(example, "example")
-    if example is not None:
-        with gated(model, mask, located):
-            expected = sample_outputs(model, example)
     before = sum(p.numel() for p in model.parameters())
     gone = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
-    undo = cut_(model, bound, mask)
+    undo = Undo()
     try:
+        undo.remember(unwrap(model))
+        if example is not None:
+            with gated(model, mask, located):
+                expected = sample_outputs(model, example)
+        cut_(model, bound, mask)
         proof = None if expected is None else _prove(model, example, expected, n_examples)
         after = sum(p.numel() for p in model.parameters())
         now = Sites((b.site for b in bind(model, located)), located.layouts.values())
+        report = PruneReport(tuple(g for g in gone if g[1]), now, before, after, proof, tuple(notes))
     except BaseException:
         undo.restore()
         raise
-    return PruneReport(tuple(g for g in gone if g[1]), now, before, after, proof, tuple(notes))
+    return report
 
 
 def _prove(model: nn.Module, example: Any, expected: list[Tensor], n_examples: int) -> Proof:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel
+from headprune.core.files import staged
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.model.classes import class_named
@@ -99,9 +100,10 @@ def prune_checkpoint(
     bound = bind(model, [b.site for b in bound])
     cut = {name: Slice(source, *rows.get(name, (0, None))) for name, source in sources.items()}
     _check(model, cut, tables)
-    out.mkdir(parents=True, exist_ok=True)
-    own.write(model, bound, out, max_shard_size, cut)
-    write_card(model, [b.site for b in bound], out, "headprune", plan if isinstance(plan, PruningPlan) else None)
+    with staged(out) as place:
+        own.write(model, bound, place, max_shard_size, cut)
+        known = plan if isinstance(plan, PruningPlan) else None
+        write_card(model, [b.site for b in bound], out, "headprune", known, place)
     used = set(sources.values())
     unused = sorted(name for name, source in stored.items() if source not in used)
     if unused:

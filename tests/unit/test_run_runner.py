@@ -421,24 +421,6 @@ def test_tokenizer_and_row_numbers_lie_beside_the_record(bert: Path, tmp_path: P
         assert len(rows[purpose]["rows"]) == record.rows[purpose]["rows"]
 
 
-@pytest.mark.parametrize("status", ["running", "failed"])
-def test_a_run_that_may_be_running_is_replaced_only_if_asked(bert: Path, tmp_path: Path, status: str) -> None:
-    import dataclasses
-
-    chosen = recipe(bert, tmp_path)
-    done = quiet_run(chosen)
-    dataclasses.replace(done, status=status).save(tmp_path / "out" / "record.json")
-    lines: list[str] = []
-    if status == "running":
-        with pytest.raises(InvalidValue, match=r"a run that is still running, or was killed.*--overwrite"):
-            runner.run_recipe(chosen, say=lines.append)
-        assert (tmp_path / "out" / "base" / "config.json").is_file()
-        assert quiet_run(chosen, overwrite=True).status == "done"
-    else:
-        runner.run_recipe(chosen, say=lines.append)
-        assert lines[0] == f"replacing the failed run in {tmp_path / 'out'}"
-
-
 def test_a_report_that_fails_fails_the_run(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headprune.run import reporting
 

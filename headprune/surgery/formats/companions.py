@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headprune.core.errors import InvalidValue
+from headprune.core.files import staged
 from headprune.surgery.formats import card
 
 #: Files of tokenizers, image processors, feature extractors and processors, as Transformers names them, and licences.
@@ -21,7 +22,7 @@ PATTERNS = (
 
 
 def save(processor: Any, folder: Path) -> None:
-    """Writes a tokenizer or processor, or several, into ``folder``.
+    """Writes a tokenizer or processor, or several, into ``folder``, one that ``staged`` gave.
 
     Raises:
         InvalidValue: something without ``save_pretrained``.
@@ -51,9 +52,10 @@ def copy(source: str, folder: Path) -> list[str]:
 
         home = Path(snapshot_download(source, allow_patterns=[*PATTERNS, card.CARD]))
     names = sorted({path.relative_to(home) for path in _matching(home) if path.is_file()})
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(home / name, folder / name)
+    with staged(folder) as place:
+        for name in names:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(home / name, place / name)
     if (home / card.CARD).is_file() and (folder / card.CARD).is_file():
         card.carry(folder, home / card.CARD)
     return [name.as_posix() for name in names]

@@ -1,0 +1,197 @@
+"""An error at any call inside `prune_`, `recover_` or `save_pretrained` leaves the model exactly as it was.
+
+Every function that our code calls, and every function of torch or Python that our code calls, is made to raise once: at
+the first call of all, at the second, and so on.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headprune as hp
+from headprune.recovery import Finetune
+from tests.laws.support import DEEP, subject_of
+
+HERE = str(Path(hp.__file__).parent)
+
+
+class Injected(Exception):
+    """What no code of ours expects."""
+
+
+#: They compute nothing that could fail half-way.
+_HARMLESS = (isinstance, len, getattr, hasattr, issubclass, callable, sorted, sum, any, all, min, max, next, iter, id)
+
+
+class Raise:
+    """Raises at the n-th call that our code makes or is, in the block; counts them where n is 0."""
+
+    def __init__(self, n: int = 0) -> None:
+        self.n, self.count, self.where = n, 0, ""
+
+    def __enter__(self) -> Raise:
+        sys.setprofile(self._watch)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(None)
+
+    def _watch(self, frame: Any, event: str, function: Any) -> None:
+        if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(HERE):
+            return
+        # Where a generator goes on, its frame would end without its own `finally`, which no real error does.
+        if frame.f_code.co_flags & inspect.CO_GENERATOR if event == "call" else function in _HARMLESS:
+            return
+        self.count += 1
+        if self.count == self.n:
+            sys.setprofile(None)
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {event} {getattr(function, '__name__', '')}"
+            raise Injected(self.where)
+
+
+def picture(model: nn.Module) -> Any:
+    """Everything that a model is: classes, attributes, hooks, and tensors by identity, flags and bits."""
+    modules = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        held = {}
+        for key, value in module.__dict__.items():
+            inside = list(value.items()) if isinstance(value, dict) else sorted(value) if isinstance(value, set) else ()
+            parts = [(k, id(v)) for k, v in inside] if isinstance(value, dict) else inside
+            held[key] = (id(value) if not isinstance(value, (bool, int, float, str)) else value, parts)
+        modules[name] = (type(module), held)
+    tensors = {
+        name: (id(t), t.requires_grad, t.grad is None, t.dtype, t.detach().clone())
+        for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    }
+    config = getattr(model, "config", None)
+    return modules, tensors, None if config is None else config.to_dict()
+
+
+def same(before: Any, after: Any, where: str) -> None:
+    assert before[0].keys() == after[0].keys(), where
+    for name, module in before[0].items():
+        assert module == after[0][name], f"{name!r} is not as it was after an error at {where}"
+    assert before[1].keys() == after[1].keys(), where
+    for name, (*flags, numbers) in before[1].items():
+        *now, others = after[1][name]
+        assert flags == now, f"{name}: {where}"
+        assert torch.equal(numbers, others), f"{name}: {where}"
+    assert before[2] == after[2], where
+
+
+def raised_everywhere(model: nn.Module, work: Callable[[nn.Module], Any], step: int) -> int:
+    """Lets every ``step``-th call of the work raise, in turn; the model must be as it was. Returns how many did."""
+    for _ in range(2):  # the second has found what is remembered between calls
+        with Raise() as counted:
+            work(copy.deepcopy(model))
+    assert counted.count > 50
+    n_raised, subject = 0, copy.deepcopy(model)
+    before = picture(subject)
+    for n in range(1, counted.count + 1, step):
+        with Raise(n) as raising:
+            try:
+                work(subject)
+            except Exception:
+                sys.setprofile(None)
+                n_raised += 1
+                same(before, picture(subject), raising.where)
+                continue
+        # Where an error is one of the answers that the work expects, it goes on and comes to its end.
+        subject = copy.deepcopy(model)
+        before = picture(subject)
+    return n_raised
+
+
+def parts(some: int, many: int = 1) -> Any:
+    """Every so many-th call in the usual tier, and more of them, or all, in the long one."""
+    return pytest.mark.parametrize("step", [some, pytest.param(many, marks=pytest.mark.long)], ids=["some", "many"])
+
+
+@parts(307)
+@pytest.mark.parametrize("name", DEEP)
+def test_a_cut(name: str, step: int) -> None:
+    case = subject_of(name)
+    case.model.train()
+    case.model.register_forward_hook(lambda *_: None)
+    mask = case.ragged(1)
+    assert raised_everywhere(case.model, lambda m: hp.prune_(m, mask, sites=case.sites), step) >= 3
+
+
+@parts(997, 11)
+@pytest.mark.parametrize("name", ["gpt2", "multi_head_attention"])
+def test_a_cut_with_its_proof(name: str, step: int) -> None:
+    case = subject_of(name)
+    for parameter in list(case.model.parameters())[::2]:
+        parameter.requires_grad_(False)
+    mask = case.ragged(2)
+    assert raised_everywhere(case.model, lambda m: hp.prune_(m, mask, example=case.batch), step) >= 3
+
+
+@parts(907, 5)
+def test_a_layer_that_loses_all_its_heads(step: int) -> None:
+    """Classes are put in front of others, and a module runs without heads."""
+    case = subject_of("bert")
+    gone = {0: range(8)}
+
+    def work(model: nn.Module) -> None:
+        heads = {i: range(s.n_query_heads) for i, s in enumerate(hp.find_sites(model)) if i in gone}
+        hp.prune_heads_(model, heads)
+
+    assert raised_everywhere(case.model, work, step) >= 3
+
+
+@parts(4001, 101)
+@pytest.mark.parametrize("method", ["mean_fold", "head_rescale", "lstsq"])
+def test_a_recovery(method: str, step: int) -> None:
+    case = subject_of("llama")  # its projections have no bias, and get one
+    teacher, model = case.copy(), case.copy()
+    hp.prune_(model, case.ragged(1))
+    work = lambda m: hp.recover_(m, [case.batch], method, teacher)  # noqa: E731
+    assert raised_everywhere(model, work, step) >= 3
+    assert picture(teacher)[1].keys() == picture(case.model)[1].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [Finetune(steps=2, learning_rate=0.1), Finetune(steps=2, lora_rank=2)], ids=str)
+def test_a_training(settings: Finetune) -> None:
+    if settings.lora_rank is not None:
+        pytest.importorskip("peft")
+    case = subject_of("bert")
+    assert raised_everywhere(case.model, lambda m: hp.recover_(m, [case.batch], settings), step=15001) >= 2
+
+
+@parts(2503, 101)
+@pytest.mark.parametrize("format", ["headprune", "transformers"])
+def test_a_save(format: str, step: int, tmp_path: Path) -> None:
+    """The folder is as it was, too, or it is the new one whole."""
+    case = subject_of("llama")  # its configuration can say how many heads are left
+    hp.save_pretrained(case.model, tmp_path / "out")
+    old = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    model = case.copy()
+    hp.prune_(model, case.mask({s.name: s.units[0] for s in case.sites}))
+    hp.save_pretrained(model, tmp_path / "new", format=format)  # type: ignore[arg-type]
+    new = {p.name for p in (tmp_path / "new").iterdir()}
+
+    def work(small: nn.Module) -> None:
+        out = tmp_path / "out"
+        for path in out.iterdir():
+            path.unlink()
+        for name, data in old.items():
+            (out / name).write_bytes(data)
+        try:
+            hp.save_pretrained(small, out, format=format)  # type: ignore[arg-type]
+        except BaseException:
+            left = {p.name: p.read_bytes() for p in out.iterdir()}
+            assert left == old or (left.keys() >= new and left["model.safetensors"] != old["model.safetensors"])
+            raise
+
+    assert raised_everywhere(model, work, step) >= 3

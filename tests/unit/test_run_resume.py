@@ -1,0 +1,274 @@
+"""A run that ended early goes on where it was: what is taken, what is made anew, and who may be in its folder."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from torch.utils.data import DataLoader
+
+import headprune as hp
+from headprune.core.errors import CheckpointError, InvalidValue, NotWritten
+from headprune.recovery import Finetune
+from headprune.run import Recipe, gradual, prune_gradually_, runner, stages, subject
+from headprune.run.journal import WORK
+from tests.killing import same_runs
+from tests.laws.support import subject_of
+from tests.tiny_recipe import TINY
+
+RECOVER = [{"method": "mean_fold"}, {"method": "finetune", "batch_size": 64, "settings": {"steps": 5}}]
+SHORT = {"score": {"random_draws": 1}, "recover": RECOVER, "report": False}
+
+
+def recipe(out: Path, **changes: Any) -> Recipe:
+    return Recipe.model_validate({**TINY, **SHORT, "out": str(out), **changes})
+
+
+def go(chosen: Recipe, **options: Any) -> list[str]:
+    """Runs it; the lines that it says."""
+    lines: list[str] = []
+    runner.run_recipe(chosen, say=lines.append, progress=False, **options)
+    return lines
+
+
+def taken(lines: list[str]) -> list[str]:
+    """The stages that an earlier run had finished."""
+    return [line[1 : line.index("]")] for line in lines if line.endswith("was done before")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    go(recipe(out))
+    return out
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that came as far as the benchmark."""
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "bench", failing(RuntimeError("power is gone")))
+        with pytest.raises(RuntimeError, match="power is gone"):
+            go(recipe(tmp_path / "out"))
+    assert hp.RunRecord.load(tmp_path / "out" / "record.json").status == "failed"
+    return tmp_path / "out"
+
+
+ALL = ["train", "base quality", "score", "select", "compare", "recover 0", "recover 1"]
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted", "running"])
+def test_what_is_finished_is_not_done_again(
+    failed: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    record = hp.RunRecord.load(failed / "record.json")
+    dataclasses.replace(record, status=status).save(failed / "record.json")
+    for module, name in ((subject, "recover_"), (stages, "compare_plans"), (stages, "recover_once")):
+        monkeypatch.setattr(module, name, failing(AssertionError(f"{name} again")))
+    lines = go(recipe(failed))
+    word = "killed" if status == "running" else status  # for it holds no lock
+    assert lines[0] == f"going on with the {word} run in {failed}"
+    assert taken(lines) == ALL
+    same_runs(failed, whole)
+    assert not (failed / WORK).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"recover": [RECOVER[0], {**RECOVER[1], "batch_size": 32}]}, ALL[:6]),
+        ({"select": {"keep_heads": 0.25}}, ALL[:3]),
+        ({"score": {"random_draws": 1, "scorer": "magnitude"}}, ALL[:2]),
+        ({"train": {**TINY["train"], "learning_rate": 1e-3}}, []),
+        ({"seed": 1}, []),
+        ({"data": {**TINY["data"], "calibration": 30}}, ALL[:2]),
+        ({"description": "in other words", "bench": {"batch_sizes": [1], "seconds": 0.01}}, ALL),
+    ],
+)
+def test_what_depends_on_a_change_is_made_anew(failed: Path, tmp_path: Path, changes: Any, kept: list[str]) -> None:
+    assert taken(go(recipe(failed, **changes))) == kept
+    if "bench" in changes:  # two measurements of time are never the same
+        return
+    go(recipe(tmp_path / "other", **changes))
+    same_runs(failed, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("base/model.safetensors", "train"), ("scores.json", "score"), ("scores.samples.safetensors", "score")],
+)
+def test_a_damaged_piece_is_made_anew(failed: Path, whole: Path, name: str, lost: str) -> None:
+    data = bytearray((failed / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (failed / name).write_bytes(data)
+    assert taken(go(recipe(failed))) == [stage for stage in ALL if stage != lost]
+    same_runs(failed, whole)
+
+
+def test_a_damaged_piece_of_work_is_made_anew(failed: Path, whole: Path) -> None:
+    (failed / WORK / "recover-0.json").write_text("{")
+    (failed / WORK / "model-after-recover-1" / "config.json").unlink()
+    assert taken(go(recipe(failed))) == ALL[:5]
+    same_runs(failed, whole)
+
+
+def test_overwrite_begins_anew(failed: Path, whole: Path) -> None:
+    assert taken(go(recipe(failed), overwrite=True)) == []
+    same_runs(failed, whole)
+
+
+def test_a_training_goes_on_from_its_last_pass(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headprune.recovery import _steps
+
+    chosen = recipe(tmp_path / "out", train={**TINY["train"], "epochs": 3})
+    plain = _steps.Steps.on_step_end
+    seen: list[int] = []
+
+    def stop(self: Any, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+        plain(self, args, state, *more, **kwargs)
+        seen.append(state.global_step)
+        if len(seen) == 55:  # of 3 passes of 23 steps
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_steps.Steps, "on_step_end", stop)
+        with pytest.raises(KeyboardInterrupt):
+            go(chosen)
+        assert hp.RunRecord.load(tmp_path / "out" / "record.json").status == "interrupted"
+        go(chosen)
+    assert seen[54:58] == [55, 47, 48, 49]
+    go(chosen.model_copy(update={"out": str(tmp_path / "other")}))
+    same_runs(tmp_path / "out", tmp_path / "other")
+
+
+def test_one_process_a_folder(failed: Path) -> None:
+    before = {p: p.read_bytes() for p in failed.rglob("*") if p.is_file()}
+    with FileLock(failed / ".lock"), pytest.raises(InvalidValue, match="must be free, got a run that is running there"):
+        go(recipe(failed), overwrite=True)
+    assert {p: p.read_bytes() for p in failed.rglob("*") if p.is_file()} == before
+    go(recipe(failed))
+
+
+def test_a_finished_run_and_foreign_files_stay(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"an unfinished run's, got a finished run\..*--overwrite"):
+        go(recipe(whole))
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(InvalidValue, match=r"got plan.json and no readable record.json.*--overwrite"):
+        go(recipe(tmp_path))
+    assert (tmp_path / "plan.json").read_text() == "{}"
+
+
+def test_what_no_stage_vouches_for_goes(failed: Path, whole: Path) -> None:
+    (failed / "attention.json").write_text("{}")
+    (failed / ".plan.json.abc.part").write_text("half a pl")
+    (failed / "mine.txt").write_text("mine")
+    go(recipe(failed))
+    assert (failed / "mine.txt").read_text() == "mine"
+    (failed / "mine.txt").unlink()
+    same_runs(failed, whole)
+
+
+# --- in stages -------------------------------------------------------------------------------------------------------
+
+STAGED = {"stages": 3, "finetune": Finetune(steps=7, learning_rate=1e-2), "scorer": "magnitude"}
+
+
+def batches() -> DataLoader[Any]:
+    """Ten examples in batches of three: stages of two steps end within passes of four."""
+    case = subject_of("bert")
+    rows = [{k: v[i % len(v)] for k, v in case.batch.items()} for i in range(10)]
+    order = torch.Generator().manual_seed(3)
+    return DataLoader(rows, batch_size=3, shuffle=True, generator=order)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradual_pruning_goes_on_after_its_last_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    case = subject_of("bert")
+    model = copy.deepcopy(case.model)
+    whole = prune_gradually_(model, batches(), hp.Budget(keep_heads=0.5), loss=_loss, **STAGED)  # type: ignore[arg-type]
+    killed = copy.deepcopy(case.model)
+    plain, calls = gradual.carry_out, [0]
+
+    def stop(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == stage:
+            raise KeyboardInterrupt
+        return plain(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gradual, "carry_out", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prune_gradually_(killed, batches(), hp.Budget(keep_heads=0.5), loss=_loss, folder=tmp_path, **STAGED)  # type: ignore[arg-type]
+    torch.rand(3)  # other random states outside change nothing
+    again = copy.deepcopy(case.model)
+    done = prune_gradually_(again, batches(), hp.Budget(keep_heads=0.5), loss=_loss, folder=tmp_path, **STAGED)  # type: ignore[arg-type]
+    assert [s.plan for s in done.stages] == [s.plan for s in whole.stages]
+    state = model.state_dict()
+    assert state.keys() == again.state_dict().keys()
+    for name, tensor in again.state_dict().items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradual_pruning_refuses_the_checkpoint_of_another_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = subject_of("bert")
+    asked = {**STAGED, "loss": _loss, "folder": tmp_path}
+    plain, calls = gradual.carry_out, [0]
+
+    def stop(*args: Any) -> Any:
+        calls[0] += 1
+        return plain(*args) if calls[0] == 1 else failing(KeyboardInterrupt())()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gradual, "carry_out", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prune_gradually_(copy.deepcopy(case.model), batches(), hp.Budget(keep_heads=0.5), **asked)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="differs in what was asked"):
+        prune_gradually_(copy.deepcopy(case.model), batches(), hp.Budget(keep_heads=0.25), **asked)  # type: ignore[arg-type]
+
+
+def _loss(model: Any, batch: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**batch)[0].square().flatten(1).mean(1)
+    return found
+
+
+def test_the_record_of_a_run_that_failed_for_lack_of_room_says_how_far_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the failure can be written then; the error is the first one, and what was written is whole."""
+    chosen = recipe(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        plain, full = os.fsync, [False]
+
+        def no_room(handle: int) -> None:
+            if full[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            plain(handle)
+
+        patch.setattr(stages, "bench", lambda *_: full.__setitem__(0, True))
+        patch.setattr(os, "fsync", no_room)
+        with pytest.raises(NotWritten, match="No space left on device"):
+            go(chosen)
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert (record["status"], record["stage"]) == ("running", "bench")
+    assert go(chosen)[0].startswith("going on with the killed run in")
