@@ -13,7 +13,7 @@ from headprune.core.heads import AttentionSite
 from headprune.gating.context import gated
 from headprune.model.contexts import watched
 from headprune.model.losses import Loss, default_loss
-from headprune.model.running import batch_size, undisturbed
+from headprune.model.running import batch_size, device_of, undisturbed
 from headprune.model.sites import BoundSite, bind, sites_of, unwrap
 from headprune.scoring._base import Problem
 
@@ -90,7 +90,7 @@ def open_gates(problem: Problem, shapes: Sequence[tuple[int, ...]], at: float = 
     for b, shape in zip(problem.bound, shapes, strict=True):
         weight = next(b.module.parameters())
         wide = torch.promote_types(weight.dtype, torch.float32)
-        gates[b.site.name] = torch.full(shape, at, device=weight.device, dtype=wide, requires_grad=True)
+        gates[b.site.name] = torch.full(shape, at, device=device_of(b.module), dtype=wide, requires_grad=True)
     return gates
 
 

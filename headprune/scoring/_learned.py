@@ -14,7 +14,7 @@ from headprune.gating.context import gated
 from headprune.gating.learned import unit_of_heads
 from headprune.gating.stochastic import GateDistribution
 from headprune.model.losses import checked_losses
-from headprune.model.running import batch_size
+from headprune.model.running import batch_size, device_of
 from headprune.model.sites import sites_of
 from headprune.scoring._base import Estimate, Problem, Scorer
 from headprune.scoring._gradients import by_unit, gate_slopes
@@ -124,7 +124,7 @@ class _Training:
         for b, drawn in zip(self.problem.bound, self.drawn.detach().split(self.counts), strict=True):
             weight = next(b.module.parameters())
             wide = torch.promote_types(weight.dtype, torch.float32)
-            gates[b.site.name] = drawn[unit_of_heads(b)].to(weight.device, wide).requires_grad_()
+            gates[b.site.name] = drawn[unit_of_heads(b)].to(device_of(b.module), wide).requires_grad_()
         return gates
 
     def update(self) -> None:

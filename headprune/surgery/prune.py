@@ -16,6 +16,7 @@ from headprune.core.record import Proof
 from headprune.gating.context import gated
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan
+from headprune.model.offloaded import count_parameters
 from headprune.model.running import batch_size
 from headprune.model.sites import Sites, bind, find_sites
 from headprune.surgery.verify import compare, sample_outputs
@@ -92,12 +93,12 @@ def prune_(
     if example is not None:
         with gated(model, mask, located):
             expected = sample_outputs(model, example)
-    before = sum(p.numel() for p in model.parameters())
+    before = count_parameters(model)
     gone = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
     undo = cut_(model, bound, mask)
     try:
         proof = None if expected is None else _prove(model, example, expected, n_examples)
-        after = sum(p.numel() for p in model.parameters())
+        after = count_parameters(model)
         now = Sites((b.site for b in bind(model, located)), located.layouts.values())
     except BaseException:
         undo.restore()
