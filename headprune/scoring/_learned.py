@@ -14,6 +14,7 @@ from headprune.gating.context import gated
 from headprune.gating.learned import unit_of_heads
 from headprune.gating.stochastic import GateDistribution
 from headprune.model.losses import checked_losses
+from headprune.model.recompute import recomputed
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import sites_of
 from headprune.scoring._base import Estimate, Problem, Scorer
@@ -112,7 +113,7 @@ class _Training:
             self.drawn = self.distribution.sample(self.weights, dealt, self.sizes, self.step)
             self.slopes = torch.zeros_like(self.sizes)
         gates = self.placed()
-        with gated(self.problem.model, gates, sites_of(self.problem.bound)):
+        with gated(self.problem.model, gates, sites_of(self.problem.bound)), recomputed(self.problem.model):
             losses = checked_losses(self.problem.loss, self.problem.model, batch, number)
             slopes = gate_slopes(self.problem, losses[some].sum(), gates)
         self.slopes += by_unit(self.problem, slopes).cpu().double()
