@@ -113,13 +113,14 @@ refused before anything changes, and the message says why. The properties that `
 {rows}
 
 Registered [layouts](layouts.md) know corrections for some of them (norms over the whole projection, head counts of a
-shared configuration, `torch.nn.MultiheadAttention`). Besides, `prune_` refuses: a layer without heads where its code or
-its cache needs one; quantised, sharded or adapted projections; weights that accelerate offloads; adapters around a
-whole attention, and prefixes that PEFT makes for all heads; tensors that are shared with something that is not cut, and
-projections that sit in two places (`gated` refuses these too); part of a group of query heads that share a key/value
-head, unless the policy allows it (x-transformers finds a key/value head by a query head's place, so there whole groups
-leave, policy `group`); a module whose `forward` someone replaced, where a cut has to replace it too (accelerate's hooks
-are no such thing); a cut inside a `gated` block; and, given an example, every result that is not the gated model's.
+shared configuration, `torch.nn.MultiheadAttention`). Besides, `prune_` refuses: a layer without heads where its code
+or its cache needs one; quantised, sharded or adapted projections; weights that accelerate fetches for a module around
+theirs; adapters around a whole attention, and prefixes that PEFT makes for all heads; tensors that are shared with
+something that is not cut, and projections that sit in two places (`gated` refuses these too); part of a group of query
+heads that share a key/value head, unless the policy allows it (x-transformers finds a key/value head by a query head's
+place, so there whole groups leave, policy `group`); a module whose `forward` someone replaced, where a cut has to
+replace it too (accelerate's hooks are no such thing); a cut inside a `gated` block; and, given an example, every
+result that is not the gated model's.
 `select` refuses `keep_kv` where no head shrinks the cache: latents that all heads share (DeepSeek), or no cache at all.
 """
 

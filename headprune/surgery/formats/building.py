@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from headprune.model.classes import class_named
+from headprune.model.offloaded import state_of
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def save_as(kind: Any, config: Any, model: Any, folder: Path, max_shard_size: in
     """
     with no_memory():
         twin = kind(copy.deepcopy(config))
-    twin.load_state_dict(model.state_dict(), assign=True)
+    twin.load_state_dict(state_of(model), assign=True)
     twin.tie_weights()
     twin.config.dtype = model.dtype
     if getattr(model, "generation_config", None) is not None:

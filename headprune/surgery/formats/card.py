@@ -13,6 +13,7 @@ from headprune.core.files import write_atomic
 from headprune.core.heads import AttentionSite
 from headprune.core.plan import PruningPlan
 from headprune.core.version import __version__
+from headprune.model.offloaded import count_parameters
 
 CARD = "README.md"
 _OTHERS = "The other words of this card are those of the model before the cut; what they measured was measured on it."
@@ -38,7 +39,7 @@ def section(
     """The section's text, without its markers."""
     sites = list(sites)
     left, full = sum(len(s.heads) for s in sites), sum(s.n_query_heads for s in sites)
-    after = sum(p.numel() for p in model.parameters())
+    after = count_parameters(model)
     lines = ["## Attention heads", ""]
     lines.append(f"headprune {__version__} left {left} of {full} heads.")
     lines += ["", f"- Model: `{type(model).__name__}`"]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import CheckpointError
+from headprune.model.offloaded import Away
 from headprune.surgery.formats.foreign import files_of
 
 #: Bytes that are in memory at a time.
@@ -137,8 +138,8 @@ def read(stored: Stored) -> Tensor:
     return torch.frombuffer(data, dtype=stored.dtype).reshape(stored.shape) if data else torch.empty(stored.shape)
 
 
-def save(tensors: Mapping[str, Slice | Tensor], path: Path) -> None:
-    """Writes a safetensors file; tensors that are in memory may be among the slices."""
+def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:
+    """Writes a safetensors file; tensors that are in memory, or offloaded, may be among the slices."""
     order = {dtype: place for place, dtype in enumerate(_TYPES.values())}
     names = sorted(tensors, key=lambda name: (order[_dtype(tensors[name])], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -153,13 +154,14 @@ def save(tensors: Mapping[str, Slice | Tensor], path: Path) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             tensor = tensors[name]
+            tensor = tensor.read() if isinstance(tensor, Away) else tensor
             if isinstance(tensor, Slice):
                 file.writelines(tensor.pieces())
             else:
                 file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _dtype(tensor: Slice | Tensor) -> torch.dtype:
+def _dtype(tensor: Slice | Away | Tensor) -> torch.dtype:
     return tensor.stored.dtype if isinstance(tensor, Slice) else tensor.dtype
 
 
