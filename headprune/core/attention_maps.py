@@ -115,7 +115,8 @@ class AttentionMaps:
     def shown(self, head: HeadId, example: int) -> NDArray[np.float32]:
         """One head's weights in one example, ``[queries, keys]`` without padding."""
         found = self.of(head.site)
-        return self[head][example][found.queries[example]][:, found.keys[example]]
+        weights: NDArray[np.float32] = self[head][example][found.queries[example]][:, found.keys[example]]
+        return weights
 
     def patterns(self, head: HeadId) -> tuple[Pattern, ...]:
         """Every pattern that can be looked for in the head's maps, the one with the largest share first.

@@ -150,7 +150,8 @@ class AttentionPictures(Value):
         place = site.heads.index(head.head)
         grid = np.frombuffer(base64.b64decode(site.weights[example]), np.uint8)
         grid = grid.reshape(len(site.heads), *site.sizes[example])
-        return grid[place] * (site.peaks[example][place] / 255)
+        weights: NDArray[np.float64] = grid[place] * (site.peaks[example][place] / 255)
+        return weights
 
     def __str__(self) -> str:
         said = sum(p is not None for site in self.sites for p in site.patterns)

@@ -142,7 +142,9 @@ class Value:
         if data.get("version") != cls.SCHEMA_VERSION:
             hint = "It was written by another version of headprune; use that one, or make the file anew."
             raise InvalidValue(f"{where}.version", str(cls.SCHEMA_VERSION), repr(data.get("version")), hint)
-        return _decode_fields(cls, {k: v for k, v in data.items() if k not in ("headprune", "version")}, where)
+        fields = {k: v for k, v in data.items() if k not in ("headprune", "version")}
+        value: Self = _decode_fields(cls, fields, where)
+        return value
 
     @classmethod
     def from_json(cls, text: str, where: str = "") -> Self:

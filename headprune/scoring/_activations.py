@@ -151,7 +151,8 @@ class Products(Statistic):
 
     def mean(self, weights: Tensor) -> Tensor:
         """``[width, width]``, mean over the tokens of the blocks with weight 1."""
-        return torch.tensordot(weights, self.sums, 1) / (self.count @ weights)
+        total: Tensor = torch.tensordot(weights, self.sums, 1)
+        return total / (self.count @ weights)
 
 
 class ActivationScorer(Scorer):

@@ -133,7 +133,8 @@ def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
         return probabilities
     if len(probabilities) % size or not b.layout.windows:
         raise UnsupportedModel(b.site.name, f"run on {size} examples", f"a map of {len(probabilities)} rows", _HINT)
-    return probabilities.unflatten(0, (size, -1)).transpose(1, 2).flatten(2, 3)
+    windows: Tensor = probabilities.unflatten(0, (size, -1))
+    return windows.transpose(1, 2).flatten(2, 3)
 
 
 def visible(model: nn.Module, b: BoundSite, batch: Any, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:

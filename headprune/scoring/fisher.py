@@ -92,7 +92,8 @@ def structured(matrix: Tensor, sizes: list[int], structure: str) -> Tensor:
         return matrix
     if structure == "diag":
         return matrix.diagonal().diag()
-    return matrix * torch.block_diag(*(matrix.new_ones(n, n) for n in sizes))
+    blocks: Tensor = torch.block_diag(*(matrix.new_ones(n, n) for n in sizes))
+    return matrix * blocks
 
 
 def _check_block(where: str, block: int) -> None:

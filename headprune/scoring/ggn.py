@@ -128,7 +128,8 @@ def _weighted(slopes: Tensor, found: Distributions, drawn: bool) -> Tensor:
         return slopes / (positions * slopes.shape[1]).sqrt()[:, None, None]
     output = found.logits[:, 0].detach().cpu().double()
     if found.kind == "regression":
-        return slopes * (2 / output.shape[1]) ** 0.5
+        root: float = (2 / output.shape[1]) ** 0.5
+        return slopes * root
     if found.kind == "multi_label_classification":
         p = output.sigmoid()
         return slopes * (p * (1 - p) / output.shape[1]).sqrt().unsqueeze(-1)
