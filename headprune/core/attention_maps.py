@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headprune.core.arrays import packed
 from headprune.core.attention_patterns import Pattern, find_patterns, main_pattern
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import write_atomic
@@ -139,13 +140,11 @@ class AttentionMaps:
 
     def save(self, path: str | Path) -> Path:
         """Writes them as one safetensors file, whole or not at all."""
-        from safetensors.numpy import save
-
         arrays = {f"{i}.{name}": getattr(s, name) for i, s in enumerate(self.sites) for name in _ARRAYS}
         sites = [[s.site, s.kind, s.heads] for s in self.sites]
         facts = json.dumps({"sites": sites, "tokens": self.tokens, "targets": self.targets, "image": self.image})
         marks = {"headprune": _MARK, "facts": facts, "sha256": _digest(arrays, facts)}
-        return write_atomic(Path(path), save(arrays, marks))
+        return write_atomic(Path(path), packed(arrays, marks))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from headprune.core.arrays import packed
 from headprune.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ class StoredMatrix(ABC):
 
     def write(self, path: str | Path, beside: Callable[[str | Path], Path]) -> None:
         """Writes the matrix for beside the JSON file ``path``, to where ``beside`` of ``atomic_paths`` says."""
-        from safetensors.numpy import save
-
-        data = save({self.kind: self.matrix}, {"headprune": type(self).__name__, "sha256": self.sha256})
+        data = packed({self.kind: self.matrix}, {"headprune": type(self).__name__, "sha256": self.sha256})
         beside(self._companion(Path(path))).write_bytes(data)
 
     @property

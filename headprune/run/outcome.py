@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from headprune.core.arrays import packed
 from headprune.core.codec import FrozenDict
 from headprune.core.files import write_atomic
 from headprune.core.paired import Answers
@@ -49,11 +50,9 @@ class Outcome:
 
     def save(self, path: Path, key: str) -> Path:
         """Writes it, whole or not at all."""
-        from safetensors.numpy import save
-
         facts = {"metric": self.metric, "sizes": dict(self.sizes), "notes": self.notes}
         marks = {"headprune": "Outcome", "key": key, "facts": json.dumps(facts), "sha256": self._sha256()}
-        return write_atomic(path, save(self.arrays, marks))
+        return write_atomic(path, packed(self.arrays, marks))
 
     @classmethod
     def find(cls, path: Path, key: str) -> Outcome | None:
