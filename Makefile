@@ -6,13 +6,14 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-long lint docs docs-figures clean
+.PHONY: help demo test test-long lint mutants docs docs-figures clean
 
 help:
 	@echo "make demo   environment, install, the two-minute recipe; prints where the report is"
 	@echo "make test   environment, install, all checks and tests"
 	@echo "make test-long   what takes long: thousands of damaged files, runs killed at random moments, old versions"
 	@echo "make lint   ruff, mypy and import-linter alone"
+	@echo "make mutants   small changes to slabs, heads, plans and selectors, which tests must notice; takes an hour or more"
 	@echo "make docs   the documentation as a site, in site/index.html; warnings are errors"
 	@echo "make docs-figures   everything measured in README and docs, written anew from benchmarks/records"
 	@echo "make clean  remove the environment and the runs"
@@ -41,6 +42,11 @@ test-long: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/test_house.py
+
+mutants: $(VENV)/.dev
+	$(PIP) install -c constraints.txt -e ".[mutants]"
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mutmut run --max-children $(JOBS)
+	$(BIN)/mutmut results
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

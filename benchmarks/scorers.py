@@ -107,7 +107,8 @@ def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
     assert train is not None
     mark = hp.score(model, None, "random").model  # the same weights before training
     given = [train.model_dump(), recipe.seed, repr(mark), data.examples["train"]]
-    digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
+    text = json.dumps(given, sort_keys=True, default=lambda rows: rows.tolist())  # of images: tensors
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = work / f"fine-tuned-{digest}"
     device = resolve_device(recipe.device)
     if not folder.is_dir():

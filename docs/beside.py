@@ -1,4 +1,4 @@
-"""A hook of MkDocs: CONTRIBUTING.md and CHANGELOG.md, which lie beside docs/, are pages of the site too.
+"""A hook of MkDocs: CONTRIBUTING.md, SECURITY.md and CHANGELOG.md, which lie beside docs/, are pages of the site too.
 
 Links between them and the pages are those of the repository, so that they lead somewhere on a code host as well; here
 they become links of the site.
@@ -14,13 +14,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Files of the repository, and the pages that they are on the site.
-BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+BESIDE = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages."""
     for name, page in BESIDE.items():
         text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text(encoding="utf-8"))
+        for other, there in BESIDE.items():
+            text = text.replace(f"]({other}", f"]({there}")
         files.append(File.generated(config, page, content=text))
     return files
 

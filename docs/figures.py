@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "peers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import compatibility
 import concepts
 import coverage
 import findings
@@ -46,6 +47,7 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "findings-*.json": findings.draw,
     "selector-loss-*.json": selector_loss.draw,
     "translation-*.json": translation.draw,
+    "compatibility.json": compatibility.draw,
     "demo.json": recipe_runs.draw,
     "run-*.json": recipe_runs.draw,
     "peers-*.json": lambda records, docs: importlib.import_module("page").write(records, docs),  # of benchmarks/peers

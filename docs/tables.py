@@ -1,5 +1,5 @@
 """Writes docs/layouts.md, scorers.md and selectors.md from their registries, refusals.md from the table of properties,
-recipes.md from the recipes.
+recipes.md from the recipes, and the imports of architecture.md from the code.
 
     python docs/tables.py
 
@@ -113,13 +113,14 @@ refused before anything changes, and the message says why. The properties that `
 {rows}
 
 Registered [layouts](layouts.md) know corrections for some of them (norms over the whole projection, head counts of a
-shared configuration, `torch.nn.MultiheadAttention`). Besides, `prune_` refuses: a layer without heads where its code or
-its cache needs one; quantised, sharded or adapted projections; weights that accelerate offloads; adapters around a
-whole attention, and prefixes that PEFT makes for all heads; tensors that are shared with something that is not cut, and
-projections that sit in two places (`gated` refuses these too); part of a group of query heads that share a key/value
-head, unless the policy allows it (x-transformers finds a key/value head by a query head's place, so there whole groups
-leave, policy `group`); a module whose `forward` someone replaced, where a cut has to replace it too (accelerate's hooks
-are no such thing); a cut inside a `gated` block; and, given an example, every result that is not the gated model's.
+shared configuration, `torch.nn.MultiheadAttention`). Besides, `prune_` refuses: a layer without heads where its code
+or its cache needs one; quantised, sharded or adapted projections; weights that accelerate fetches for a module around
+theirs; adapters around a whole attention, and prefixes that PEFT makes for all heads; tensors that are shared with
+something that is not cut, and projections that sit in two places (`gated` refuses these too); part of a group of query
+heads that share a key/value head, unless the policy allows it (x-transformers finds a key/value head by a query head's
+place, so there whole groups leave, policy `group`); a module whose `forward` someone replaced, where a cut has to
+replace it too (accelerate's hooks are no such thing); a cut inside a `gated` block; and, given an example, every
+result that is not the gated model's.
 `select` refuses `keep_kv` where no head shrinks the cache: latents that all heads share (DeepSeek), or no cache at all.
 """
 
@@ -171,6 +172,8 @@ def selectors() -> str:
 
 Which heads stay under a budget: `hp.select(scores, hp.Budget(keep_heads=0.5))`, with a selector by name or configured:
 `hp.select(scores, budget, hp.selection.Quadratic(min_heads=2))`. All are deterministic, and none ever exceeds a budget.
+Of equal scores the later site, then the later head, goes first. Selectors that go by scores alone name close calls in
+the plan's notes: heads on either side of the cut that could change places and differ by no more than standard errors.
 
 | selector | what it does | when | goes by | cost | settings |
 | --- | --- | --- | --- | --- | --- |
@@ -296,11 +299,56 @@ Data is a hub data set, a file (json, jsonl, csv, parquet, txt) or a folder with
 """
 
 
+#: Where architecture.md says who imports whom.
+IMPORTS = re.compile(r"(<!-- imports, by `python docs/tables.py` -->\n).*?(\n<!-- end of imports -->)", re.DOTALL)
+
+
+def architecture() -> str:
+    """docs/architecture.md, with the imports of today."""
+    import grimp
+
+    graph = grimp.build_graph("headprune", include_external_packages=True, cache_dir=None)
+    rooms: dict[str, set[str]] = {}
+    outside: dict[str, set[str]] = {}
+    for module in graph.modules:
+        room = _room(module)
+        for other in graph.find_modules_directly_imported_by(module) if module.startswith("headprune.") else ():
+            own = other.startswith("headprune.")
+            if own and _room(other) != room:
+                rooms.setdefault(room, set()).add(_room(other))
+            if not own and other != "headprune" and other not in sys.stdlib_module_names:
+                outside.setdefault(room, set()).add(other)
+    # A room stands above all that it imports.
+    below = {room: _below(room, rooms) for room in {_room(m) for m in graph.modules if m.startswith("headprune.")}}
+    lines = ["| room | imports | other packages |", "| --- | --- | --- |"]
+    for room in sorted(below, key=lambda name: (-len(below[name]), name)):
+        cells = [", ".join(sorted(found.get(room, ()))) for found in (rooms, outside)]
+        lines.append(f"| `{room}` | {' | '.join(cells)} |")
+    text = (HERE / "architecture.md").read_text(encoding="utf-8")
+    return IMPORTS.sub(lambda found: f"{found[1]}{chr(10).join(lines)}{found[2]}", text)
+
+
+def _room(module: str) -> str:
+    """``core`` of ``headprune.core.plan``."""
+    return module.split(".")[1] if "." in module else module
+
+
+def _below(room: str, rooms: Mapping[str, set[str]]) -> set[str]:
+    """All that a room imports, directly or not."""
+    found: set[str] = set()
+    left = [room]
+    while left:
+        more = rooms.get(left.pop(), set()) - found
+        found |= more
+        left += more
+    return found
+
+
 def main(folder: Path = HERE) -> None:
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for make in (layouts, scorers, selectors, refusals, recipes):
+        for make in (layouts, scorers, selectors, refusals, recipes, architecture):
             (folder / f"{make.__name__}.md").write_text(make(), encoding="utf-8")
 
 

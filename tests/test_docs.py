@@ -33,9 +33,22 @@ def test_a_layout_of_ones_own_takes_at_most_15_lines() -> None:
 def test_written_tables_are_fresh(tmp_path: Path) -> None:
     script(DOCS / "tables.py").main(tmp_path)
     written = sorted(tmp_path.iterdir())
-    assert [path.name for path in written] == ["layouts.md", "recipes.md", "refusals.md", "scorers.md", "selectors.md"]
+    names = ["architecture", "layouts", "recipes", "refusals", "scorers", "selectors"]
+    assert [path.stem for path in written] == names
     for path in written:
         assert path.read_text() == (DOCS / path.name).read_text(), f"docs/{path.name}: run `python docs/tables.py`"
+
+
+def test_the_rooms_of_the_architecture_are_those_of_the_code() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    rooms = {path.name for path in (ROOT / "headprune").iterdir() if (path / "__init__.py").is_file()}
+    described, _, imports = text.partition("## Rooms")[2].partition("Imports go down only")
+    assert set(re.findall(r"^\| `(\w+)/` \|", described, re.MULTILINE)) == rooms
+    listed = re.findall(r"^\| `(\w+)` \| ([\w, ]*) \| ([\w, ]*) \|$", imports, re.MULTILINE)
+    assert {room for room, _, _ in listed} == rooms
+    assert {room for room, _, packages in listed if "torch" not in packages.split(", ")} == {
+        "core", "selection", "report"
+    }  # fmt: skip
 
 
 def test_numbers_of_the_readme_are_those_of_the_tables() -> None:

@@ -62,6 +62,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": _readme,
     "CONTRIBUTING.md": _contributing,
     "index.md": _index,
+    "scale.md": _readme,
     "selectors.md": _selectors,
 }
 

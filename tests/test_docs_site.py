@@ -21,7 +21,7 @@ from tests.documents import DOCS, ROOT
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 #: Pages that the hook docs/beside.py adds.
-BESIDE = {"contributing.md", "changelog.md"}
+BESIDE = {"contributing.md", "security.md", "changelog.md"}
 
 
 def _named(nav: Any) -> Iterator[str]:

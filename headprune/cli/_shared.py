@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headprune.core.display import CONTROL, clean
 from headprune.core.errors import HeadPruneError, VerificationFailed
 
 FAILED, BAD_INPUT = 1, 2
@@ -26,7 +27,12 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress: only results,
 
 def say(line: str) -> None:
     """A line for who watches: standard error, so that standard output is the result alone."""
-    typer.echo(line, err=True)
+    echo(line, err=True)
+
+
+def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
+    """Text on a terminal, without what steers one: names and notes come out of files, and files from anywhere."""
+    typer.echo(clean(text), nl=nl, err=err)
 
 
 def watching(quiet: bool) -> dict[str, Any]:
@@ -35,8 +41,9 @@ def watching(quiet: bool) -> dict[str, Any]:
 
 
 def emit(data: Any) -> None:
-    """JSON on standard output."""
-    typer.echo(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False))
+    """JSON on standard output; characters that steer a terminal are spelt out."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    typer.echo(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def show(value: Any, text: str | None = None) -> None:
@@ -48,7 +55,7 @@ def show(value: Any, text: str | None = None) -> None:
     if text is None and markup is not None and console.is_terminal:
         console.print(markup())
     else:
-        typer.echo(text if text is not None else str(value))
+        echo(text if text is not None else str(value))
 
 
 @contextmanager

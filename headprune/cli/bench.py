@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, emit, guarded
+from headprune.cli._shared import AsJson, Debug, echo, emit, guarded
 from headprune.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def bench(
 def _print(weights: tuple[SizeRow, ...], speed: tuple[SpeedRow, ...]) -> None:
     for row in weights:
         share = f" ({100 * (row.pruned / row.original - 1):+.1f} %)" if row.original else ""
-        typer.echo(f"{row.name}: {row.original:,.0f} -> {row.pruned:,.0f}{share}")
+        echo(f"{row.name}: {row.original:,.0f} -> {row.pruned:,.0f}{share}")
     for cell in speed:
         times: list[Any] = [f"{1e3 * t:.2f}" for t in (cell.original_p50, cell.pruned_p50)]
         interval = f"{cell.ratio:.2f}x [{cell.low:.2f}, {cell.high:.2f}]"
-        typer.echo(f"batch {cell.batch} x {cell.length}: {times[0]} -> {times[1]} ms, {interval}, {cell.rounds} rounds")
+        echo(f"batch {cell.batch} x {cell.length}: {times[0]} -> {times[1]} ms, {interval}, {cell.rounds} rounds")

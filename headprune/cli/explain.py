@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, emit, guarded, say
+from headprune.cli._shared import AsJson, Debug, echo, emit, guarded, say
 from headprune.cli._shared import show as show_value
 
 
@@ -45,6 +45,6 @@ def explain(
             return
         show_value(explanation)
         if measured:
-            typer.echo("\nwhat was measured:")
+            echo("\nwhat was measured:")
         for row in measured:
-            typer.echo(f"  {row.name}, {row.kept_heads} heads: {row.split} {row.metric} {row.value:.4f}")
+            echo(f"  {row.name}, {row.kept_heads} heads: {row.split} {row.metric} {row.value:.4f}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, emit, guarded, say
+from headprune.cli._shared import AsJson, Debug, echo, emit, guarded, say
 
 
 def init(
@@ -36,7 +36,7 @@ def init(
         if as_json:
             emit({"out": None if printed else str(path), "why": list(found.why), "recipe": recipe.model_dump()})
         elif printed:
-            typer.echo(found.text, nl=False)
+            echo(found.text, nl=False)
         for line in found.why:
             say(line)
         if not printed:

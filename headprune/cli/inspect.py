@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, emit, guarded, say
+from headprune.cli._shared import AsJson, Debug, echo, emit, guarded, say
 
 if TYPE_CHECKING:
     from torch import nn
@@ -184,19 +184,19 @@ def _print(found: dict[str, Any]) -> None:
     console.print(table)
     totals = found["totals"]
     share = 100 * totals["prunable_params"] / totals["params"] if totals["params"] else 0.0
-    typer.echo(
+    echo(
         f"{totals['heads']} heads in {totals['units']} prune units; {totals['prunable_params']:,} of "
         f"{totals['params']:,} parameters ({share:.1f} %) can leave with them"
     )
     if totals["kv_bytes_per_token"]:
-        typer.echo(f"{totals['kv_bytes_per_token']:,} bytes of KV cache a token are theirs")
+        echo(f"{totals['kv_bytes_per_token']:,} bytes of KV cache a token are theirs")
     for line in found["cache"]:
-        typer.echo(line)
+        echo(line)
     for name, layout in found["layouts"].items():
-        typer.echo(f"\n{name}: gates at the {layout['gate']}. A cut changes")
+        echo(f"\n{name}: gates at the {layout['gate']}. A cut changes")
         for line in (*layout["cut"], *layout["patched"]):
-            typer.echo(f"  {line}")
+            echo(f"  {line}")
         answers = layout["no_heads_left"]
         words = {next(iter(answers.values()))} if len(set(answers.values())) == 1 else map(": ".join, answers.items())
-        typer.echo(f"  a layer may lose all its heads: {'; '.join(words)}")
+        echo(f"  a layer may lose all its heads: {'; '.join(words)}")
     _say_not_taken(found["not_taken"])

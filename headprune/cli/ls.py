@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import typer
-
-from headprune.cli._shared import AsJson, Debug, emit, guarded
+from headprune.cli._shared import AsJson, Debug, echo, emit, guarded
 
 _REGISTRIES = {"layouts": "layouts", "scorers": "scoring", "selectors": "selection", "recoveries": "recovery"}
 
@@ -24,9 +22,9 @@ def ls(as_json: AsJson = False, debug: Debug = False) -> None:
             return
         width = max(len(name) for entries in found.values() for name in entries)
         for title, entries in found.items():
-            typer.echo(title)
+            echo(title)
             for name, summary in entries.items():
-                typer.echo(f"  {name:<{width}}  {summary}")
+                echo(f"  {name:<{width}}  {summary}")
 
 
 def _recipes() -> dict[str, str]:

@@ -68,9 +68,9 @@ headprune --help lists all commands, headprune COMMAND --help explains one. A MO
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from headprune import __version__
+        from headprune.run.surroundings import in_short
 
-        typer.echo(f"headprune {__version__}")
+        typer.echo(in_short())
         raise typer.Exit
 
 
@@ -78,7 +78,10 @@ def _version(wanted: bool) -> None:
 def _main(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show versions, platform and device, and exit."
+        ),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Quiet, Settings, emit, guarded, say, watching
+from headprune.cli._shared import AsJson, Debug, Quiet, Settings, echo, emit, guarded, say, watching
 from headprune.core.errors import InvalidValue, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -95,15 +95,15 @@ def prune(
             facts = {"plan": found.plan.to_dict(), **found.facts, "format": chosen, "formats": formats}
             emit({"out": str(out), **facts, "copied": files})
             return
-        typer.echo(found.text)
+        echo(found.text)
         for note in found.plan.notes:
-            typer.echo(f"note: {note}")
+            echo(f"note: {note}")
         for name, reason in formats.items():
-            typer.echo(f"format {name}: " + (f"no; {reason}" if reason else "yes"))
-        typer.echo(f"wrote {out} (format {chosen}{''.join(f', {f}' for f in files)})")
+            echo(f"format {name}: " + (f"no; {reason}" if reason else "yes"))
+        echo(f"wrote {out} (format {chosen}{''.join(f', {f}' for f in files)})")
         if chosen == "remote-code":
-            typer.echo("who loads it with trust_remote_code=True runs this file:")
-            typer.echo("".join(path.read_text(encoding="utf-8") for path in out.glob("modeling_headprune_*.py")))
+            echo("who loads it with trust_remote_code=True runs this file:")
+            echo("".join(path.read_text(encoding="utf-8") for path in out.glob("modeling_headprune_*.py")))
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ def _stream(model: str, plan: PruningPlan | None, out: Path, format: str, max_sh
     if as_json:
         emit({"out": str(out), "plan": plan.to_dict(), "report": vars(report), "format": "headprune", "copied": files})
         return
-    typer.echo(str(report))
+    echo(str(report))
     for warning in report.warnings:
         say(f"warning: {warning}")
-    typer.echo(f"wrote {out} (format headprune{''.join(f', {f}' for f in files)})")
+    echo(f"wrote {out} (format headprune{''.join(f', {f}' for f in files)})")
 
 
 def _by_plan(model: str, plan: PruningPlan) -> _Cut:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, emit, guarded
+from headprune.cli._shared import AsJson, Debug, echo, emit, guarded
 
 
 def report(
@@ -47,4 +47,4 @@ def report(
             kinds = {".md": "markdown"}
             emit({kinds.get(path.suffix, path.suffix[1:]): str(path) for path in written})
         else:
-            typer.echo("\n".join(f"wrote {path}" for path in written))
+            echo("\n".join(f"wrote {path}" for path in written))

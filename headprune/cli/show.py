@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Settings, emit, guarded
+from headprune.cli._shared import AsJson, Debug, Settings, echo, emit, guarded
 
 
 def show(
@@ -23,4 +23,4 @@ def show(
         if as_json:
             emit(resolved.model_dump())
         else:
-            typer.echo(recipe_yaml(resolved), nl=False)
+            echo(recipe_yaml(resolved), nl=False)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headprune.cli._shared import BAD_INPUT, AsJson, Debug, Settings, emit, guarded, say
+from headprune.cli._shared import BAD_INPUT, AsJson, Debug, Settings, echo, emit, guarded, say
 from headprune.core.errors import HeadPruneError
 
 
@@ -26,7 +26,7 @@ def validate(
                 for line in result["errors"] and [result["text"]]:
                     say(f"error: {line}")
                 if result["valid"]:
-                    typer.echo(f"{result['recipe']}: valid")
+                    echo(f"{result['recipe']}: valid")
         if not all(result["valid"] for result in results):
             raise typer.Exit(BAD_INPUT)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headprune.core.codec import Value
+from headprune.core.display import clean
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 
 if TYPE_CHECKING:
@@ -124,8 +125,11 @@ class Agreement(Value):
         return "\n".join([self.title, *("  " + line for line in lines), *(f"  note: {n}" for n in self.notes)])
 
     def __rich__(self) -> Table:
-        from rich.markup import escape
+        from rich.markup import escape as escaped
         from rich.table import Table
+
+        def escape(text: str) -> str:
+            return escaped(clean(text))
 
         caption = "\n".join(escape(n) for n in self.notes) or None
         table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left", box=None)

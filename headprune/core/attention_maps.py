@@ -10,10 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headprune.core.arrays import packed
 from headprune.core.attention_patterns import Pattern, find_patterns, main_pattern
-from headprune.core.errors import CheckpointError, InvalidValue, UnknownName, did_you_mean
+from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import write_atomic
-from headprune.core.heads import HeadId
+from headprune.core.heads import KINDS, HeadId
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,7 +116,8 @@ class AttentionMaps:
     def shown(self, head: HeadId, example: int) -> NDArray[np.float32]:
         """One head's weights in one example, ``[queries, keys]`` without padding."""
         found = self.of(head.site)
-        return self[head][example][found.queries[example]][:, found.keys[example]]
+        weights: NDArray[np.float32] = self[head][example][found.queries[example]][:, found.keys[example]]
+        return weights
 
     def patterns(self, head: HeadId) -> tuple[Pattern, ...]:
         """Every pattern that can be looked for in the head's maps, the one with the largest share first.
@@ -138,13 +140,11 @@ class AttentionMaps:
 
     def save(self, path: str | Path) -> Path:
         """Writes them as one safetensors file, whole or not at all."""
-        from safetensors.numpy import save
-
         arrays = {f"{i}.{name}": getattr(s, name) for i, s in enumerate(self.sites) for name in _ARRAYS}
         sites = [[s.site, s.kind, s.heads] for s in self.sites]
         facts = json.dumps({"sites": sites, "tokens": self.tokens, "targets": self.targets, "image": self.image})
         marks = {"headprune": _MARK, "facts": facts, "sha256": _digest(arrays, facts)}
-        return write_atomic(Path(path), save(arrays, marks))
+        return write_atomic(Path(path), packed(arrays, marks))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -159,6 +159,9 @@ class AttentionMaps:
         try:
             with safe_open(path, framework="np") as file:
                 marks: dict[str, str] = file.metadata() or {}
+                types = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, no mapping
+                if not types <= {"F32", "BOOL"}:
+                    raise CheckpointError(str(path), must, f"numbers of type {', '.join(sorted(types))}", _HINT)
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
         except (OSError, SafetensorError) as error:
             raise CheckpointError(str(path), must, str(error), _HINT) from error
@@ -166,13 +169,28 @@ class AttentionMaps:
             raise CheckpointError(str(path), must, "a file of something else", _HINT)
         if marks.get("sha256") != _digest(arrays, marks.get("facts", "")):
             raise CheckpointError(str(path), must, "a damaged one", _HINT)
-        facts = json.loads(marks["facts"])
-        sites = [
-            SiteMaps(name, kind, tuple(heads), *(arrays[f"{i}.{part}"] for part in _ARRAYS))
-            for i, (name, kind, heads) in enumerate(facts["sites"])
-        ]
-        tokens, targets = (tuple(map(tuple, facts[name])) for name in ("tokens", "targets"))
-        return cls(tuple(sites), tokens, targets, None if facts["image"] is None else tuple(facts["image"]))
+        try:
+            return cls._of_file(arrays, json.loads(marks["facts"]))
+        except HeadPruneError:
+            raise
+        except (LookupError, TypeError, ValueError, RecursionError) as error:  # words of a file that fit no such arrays
+            got = f"one whose words do not fit its numbers ({type(error).__name__}: {error})"
+            raise CheckpointError(str(path), must, got, _HINT) from error
+
+    @classmethod
+    def _of_file(cls, arrays: dict[str, NDArray[Any]], facts: Any) -> Self:
+        sites = []
+        for i, (name, kind, heads) in enumerate(facts["sites"]):
+            weights, queries, keys = (arrays[f"{i}.{part}"] for part in _ARRAYS)
+            n, _, n_queries, n_keys = weights.shape
+            if not isinstance(name, str) or kind not in KINDS or {type(head) for head in heads} != {int}:
+                raise TypeError(f"the site {name!r} is described by other things than words and heads")
+            if weights.shape[1] != len(heads) or queries.shape != (n, n_queries) or keys.shape != (n, n_keys):
+                raise ValueError(f"{name} has {len(heads)} heads and weights {list(weights.shape)}")
+            sites.append(SiteMaps(name, kind, tuple(heads), weights, queries, keys))
+        tokens, targets = (tuple(tuple(map(str, row)) for row in facts[name]) for name in ("tokens", "targets"))
+        image = None if facts["image"] is None else (int(facts["image"][0]), int(facts["image"][1]))
+        return cls(tuple(sites), tokens, targets, image)
 
     def __repr__(self) -> str:
         heads = sum(len(s.heads) for s in self.sites)

@@ -88,7 +88,8 @@ def _even(shape: tuple[int, ...], kind: str) -> Grid:
     import numpy as np
 
     seen = np.tri(shape[0], shape[1]) if kind == "causal" else np.ones(shape)
-    return seen / seen.sum(1, keepdims=True)
+    shares: Grid = seen / seen.sum(1, keepdims=True)
+    return shares
 
 
 def _overlaps(weights: Grid, other: Grid, even: Grid) -> list[tuple[float, float]]:

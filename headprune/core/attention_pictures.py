@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -71,8 +72,16 @@ class ShownSite:
     weights: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        n, heads = len(self.weights), len(self.heads)
+        if (len(self.sizes), len(self.peaks), len(self.patterns)) != (n, n, heads):
+            raise InvalidValue(f"the pictures of {self.site}", f"of {n} examples and {heads} heads", "other numbers")
+        for row in self.peaks:
+            if len(row) != heads or not all(0 <= peak < math.inf for peak in row):
+                raise InvalidValue(f"the peaks of {self.site}", f"{heads} numbers >= 0 an example", row)
         for (queries, keys), text in zip(self.sizes, self.weights, strict=True):
-            _check_bytes(f"the weights of {self.site}", text, len(self.heads) * queries * keys)
+            if min(queries, keys) < 0:
+                raise InvalidValue(f"the sizes of {self.site}", "counts >= 0", (queries, keys))
+            _check_bytes(f"the weights of {self.site}", text, heads * queries * keys)
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,10 @@ class AttentionPictures(Value):
                 raise InvalidValue(
                     f"the weights of {site.site}", f"of {len(self.examples)} examples", len(site.weights)
                 )
+        if self.examples and not self.sites:
+            raise InvalidValue("AttentionPictures.sites", "at least one", "none")
+        if self.image is not None and min(self.image) < 1:
+            raise InvalidValue("AttentionPictures.image", "rows and columns of patches, both >= 1", self.image)
 
     @classmethod
     def of(cls, maps: AttentionMaps, examples: Sequence[ShownExample] = (), *, limit: int = LIMIT) -> AttentionPictures:
@@ -137,7 +150,8 @@ class AttentionPictures(Value):
         place = site.heads.index(head.head)
         grid = np.frombuffer(base64.b64decode(site.weights[example]), np.uint8)
         grid = grid.reshape(len(site.heads), *site.sizes[example])
-        return grid[place] * (site.peaks[example][place] / 255)
+        weights: NDArray[np.float64] = grid[place] * (site.peaks[example][place] / 255)
+        return weights
 
     def __str__(self) -> str:
         said = sum(p is not None for site in self.sites for p in site.patterns)

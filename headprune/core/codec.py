@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from headprune.core.errors import InvalidValue, did_you_mean
+from headprune.core.errors import HeadPruneError, InvalidValue, did_you_mean
 from headprune.core.files import write_atomic
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 #: The empty mapping, as a default.
 EMPTY = FrozenDict()
+#: Lists and objects within each other in a stored mapping, and digits of a stored whole number.
+_DEEPEST, _LONGEST = 50, 40
+#: How numbers that JSON lacks are spelt: ``{"float": "nan"}``.
+_SPELT = ("inf", "-inf", "nan")
 
 
 def _freeze(value: Any) -> Any:
@@ -85,6 +89,8 @@ def _freeze(value: Any) -> Any:
 
 
 def _thaw(value: Any) -> Any:
+    if _spells(value):  # a mapping that says what a number is spelt as gets one more around it
+        return {"float": _plain(value)}
     if isinstance(value, Mapping):
         return {k: _thaw(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
@@ -92,6 +98,18 @@ def _thaw(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(float(value))}  # float(): NumPy spells its own repr
     return value
+
+
+def _spells(value: Any) -> bool:
+    """Whether data is ``{"float": "nan"}`` or its likes, alone or within more of the same."""
+    levels = 0
+    while isinstance(value, Mapping) and value.keys() == {"float"}:
+        value, levels = value["float"], levels + 1
+    return 0 < levels <= _DEEPEST and isinstance(value, str) and value in _SPELT
+
+
+def _plain(value: Any) -> Any:
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
 class Value:
@@ -124,13 +142,22 @@ class Value:
         if data.get("version") != cls.SCHEMA_VERSION:
             hint = "It was written by another version of headprune; use that one, or make the file anew."
             raise InvalidValue(f"{where}.version", str(cls.SCHEMA_VERSION), repr(data.get("version")), hint)
-        return _decode_fields(cls, {k: v for k, v in data.items() if k not in ("headprune", "version")}, where)
+        fields = {k: v for k, v in data.items() if k not in ("headprune", "version")}
+        value: Self = _decode_fields(cls, fields, where)
+        return value
 
     @classmethod
     def from_json(cls, text: str, where: str = "") -> Self:
+        """Rebuilds a value from its JSON form.
+
+        Raises:
+            InvalidValue: as ``from_dict``, or no valid JSON.
+        """
         try:
-            data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+            data = json.loads(text, parse_int=_whole)
+            if "\\u" in text:  # half of a surrogate pair, which no file can hold, is spelt so
+                json.dumps(data, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
             raise InvalidValue(where or cls.__name__, "valid JSON", str(error)) from None
         return cls.from_dict(data, where)
 
@@ -171,6 +198,8 @@ def _encode(hint: Any, value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         items = next((get_args(o) for o in options if get_origin(o) is tuple), (Any, ...))
         return [_encode(h, v) for h, v in zip(_item_hints(items, len(value)), value, strict=True)]
+    if isinstance(value, FrozenDict) and FrozenDict in options:  # read as a mapping, whatever it looks like
+        return {k: _thaw(v) for k, v in value.items()}
     if type(value) is int and float in options and int not in options:
         return float(value)  # 1 and 1.0 are equal, so they must have one stored form and one digest
     return _thaw(value)
@@ -200,12 +229,19 @@ def _decode_fields(cls: Any, data: Any, where: str) -> Any:
     if missing:
         raise InvalidValue(where, f"complete (with {', '.join(missing)})", f"only {', '.join(data) or 'nothing'}")
     hints = _hints(cls)
-    return cls(**{k: _decode(hints[k], v, f"{where}.{k}") for k, v in data.items()})
+    values = {k: _decode(hints[k], v, f"{where}.{k}") for k, v in data.items()}
+    try:
+        return cls(**values)
+    except HeadPruneError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # a constructor that its values confuse
+        got = f"one that makes no sense: {type(error).__name__}: {error}"
+        raise InvalidValue(where, f"a sound {cls.__name__}", got) from error
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
     if hint is Any:
-        return _revive(value)
+        return _revive(value, where)
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _decode_union(get_args(hint), value, where)
@@ -214,10 +250,10 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if hint is FrozenDict:
         if not isinstance(value, Mapping):
             raise InvalidValue(where, "a JSON object", type(value).__name__)
-        return FrozenDict({k: _revive(v) for k, v in value.items()})
+        return FrozenDict({k: _revive(v, where) for k, v in value.items()})
     if dataclasses.is_dataclass(hint):
         return _decode_fields(hint, value, where)
-    value = _revive(value)
+    value = _revive(value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     expected = str if get_origin(hint) is not None else hint  # Literal[...] of strings; the class checks its values
@@ -245,12 +281,26 @@ def _decode_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, .
     return tuple(_decode(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
 
 
-def _revive(value: Any) -> Any:
-    """Undoes the spelling of infinities and NaN that JSON lacks."""
+def _whole(digits: str) -> int:
+    """A whole number, unless it is longer than any of ours: sums and ratios of such ones fit no float."""
+    if len(digits) > _LONGEST:
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)
+
+
+def _revive(value: Any, where: str, depth: int = 0) -> Any:
+    """Undoes the spelling of infinities and NaN that JSON lacks.
+
+    Raises:
+        InvalidValue: lists and objects within each other, deeper than any value of ours: what reads them recurses.
+    """
+    if depth > _DEEPEST:
+        raise InvalidValue(where, f"nested at most {_DEEPEST} deep", "deeper data")
     if isinstance(value, Mapping):
-        if set(value) == {"float"} and value["float"] in ("inf", "-inf", "nan"):
-            return float(value["float"])
-        return {k: _revive(v) for k, v in value.items()}
+        if _spells(value):
+            inside = value["float"]
+            return float(inside) if isinstance(inside, str) else inside
+        return {k: _revive(v, where, depth + 1) for k, v in value.items()}
     if isinstance(value, list):
-        return [_revive(v) for v in value]
+        return [_revive(v, where, depth + 1) for v in value]
     return value

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Nine steps from least to most important; the HTML ramp is readable without colour (light to dark).
 SHADES = " ▁▂▃▄▅▆▇█"
 RAMP = ("#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b")
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
+#: What moves a terminal's cursor or turns its text around, and what no document may hold.
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """Text without terminal colours; other characters that a page or a terminal must not be given become U+FFFD.
+
+    >>> clean("a\\x1b[31m red \\x07")
+    'a red \ufffd'
+    """
+    return CONTROL.sub("\ufffd", _ANSI.sub("", text.replace("\r\n", "\n").replace("\r", "\n")))
+
+
+def escape(text: object) -> str:
+    """Text that Markdown shows as it is, in one line; safe inside a table cell.
+
+    >>> print(escape("a|b <i>"))
+    a\\|b \\<i\\>
+    """
+    return _SPECIAL.sub(r"\\\1", " ".join(clean(str(text)).split()))
 
 
 @dataclass(frozen=True)
@@ -60,11 +85,12 @@ def text_grid(title: str, rows: Sequence[Row]) -> str:
     """A grid of block characters, one line a site; removed heads are dots."""
     labelled = zip(_labels(rows), rows, strict=True)
     lines = [f"  {label}  {' '.join(_mark(c) for c in r.cells)}" for label, r in labelled]
-    return "\n".join([title, *lines])
+    return clean("\n".join([title, *lines]))
 
 
 def rich_grid(title: str, rows: Sequence[Row]) -> str:
     """The same grid as rich markup, coloured."""
+    from rich.markup import escape
 
     def paint(cell: Cell) -> str:
         if not cell.kept:
@@ -73,9 +99,9 @@ def rich_grid(title: str, rows: Sequence[Row]) -> str:
         ink = "#000000" if _step(cell.level or 0.5) < 5 else "#ffffff"
         return f"[{ink} on {colour}]{cell.head:>2} [/]"
 
-    labels = [label.replace("[", r"\[") for label in _labels(rows)]
+    labels = [escape(clean(label)) for label in _labels(rows)]
     lines = [f"  {label}  {''.join(map(paint, r.cells))}" for label, r in zip(labels, rows, strict=True)]
-    return "\n".join([title.replace("[", r"\["), *lines])
+    return "\n".join([escape(clean(title)), *lines])
 
 
 def html_grid(title: str, rows: Sequence[Row]) -> str:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+#: Characters of what was found that a message shows.
+_LONGEST = 2000
+
 
 class HeadPruneError(Exception):
     """Base of all errors of this library; each subclass also derives from the fitting built-in.
@@ -22,7 +25,9 @@ class HeadPruneError(Exception):
         super().__init__(where, must, got, hint)
 
     def __str__(self) -> str:
-        text = f"{self.where}: must be {self.must}, got {self.got}"
+        got = str(self.got)
+        got = got if len(got) <= _LONGEST else f"{got[:_LONGEST]} ..."
+        text = f"{self.where}: must be {self.must}, got {got}"
         return f"{text}. {self.hint}" if self.hint else text
 
 

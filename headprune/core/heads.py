@@ -11,7 +11,7 @@ from typing import Literal
 
 from headprune.core.codec import Value
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, did_you_mean
-from headprune.core.slabs import HeadGeometry
+from headprune.core.slabs import MOST_HEADS, HeadGeometry
 
 Kind = Literal["self", "causal", "cross"]
 KINDS: tuple[Kind, ...] = ("self", "causal", "cross")
@@ -205,6 +205,8 @@ class HeadMask(Value):
             if row.site in seen:
                 raise InvalidValue("HeadMask.rows", "one row a site", f"{row.site} twice")
             seen.add(row.site)
+            if not 0 <= row.n_heads <= MOST_HEADS:
+                raise InvalidValue(f"HeadMask row {row.site}", f"of 0 to {MOST_HEADS:,} heads", row.n_heads)
             if list(row.kept) != sorted(set(row.kept)):
                 raise InvalidValue(f"HeadMask row {row.site}", "sorted indices without repeats", row.kept)
             for head in row.kept:

@@ -47,13 +47,16 @@ def drop(metric: str, base: float, value: float) -> float:
 
 def drops(metric: str, base: _Numbers, value: _Numbers) -> _Numbers:
     """``drop`` of arrays of NumPy too, number by number; relative ones need a base other than 0."""
+    lost: _Numbers
     if is_one_of(metric, POINTS):
-        return base - value
-    if is_one_of(metric, RATIO):
-        return value / base - 1
-    if is_one_of(metric, LOWER):
-        return value - base
-    raise InvalidValue("metric", f"one of {', '.join((*POINTS, *RATIO, *LOWER))}", repr(metric))
+        lost = base - value
+    elif is_one_of(metric, RATIO):
+        lost = value / base - 1
+    elif is_one_of(metric, LOWER):
+        lost = value - base
+    else:
+        raise InvalidValue("metric", f"one of {', '.join((*POINTS, *RATIO, *LOWER))}", repr(metric))
+    return lost
 
 
 def drop_words(metric: str, amount: float) -> str:

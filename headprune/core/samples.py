@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from headprune.core.arrays import packed
 from headprune.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ class StoredMatrix(ABC):
 
     def write(self, path: str | Path, beside: Callable[[str | Path], Path]) -> None:
         """Writes the matrix for beside the JSON file ``path``, to where ``beside`` of ``atomic_paths`` says."""
-        from safetensors.numpy import save
-
-        data = save({self.kind: self.matrix}, {"headprune": type(self).__name__, "sha256": self.sha256})
+        data = packed({self.kind: self.matrix}, {"headprune": type(self).__name__, "sha256": self.sha256})
         beside(self._companion(Path(path))).write_bytes(data)
 
     @property
@@ -102,10 +101,12 @@ class StoredMatrix(ABC):
             with safe_open(path, framework="np") as file:
                 if (file.metadata() or {}).get("sha256") != self.sha256:
                     return "the numbers of other scores"
+                if file.get_slice(self.kind).get_dtype() != "F64":
+                    return "a damaged file"
                 data = file.get_tensor(self.kind)
         except (SafetensorError, OSError):
             return "a damaged file"
-        return _sealed(data) if _digest(data) == self.sha256 else "a damaged file"
+        return _sealed(data) if data.shape == self.shape and _digest(data) == self.sha256 else "a damaged file"
 
     def _companion(self, path: Path) -> Path:
         """Where the matrix of a JSON file lies; ``x`` and ``x.json`` have files of their own."""

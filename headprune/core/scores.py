@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from headprune.core.codec import FrozenDict, Value
-from headprune.core.display import Cell, Row, html_grid, levels, rich_grid, text_grid
+from headprune.core.display import Cell, Row, clean, html_grid, levels, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import atomic_paths
 from headprune.core.heads import KINDS, AttentionSite, HeadId
@@ -330,10 +330,12 @@ class HeadScores(Value):
 
     def __str__(self) -> str:
         lines = [text_grid(f"HeadScores: {self.title}", self.rows()), *(f"  note: {note}" for note in self.notes)]
-        return "\n".join(lines)
+        return clean("\n".join(lines))
 
     def __rich__(self) -> str:
-        notes = ["  note: " + note.replace("[", r"\[") for note in self.notes]
+        from rich.markup import escape
+
+        notes = ["  note: " + escape(clean(note)) for note in self.notes]
         return "\n".join([rich_grid(f"HeadScores: {self.title}", self.rows()), *notes])
 
     def _repr_html_(self) -> str:

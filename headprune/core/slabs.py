@@ -30,6 +30,8 @@ from headprune.core.errors import InvalidValue
 
 Packing = Literal["sequential", "grouped"]
 UNITS: tuple[str, ...] = ("query", "gated_query", "key", "value", "context", "head", "kv_head")
+#: Query heads of a module: what is read from a file and asks for more is damaged, and would fill the memory.
+MOST_HEADS = 1 << 16
 _OF_KV = ("key", "value", "kv_head")
 
 
@@ -57,6 +59,8 @@ class HeadGeometry:
     def __post_init__(self) -> None:
         if min(self.n_query_heads, self.n_kv_heads) < 0 or min(self.head_dim, self.value_dim, self.key_dim or 1) < 1:
             raise InvalidValue("HeadGeometry", "made of counts >= 0 and widths >= 1", self)
+        if self.n_query_heads > MOST_HEADS:
+            raise InvalidValue("n_query_heads", f"at most {MOST_HEADS:,}", self.n_query_heads)
         if (self.n_kv_heads == 0) != (self.n_query_heads == 0) or (
             self.kv_of is None and self.n_kv_heads and self.n_query_heads % self.n_kv_heads
         ):

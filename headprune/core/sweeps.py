@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headprune.core.codec import FrozenDict, Value
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.metrics import drop_words
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 #: What a model's size may be counted in: the columns of a table that say it.
 SIZES = ("heads", "params", "macs", "kv")
+#: What a row may call a run and a plan: names of files, for a table may come from anywhere, and pages link to them.
+_RUN, _PLAN = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]"), re.compile(r"plans/[A-Za-z0-9_-]+\.json")
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,17 @@ class SweepTable(Value):
     rows: tuple[FrozenDict, ...] = ()
     failed: tuple[FrozenDict, ...] = ()
 
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "") -> Self:
+        """Rebuilds a table; its rows must have the columns of a sweep's.
+
+        Raises:
+            InvalidValue: as for every value; or a column that is missing or of another kind.
+        """
+        table = super().from_dict(data, where)
+        _check_columns(table, where or cls.__name__)
+        return table
+
     def settings(self) -> tuple[Setting, ...]:
         """Every combination that has a finished run, in the order of the rows."""
         found: dict[tuple[Any, ...], list[FrozenDict]] = {}
@@ -131,6 +149,46 @@ class SweepTable(Value):
         number, _, unit = drop_words(self.metric, drop.mean).partition(" ")
         sd = "" if drop.sd is None else f" ± {drop_words(self.metric, drop.sd).partition(' ')[0]}"
         return f"{number}{sd} {unit}".rstrip()
+
+
+def _check_columns(table: SweepTable, where: str) -> None:
+    """Refuses rows of a file that no sweep has left."""
+    _check_row(table.base, f"{where}.base", table.base)
+    for split in ("validation", "test"):
+        if not _is_number(table.base.get(f"{split}_rows")):
+            raise InvalidValue(f"{where}.base.{split}_rows", "a number", repr(table.base.get(f"{split}_rows")))
+    for i, row in enumerate(table.rows):
+        here = f"{where}.rows[{i}]"
+        _check_row(row, here, table.base)
+        for name in ("validation_drop", "test_drop"):
+            if not _is_number(row.get(name)):
+                raise InvalidValue(f"{here}.{name}", "a number", repr(row.get(name)))
+        for name, pattern in (("run", _RUN), ("plan", _PLAN)):
+            if not isinstance(row.get(name), str) or not pattern.fullmatch(row[name]):
+                must = "the name of a file of this sweep, inside its folder"
+                raise InvalidValue(f"{here}.{name}", must, repr(row.get(name)))
+    for name, rows, needed in (("rows", table.rows, table.keys), ("failed", table.failed, ("error",))):
+        for i, row in enumerate(rows):
+            if missing := [key for key in needed if key not in row]:
+                raise InvalidValue(f"{where}.{name}[{i}]", f"complete (with {', '.join(missing)})", "a row without")
+
+
+def _check_row(row: FrozenDict, where: str, base: FrozenDict) -> None:
+    """A model's metrics, and its sizes: those of the base."""
+    for name in ("validation", "test"):
+        if not _is_number(row.get(name)):
+            raise InvalidValue(f"{where}.{name}", "a number", repr(row.get(name)))
+    for name in SIZES:
+        lacks = name != "heads" and base.get(name) is None
+        if not (row.get(name) is None if lacks else _is_number(row.get(name)) and math.isfinite(row[name])):
+            raise InvalidValue(f"{where}.{name}", "none, as the base has" if lacks else "a size", repr(row.get(name)))
+
+
+def _is_number(value: Any) -> bool:
+    """One that sums, spreads and axes can take; a model that has come to nothing may have NaN or infinity."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) < 1e306 or not math.isfinite(value)
 
 
 def words(values: Any) -> str:

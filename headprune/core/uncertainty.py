@@ -174,7 +174,7 @@ def lowest_places(values: Floats) -> NDArray[np.intp]:
 
     n_units = values.shape[1]
     order = n_units - 1 - np.argsort(values[:, ::-1], axis=1, kind="stable")
-    places = np.empty_like(order)
+    places: NDArray[np.intp] = np.empty_like(order)
     np.put_along_axis(places, order, np.broadcast_to(np.arange(n_units), order.shape), axis=1)
     return places
 

@@ -272,7 +272,7 @@ class _Pass:
 
         caller = self._caller(settings, copies)
         run = functools.partial(self._losses, self._copied(copies))
-        found = tape.play(run, site, functools.partial(self._changed, site, settings, caller), caller, repeat)
+        found: Tensor = tape.play(run, site, functools.partial(self._changed, site, settings, caller), caller, repeat)
         return found.view(copies, self.size)
 
     def _losses(self, batch: Any) -> Tensor:
@@ -325,7 +325,8 @@ class _Pass:
         weight = _weight(bound) if axis == 0 and context.dtype in _TOLERANCE else None
         if weight is None or not bool((moved.sum(1) == count).all()) or 2 * count > len(before):
             given = (repeated_along(context, copies, axis), *call.given[1:])
-            return caller(site, bound.gate.__dict__["forward"].__wrapped__, given, {})
+            whole: Tensor = caller(site, bound.gate.__dict__["forward"].__wrapped__, given, {})
+            return whole
         index = moved.nonzero()[:, 1].view(copies, count)
         heads = context.reshape(-1, len(before), context.shape[-1] // len(before))
         if site in self.fill:

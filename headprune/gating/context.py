@@ -26,6 +26,7 @@ from headprune.core.plan import PruningPlan
 from headprune.model.expose import exposed
 from headprune.model.fingerprint import check_plan
 from headprune.model.refusals import check_unshared
+from headprune.model.running import device_of
 from headprune.model.sites import BoundSite, bind
 
 Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Tensor] | Tensor"
@@ -110,8 +111,8 @@ def gate_tensors(model: nn.Module, gates: Gates, bound: list[BoundSite]) -> list
 
 def _from_mask(bound: BoundSite, mask: HeadMask) -> Tensor:
     kept = mask.kept(bound.site.name)
-    device = next(bound.module.parameters()).device
-    known = None if device.type == "meta" else device  # weights that accelerate offloads are there between forwards
+    device = device_of(bound.module)
+    known = None if device.type == "meta" else device  # a module around it may fetch its weights: then gates follow
     return torch.tensor([float(h in kept) for h in bound.site.heads], device=known, dtype=torch.float32)
 
 

@@ -23,7 +23,7 @@ from headprune.gating.stochastic import GateDistribution
 from headprune.model.costs import measure_costs
 from headprune.model.fingerprint import fingerprint
 from headprune.model.losses import Loss, losses_of
-from headprune.model.running import tensors
+from headprune.model.running import device_of, tensors
 from headprune.model.sites import BoundSite, bind, unwrap
 
 #: The attribute in which a model has its gates: in its ``__dict__`` alone, so that they are no module of it.
@@ -124,7 +124,7 @@ class LearnedGates(nn.Module):
         self._puts: list[Callable[[Tensor], None]] = []
         self._asked = False
         like = next(bound[0].module.parameters())
-        options: Any = {"device": like.device, "dtype": torch.promote_types(like.dtype, torch.float32)}
+        options: Any = {"device": device_of(bound[0].module), "dtype": torch.promote_types(like.dtype, torch.float32)}
         units = [len(unit) for b in bound for unit in b.site.units]
         self._sizes = torch.tensor(units, **options)
         start = distribution.initial(len(units))

@@ -171,7 +171,8 @@ class HardConcrete(GateDistribution):
         wanted = risen * (1 - heads_kept("HardConcrete.keep", self.keep, n_heads) / n_heads)
         over = 1 - self.expected_open(weights, sizes) / n_heads - wanted
         first, second = 2 * multipliers.detach() - multipliers  # the value, with the gradient's sign turned: ascent
-        return first * over + second * over.square()
+        price: Tensor = first * over + second * over.square()
+        return price
 
     def told(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
         n_open, n_hard = float(self.expected_open(weights, sizes)), int((self.hard(weights, sizes) * sizes).sum())
@@ -234,7 +235,8 @@ class SubsetTopk(GateDistribution):
 
     def temperature(self, step: int) -> float:
         """T after so many training forwards."""
-        return self.start * (self.end / self.start) ** min(1.0, step / self.steps)
+        temperature: float = self.start * (self.end / self.start) ** min(1.0, step / self.steps)
+        return temperature
 
     def sample(self, weights: Tensor, noise: Tensor, sizes: Tensor, step: int) -> Tensor:
         return soft_subset(weights + noise, self._k(sizes), self.temperature(step), sizes)

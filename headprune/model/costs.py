@@ -17,6 +17,7 @@ from headprune.core.slabs import freed_groups, kept_rows
 from headprune.model.expose import exposed
 from headprune.model.fit import lookup, slab_length
 from headprune.model.losses import Loss
+from headprune.model.offloaded import count_parameters
 from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind, find_sites, unwrap
 
@@ -151,7 +152,7 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
     layers = [(macs[layer], _counted(numbers, seen.length)) for layer, numbers in rows.items()]
     heads = [(len(s.site.heads), _products(s, seen)) for s in everywhere]
     total = Cost(
-        params=sum(p.numel() for p in unwrap(model).parameters()),
+        params=count_parameters(unwrap(model)),
         macs_fixed=fixed[0] + sum(n * c.fixed for n, c in (*layers, *heads)),
         macs_per_token=sum(n * c.per_token for n, c in (*layers, *heads)),
         macs_per_pair=sum(n * c.per_pair for n, c in heads),

@@ -6,7 +6,7 @@ are shared between projections stay shared; one that is shared with something th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,8 @@ from headprune.core.heads import HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
 from headprune.core.mixin import mix_in
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
+from headprune.model.offloaded import Away, offloaders, own_tensors
+from headprune.model.offloaded_cut import Rehomed, Shortening, bring_home_, check_fetched, rehomed
 from headprune.model.refusals import check_cut
 from headprune.model.sites import BoundSite, lookup, unwrap
 
@@ -43,6 +45,8 @@ class Undo:
     modules: list[tuple[nn.Module, type, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     parameters: list[tuple[nn.Parameter, bool, Tensor | None]] = field(default_factory=list)
     numbers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    hooks: list[tuple[Any, Mapping[str, Tensor]]] = field(default_factory=list)
+    kept: Rehomed = field(default_factory=Rehomed)
 
     def remember(self, module: nn.Module) -> None:
         """Notes tensors, attributes, children, hooks, mode and class of a module and of those in it; call before any
@@ -63,6 +67,9 @@ class Undo:
         with torch.no_grad():
             for tensor, numbers in reversed(self.numbers):
                 tensor.copy_(numbers)
+        for hook, weights_map in self.hooks:
+            hook.weights_map = weights_map
+        self.kept.discard()
         for module, kind, held, inside in self.modules:
             module.__class__ = kind
             module.__dict__.clear()
@@ -156,9 +163,11 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
     work, cuts = _planned(bound, mask)
     check_cut(model, [(c.bound, c.slab.path) for c in cuts])
     plan = _new_tensors(model, cuts)
-    undo = Undo()
+    shortenings = list(_shortenings(cuts))
+    undo = Undo(kept=rehomed(unwrap(model), shortenings))
     try:
         undo.remember(unwrap(model))
+        undo.hooks = undo.kept.install_()
         for cut in cuts:
             cut.shorten_()
         for owner, tensors in plan:
@@ -174,10 +183,24 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
                 b.layout.adapt(b.module, unwrap(model))
             if not keep and callable(b.layout.empty):
                 b.layout.empty(b.module)
+                if b.layout.gate:
+                    bring_home_(b.gate)  # its bias is read, and the module not called
+        if shortenings:
+            check_fetched(unwrap(model), ((module, inside) for module, _, _, inside in undo.modules), shortenings)
     except BaseException:
         undo.restore()
         raise
     return undo
+
+
+def _shortenings(cuts: Iterable[_Cut]) -> Iterator[Shortening]:
+    """What the cuts do to tensors that accelerate offloads."""
+    for cut in cuts:
+        for owner, dimensions in () if isinstance(cut.target, nn.ModuleList) else cut.dimensions():
+            for name, dimension in dimensions.items() if offloaders(owner) else ():
+                tensor = own_tensors(owner)[name]
+                if tensor.is_meta:
+                    yield Away(owner, name, tensor), dimension, cut.rows
 
 
 def kept_rows_of(

@@ -12,6 +12,7 @@ from headprune.core.errors import PlanMismatch
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import ModelFingerprint
+from headprune.model.offloaded import offloaded
 from headprune.model.sites import unwrap
 
 _SAMPLES = 1024
@@ -35,11 +36,12 @@ def fingerprint(model: nn.Module, sites: Iterable[AttentionSite], sampled: Sampl
     parts = [type(model).__name__]
     parts += [f"{s.name} {s.layout} {s.n_query_heads} {s.n_kv_heads} {s.head_dim} {s.value_dim}" for s in sites]
     structure = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    weights = hashlib.sha256()
+    weights, away = hashlib.sha256(), offloaded(model)
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):
             weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            weights.update(sampled(name, tensor) if sampled is not None else sampled_bytes(tensor))
+            here = away[name].read() if name in away and sampled is None else tensor
+            weights.update(sampled(name, tensor) if sampled is not None else sampled_bytes(here))
     return ModelFingerprint(structure, weights.hexdigest())
 
 

@@ -5,13 +5,13 @@ Everything here is refused in words before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
 from headprune.core.errors import UnsupportedModel
 from headprune.model.fit import lookup
+from headprune.model.offloaded import offloaders
 from headprune.model.sites import BoundSite, unwrap
 
 #: A site and the path of a projection or a tensor in it.
@@ -77,23 +77,18 @@ def _check_wrappers(model: nn.Module, parts: Iterable[Part]) -> None:
 
 
 def _check_in_place(model: nn.Module, parts: Iterable[Part]) -> None:
-    """Refuses weights that accelerate keeps elsewhere and fetches for each forward: it would fetch the whole ones."""
+    """Refuses weights that accelerate fetches for a module further out, in which names of what is cut are not its."""
     away: set[int] = set()
     for module in unwrap(model).modules():
-        for hook in _hooks(module):
-            if getattr(hook, "offload", False):
-                away |= {id(p) for p in module.parameters(recurse=getattr(hook, "place_submodules", False))}
+        if any(hook.place_submodules for hook in offloaders(module)):
+            away |= {id(p) for part in module.modules() if not offloaders(part) for p in part.parameters(recurse=False)}
     for bound, path in parts if away else ():
         target = lookup(bound.module, path)
         tensors = [target] if isinstance(target, Tensor) else list(target.parameters())
         if any(id(t) in away for t in tensors):
-            hint = "Load the model onto one device, without offloading, and cut it there."
-            raise UnsupportedModel(f"{bound.site.name}.{path}", "in memory", "weights that accelerate offloads", hint)
-
-
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    hook = getattr(module, "_hf_hook", None)
-    yield from (hook, *getattr(hook, "hooks", ()))
+            must, got = "in memory, or fetched by a hook of its own module", "weights fetched for a module around it"
+            hint = "Load the model without preload_module_classes, or onto one device, and cut it there."
+            raise UnsupportedModel(f"{bound.site.name}.{path}", must, got, hint)
 
 
 def _check_prefixes(model: nn.Module, parts: Iterable[Part]) -> None:

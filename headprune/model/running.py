@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.model.offloaded import offloaders, sent_back
 
 #: The keys of a batch that tell the answers.
 ANSWERS = ("labels", "start_positions", "end_positions")
@@ -60,8 +61,10 @@ def outputs(value: Any) -> list[Tensor]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model takes its inputs."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    """Where a model, or a module, takes its inputs; where its weights run, if accelerate offloads them."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    hook = next((h for m in model.modules() for h in offloaders(m)), None) if device.type == "meta" else None
+    return device if hook is None or hook.execution_device is None else torch.device(hook.execution_device)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -157,8 +160,9 @@ def other_forwards(instead: Iterable[tuple[nn.Module, Callable[[Callable[..., An
 def undisturbed(model: nn.Module, frozen: bool = True, compiled: bool = False) -> Iterator[nn.Module]:
     """Evaluation mode and, if ``frozen``, weights that need no gradient; everything is put back afterwards.
 
-    Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's random state, and
-    the problem type that Transformers' classifiers write into their configuration when they see labels. A model that
+    Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's random state, what
+    accelerate offloads, and the problem type that Transformers' classifiers write into their configuration when they
+    see labels. A model that
     was compiled in place runs uncompiled, unless ``compiled``: compiled code ignores the hooks that measurements hang
     on it.
     """
@@ -171,7 +175,7 @@ def undisturbed(model: nn.Module, frozen: bool = True, compiled: bool = False) -
     # Setting the stance imports dynamo, which takes a second; nothing is compiled where nobody has imported it.
     forced = "torch._dynamo" in sys.modules and not compiled
     eager = torch.compiler.set_stance("force_eager") if forced else nullcontext()
-    with torch.random.fork_rng(devices=devices), eager:
+    with torch.random.fork_rng(devices=devices), eager, sent_back(model):
         try:
             model.eval()
             if frozen:

@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from headprune.core.codec import FrozenDict
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.model.losses import Loss
+from headprune.model.offloaded import offloaded
 from headprune.model.sites import Sites, bind, unwrap
 from headprune.recovery import registry
 from headprune.recovery._base import Job, Recovery, RecoveryReport
@@ -51,6 +52,7 @@ def recover_(
         InvalidValue: no data; a teacher, or validation data, that the method needs and lacks, or has no use for; a
             folder that it has no use for.
         CheckpointError: the folder holds the checkpoint of another training.
+        UnsupportedModel: accelerate offloads weights of one of the two.
         PlanMismatch: the teacher is no model that ``model`` can have been cut from.
 
     >>> import copy, torch
@@ -79,6 +81,10 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
         job = replace(job, teacher=_checked_teacher(job.model, job.teacher, name, method))
     _check_use("validation", job.validation, method.needs_validation, name)
     _check_use("folder", job.folder, method.resumes and job.folder is not None, name)
+    for one in (job.model, job.teacher):
+        if one is not None and offloaded(one):
+            hint = "Save the cut model, load it onto one device, and recover it there."
+            raise UnsupportedModel(f"the model for {name}", "in memory", "weights that accelerate offloads", hint)
     start = perf_counter()
     try:
         job.undo.remember(job.model)

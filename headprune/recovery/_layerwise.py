@@ -54,6 +54,8 @@ class LayerwiseRecovery(Recovery):
     feed_forward: bool = False
     #: The type to add up in.
     precision: Precision = "float64"
+    #: Bytes that the teacher's streams may take, and again those that layers' outputs may.
+    max_bytes: int = 2**30
 
     @property
     def needs_teacher(self) -> bool:
@@ -87,10 +89,10 @@ class LayerwiseRecovery(Recovery):
                 found = find(model, job.teacher, pairs, first(batches), run, self.feed_forward)
             replaced.open_(t.ours for t in found.targets)
             with quiet(model, job.teacher, pairs):
-                taught = Taught()
+                taught = Taught(self.max_bytes)
                 before = errors(job, pairs, found.targets, run, taught)
                 layers = [block.module for block in blocks_around(model, [ours for ours, _ in pairs])]
-                playback = Playback(layers, [t.ours for t in found.targets])
+                playback = Playback(layers, [t.ours for t in found.targets], self.max_bytes)
                 playback.learn(lambda: run(model, to_device(first(batches), device_of(model))))
                 known = Known(taught, playback)
                 after, notes = self._refit_(job, pairs, found, run, replaced, before.scales, known)
@@ -149,6 +151,11 @@ class LayerwiseRecovery(Recovery):
 def check_ridge(where: str, ridge: object) -> None:
     if not isinstance(ridge, (int, float)) or isinstance(ridge, bool) or not 0 <= ridge < float("inf"):
         raise InvalidValue(where, "a share >= 0", repr(ridge))
+
+
+def check_max_bytes(where: str, max_bytes: object) -> None:
+    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0:
+        raise InvalidValue(where, "a count of bytes >= 0", repr(max_bytes))
 
 
 def check_precision(where: str, precision: object) -> None:

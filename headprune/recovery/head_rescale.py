@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.recovery._layerwise import Change, LayerwiseRecovery, Precision, check_precision, check_ridge
+from headprune.recovery._layerwise import (
+    Change,
+    LayerwiseRecovery,
+    Precision,
+    check_max_bytes,
+    check_precision,
+    check_ridge,
+)
 from headprune.recovery._least_squares import Normal, solved
 from headprune.recovery._targets import Target
 
@@ -30,6 +37,7 @@ class HeadRescale(LayerwiseRecovery):
         intercept: ``fold`` b into the bias; fit it and ``drop`` it; or ``none``.
         ridge: λ as a share of the mean square of what a head writes.
         precision: The type to add up in, ``float64`` or ``float32``.
+        max_bytes: Of the teacher's streams that are kept, and again of layers' outputs; 0 keeps none, and takes longer.
 
     >>> HeadRescale(intercept="drop").settings["intercept"]
     'drop'
@@ -38,12 +46,14 @@ class HeadRescale(LayerwiseRecovery):
     intercept: Literal["fold", "drop", "none"] = "fold"
     ridge: float = 1e-4
     precision: Precision = "float64"
+    max_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         check_ridge("HeadRescale.ridge", self.ridge)
         if self.intercept not in INTERCEPTS:
             raise InvalidValue("HeadRescale.intercept", f"one of {', '.join(INTERCEPTS)}", repr(self.intercept))
         check_precision("HeadRescale.precision", self.precision)
+        check_max_bytes("HeadRescale.max_bytes", self.max_bytes)
 
     @property
     def adds_biases(self) -> bool:

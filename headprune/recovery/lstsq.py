@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headprune.core.errors import InvalidValue
-from headprune.recovery._layerwise import Change, LayerwiseRecovery, Precision, check_precision, check_ridge
+from headprune.recovery._layerwise import (
+    Change,
+    LayerwiseRecovery,
+    Precision,
+    check_max_bytes,
+    check_precision,
+    check_ridge,
+)
 from headprune.recovery._least_squares import Normal, solved
 from headprune.recovery._targets import Target
 
@@ -30,7 +37,7 @@ class Lstsq(LayerwiseRecovery):
 
     Cost: a pass of model and teacher, and for every projection one more of the model that ends at it and leaves out the
     layers before its own. Memory: a projection's sums, ``in * (in + out)`` numbers, a copy of what is replaced, and at
-    most 1 GiB each of the teacher's streams and of the layers' outputs, without which both run again. Projections
+    most `max_bytes` each of the teacher's streams and of the layers' outputs, without which both run again. Projections
     without a bias get one.
 
     Args:
@@ -40,6 +47,7 @@ class Lstsq(LayerwiseRecovery):
         feed_forward: Also refit the feed-forward's output projection, where it is a linear layer whose output is added
             to the stream.
         precision: The type to add up in, ``float64`` or, faster on most GPUs, ``float32``.
+        max_bytes: Of the teacher's streams that are kept, and again of layers' outputs; 0 keeps none, and takes longer.
 
     >>> import copy, torch
     >>> from headprune import MultiHeadAttention, HeadMask, prune_, recover_
@@ -56,12 +64,14 @@ class Lstsq(LayerwiseRecovery):
     intercept: bool = True
     feed_forward: bool = False
     precision: Precision = "float64"
+    max_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         check_ridge("Lstsq.ridge", self.ridge)
         if self.prior not in PRIORS:
             raise InvalidValue("Lstsq.prior", f"one of {', '.join(PRIORS)}", repr(self.prior))
         check_precision("Lstsq.precision", self.precision)
+        check_max_bytes("Lstsq.max_bytes", self.max_bytes)
 
     @property
     def adds_biases(self) -> bool:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headprune.core.attention_pictures import MEAN, AttentionPictures, ShownExample
+from headprune.core.display import clean
 from headprune.core.heads import HeadId
 from headprune.core.record import RunRecord
-from headprune.report.formats import clean, fixed
+from headprune.report.formats import fixed
 from headprune.report.heatmap import by_kind, short_names
 
 #: Characters that would not be seen in a token, and what stands for them.

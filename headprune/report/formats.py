@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from headprune.core.codec import leaves
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
 _UNITS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6}
-
-
-def clean(text: str) -> str:
-    """Text without terminal colours; other characters that no document may hold become U+FFFD."""
-    return _CONTROL.sub("\ufffd", _ANSI.sub("", text.replace("\r\n", "\n").replace("\r", "\n")))
 
 
 def fixed(value: float, digits: int) -> str:

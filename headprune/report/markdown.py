@@ -10,24 +10,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headprune.core.agreement import Agreement
+from headprune.core.display import clean, escape
 from headprune.core.record import RunRecord
 from headprune.report.beside import NOTHING, Beside
 from headprune.report.comparison import Compared, comparison_view
 from headprune.report.curve import curve
-from headprune.report.formats import clean
 from headprune.report.series import points_of
 from headprune.report.view import view
-
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!&])")
-
-
-def escape(text: object) -> str:
-    """Text that Markdown shows as it is, in one line; safe inside a table cell.
-
-    >>> print(escape("a|b <i>"))
-    a\\|b \\<i\\>
-    """
-    return _SPECIAL.sub(r"\\\1", " ".join(clean(str(text)).split()))
 
 
 def block(text: str) -> str:
@@ -42,7 +31,7 @@ def block(text: str) -> str:
 def _environment() -> Environment:
     environment = Environment(  # Markdown has its own escapes: every value passes through `md` or `block`
         loader=PackageLoader("headprune.report"),
-        autoescape=False,
+        autoescape=False,  # no HTML is made here  # nosec B701
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -169,6 +169,8 @@ def tradeoff(
     Raises:
         InvalidValue: nothing measured on those rows, or several metrics.
     """
+    from matplotlib.ticker import MaxNLocator
+
     if isinstance(records, SweepTable):
         points = points_of_sweep(records, split)
     else:
@@ -189,6 +191,7 @@ def tradeoff(
         else:
             ax.errorbar(kept, means, spreads, marker="o", markersize=4, capsize=2, linewidth=1.2, label=series.method)
     metric = metrics.pop()
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("heads kept")
     ax.set_ylabel(f"{metric} on {split} rows" + (", lower is better" if is_one_of(metric, (*RATIO, *LOWER)) else ""))
     ax.grid(alpha=0.3)

@@ -32,7 +32,7 @@ class Series:
     @property
     def role(self) -> str:
         """``base`` for the uncut model, ``random`` for chance, else ``method``."""
-        words = self.method.split()
+        words = self.method.replace(",", " ").split()  # of a sweep: "scorer random, recover none"
         return "base" if self.method == "base" else "random" if "random" in words else "method"
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headprune.core.display import escape
 from headprune.core.files import atomic_path
 from headprune.core.metrics import POINTS, RATIO, is_one_of
 from headprune.core.sweeps import SIZES, Setting, SweepTable, words
 from headprune.report.formats import count
-from headprune.report.markdown import escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import HeadPruneError, InvalidValue
+from headprune.model.classes import class_named
 
 #: The class that an adapter's task is for, by PEFT's name of it.
 _TASKS = {
@@ -46,15 +47,15 @@ def merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
 
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
-        known = (config.auto_mapping or {}).get("base_model_class") or _TASKS.get(str(config.task_type))
-        kind = getattr(transformers, str(known), transformers.AutoModel)
-        if not config.base_model_name_or_path:
+        named = class_named(str((config.auto_mapping or {}).get("base_model_class")))
+        kind = named or getattr(transformers, _TASKS.get(str(config.task_type), "AutoModel"))
+        if not isinstance(config.base_model_name_or_path, str) or not config.base_model_name_or_path:
             raise InvalidValue(where, "adapters that name their base model", "none in adapter_config.json")
         base = load(kind, config.base_model_name_or_path, f"{where}: its base model", dtype="auto")
         model: nn.Module = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
-    except InvalidValue:
+    except HeadPruneError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except Exception as error:  # what lies there breaks PEFT in any way it likes
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise InvalidValue(where, "adapters that fit their base model", f"{str(folder)!r} ({reason})") from error
     return model.eval()

@@ -12,9 +12,11 @@ from time import perf_counter
 from typing import Any
 
 from headprune.core.codec import FrozenDict
+from headprune.core.display import clean
 from headprune.core.record import RunRecord
 
 RECORD = "record.json"
+TABLE = "table.json"
 PLAN = "plan.json"
 SCORES = "scores.json"
 MODEL = "model"
@@ -46,7 +48,7 @@ def record_path(path: Path) -> Path:
 
 def to_stderr(line: str) -> None:
     """Says a line of progress to who watches."""
-    print(line, file=sys.stderr, flush=True)
+    print(clean(line), file=sys.stderr, flush=True)
 
 
 class Journal:

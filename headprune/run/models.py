@@ -18,6 +18,7 @@ from headprune.run.adapters import is_adapter, merged
 from headprune.run.imported import build_own
 from headprune.run.recipe import CLASSIFICATIONS, UNLABELLED, Recipe, Task
 from headprune.run.vocabulary import train_tokenizer
+from headprune.surgery.formats.foreign import check_folder, check_weights
 
 _AUTO = {
     "text_classification": "AutoModelForSequenceClassification",
@@ -124,6 +125,11 @@ def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, ba
     tool = _loaded(getattr(transformers, kind), section.path, "model.path")
     if not text:
         return Preparation(processor=tool)
+    try:
+        tool("a word", truncation=True)
+    except Exception as error:  # a tokenizer loads with settings that it cannot work with
+        must = "a folder with a tokenizer that reads text"
+        raise InvalidValue("model.path", must, f"{section.path!r} ({type(error).__name__}: {error})") from error
     translates = recipe.task == "translation"
     start = getattr(model_config(section.path), "decoder_start_token_id", None) if translates else None
     if translates and start is None:
@@ -272,10 +278,13 @@ def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
         hint += "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(merged)."
         raise InvalidValue(where, "a folder with a whole model", f"{path!r}, PEFT adapters only", hint)
     importlib.import_module("headprune.attention.transformer")  # makes itself known to the Auto classes
+    check_folder(Path(folder))
+    check_weights(kind, Path(folder))
     try:
-        return kind.from_pretrained(folder, **settings)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        # False, and not left out: then Transformers would ask who sits at the terminal.
+        return kind.from_pretrained(folder, trust_remote_code=False, **settings)
+    except Exception as error:  # what lies there breaks readers and constructors in any way it likes
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         local = Path(folder).is_dir()
         must = "a local folder, or a hub model that can be reached"
         hint = "Give a local folder" + (": --set model.path=FOLDER." if where == "model.path" else ".")
@@ -314,7 +323,7 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
 
     Raises:
         InvalidValue: no model there, or one that runs code of its own.
-        CheckpointError: a damaged folder of ours.
+        CheckpointError: a damaged folder of ours, or one with an index or a configuration that is not believed.
     """
     import transformers
 

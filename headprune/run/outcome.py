@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from headprune.core.arrays import packed
 from headprune.core.codec import FrozenDict
 from headprune.core.files import write_atomic
 from headprune.core.paired import Answers
@@ -49,11 +50,9 @@ class Outcome:
 
     def save(self, path: Path, key: str) -> Path:
         """Writes it, whole or not at all."""
-        from safetensors.numpy import save
-
         facts = {"metric": self.metric, "sizes": dict(self.sizes), "notes": self.notes}
         marks = {"headprune": "Outcome", "key": key, "facts": json.dumps(facts), "sha256": self._sha256()}
-        return write_atomic(path, save(self.arrays, marks))
+        return write_atomic(path, packed(self.arrays, marks))
 
     @classmethod
     def find(cls, path: Path, key: str) -> Outcome | None:
@@ -63,13 +62,25 @@ class Outcome:
         try:
             with safe_open(path, framework="np") as file:
                 marks = file.metadata() or {}
+                types = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, no mapping
+                if types != {"F64"}:
+                    return None
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
             facts = json.loads(marks["facts"])
-            found = cls(facts["metric"], FrozenDict(facts["sizes"]), arrays, tuple(facts["notes"]))
-        except (OSError, SafetensorError, KeyError, ValueError):
+            found = cls(str(facts["metric"]), FrozenDict(facts["sizes"]), arrays, tuple(map(str, facts["notes"])))
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError):
             return None
         whole = marks.get("key") == key and marks.get("sha256") == found._sha256()
-        return found if whole and {f"{s}.{c}" for s in SPLITS for c in _COLUMNS} == arrays.keys() else None
+        return found if whole and found._sound() else None
+
+    def _sound(self) -> bool:
+        """Whether there is a row of every column for each example of both splits."""
+        if {f"{s}.{c}" for s in SPLITS for c in _COLUMNS} != self.arrays.keys():
+            return False
+        shapes = {name: array.shape for name, array in self.arrays.items()}
+        losses = {s: shapes[f"{s}.losses"] for s in SPLITS}
+        alike = all(shapes[f"{s}.counts"] == losses[s] == shapes[f"{s}.amounts"][:1] for s in SPLITS)
+        return alike and all(len(shape) == 1 and shape[0] for shape in losses.values())
 
     def _sha256(self) -> str:
         found = hashlib.sha256(json.dumps([self.metric, dict(self.sizes)]).encode())

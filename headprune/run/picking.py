@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +18,11 @@ from headprune.core.picking import Candidate, Verdict, fixed_sequence
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import Setting, SweepTable, check_size, words
 from headprune.run.base import BASES, MARK, Base
-from headprune.run.journal import MODEL, PLAN
+from headprune.run.journal import MODEL, PLAN, TABLE
 from headprune.run.outcome import SPLITS, Outcome, judge
-from headprune.run.recipe import Recipe
-from headprune.run.runs import RUNS, SweepRun, outcome_key
+from headprune.run.runs import RUNS, SweepRun, outcome_key, recipe_of
 from headprune.run.subject import Subject
 from headprune.run.sweeping import SweepResult
-from headprune.run.tables import TABLE
 from headprune.run.tasks import Task, close, cut_and_recovered, opened, outcome_of
 from headprune.surgery.checkpoint import save_pretrained
 
@@ -84,9 +81,9 @@ class Pick(Value):
         n_looks = sum(look.bound is not None for look in self.looks)
         looked = f"{n_looks} of {len(self.looks)} settings were looked at"
         if self.validation is None or self.test is None or self.test_bound is None:
-            best = min((look for look in self.looks if look.bound is not None), key=lambda look: look.bound or 0.0)
-            least = f"the least bound is {drop_words(self.metric, best.bound or 0.0)}, of {best.setting}"
-            return f"no model of the sweep surely loses at most {allowed}; {looked}, {least}"
+            bounds = [(look.bound, look.setting) for look in self.looks if look.bound is not None]
+            best = [f"the least bound is {drop_words(self.metric, bound)}, of {of}" for bound, of in sorted(bounds)[:1]]
+            return f"no model of the sweep surely loses at most {allowed}; {', '.join([looked, *best])}"
         confirmed = "confirm it" if self.confirmed else "do not confirm it"
         return "\n".join(
             [
@@ -239,7 +236,7 @@ def _write(found: Pick, judged: _Judged, folder: Path, out: Path) -> None:
     assert found.run is not None
     assert found.plan is not None
     file = judged.runs[found.run]
-    recipe = Recipe.model_validate_json(json.dumps(file.recipe, default=dict))
+    recipe = recipe_of(file)
     task = Task("outcomes", str(file.outcome), folder, judged.base, recipe, file.seed)
     try:
         subject, batches = opened(task)

@@ -59,7 +59,7 @@ def parse_yaml(text: str, where: str) -> Any:
     if len(text) > _LONGEST:
         raise InvalidValue(where, f"YAML of at most {_LONGEST:,} characters", f"{len(text):,}")
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)  # a SafeLoader  # nosec B506
     except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
         raise InvalidValue(where, "valid YAML", " ".join(str(error).split())) from None
 

@@ -36,7 +36,7 @@ CLASSIFICATIONS: tuple[Task, ...] = (
 Rows = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[int, Field(ge=1)]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 
 class Section(BaseModel):

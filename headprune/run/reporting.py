@@ -14,8 +14,7 @@ from headprune.core.sweeps import SweepTable
 from headprune.report.beside import Beside
 from headprune.report.comparison import Compared
 from headprune.report.write import write_comparison, write_report, write_tradeoff
-from headprune.run.journal import ATTENTION, RECORD, record_path
-from headprune.run.tables import TABLE
+from headprune.run.journal import ATTENTION, RECORD, TABLE, record_path
 
 #: Other scores of the run's model: ``scores-magnitude.json``, or what ``headprune score --out`` wrote there.
 _SCORES = "scores-*.json"

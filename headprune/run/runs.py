@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from headprune import recovery, scoring, selection
 from headprune.core.codec import FrozenDict, Value
-from headprune.core.errors import HeadPruneError
+from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import words
 from headprune.core.version import __version__
@@ -20,7 +21,7 @@ from headprune.run.recipe import Recipe
 from headprune.run.recovering import seeded
 from headprune.run.splits import calibration_rows
 from headprune.run.tasks import Kind, Task, file_of, load_plan
-from headprune.run.validate import configured
+from headprune.run.validate import check_recipe, configured
 
 RUNS = "runs"
 
@@ -50,6 +51,20 @@ class SweepRun(Value):
     plan: str | None = None
     outcome: str | None = None
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, key in (("base", self.base), ("plan", self.plan), ("outcome", self.outcome)):
+            if key is not None and not key.isalnum():
+                raise InvalidValue(f"SweepRun.{name}", "a digest, which names a file of the sweep", repr(key))
+
+
+def recipe_of(run: SweepRun) -> Recipe:
+    """The recipe in a run's file, checked like any other.
+
+    Raises:
+        RecipeError: with every error that it has.
+    """
+    return check_recipe(json.loads(json.dumps(run.recipe, default=dict)), "the recipe of a run of the sweep")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ from headprune.core.errors import InvalidValue
 Samples = NDArray[np.float32]
 
 
+#: Samples a second: above any recording, and what is asked for in memory when one is brought to another rate.
+_FASTEST = 1_000_000
+
+
 @dataclass(frozen=True, eq=False)
 class Clip:
     """One channel of sound.
@@ -61,7 +65,7 @@ def clip_of(value: Any, where: str, folder: Path) -> Clip:
     """
     if isinstance(value, Mapping) and value.get("array") is not None:
         rate = value.get("sampling_rate")
-        if not isinstance(rate, int) or rate < 1:
+        if not isinstance(rate, int) or not 1 <= rate <= _FASTEST:
             raise InvalidValue(where, "an array with its sampling_rate, samples a second", repr(rate))
         samples = np.asarray(value["array"], dtype=np.float32)
         found = Clip(samples if samples.ndim == 1 else samples.mean(0), rate)
@@ -79,20 +83,27 @@ def _of_file(value: Any, where: str, folder: Path) -> Clip:
         if not isinstance(path, str) or not path:
             raise InvalidValue(where, "a path, or a mapping with an array or bytes", repr(value)[:80])
         try:
-            data = (folder / Path(path).expanduser()).read_bytes()
-        except OSError as error:
-            raise InvalidValue(where, "the path of a file that can be read", f"{path!r} ({error.strerror})") from None
+            place = folder / Path(path).expanduser()
+            if place.exists() and not place.is_file():  # a device or a pipe would be read for ever
+                raise OSError(None, "no ordinary file")
+            data = place.read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in a name
+            got = f"{path!r} ({getattr(error, 'strerror', None) or error})"
+            raise InvalidValue(where, "the path of a file that can be read", got) from None
     try:
         with wave.open(io.BytesIO(data)) as file:
-            width, channels = file.getsampwidth(), file.getnchannels()
-            return Clip(_numbers(file.readframes(file.getnframes()), width, channels), file.getframerate())
-    except (wave.Error, EOFError) as error:
+            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            if not (1 <= width <= 4 and channels >= 1 and 1 <= rate <= _FASTEST):
+                raise wave.Error(f"{channels} channels of {width} bytes, {rate} samples a second")
+            return Clip(_numbers(file.readframes(file.getnframes()), width, channels), rate)
+    except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: a chunk that says that it is longer
         return _by_soundfile(data, where, path, str(error))
 
 
 def _numbers(frames: bytes, width: int, channels: int) -> Samples:
     """Whole numbers of ``width`` bytes as -1 to 1, the mean over channels; those of one byte have no sign."""
-    raw = np.frombuffer(frames[: len(frames) // width * width], dtype=np.uint8).reshape(-1, width)
+    whole = width * channels
+    raw = np.frombuffer(frames[: len(frames) // whole * whole], dtype=np.uint8).reshape(-1, width)
     if width == 1:
         raw = raw ^ np.uint8(0x80)
     padded = np.zeros((len(raw), 4), dtype=np.uint8)

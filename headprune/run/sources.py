@@ -144,6 +144,8 @@ def _local(path: Path, section: DataSection) -> Source:
             name = _FORMATS[formats.pop()]
             whole = {"sample_by": "document"} if name == "text" else {}
             loaded = load_dataset(name, data_files=paths, cache_dir=folder, keep_in_memory=True, **whole)
+            for rows in loaded.values():
+                rows.data.table.validate(full=True)  # readers let bytes pass that are no text
         except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
             reason = " ".join(str(error.__cause__ or error).split()) or "no rows"
             raise InvalidValue("data.path", "readable data", f"{path}: {reason}") from error

@@ -1,4 +1,4 @@
-"""What a run runs on: versions, hardware, and the commit of the working directory."""
+"""What a run runs on: versions, hardware, and the commit of the working directory. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -7,27 +7,60 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-_LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "safetensors", "scikit-learn", "numpy", "scipy")
+_LIBRARIES = (
+    *("torch", "transformers", "tokenizers", "datasets", "accelerate", "safetensors"),
+    *("scikit-learn", "numpy", "scipy"),
+)
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of every library that matters."""
+    """Of Python and of every library that matters; what follows a ``+`` is the build, ``+cpu`` or that for a CUDA."""
     import headprune
 
     found = {"python": platform.python_version(), "headprune": headprune.__version__}
     return found | {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
+def in_short() -> str:
+    """Versions, platform and device in a few lines, for a question or a bug report; at once, without asking torch."""
+    gpu = f"NVIDIA GPU ({_DRIVER.read_text().splitlines()[0]})" if _DRIVER.is_file() else "no NVIDIA GPU"
+    from headprune.core.version import __version__
+
+    lines = {
+        "headprune": __version__,
+        "python": platform.python_version(),
+        **{name: _installed(name) for name in ("torch", "transformers")},
+        "platform": platform.platform(),
+        "device": f"{_processor()}, {_cores()} cores, {gpu}",
+    }
+    return "\n".join(f"{name} {value}" for name, value in lines.items())
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Processor, cores, threads, memory, and the GPU if one is used."""
+    """Processor, its instructions that torch uses, cores, threads, memory, and the GPU if one is used.
+
+    Equal runs on machines that differ in any of this, or in `versions`, may differ in last digits.
+    """
+    import torch
+
     found: dict[str, Any] = {
         "device": str(device),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": _cores(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -37,6 +70,11 @@ def hardware(device: torch.device) -> dict[str, Any]:
         gpu = torch.cuda.get_device_properties(device)
         found |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 1), "cuda": torch.version.cuda}
     return found
+
+
+def _cores() -> int | None:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _processor() -> str:

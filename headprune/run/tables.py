@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,11 +14,13 @@ from headprune.core.files import atomic_path
 from headprune.core.paired import paired_drops
 from headprune.core.sweeps import SweepTable
 from headprune.run.grid import Design
+from headprune.run.journal import TABLE
 from headprune.run.outcome import SPLITS, Outcome
 from headprune.run.runs import Run, SweepRun
 from headprune.run.tasks import file_of, outcome_of
 
-TABLE = "table.json"
+#: How text begins that spreadsheets take for a formula; a negative number is none.
+_FORMULA = re.compile(r"[=@\t\r]|[+-](?![0-9.])")
 TIMINGS = "timings.jsonl"
 
 
@@ -97,13 +100,21 @@ def _columns(rows: list[dict[str, Any]], stem: Path, endings: Sequence[str] = ("
     from pyarrow import csv, parquet
 
     names = list(rows[0]) if rows else ["run"]
-    table = pyarrow.table({name: _one_type([row[name] for row in rows]) for name in names})
+    columns = {name: _one_type([row[name] for row in rows]) for name in names}
     paths = []
     for ending in endings:
         paths.append(stem.with_name(stem.name + ending))
         with atomic_path(paths[-1]) as temporary:
-            (csv.write_csv if ending == ".csv" else parquet.write_table)(table, temporary)
+            if ending == ".csv":
+                csv.write_csv(pyarrow.table({k: list(map(_no_formula, v)) for k, v in columns.items()}), temporary)
+            else:
+                parquet.write_table(pyarrow.table(columns), temporary)
     return paths
+
+
+def _no_formula(cell: Any) -> Any:
+    """A cell that a spreadsheet does not compute: text that would be a formula gets the mark of text before it."""
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
 
 
 def _one_type(values: list[Any]) -> list[Any]:

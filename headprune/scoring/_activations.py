@@ -19,7 +19,8 @@ from headprune.attention.linear import effective_weight
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.contexts import reading
 from headprune.model.losses import Loss, default_loss, inputs_of
-from headprune.model.running import batch_size, call
+from headprune.model.offloaded import fetched
+from headprune.model.running import batch_size, call, device_of
 from headprune.model.sites import BoundSite
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
@@ -49,7 +50,7 @@ class Statistic(ABC):
 
     def zeros(self, *shape: int) -> Tensor:
         """fp64 zeros for every block; on the CPU where the device has no fp64."""
-        device = next(self.bound.module.parameters()).device
+        device = device_of(self.bound.module)
         found = "cpu" if device.type == "mps" else device
         return torch.zeros(self.blocks, *shape, dtype=torch.float64, device=found)
 
@@ -150,7 +151,8 @@ class Products(Statistic):
 
     def mean(self, weights: Tensor) -> Tensor:
         """``[width, width]``, mean over the tokens of the blocks with weight 1."""
-        return torch.tensordot(weights, self.sums, 1) / (self.count @ weights)
+        total: Tensor = torch.tensordot(weights, self.sums, 1)
+        return total / (self.count @ weights)
 
 
 class ActivationScorer(Scorer):
@@ -222,16 +224,17 @@ def output_weight(bound: BoundSite) -> Tensor:
     Without an output projection every channel goes to its own place in the output, which a cut leaves as wide.
     """
     if bound.layout.gate:
-        return effective_weight(bound.gate).detach()
+        with fetched(bound.gate):
+            return effective_weight(bound.gate).detach()
     site = bound.site
-    places = torch.eye(site.n_query_heads, device=next(bound.module.parameters()).device)[:, list(site.heads)]
+    places = torch.eye(site.n_query_heads, device=device_of(bound.module))[:, list(site.heads)]
     return torch.kron(places, torch.eye(site.value_dim, device=places.device))
 
 
 def unit_columns(bound: BoundSite) -> list[Tensor]:
     """Where every unit lies in its site's contexts: all columns of all its heads."""
     site = bound.site
-    device = next(bound.module.parameters()).device
+    device = device_of(bound.module)
     columns = torch.arange(len(site.heads) * site.value_dim, device=device).view(len(site.heads), site.value_dim)
     return [columns[[site.heads.index(h) for h in unit]].flatten() for unit in site.units]
 

@@ -13,11 +13,14 @@ from headprune.core.samples import Curvature, Samples
 from headprune.core.scores import HeadScores
 from headprune.model.fingerprint import fingerprint
 from headprune.model.losses import Loss, default_loss
+from headprune.model.offloaded import check_in_memory
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, unwrap
 from headprune.scoring import registry
 from headprune.scoring._base import Estimate, Problem, Scorer
 from headprune.scoring._stopping import Stable, read_until
+
+_LOAD = "Load the model into memory, or with a device_map and without preload_module_classes."
 
 
 @overload
@@ -78,7 +81,8 @@ def score(
     Raises:
         UnknownName: no such scorer.
         InvalidValue: no data, no labels, a loss that is not finite (the message names the batch).
-        UnsupportedModel: no known attention in the model, or weights that were offloaded.
+        UnsupportedModel: no known attention in the model, or weights that are neither in memory nor offloaded by
+            accelerate, module by module.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -101,7 +105,7 @@ def score(
     bound = bind(model, sites)
     if not any(b.site.heads for b in bound):
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
-    _check_weights(model)
+    check_in_memory(model, _LOAD, known=True)
     with undisturbed(model):
         problem = Problem(model, bound, batches, loss or default_loss, progress)
         problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
@@ -129,14 +133,6 @@ def score(
         for (name, s), e in zip(named, estimates, strict=True)
     )
     return results[0] if isinstance(scorer, (str, Scorer)) else results
-
-
-def _check_weights(model: nn.Module) -> None:
-    """Refuses offloaded weights: hooks such as Accelerate's fetch them while their module runs, which is not enough."""
-    elsewhere = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if elsewhere is not None:
-        hint = "Load the whole model onto one device, without offloading to the CPU or to disk."
-        raise UnsupportedModel("the model", "one whose weights are in memory", f"{elsewhere} on the meta device", hint)
 
 
 def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:

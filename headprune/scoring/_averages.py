@@ -10,21 +10,27 @@ from torch import Tensor
 
 from headprune.core.samples import Curvature
 from headprune.scoring._base import Estimate
+from headprune.scoring._rows import Rows
 
 #: Rows that differ by less, relative to the largest number in them, differ by rounding.
 _SAME = 1e-6
 
 
-def averaged(samples: Tensor, n_examples: int | None = None, seed: int | None = None, row: str = "example") -> Estimate:
+def averaged(
+    rows: Tensor | Rows, n_examples: int | None = None, seed: int | None = None, row: str = "example"
+) -> Estimate:
     """The mean of the rows ``[rows, units]`` with its standard error, and notes where that is missing or says nothing.
 
     Args:
-        samples: The rows.
+        rows: The rows, or what there was room for.
         n_examples: Default: one a row.
         seed: Of what was drawn.
         row: What a row is, in words.
     """
-    values, errors = mean_and_error(samples)
+    if isinstance(rows, Rows):
+        samples, count, (values, errors) = rows.samples, rows.count, rows.mean_and_error
+    else:
+        samples, count, (values, errors) = rows, len(rows), mean_and_error(rows)
     notes = []
     if errors is None:
         notes.append(f"No standard error: the scores rest on a single {row}.")
@@ -32,7 +38,7 @@ def averaged(samples: Tensor, n_examples: int | None = None, seed: int | None = 
         notes.append(f"Every {row} gave the same numbers, so that a standard error of 0 promises nothing about others.")
     if not bool(values.any()):
         notes.append("Every score is 0, so that they tell no head from another.")
-    return Estimate(values, errors, n_examples or len(samples), seed, samples, tuple(notes))
+    return Estimate(values, errors, n_examples or count, seed, samples, tuple(notes))
 
 
 def with_curvature(estimate: Estimate, n_units: int, make: Callable[[], Tensor]) -> Estimate:

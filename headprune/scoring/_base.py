@@ -21,6 +21,9 @@ from headprune.model.losses import Loss, check_finite, default_loss, shaped_loss
 from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
 from headprune.model.sites import BoundSite
 
+#: Batches whose losses are looked at together.
+_LOOK = 4096
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -76,14 +79,15 @@ class Problem:
     def losses(self, number: int, batch: Any) -> Tensor:
         """``[examples]``: the loss of a batch of ``passes``, which looks whether all are finite where it ends.
 
-        A look waits for an accelerator, so there is one a pass, and one at the first batch, where most mistakes show.
+        A look waits for an accelerator, so there is one a pass, and one at the first batch, where most mistakes show;
+        more in a pass of thousands of batches.
 
         Raises:
             InvalidValue: not one number an example; in the first batch, one that is not finite.
         """
         losses = shaped_losses(self.loss, self.model, batch, number)
         self._unseen.append((number, losses.detach()))
-        if number == self.before:
+        if number == self.before or len(self._unseen) == _LOOK:
             self._look()
         return losses
 
@@ -140,7 +144,7 @@ class Problem:
             try:
                 self.costs = measure_costs(self.model, self.bound, one, loss)
                 return
-            except Exception:  # what is wrong with the batch itself shows again below, as the user gave it
+            except Exception:  # what is wrong with the batch itself shows again below, as the user gave it  # nosec B110
                 pass
         self.costs = measure_costs(self.model, self.bound, first, loss)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
+from headprune.core.samples import Curvature
 from headprune.gating.context import gated
 from headprune.model.contexts import watched
 from headprune.model.losses import Loss, default_loss
-from headprune.model.running import batch_size, undisturbed
+from headprune.model.recompute import recomputed
+from headprune.model.running import batch_size, device_of, undisturbed
 from headprune.model.sites import BoundSite, bind, sites_of, unwrap
-from headprune.scoring._base import Problem
+from headprune.scoring._averages import in_blocks
+from headprune.scoring._base import Problem, Scorer
+from headprune.scoring._rows import Rows, collected, room
 
 
 def gate_gradients(
@@ -50,22 +55,133 @@ def unit_gradients(problem: Problem) -> Tensor:
     return found
 
 
+class GradientScorer(Scorer):
+    """A scorer that is the mean of a function of G's rows, or of their means over blocks of examples."""
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether it is, as it is set."""
+        return True
+
+    @property
+    def block_size(self) -> int:
+        """Examples a block, in data order."""
+        return 1
+
+    def of_gradients(self, gradients: Tensor) -> Tensor:
+        """``[rows, units]`` from rows of G, or of their means."""
+        raise NotImplementedError
+
+
+@dataclass
+class Gathered:
+    """What a gradient scorer makes of G.
+
+    Args:
+        rows: Its rows, or what there was room for.
+        n_examples: Examples.
+        products: ``[units, units]``: the mean of the outer products of the gradients that its rows are made of.
+    """
+
+    rows: Tensor | Rows
+    n_examples: int
+    products: Callable[[], Tensor]
+
+
+def gathered(problem: Problem, scorer: GradientScorer) -> Gathered:
+    """What a scorer makes of G; that of the call's other scorers is gathered in the same pass.
+
+    Where there is no room for G it is never whole, and each scorer takes what it needs as batches come.
+    """
+    streams: dict[GradientScorer, _Stream] = problem.shared.setdefault("gradient streams", {})
+    if "gradients" not in problem.shared and scorer not in streams:
+        together = [s for s in problem.shared.get("scorers", ()) if isinstance(s, GradientScorer) and s.reads_gradients]
+        wanted = dict.fromkeys((scorer, *together))
+        made = {s: _Stream(s, sum(len(b.site.units) for b in problem.bound)) for s in wanted}
+        if not _read(problem, list(made.values())):
+            streams.update(made)
+    if scorer in streams:
+        return streams[scorer].done()
+    gradients: Tensor = problem.shared["gradients"]
+    means = in_blocks(gradients, scorer.block_size)
+    return Gathered(scorer.of_gradients(means), len(gradients), lambda: means.T @ means / len(means))
+
+
+def _read(problem: Problem, streams: list[_Stream]) -> bool:
+    """Reads all gradients; whether there was room for G, and if not, they went into the streams."""
+    held: list[Tensor] = []
+    size, most = 0, room()
+    for number, batch in problem.passes("gate gradients"):
+        held.append(loss_gradients(problem, number, batch))
+        size += 8 * held[-1].numel()
+        if size > most:
+            _feed(streams, held)
+            held, size, most = [], 0, room() // 8
+    if most == room():
+        problem.shared["gradients"] = torch.cat(held).cpu().double()  # once: every copy waits for the accelerator
+        return True
+    if held:
+        _feed(streams, held)
+    return False
+
+
+def _feed(streams: list[_Stream], held: list[Tensor]) -> None:
+    gradients = torch.cat(held).cpu().double()
+    for stream in streams:
+        stream.add(gradients)
+
+
+class _Stream:
+    """What one scorer takes of gradients that come piece by piece."""
+
+    def __init__(self, scorer: GradientScorer, n_units: int) -> None:
+        self.scorer, self.rows, self.n_examples = scorer, Rows(), 0
+        self.rest = torch.zeros(0, n_units, dtype=torch.float64)
+        self.total = None if Curvature.too_large(n_units) else torch.zeros(n_units, n_units, dtype=torch.float64)
+
+    def add(self, gradients: Tensor) -> None:
+        self.n_examples += len(gradients)
+        gradients = torch.cat([self.rest, gradients])
+        n_full = len(gradients) // self.scorer.block_size * self.scorer.block_size
+        self.rest = gradients[n_full:].clone()
+        self._take(gradients[:n_full])
+
+    def _take(self, gradients: Tensor) -> None:
+        if not len(gradients):
+            return
+        means = in_blocks(gradients, self.scorer.block_size)
+        self.rows.add(self.scorer.of_gradients(means))
+        if self.total is not None:
+            self.total += means.T @ means
+
+    def done(self) -> Gathered:
+        self._take(self.rest)
+        self.rest = self.rest[:0]
+        return Gathered(self.rows, self.n_examples, self._products)
+
+    def _products(self) -> Tensor:
+        assert self.total is not None
+        return self.total / self.rows.count
+
+
 def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -> Tensor:
     """``[examples, units]``: the rows of G that a batch gives, with every gate at ``at``, where the gates are."""
     return by_unit(problem, _backward(problem, number, batch, gate_shapes(problem, batch), at))
 
 
-def token_gradients(problem: Problem) -> Tensor:
+def token_gradients(problem: Problem) -> Tensor | Rows:
     """``[examples, units]``: absolute gate gradients of single tokens, summed over the tokens of each example."""
-    rows = []
+    return collected(_token_gradients(problem))
+
+
+def _token_gradients(problem: Problem) -> Iterator[Tensor]:
     for number, batch in problem.passes("gate gradients by token"):
         size = batch_size(batch)
         lengths = _lengths(problem, batch, size)
         shapes = [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
         gradients = _backward(problem, number, batch, shapes)
         absolute = [_units(problem, b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
-        rows.append(torch.cat(absolute, 1))
-    return torch.cat(rows).cpu().double()
+        yield torch.cat(absolute, 1).cpu().double()
 
 
 @torch.inference_mode(False)
@@ -75,7 +191,7 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of the summed losses with respect to gates of the given shapes, one a site."""
     gates = open_gates(problem, shapes, at)
-    with gated(problem.model, gates, sites_of(problem.bound)):
+    with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
         return gate_slopes(problem, problem.losses(number, batch).sum(), gates)
 
 
@@ -90,7 +206,7 @@ def open_gates(problem: Problem, shapes: Sequence[tuple[int, ...]], at: float = 
     for b, shape in zip(problem.bound, shapes, strict=True):
         weight = next(b.module.parameters())
         wide = torch.promote_types(weight.dtype, torch.float32)
-        gates[b.site.name] = torch.full(shape, at, device=weight.device, dtype=wide, requires_grad=True)
+        gates[b.site.name] = torch.full(shape, at, device=device_of(b.module), dtype=wide, requires_grad=True)
     return gates
 
 

@@ -14,7 +14,8 @@ from headprune.gating.context import gated
 from headprune.gating.learned import unit_of_heads
 from headprune.gating.stochastic import GateDistribution
 from headprune.model.losses import checked_losses
-from headprune.model.running import batch_size
+from headprune.model.recompute import recomputed
+from headprune.model.running import batch_size, device_of
 from headprune.model.sites import sites_of
 from headprune.scoring._base import Estimate, Problem, Scorer
 from headprune.scoring._gradients import by_unit, gate_slopes
@@ -112,7 +113,7 @@ class _Training:
             self.drawn = self.distribution.sample(self.weights, dealt, self.sizes, self.step)
             self.slopes = torch.zeros_like(self.sizes)
         gates = self.placed()
-        with gated(self.problem.model, gates, sites_of(self.problem.bound)):
+        with gated(self.problem.model, gates, sites_of(self.problem.bound)), recomputed(self.problem.model):
             losses = checked_losses(self.problem.loss, self.problem.model, batch, number)
             slopes = gate_slopes(self.problem, losses[some].sum(), gates)
         self.slopes += by_unit(self.problem, slopes).cpu().double()
@@ -124,7 +125,7 @@ class _Training:
         for b, drawn in zip(self.problem.bound, self.drawn.detach().split(self.counts), strict=True):
             weight = next(b.module.parameters())
             wide = torch.promote_types(weight.dtype, torch.float32)
-            gates[b.site.name] = drawn[unit_of_heads(b)].to(weight.device, wide).requires_grad_()
+            gates[b.site.name] = drawn[unit_of_heads(b)].to(device_of(b.module), wide).requires_grad_()
         return gates
 
     def update(self) -> None:

@@ -19,7 +19,7 @@ from headprune.attention.multi_head import MultiHeadAttention
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.contexts import inputs_of, query_mask
 from headprune.model.double import Doubled
-from headprune.model.running import batch_size, tensors, token_mask
+from headprune.model.running import batch_size, device_of, tensors, token_mask
 from headprune.model.sites import BoundSite
 from headprune.scoring._activations import run
 from headprune.scoring._averages import averaged
@@ -133,7 +133,8 @@ def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
         return probabilities
     if len(probabilities) % size or not b.layout.windows:
         raise UnsupportedModel(b.site.name, f"run on {size} examples", f"a map of {len(probabilities)} rows", _HINT)
-    return probabilities.unflatten(0, (size, -1)).transpose(1, 2).flatten(2, 3)
+    windows: Tensor = probabilities.unflatten(0, (size, -1))
+    return windows.transpose(1, 2).flatten(2, 3)
 
 
 def visible(model: nn.Module, b: BoundSite, batch: Any, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
@@ -142,7 +143,7 @@ def visible(model: nn.Module, b: BoundSite, batch: Any, shape: tuple[int, int, i
     Keys of cross-attention follow ``attention_mask``, all others the mask of the queries; see ``query_mask``.
     """
     size, queries, keys = shape
-    device = next(b.module.parameters()).device
+    device = device_of(b.module)
     nothing = b.layout.windows
     of_queries = None if nothing else query_mask(model, b.site.kind, batch, (size, queries))
     if b.site.kind == "cross":

@@ -12,7 +12,7 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.gating.context import gated
 from headprune.model.losses import checked_losses
-from headprune.model.running import batch_size
+from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite, sites_of
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
 from headprune.scoring._maps import by_example, checked_runs, eager, mapping, mean_over_examples, told, visible
@@ -87,7 +87,7 @@ class Attattr(Scorer):
         weight = next(b.module.parameters())
         wide = torch.promote_types(weight.dtype, torch.float32)
         shape = (batch_size(batch), len(b.site.heads))
-        gate = torch.full(shape, scale, device=weight.device, dtype=wide, requires_grad=True)
+        gate = torch.full(shape, scale, device=device_of(b.module), dtype=wide, requires_grad=True)
         with ExitStack() as stack:
             found = stack.enter_context(mapping([b], graph=True))
             stack.enter_context(gated(problem.model, {b.site.name: gate}, sites_of(problem.bound)))

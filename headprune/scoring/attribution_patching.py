@@ -13,16 +13,16 @@ from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import reading, rows_of
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer, one_of
+from headprune.scoring._base import Estimate, Problem, one_of
 from headprune.scoring._contexts import leaves, mean_contexts
-from headprune.scoring._gradients import by_unit, gradients_of, unit_gradients
+from headprune.scoring._gradients import GradientScorer, by_unit, gathered, gradients_of
 
 #: By site number, the heads' outputs: one tensor for each time that the site runs in a pass, or one for all of them.
 Contexts: TypeAlias = dict[int, list[Tensor]]
 
 
 @dataclass(frozen=True)
-class AttributionPatching(Scorer):
+class AttributionPatching(GradientScorer):
     """``I_h = mean_i sum_t <base_th - ctx_ith, dl_i/dctx_ith>``: at most two forward and one backward pass, labels.
 
     The first-order estimate of how much the loss rises when the head's output ``ctx``, the output projection's input,
@@ -64,13 +64,20 @@ class AttributionPatching(Scorer):
 
     def estimate(self, problem: Problem) -> Estimate:
         if self.base == "zero":
-            return averaged(-unit_gradients(problem))
+            return averaged(gathered(problem, self).rows)
         means = mean_contexts(problem) if self.base == "mean" else {}
         rows = []
         for number, batch in problem.passes("attribution patching"):
             bases = self._corrupted(problem, batch) if self.corrupt else {site: [m] for site, m in means.items()}
             rows.append(_effects(problem, number, batch, bases))
         return averaged(torch.cat(rows).cpu().double())
+
+    @property
+    def reads_gradients(self) -> bool:
+        return self.base == "zero"
+
+    def of_gradients(self, gradients: Tensor) -> Tensor:
+        return -gradients
 
     def _corrupted(self, problem: Problem, batch: Any) -> Contexts:
         assert self.corrupt is not None

@@ -24,4 +24,5 @@ class Entropy(MapScorer):
     """
 
     def of_rows(self, probabilities: Tensor) -> Tensor:
-        return -torch.special.entr(probabilities).sum(-1)
+        negative: Tensor = torch.special.entr(probabilities).sum(-1)
+        return -negative

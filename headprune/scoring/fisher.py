@@ -14,12 +14,12 @@ from headprune.core.heads import AttentionSite
 from headprune.model.losses import Loss, default_loss
 from headprune.model.sites import bind, unwrap
 from headprune.scoring._averages import averaged, in_blocks, with_curvature
-from headprune.scoring._base import Estimate, Problem, Scorer, one_of
-from headprune.scoring._gradients import gate_gradients, unit_gradients
+from headprune.scoring._base import Estimate, Problem, one_of
+from headprune.scoring._gradients import GradientScorer, gate_gradients, gathered
 
 
 @dataclass(frozen=True)
-class Fisher(Scorer):
+class Fisher(GradientScorer):
     """``I_h = 1/2 mean_i (dl_i/dm_h)^2`` at gates m = 1: one forward and one backward pass with frozen weights, labels.
 
     Half the diagonal of the Fisher matrix ``G'G/N``: the rise of the loss when the head goes, to second order, with
@@ -45,11 +45,17 @@ class Fisher(Scorer):
         _check_block("Fisher.block", self.block)
 
     def estimate(self, problem: Problem) -> Estimate:
-        gradients = unit_gradients(problem)
         row = "example" if self.block == 1 else "block of examples"
-        rows = in_blocks(gradients, self.block)
-        found = averaged(rows.square() / 2, len(gradients), row=row)
-        return with_curvature(found, rows.shape[1], lambda: rows.T @ rows / len(rows))
+        of_data = gathered(problem, self)
+        found = averaged(of_data.rows, of_data.n_examples, row=row)
+        return with_curvature(found, len(found.values), of_data.products)
+
+    @property
+    def block_size(self) -> int:
+        return self.block
+
+    def of_gradients(self, gradients: Tensor) -> Tensor:
+        return gradients.square() / 2
 
 
 def fisher_matrix(
@@ -86,7 +92,8 @@ def structured(matrix: Tensor, sizes: list[int], structure: str) -> Tensor:
         return matrix
     if structure == "diag":
         return matrix.diagonal().diag()
-    return matrix * torch.block_diag(*(matrix.new_ones(n, n) for n in sizes))
+    blocks: Tensor = torch.block_diag(*(matrix.new_ones(n, n) for n in sizes))
+    return matrix * blocks
 
 
 def _check_block(where: str, block: int) -> None:

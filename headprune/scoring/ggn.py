@@ -6,7 +6,7 @@ What the model puts out is read as distributions: of classes, of a number (regre
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,14 @@ from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature
 from headprune.gating.context import gated
 from headprune.model.losses import default_loss
+from headprune.model.recompute import recomputed
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
 from headprune.scoring._averages import averaged, with_curvature
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
 from headprune.scoring._distributions import Distributions, content_seeds, distributions, drawn_labels
 from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, open_gates
+from headprune.scoring._rows import collected
 from headprune.scoring.fisher import structured
 
 
@@ -66,17 +68,22 @@ class Ggn(Scorer):
             raise InvalidValue("Ggn.draws", "at least 1, or None", self.draws)
 
     def estimate(self, problem: Problem) -> Estimate:
-        samples, drawn = [], False
+        drawn = False
         n_units = sum(len(b.site.units) for b in problem.bound)
         kept = not Curvature.too_large(n_units)
         total = torch.zeros(n_units, n_units, dtype=torch.float64) if kept else torch.empty(0)
-        for number, batch in problem.passes("ggn"):
-            rows, sampled = self.rows(problem, number, batch)
-            samples.append(rows.square().sum(1) / 2)
-            drawn |= sampled
-            if kept:
-                total += _outer(rows)
-        found = averaged(torch.cat(samples), seed=self.seed if drawn else None)
+
+        def halves() -> Iterator[Tensor]:
+            nonlocal drawn, total
+            for number, batch in problem.passes("ggn"):
+                rows, sampled = self.rows(problem, number, batch)
+                drawn |= sampled
+                if kept:
+                    total += _outer(rows)
+                yield rows.square().sum(1) / 2
+
+        samples = collected(halves())
+        found = averaged(samples, seed=self.seed if drawn else None)
         found = with_curvature(found, n_units, lambda: total / found.n_examples)
         ignored = () if problem.loss is default_loss else ("loss= was not asked: ggn reads the output alone.",)
         return replace(found, notes=(*found.notes, *ignored))
@@ -86,7 +93,7 @@ class Ggn(Scorer):
     def rows(self, problem: Problem, number: int, batch: Any) -> tuple[Tensor, bool]:
         """``[examples, rows, units]`` whose outer products sum to each example's matrix; whether labels were drawn."""
         gates = open_gates(problem, gate_shapes(problem, batch))
-        with gated(problem.model, gates, sites_of(problem.bound)):
+        with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
             found = distributions(problem.model, batch, f"batch {number}")
             softmax = found.kind == "single_label_classification"
             drawn = softmax and (self.draws is not None or found.by_token)
@@ -121,7 +128,8 @@ def _weighted(slopes: Tensor, found: Distributions, drawn: bool) -> Tensor:
         return slopes / (positions * slopes.shape[1]).sqrt()[:, None, None]
     output = found.logits[:, 0].detach().cpu().double()
     if found.kind == "regression":
-        return slopes * (2 / output.shape[1]) ** 0.5
+        root: float = (2 / output.shape[1]) ** 0.5
+        return slopes * root
     if found.kind == "multi_label_classification":
         p = output.sigmoid()
         return slopes * (p * (1 - p) / output.shape[1]).sqrt().unsqueeze(-1)

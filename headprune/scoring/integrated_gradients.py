@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from headprune.model.sites import sites_of
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
 from headprune.scoring._gradients import gate_shapes, loss_gradients, open_gates
+from headprune.scoring._rows import collected
 
 #: A gap of more than this share of the whole is told.
 _GAP = 0.05
@@ -49,13 +50,17 @@ class IntegratedGradients(Scorer):
     def estimate(self, problem: Problem) -> Estimate:
         nodes, weights = np.polynomial.legendre.leggauss(self.points)  # on [-1, 1]
         places = [((1 + float(x)) / 2, float(w) / 2) for x, w in zip(nodes, weights, strict=True)]
-        rows, wholes = [], []
-        for number, batch in problem.passes("integrated gradients"):
-            parts = [weight * loss_gradients(problem, number, batch, at).cpu().double() for at, weight in places]
-            rows.append(-torch.stack(parts).sum(0))
-            wholes.append(_saved(problem, number, batch))
-        found = averaged(torch.cat(rows))
-        return replace(found, notes=(*found.notes, *_gap(float(found.values.sum()), wholes)))
+        whole = 0.0
+
+        def shares() -> Iterator[Tensor]:
+            nonlocal whole
+            for number, batch in problem.passes("integrated gradients"):
+                parts = [weight * loss_gradients(problem, number, batch, at).cpu().double() for at, weight in places]
+                whole += float(_saved(problem, number, batch).sum())
+                yield -torch.stack(parts).sum(0)
+
+        found = averaged(collected(shares()))
+        return replace(found, notes=(*found.notes, *_gap(float(found.values.sum()), whole / found.n_examples)))
 
 
 @torch.inference_mode(False)
@@ -69,8 +74,7 @@ def _saved(problem: Problem, number: int, batch: Any) -> Tensor:
     return losses[0] - losses[1]
 
 
-def _gap(total: float, wholes: Sequence[Tensor]) -> tuple[str, ...]:
-    whole = float(torch.cat(list(wholes)).mean())
+def _gap(total: float, whole: float) -> tuple[str, ...]:
     if abs(total - whole) <= _GAP * abs(whole):
         return ()
     return (f"The scores sum to {total:.4g}, but the loss rises by {whole:.4g} without any head: take more points.",)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headprune.attention.linear import effective_weight
 from headprune.core.slabs import rows_of, used_groups
+from headprune.model.offloaded import fetched
 from headprune.model.sites import BoundSite, lookup
 from headprune.scoring._base import Estimate, Problem, Scorer
 
@@ -24,7 +25,11 @@ class Magnitude(Scorer):
     needs_data: ClassVar[bool] = False
 
     def estimate(self, problem: Problem) -> Estimate:
-        return Estimate(torch.stack([_size(b, unit) for b in problem.bound for unit in b.site.units]))
+        sizes = []
+        for b in problem.bound:
+            with fetched(b.module):
+                sizes += [_size(b, unit) for unit in b.site.units]
+        return Estimate(torch.stack(sizes))
 
 
 def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:

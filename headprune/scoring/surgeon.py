@@ -13,7 +13,7 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import counted, inputs_of, rows_of, wide
 from headprune.model.losses import default_loss
-from headprune.model.running import batch_size
+from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite
 from headprune.scoring._activations import jackknife, unit_columns
 from headprune.scoring._averages import averaged
@@ -162,7 +162,7 @@ class _Factors:
         self.bound = bound
         self.width = len(bound.site.heads) * bound.site.value_dim
         parameter = next(bound.module.parameters())
-        nothing = torch.zeros(blocks, dtype=wide(parameter), device=parameter.device)
+        nothing = torch.zeros(blocks, dtype=wide(parameter), device=device_of(bound.module))
         self.weight = nothing.clone()
         self.x = nothing.new_zeros(blocks, self.width)
         self.xx = nothing.new_zeros(blocks, self.width, self.width)

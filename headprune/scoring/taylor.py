@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.scoring._averages import averaged, in_blocks
-from headprune.scoring._base import Estimate, Problem, Scorer, one_of
-from headprune.scoring._gradients import token_gradients, unit_gradients
+from headprune.scoring._averages import averaged
+from headprune.scoring._base import Estimate, Problem, one_of
+from headprune.scoring._gradients import GradientScorer, gathered, token_gradients
 
 
 @dataclass(frozen=True)
-class Taylor(Scorer):
+class Taylor(GradientScorer):
     """``I_h = mean_i |dl_i/dm_h|`` at gates m = 1: one forward and one backward pass with frozen weights, labels.
 
     Source: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?", section 4.1, equation (5).
@@ -44,14 +44,28 @@ class Taylor(Scorer):
             raise InvalidValue("Taylor.block", "a count of examples, with reduce='batch' only", self.block)
 
     def estimate(self, problem: Problem) -> Estimate:
-        gradients = token_gradients(problem) if self.reduce == "token" else unit_gradients(problem)
-        if self.reduce == "signed":
-            samples = -gradients
+        if self.reads_gradients:
+            found = gathered(problem, self)
+            rows, n_examples = found.rows, found.n_examples
         else:
-            samples = in_blocks(gradients, self.block if self.reduce == "batch" else 1).abs()
+            rows = token_gradients(problem)
+            n_examples = len(rows) if isinstance(rows, Tensor) else rows.count
         if self.normalize == "l2":
-            samples = samples / _layer_norms(samples.mean(0), [len(b.site.units) for b in problem.bound])
-        return averaged(samples, len(gradients), row="block of examples" if self.reduce == "batch" else "example")
+            mean = rows.mean(0) if isinstance(rows, Tensor) else rows.mean_and_error[0]
+            norms = _layer_norms(mean, [len(b.site.units) for b in problem.bound])
+            rows = rows / norms if isinstance(rows, Tensor) else rows.divided(norms)
+        return averaged(rows, n_examples, row="block of examples" if self.reduce == "batch" else "example")
+
+    @property
+    def reads_gradients(self) -> bool:
+        return self.reduce != "token"
+
+    @property
+    def block_size(self) -> int:
+        return self.block if self.reduce == "batch" else 1
+
+    def of_gradients(self, gradients: Tensor) -> Tensor:
+        return -gradients if self.reduce == "signed" else gradients.abs()
 
 
 def _layer_norms(values: Tensor, sizes: list[int]) -> Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer
-from headprune.scoring._gradients import unit_gradients
+from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._gradients import GradientScorer, gathered
 
 
 @dataclass(frozen=True)
-class Taylor2(Scorer):
+class Taylor2(GradientScorer):
     """``I_h = mean_i [-g_ih + 1/2 g_ih^2]``, ``g_ih = dl_i/dm_h`` at gates m = 1: one forward and one backward, labels.
 
     The expansion ``L(m_h = 0) - L(1) = -dL/dm_h + 1/2 d2L/dm_h2 - ...`` with the diagonal of the empirical Fisher
@@ -26,5 +28,7 @@ class Taylor2(Scorer):
     """
 
     def estimate(self, problem: Problem) -> Estimate:
-        gradients = unit_gradients(problem)
-        return averaged(gradients.square() / 2 - gradients)
+        return averaged(gathered(problem, self).rows)
+
+    def of_gradients(self, gradients: Tensor) -> Tensor:
+        return gradients.square() / 2 - gradients

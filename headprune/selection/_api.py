@@ -11,6 +11,7 @@ from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.scores import HeadScores
 from headprune.selection import registry
 from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
+from headprune.selection._close import close_calls
 from headprune.selection._groups import WHERE, divided
 from headprune.selection._policies import cache_notes
 from headprune.selection._required import Heads
@@ -34,7 +35,9 @@ def select(
     """Decides which heads stay: as many as the budget allows, the most important ones.
 
     A budget is an upper bound: a plan may keep less where whole KV groups, or heads of unlike cost, do not add up to
-    it. Equal scores are decided by place: the later site and the later head go first. With ``min_heads=0`` a layer,
+    it. Equal scores are decided by place: the later site and the later head go first. Heads on either side of the cut
+    that could change places, and whose scores differ by no more than the standard error of the difference, are close
+    calls: the plan's notes name them. With ``min_heads=0`` a layer,
     or a group with a budget of its own, may lose its last head, which the plan's notes say; the model keeps one, unless
     all must go.
 
@@ -155,6 +158,7 @@ def _kept(problem: Problem, selector: Selector, name: str) -> frozenset[Position
     if not problem.fits(keep):
         must = f"within the budget's limit of {problem.limit}"
         raise InvalidValue(where, must, f"a cost of {problem.cost(keep)}")
+    problem.notes.extend(close_calls(problem, selector, keep))
     return keep
 
 

@@ -181,6 +181,8 @@ class Selector(abc.ABC):
     #: What the selector goes by beside the scores' values: ``loss``, ``rescore``, an argument of `hp.select` each, or
     #: the ``curvature`` of the scores.
     needs: ClassVar[frozenset[str]] = frozenset()
+    #: Whether units of different sites compete for their places.
+    across: ClassVar[bool] = True
 
     min_heads: int = 1
     multiple_of: int = 1
@@ -199,6 +201,10 @@ class Selector(abc.ABC):
         Raises:
             InfeasibleBudget: none of the choices that the settings allow fits.
         """
+
+    def scale(self, row: Sequence[float]) -> tuple[float, float]:
+        """What is taken off the scores of one site, and what divides them then, before sites are compared."""
+        return 0.0, 1.0
 
     @property
     def settings(self) -> FrozenDict:

@@ -65,7 +65,7 @@ class Descent:
 
         Every unit that stays is put to those that go, and whichever of them is then missed least is let back in.
         """
-        found = gone.copy()
+        found: Flags = gone.copy()
         for span in self.on.spans:
             block, free = self.matrix[np.ix_(span, span)], self.on.free[span]
             out = found[span] & free
@@ -74,7 +74,7 @@ class Descent:
                 out[unit] = True
                 without = np.where(out, np.diag(block) - 2 * block @ out, np.inf)
                 out[int(np.argmin(without))] = False
-            new = found.copy()
+            new: Flags = found.copy()
             new[span] = np.where(free, out, found[span])
             if self.allowed(new):
                 found = new

@@ -40,10 +40,20 @@ class GlobalTopk(Selector):
         if self.normalise not in ("none", "l2", "zscore"):
             raise InvalidValue("GlobalTopk.normalise", "'none', 'l2' or 'zscore'", repr(self.normalise))
 
+    def scale(self, row: Sequence[float]) -> tuple[float, float]:
+        if self.normalise == "none" or not row:
+            return 0.0, 1.0
+        if self.normalise == "l2":
+            return 0.0, _norm(row) or 1.0
+        if min(row) == max(row):  # the rounding of the mean is no spread
+            return row[0], 1.0
+        mean = math.fsum(row) / len(row)
+        return mean, _norm([v - mean for v in row]) / math.sqrt(len(row))
+
     def keep(self, problem: Problem) -> frozenset[Position]:
         # Removing from the bottom up to the budget and then adding back is the same as filling up from the top
         # onto the minimum: as long a top of the ranking as fits, then whatever else fits.
-        level = [_comparable(row, self.normalise) for row in problem.scores.values]
+        level = [_comparable(row, *self.scale(row)) for row in problem.scores.values]
         ranking = sorted(best_first(problem.scores), key=lambda u: -level[u.site][u.unit])  # stable: ties stay
         keep = problem.by_site(minimum(problem, ranking))
         left = problem.limit - sum(problem.site_cost(site, units) for site, units in enumerate(keep))
@@ -73,18 +83,9 @@ def _blocks(
     return [(site, block) for _, _, site, _, block in sorted(blocks, key=lambda b: b[:-1])]
 
 
-def _comparable(row: Sequence[float], normalise: Normalise) -> Sequence[float]:
+def _comparable(row: Sequence[float], shift: float, divisor: float) -> Sequence[float]:
     """The scores of one site on a scale that is comparable between sites."""
-    if normalise == "none" or not row:
-        return row
-    if normalise == "l2":
-        norm = _norm(row)
-        return [v / norm if norm else 0.0 for v in row]
-    mean = math.fsum(row) / len(row)
-    off = [v - mean for v in row]
-    deviation = _norm(off) / math.sqrt(len(row))
-    flat = min(row) == max(row)  # the rounding of the mean is no spread
-    return [0.0 if flat else v / deviation for v in off]
+    return [(v - shift) / divisor for v in row]
 
 
 def _norm(row: Sequence[float]) -> float:

@@ -95,4 +95,6 @@ class Iterative(Selector):
         share = step / self.steps
         if self.schedule == "linear":
             return round(start + (end - start) * share)
-        return max(end, round(start * (max(end, 1) / start) ** share))
+        # Both are whole numbers and the share is below 1, which a power's type does not say.
+        left: float = (max(end, 1) / start) ** share
+        return max(end, round(start * left))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 from headprune.selection._base import Position, Problem, Selector
 from headprune.selection._budget import best_first, infeasible, places
@@ -20,6 +21,8 @@ class Uniform(Selector):
     When: all layers must keep one shape, for example for a checkpoint that loads without headprune; or as a baseline.
     Cost: no pass over data; a sort.
     """
+
+    across: ClassVar[bool] = False
 
     def keep(self, problem: Problem) -> frozenset[Position]:
         rows = problem.states(places(best_first(problem.scores)))

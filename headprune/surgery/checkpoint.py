@@ -16,6 +16,7 @@ from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.plan import PruningPlan
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
+from headprune.model.offloaded import offloaded
 from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
 from headprune.surgery.formats import card, companions, own, plain, proof, remote_code
 from headprune.surgery.formats.building import fresh
@@ -170,6 +171,8 @@ def filled(
     on an error."""
     try:
         located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
+        if offloaded(model):
+            raise UnsupportedModel("model", "a freshly built one", "one that accelerate offloads")
         check_plan(model, located, manifest.mask)
         located = Sites((s.permitting(manifest.mask.kept(s.name)) for s in located), located.layouts.values())
         bound = bind(model, located)

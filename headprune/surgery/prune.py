@@ -16,6 +16,7 @@ from headprune.core.record import Proof
 from headprune.gating.context import gated
 from headprune.model.cut import Undo, cut_
 from headprune.model.fingerprint import check_plan
+from headprune.model.offloaded import count_parameters
 from headprune.model.running import batch_size
 from headprune.model.sites import Sites, bind, find_sites, unwrap
 from headprune.surgery.verify import compare, sample_outputs
@@ -89,20 +90,21 @@ def prune_(
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
     expected = None
     n_examples = 0 if example is None else batch_size(example, "example")
-    before = sum(p.numel() for p in model.parameters())
+    before = count_parameters(model)
     gone = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
-    undo = Undo()
+    undo, done = Undo(), Undo()
     try:
         undo.remember(unwrap(model))
         if example is not None:
             with gated(model, mask, located):
                 expected = sample_outputs(model, example)
-        cut_(model, bound, mask)
+        done = cut_(model, bound, mask)
         proof = None if expected is None else _prove(model, example, expected, n_examples)
-        after = sum(p.numel() for p in model.parameters())
+        after = count_parameters(model)
         now = Sites((b.site for b in bind(model, located)), located.layouts.values())
         report = PruneReport(tuple(g for g in gone if g[1]), now, before, after, proof, tuple(notes))
     except BaseException:
+        done.restore()
         undo.restore()
         raise
     return report

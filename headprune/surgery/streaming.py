@@ -28,6 +28,7 @@ from headprune.model.sites import bind, find_sites
 from headprune.surgery.checkpoint import filled, write_card
 from headprune.surgery.formats import own, slices
 from headprune.surgery.formats.building import no_memory
+from headprune.surgery.formats.foreign import check_folder
 from headprune.surgery.formats.manifest import MANIFEST
 from headprune.surgery.formats.slices import Slice, Stored
 from headprune.surgery.formats.weights import check_shard_size
@@ -120,8 +121,9 @@ def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, froze
         return _cut_before(folder, stored)
     import transformers
 
+    check_folder(folder)
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(folder)
+        config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         kind: Any = class_named(str(next(iter(config.architectures or ()), None)))
         if kind is None:
             raise ValueError(f"no class of Transformers is named in its architectures: {config.architectures}")
@@ -131,8 +133,10 @@ def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, froze
         dtype = config.dtype or (floats[0] if floats else torch.float32)
         with no_memory(), _default(dtype):
             model: Any = kind(config)
-        if kind.can_generate() and (folder / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        if kind.can_generate():
+            own_file = (folder / "generation_config.json").is_file()
+            as_loaded = {} if own_file else {"config_file_name": "config.json", "_from_model_config": True}
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, **as_loaded)
     except Exception as error:  # a wrong number in a configuration breaks a constructor in any way it likes
         raise CheckpointError(str(folder), "a folder with a model of Transformers", str(error), _WHOLE) from error
     model.tie_weights()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -103,7 +104,16 @@ def test_light_commands_import_no_torch_and_answer_at_once(arguments: list[str])
 def test_help_names_every_command() -> None:
     text = call("--help").stdout
     assert all(command in text for command in COMMANDS)
-    assert call("--version").stdout == f"headprune {hp.__version__}\n"
+
+
+def test_version_says_what_a_bug_report_needs() -> None:
+    lines = call("--version").stdout.splitlines()
+    found = dict(line.split(" ", 1) for line in lines)
+    assert lines[0] == f"headprune {hp.__version__}"
+    assert list(found) == ["headprune", "python", "torch", "transformers", "platform", "device"]
+    assert found["torch"] == torch.__version__, "with its build, such as +cpu"
+    assert found["python"] == platform.python_version()
+    assert "cores" in found["device"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

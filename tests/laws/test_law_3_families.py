@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 from torch import nn
 
@@ -16,6 +17,7 @@ import headprune as hp
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import POLICIES
 from headprune.layouts import registry
+from headprune.model.offloaded import state_of
 from tests.laws.families import (
     FAMILIES,
     assert_equal,
@@ -190,3 +192,33 @@ def test_law_3_beneath_the_hooks_of_accelerate(subject: Subject) -> None:
     assert_equal(run(small, subject.batch), expected, **CLOSE)
     remove_hook_from_submodules(small)
     assert_equal(run(small, subject.batch), expected, **CLOSE)
+
+
+#: Those whose own code reads weights of a module that it does not call, which accelerate does not fetch.
+NOT_OFFLOADED = {
+    "deberta-v2",
+    "deberta-v3",
+    "siglip",
+    "torch.nn.MultiheadAttention",
+    "torch.nn.TransformerDecoder",
+    "torch.nn.TransformerEncoder",
+    "wavlm",
+}
+
+
+@over()
+def test_law_3_offloaded_by_accelerate(subject: Subject) -> None:
+    mask, plain = subject.ragged(), copy.deepcopy(subject.model)
+    small = cpu_offload(copy.deepcopy(subject.model))
+    if subject.family in NOT_OFFLOADED:
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"[Mm]eta"):
+            run(small, subject.batch)
+        return
+    hp.prune_(plain, mask, sites=subject.sites)
+    hp.prune_(small, mask)
+    assert any(p.is_meta for p in small.parameters())
+    assert_equal(run(small, subject.batch), run(plain, subject.batch), **CLOSE)
+    expected, found = plain.state_dict(), state_of(small)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name

@@ -21,7 +21,7 @@ from headprune.core.plan import Budget, PruningPlan, SiteBudget
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.core.samples import Samples
 from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
-from headprune.core.sweeps import SweepTable
+from tests.report_records import sweep_table
 
 SITES = (
     AttentionSite("encoder.0", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3), shared_with=("alias",)),
@@ -72,7 +72,7 @@ EXAMPLES = [
     Budget(keep_macs=0.5, length=7),
     Budget(speedup=1.3),
     LatencyTable(1.0, (SiteLatency("a", (None, 0.3, 0.4)),), 8, 128, "a device", "float32", ("note",)),
-    SweepTable("a", "accuracy", ("keep",), ("keep",), FrozenDict({"heads": 5}), (FrozenDict({"keep": 0.5}),)),
+    sweep_table(),
     PLAN,
     PruningPlan(MASK),
     SiteBudget("cross", Budget(keep_heads=0.5)),

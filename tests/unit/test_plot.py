@@ -140,6 +140,9 @@ def test_a_tradeoff_of_runs_and_of_a_sweep() -> None:
     assert panel.get_ylabel() == "perplexity on test rows, lower is better"
     with pytest.raises(InvalidValue, match="test or validation"):
         hp.plot.tradeoff(table, split="train")
+    chance = tuple(FrozenDict({**row, "scorer": "random", "recover": "none"}) for row in rows)
+    panel = hp.plot.tradeoff(replace(table, keys=("scorer", "recover"), rows=chance), ax=Figure().subplots())
+    assert (len(panel.containers), len(panel.collections)) == (0, 1)  # a band, whatever else its method says
 
 
 def test_agreement_has_a_panel_a_measure() -> None:

@@ -356,7 +356,7 @@ def test_one_key_head_for_all_stays_until_the_last_head_goes(mqa: Subject) -> No
     assert [layer.keys.shape[1] for layer in cache.layers] == [1, 1, 1]
     chosen = hp.select(scored(mqa, "group"), hp.Budget(keep_heads=0.4))
     assert chosen.policy == "group"
-    (note,) = chosen.notes
+    (note,) = (note for note in chosen.notes if "Close call" not in note)
     assert note.startswith(
         "MQA: the one key/value head of a layer stays as long as one of its query heads does, 3 of 3;"
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -17,7 +16,7 @@ import headprune as hp
 from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
 from headprune.surgery import prune
-from tests.laws.support import EXACT, logits, picture, ragged, subject_of
+from tests.laws.support import EXACT, picture, ragged, subject_of
 
 
 def refused(model: nn.Module, sites: Any, mask: hp.HeadMask, words: str, where: str = "") -> None:
@@ -169,21 +168,6 @@ def test_the_words_for_a_projection_that_torch_quantised() -> None:
     model = torch.ao.quantization.quantize_dynamic(tiny("bert")[0], {nn.Linear})
     with pytest.raises(UnsupportedModel, match="before it is quantised"):
         hp.find_sites(model)
-
-
-def test_offloaded_weights_are_not_cut_but_gated() -> None:
-    model, batch = tiny("llama")
-    plain = copy.deepcopy(model)
-    model = cpu_offload(model)
-    sites = hp.find_sites(model)
-    mask = ragged(sites)
-    with torch.no_grad():
-        with hp.gated(plain, mask):
-            expected = logits(plain, batch)
-        with hp.gated(model, mask):
-            assert_close(logits(model, batch), expected, **EXACT)
-        refused(model, sites, mask, "in memory, got weights that accelerate offloads", sites[0].name)
-        assert_close(logits(model, batch), logits(plain, batch), **EXACT)
 
 
 def test_a_model_on_meta_is_cut() -> None:

@@ -15,11 +15,12 @@ import pytest
 from headprune.bench.decoding import DecodingRow
 from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.codec import FrozenDict
+from headprune.core.display import clean
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.report import Beside, render_html, render_markdown, write_report
-from headprune.report.formats import clean, count, counts, duration, fixed, signed, times
+from headprune.report.formats import count, counts, duration, fixed, signed, times
 from headprune.report.provenance import python_lines
 from headprune.scoring._agreement import agreement
 from tests.report_records import NASTY, Page, costed, image_pictures_of, maps_of, pictures_of, record_of, scores_of

@@ -10,10 +10,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.cli.main import app
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.heads import HeadMask
+from headprune.core.plan import PruningPlan
 from headprune.model.sites import find_sites
 from headprune.surgery.formats import slices
 from headprune.surgery.streaming import prune_checkpoint
@@ -57,6 +60,8 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("size", ["50GB", "15KB"])
 def test_the_same_folder_as_by_loading(name: str, dtype: torch.dtype, size: str, tmp_path: Path) -> None:
     saved(name, tmp_path / "model", dtype)
+    if size == "15KB":
+        (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
     loaded = getattr(transformers, name).from_pretrained(tmp_path / "model", dtype="auto").eval()
     mask = ragged(loaded)
     hp.prune_(loaded, mask)
@@ -205,3 +210,23 @@ def test_slices_of_every_dimension_in_small_pieces(tmp_path: Path, monkeypatch: 
                 .index_select(dimension, torch.tensor(rows, dtype=torch.long))
             )
             assert torch.equal(tensor.view(torch.uint8).reshape(expected.shape), expected)
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    model = saved("LlamaForCausalLM", tmp_path / "model")
+    (tmp_path / "model" / "LICENSE").write_text("free")
+    plan = PruningPlan(ragged(model))
+    plan.save(tmp_path / "plan.json")
+    given = ["prune", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "small"), "--streaming"]
+    result = CliRunner().invoke(app, [*given, "--plan", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    assert "file to file; not compared with the gated model" in result.stdout
+    assert (tmp_path / "small" / "LICENSE").read_text() == "free"
+    assert find_sites(hp.from_pretrained(tmp_path / "small"))[0].heads == plan.mask.kept("model.layers.0.self_attn")
+    for arguments, words in (
+        (["--data", "rows.csv", "--keep", "0.5"], "--streaming: must be given with --plan"),
+        (["--plan", str(tmp_path / "plan.json"), "--format", "transformers"], "--format: must be headprune"),
+    ):
+        result = CliRunner().invoke(app, [*given[:-2], str(tmp_path / "other"), "--streaming", *arguments])
+        assert result.exit_code == 2
+        assert words in result.stderr

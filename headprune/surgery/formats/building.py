@@ -12,15 +12,20 @@ import torch
 from torch import nn
 
 from headprune.model.classes import class_named
+from headprune.model.offloaded import state_of
 
 
 @contextmanager
-def no_memory() -> Iterator[None]:
-    """Parameters on the meta device; buffers are real, because tables such as rotary angles are not stored."""
+def no_memory(buffers: bool = False) -> Iterator[None]:
+    """Parameters on the meta device; buffers are real, because tables such as rotary angles are not stored.
+
+    Args:
+        buffers: Without these, too, for a model that is only looked at.
+    """
     from accelerate import init_empty_weights
 
     # Some classes draw numbers for a parameter before they make it one.
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=buffers):
         yield
 
 
@@ -48,7 +53,7 @@ def save_as(kind: Any, config: Any, model: Any, folder: Path, max_shard_size: in
     """
     with no_memory():
         twin = kind(copy.deepcopy(config))
-    twin.load_state_dict(model.state_dict(), assign=True)
+    twin.load_state_dict(state_of(model), assign=True)
     twin.tie_weights()
     twin.config.dtype = model.dtype
     if getattr(model, "generation_config", None) is not None:

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from headprune.core.display import escape
 from headprune.core.files import write_atomic
 from headprune.core.heads import AttentionSite
 from headprune.core.plan import PruningPlan
 from headprune.core.version import __version__
+from headprune.model.offloaded import count_parameters
 
 CARD = "README.md"
 _OTHERS = "The other words of this card are those of the model before the cut; what they measured was measured on it."
@@ -37,7 +39,7 @@ def section(
     """The section's text, without its markers."""
     sites = list(sites)
     left, full = sum(len(s.heads) for s in sites), sum(s.n_query_heads for s in sites)
-    after = sum(p.numel() for p in model.parameters())
+    after = count_parameters(model)
     lines = ["## Attention heads", ""]
     lines.append(f"headprune {__version__} left {left} of {full} heads.")
     lines += ["", f"- Model: `{type(model).__name__}`"]
@@ -51,8 +53,8 @@ def section(
     if plan is not None:
         budget = plan.wanted or "no budget"
         policy = f", policy {plan.policy}" if any(s.n_kv_heads < s.n_query_heads for s in sites) else ""
-        lines.append(f"- Plan: selector {plan.selector}, scorer {plan.scorer or 'none'}, {budget}{policy}")
-        lines += [f"- Note: {note}" for note in plan.notes]
+        how = f"selector {plan.selector}, scorer {plan.scorer or 'none'}, {budget}{policy}"
+        lines += [f"- Plan: {escape(how)}", *(f"- Note: {escape(note)}" for note in plan.notes)]
     lines += ["", "| attention | heads left | which |", "| --- | --- | --- |"]
     lines += [f"| `{s.name}` | {len(s.heads)} of {s.n_query_heads} | {_ranges(s.heads)} |" for s in sites]
     return "\n".join([*lines, "", "```python", loading, "```"])

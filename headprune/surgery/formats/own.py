@@ -25,9 +25,11 @@ from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.version import __version__
 from headprune.model.classes import class_named
 from headprune.model.fingerprint import fingerprint
+from headprune.model.offloaded import Away, offloaded, tied
 from headprune.model.sites import BoundSite
 from headprune.surgery.formats import slices
 from headprune.surgery.formats.building import fresh, no_memory
+from headprune.surgery.formats.foreign import check_config
 from headprune.surgery.formats.manifest import MANIFEST, Folded, Manifest
 from headprune.surgery.formats.weights import WEIGHTS, distinct, written
 
@@ -37,7 +39,7 @@ def write(
     bound: list[BoundSite],
     folder: Path,
     max_shard_size: int | str,
-    elsewhere: Mapping[str, slices.Slice] | None = None,
+    elsewhere: Mapping[str, slices.Slice | Away] | None = None,
 ) -> Manifest:
     """Writes weights, configuration and manifest; nothing of an earlier save is replaced before all went well.
 
@@ -46,18 +48,22 @@ def write(
         bound: Its sites.
         folder: Where all goes.
         max_shard_size: Bytes, or text such as ``"5GB"``.
-        elsewhere: By name, where the tensors of a model on the meta device lie.
+        elsewhere: By name, where the tensors of a model on the meta device lie; default, what accelerate offloads.
     """
+    away = offloaded(model) if elsewhere is None else {}
+    elsewhere = elsewhere or away
 
     def save(tensors: dict[str, Tensor], path: Path) -> None:
-        slices.save({name: (elsewhere or {}).get(name, tensor) for name, tensor in tensors.items()}, path)
+        slices.save({name: elsewhere.get(name, tensor) for name, tensor in tensors.items()}, path)
 
     new = fresh(model)
     tables = _tables(model, new)
-    stored, aliases = distinct({**model.state_dict(keep_vars=True), **tables}, meta=elsewhere is not None)
+    state = {**model.state_dict(keep_vars=True), **tables}
+    state.update({name: state[first] for name, first in tied(model, away).items() if {name, first} <= state.keys()})
+    stored, aliases = distinct(state, elsewhere)
     config = _config_text(model)
     folder.mkdir(parents=True, exist_ok=True)
-    with written(stored, folder, max_shard_size, None if elsewhere is None else save) as (sha256, shards):
+    with written(stored, folder, max_shard_size, save if elsewhere else None) as (sha256, shards):
         manifest = Manifest(
             model_class=type(model).__name__,
             transformers=new is not None,
@@ -112,6 +118,7 @@ def build(folder: Path, manifest: Manifest) -> nn.Module:
         must = f"the file that {MANIFEST} describes (SHA-256 {str(manifest.config_sha256)[:12]}...)"
         hint = "To change a setting, load the model, change model.config, and save it again."
         raise CheckpointError(str(folder / "config.json"), must, "a file with other contents", hint)
+    check_config(folder / "config.json")
     try:
         config = kind.config_class.from_pretrained(folder)
         with no_memory():
@@ -143,6 +150,8 @@ def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], fold
         if old.shape != available[name].shape and name not in manifest.tables:
             must = f"of shape {list(old.shape)}"
             raise CheckpointError(f"{folder / WEIGHTS}: {name}", must, list(available[name].shape))
+        if old.is_floating_point() != available[name].is_floating_point():
+            raise CheckpointError(f"{folder / WEIGHTS}: {name}", f"of a type like {old.dtype}", available[name].dtype)
     placed: dict[str, Tensor] = {}
     for name, old in expected.items():
         stored = {a.name: a.stored for a in manifest.aliases}.get(name, name)

@@ -13,6 +13,7 @@ from torch import nn
 from headprune.core.errors import InvalidValue, NotWritten, VerificationFailed
 from headprune.core.files import writing
 from headprune.model.examples import example_batch
+from headprune.model.offloaded import state_of
 from headprune.model.running import device_of
 from headprune.surgery.formats.building import save_as
 from headprune.surgery.verify import compare, sample_outputs
@@ -65,10 +66,10 @@ def written_and_proven(
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             raise VerificationFailed(where, must, f"{what.replace('_', ' ')}: {sorted(map(str, info[what]))[:3]}")
-    ours, theirs = model.state_dict(), loaded.state_dict()
+    ours, theirs = state_of(model), loaded.state_dict()
     for name in {**ours, **theirs}:
         a, b = ours.get(name), theirs.get(name)
-        if a is None or b is None or a.dtype != b.dtype or not torch.equal(a, b):
+        if a is None or b is None or a.dtype != b.dtype or not torch.equal(a.to(b.device), b):
             raise VerificationFailed(where, must, f"another tensor {name!r}")
     difference = compare(sample_outputs(model, example), got)
     if not difference.holds:
@@ -89,7 +90,7 @@ def same_tensors(kind: Any, part: Any, folder: Path) -> None:
     except Exception as error:
         got = f"no model: {' '.join(str(error).split())[:300]}"
         raise VerificationFailed(where, "the saved model's part", got) from error
-    for name, tensor in part.state_dict().items():
+    for name, tensor in state_of(part).items():
         if name not in loaded or not torch.equal(loaded[name], tensor.cpu()):
             raise VerificationFailed(where, "the saved model's part", f"another tensor {name!r}")
 

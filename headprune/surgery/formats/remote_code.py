@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from headprune.core.errors import UnsupportedModel
 from headprune.core.files import write_atomic
 from headprune.core.layout import FOLDED_ATTRIBUTE, STATE_ATTRIBUTE
-from headprune.core.mixin import Mixin
+from headprune.core.mixin import FORWARDS, Mixin
 from headprune.model.sites import BoundSite
 from headprune.surgery.formats.building import fresh, is_known
 from headprune.surgery.formats.own import added_biases
@@ -159,7 +159,8 @@ def _changed(module: nn.Module, full: nn.Module) -> dict[str, Any]:
     """Attributes that the cut module has and the full one has not, or has with another value or type."""
     found = {}
     for name, value in module.__dict__.items():
-        if name.startswith("_") or isinstance(value, (Tensor, nn.Module)):
+        hooked = name in FORWARDS and "_hf_hook" in module.__dict__  # accelerate's, which do not travel
+        if name.startswith("_") or hooked or isinstance(value, (Tensor, nn.Module)):
             continue
         other = full.__dict__.get(name, ...)
         same = type(value) is type(other) and (value == other or not _is_plain(value))

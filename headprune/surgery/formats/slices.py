@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import CheckpointError
+from headprune.model.offloaded import Away
+from headprune.surgery.formats.foreign import files_of
 
 #: Bytes that are in memory at a time.
 PIECE = 16 << 20
@@ -110,7 +112,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """
     files = [folder / _WEIGHTS]
     if (folder / _INDEX).is_file():
-        files = [folder / name for name in _shards(folder / _INDEX)]
+        files = [folder / name for name in files_of(folder / _INDEX)]
     elif not files[0].is_file():
         hint = "Other forms of weights are loaded and cut in memory, without --streaming."
         raise CheckpointError(str(folder), f"a folder with {_WEIGHTS}, or its shards and {_INDEX}", "neither", hint)
@@ -136,8 +138,8 @@ def read(stored: Stored) -> Tensor:
     return torch.frombuffer(data, dtype=stored.dtype).reshape(stored.shape) if data else torch.empty(stored.shape)
 
 
-def save(tensors: Mapping[str, Slice | Tensor], path: Path) -> None:
-    """Writes a safetensors file; tensors that are in memory may be among the slices."""
+def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:
+    """Writes a safetensors file; tensors that are in memory, or offloaded, may be among the slices."""
     order = {dtype: place for place, dtype in enumerate(_TYPES.values())}
     names = sorted(tensors, key=lambda name: (order[_dtype(tensors[name])], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -152,25 +154,15 @@ def save(tensors: Mapping[str, Slice | Tensor], path: Path) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             tensor = tensors[name]
+            tensor = tensor.read() if isinstance(tensor, Away) else tensor
             if isinstance(tensor, Slice):
                 file.writelines(tensor.pieces())
             else:
                 file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _dtype(tensor: Slice | Tensor) -> torch.dtype:
+def _dtype(tensor: Slice | Away | Tensor) -> torch.dtype:
     return tensor.stored.dtype if isinstance(tensor, Slice) else tensor.dtype
-
-
-def _shards(index: Path) -> list[str]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(str(index), "an index of safetensors files", str(error)) from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(str(index), "an index of files in its folder", repr(name))
-    return names
 
 
 def _header(path: Path) -> dict[str, Stored]:
@@ -183,7 +175,7 @@ def _header(path: Path) -> dict[str, Stored]:
         raise CheckpointError(str(path), "a valid safetensors file", str(error), "Copy the folder again.") from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
+        header: dict[str, Any] = json.loads(file.read(length))  # what safe_open took is sound
     header.pop("__metadata__", None)
     found = {}
     for name, facts in header.items():

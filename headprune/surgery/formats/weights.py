@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ SHARDS = "model-*-of-*.safetensors"
 _AGAIN = "Copy the folder again."
 
 
-def distinct(state: Mapping[str, Any], meta: bool = False) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
+def distinct(state: Mapping[str, Any], elsewhere: Container[str] = ()) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
     """The tensors of a state dict with every shared one once, and the other names of those.
 
     Args:
         state: With the parameters themselves.
-        meta: Whether they may be on the meta device, because their data lie elsewhere.
+        elsewhere: Names of those that may be on the meta device, because their data lie elsewhere.
     """
     first: dict[tuple[Any, ...], str] = {}
     stored: dict[str, Tensor] = {}
@@ -36,7 +36,7 @@ def distinct(state: Mapping[str, Any], meta: bool = False) -> tuple[dict[str, Te
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(name, "a tensor", type(tensor).__name__, "Extra state cannot be stored.")
-        if tensor.is_meta and not meta:
+        if tensor.is_meta and name not in elsewhere:
             raise CheckpointError(name, "a tensor with data", "one on the meta device")
         key = (
             (id(tensor),)

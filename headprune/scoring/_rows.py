@@ -1,0 +1,91 @@
+"""Rows of numbers as they come: whole as long as there is room, then their sums and means of neighbouring ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from headprune.core import samples
+
+#: Rows are kept whole up to so many times what is kept of samples in the end (``samples.LIMIT``).
+_TIMES = 2
+
+
+def room() -> int:
+    """Bytes of rows that are kept whole."""
+    return _TIMES * samples.LIMIT
+
+
+class Rows:
+    """Rows ``[rows, units]`` in fp64 on the CPU, in memory that does not grow with them.
+
+    Mean and standard error are those of all rows. Of the rows themselves stay means of neighbours, in equal blocks that
+    double whenever there is no room.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._block = 1
+        self._kept: list[Tensor] = []
+        self._begun, self._n_begun = torch.zeros(()), 0  # the sum of a block that is not full
+        self._mean, self._squares = torch.zeros(()), torch.zeros(())
+
+    def add(self, rows: Tensor) -> None:
+        """Adds rows, in order."""
+        if not len(rows):
+            return
+        here, total = rows.mean(0), self.count + len(rows)
+        apart = here - self._mean
+        self._squares = self._squares + (rows - here).square().sum(0) + apart.square() * self.count * len(rows) / total
+        self._mean, self.count = self._mean + apart * len(rows) / total, total
+        missing = self._block - self._n_begun
+        if len(rows) >= missing:
+            self._kept.append((self._begun + rows[:missing].sum(0)).unsqueeze(0) / self._block)
+            self._begun, self._n_begun, rows = torch.zeros(()), 0, rows[missing:]
+        n_full = len(rows) // self._block * self._block if not self._n_begun else 0
+        if n_full:
+            self._kept.append(rows[:n_full].unflatten(0, (-1, self._block)).mean(1))
+        self._begun, self._n_begun = self._begun + rows[n_full:].sum(0), self._n_begun + len(rows) - n_full
+        if sum(kept.nbytes for kept in self._kept) > room():
+            self._halve()
+
+    def _halve(self) -> None:
+        kept = torch.cat(self._kept)
+        if len(kept) % 2:
+            self._begun, self._n_begun = self._begun + kept[-1] * self._block, self._n_begun + self._block
+        self._kept = [kept[: len(kept) // 2 * 2].unflatten(0, (-1, 2)).mean(1)]
+        self._block *= 2
+
+    @property
+    def samples(self) -> Tensor:
+        """Means of equal blocks of neighbouring rows; a last partial one is left out."""
+        return torch.cat(self._kept)
+
+    @property
+    def mean_and_error(self) -> tuple[Tensor, Tensor | None]:
+        """Of all rows; no error for a single one."""
+        return self._mean, (self._squares / (self.count - 1) / self.count).sqrt() if self.count > 1 else None
+
+    def divided(self, by: Tensor) -> Rows:
+        """The same of rows that were divided by a number a unit."""
+        found = Rows()
+        found.count, found._block, found._n_begun = self.count, self._block, self._n_begun
+        found._kept, found._begun = [kept / by for kept in self._kept], self._begun / by
+        found._mean, found._squares = self._mean / by, self._squares / by.square()
+        return found
+
+
+def collected(parts: Iterable[Tensor]) -> Tensor | Rows:
+    """All rows of the parts, as long as there is room for them."""
+    held: list[Tensor] = []
+    rows: Rows | None = None
+    for part in parts:
+        held.append(part)
+        if rows is not None or sum(h.nbytes for h in held) > room():
+            rows = rows or Rows()
+            for h in held:
+                rows.add(h)
+            held = []
+    return torch.cat(held) if rows is None else rows

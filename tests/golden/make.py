@@ -1,0 +1,95 @@
+"""Writes a file of every kind of stored value under its present schema version; files that are there stay.
+
+python -m tests.golden.make
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from headprune.core.agreement import Agreement, Measure, Pair
+from headprune.core.codec import Value
+from headprune.core.difference import plan_difference, record_difference
+from headprune.core.explanation import explain
+from headprune.core.heads import HeadId
+from headprune.core.latency import LatencyTable, SiteLatency
+from headprune.core.plan import Budget, SiteBudget
+from headprune.core.samples import Curvature, Samples
+from tests.report_records import costed, maps_of, pictures_of, plan_of, record_of, sweep_table
+
+GOLDEN = Path(__file__).resolve().parent
+
+
+def made() -> list[Value]:
+    """One of every kind, small, with something in every field that a stored form can have."""
+    record = costed(record_of(2, 4, 2))
+    assert record.scores is not None
+    n_units = sum(map(len, record.scores.values))
+    samples = Samples.of([[row + unit / 8 for unit in range(n_units)] for row in range(3)])
+    curvature = Curvature.of([[float(row == unit) + 0.25 for unit in range(n_units)] for row in range(n_units)])
+    scores = replace(record.scores, samples=samples, curvature=curvature, notes=("made for the tests",))
+    record = replace(record, scores=replace(scores, samples=None, curvature=None))
+    plan = replace(plan_of(scores), model=scores.model, notes=("made for the tests",))
+    other = replace(plan_of(scores, 0.75), budget=None, budgets=(SiteBudget("causal", Budget(keep_heads=0.75)),))
+    measure = Measure(0.5, -0.25, 0.75)
+    name = scores.sites[0].name
+    table = LatencyTable(1.0, (SiteLatency(name, (0.1, 0.3, 0.4)),), 8, 128, "a processor", "float32", ("rounded",))
+    return [
+        scores,
+        plan,
+        plan.mask,
+        Budget(keep_macs=0.5, length=128),
+        SiteBudget("*layers.0*", Budget(keep_heads=3)),
+        HeadId(name, 3),
+        scores.sites[0],
+        record,
+        sweep_table(),
+        pictures_of(record, 1, 4),
+        Agreement(("taylor", "fisher"), 2, n_units, 0.95, (Pair(0, 1, measure, measure, measure),), ("few",)),
+        table,
+        explain(plan, replace(scores, samples=None)),
+        plan_difference(plan, other, ("run", "other")),
+        record_difference(record, replace(record, name="other", plan=other), ("run", "other")),
+    ]
+
+
+def checkpoint(folder: Path) -> None:
+    """A tiny Llama that lost a key/value group, with an input and what it gives for it."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import headprune as hp
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    model = LlamaForCausalLM(config).eval()
+    hp.prune_heads_(model, {0: [0, 1]})
+    hp.save_pretrained(model, folder)
+    input_ids = torch.arange(8)[None]
+    with torch.no_grad():
+        logits = model(input_ids).logits
+    save_file({"input_ids": input_ids, "logits": logits}, folder.with_name(f"{folder.name}.expected.safetensors"))
+
+
+def main(folder: Path = GOLDEN) -> None:
+    for value in made():
+        path = folder / f"{type(value).__name__}-{value.SCHEMA_VERSION}.json"
+        if not path.exists():
+            print(value.save(path))
+    maps = folder / "AttentionMaps-1.safetensors"
+    if not maps.exists():
+        print(maps_of(record_of(1, 2), 1, 3).save(maps))
+
+    from headprune.surgery.formats.manifest import Manifest
+
+    saved = folder / f"checkpoint-{Manifest.SCHEMA_VERSION}"
+    if not saved.exists():
+        checkpoint(saved)
+        print(saved)
+
+
+if __name__ == "__main__":
+    main()

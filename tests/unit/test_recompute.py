@@ -1,0 +1,97 @@
+"""Gradient checkpointing while scoring: the same numbers in evaluation mode, in less memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import Tensor
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.model.losses import default_loss
+from tests.laws.support import EXACT, labelled_subject, picture
+from tests.scripts import benchmark
+
+SCORERS = ["taylor", "taylor2", "fisher", "ggn", "integrated_gradients"]
+
+
+def checkpointed(model: Any) -> Any:
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # renamed within version 5
+    return model
+
+
+def dropping(model: Any) -> Any:
+    """Dropout everywhere, so that a pass in training mode shows in the numbers."""
+    for module in model.modules():
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.5)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    return model
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "bart"])
+def test_scores_are_those_without(name: str) -> None:
+    subject = labelled_subject(name)
+    if name == "bart":
+        subject.batch["labels"] = subject.batch.pop("decoder_input_ids")
+    if name in ("bert", "vit"):
+        subject.batch["labels"] = torch.arange(len(next(iter(subject.batch.values())))) % 2
+    model = dropping(subject.model)
+    expected = hp.score(model, [subject.batch], SCORERS, progress=False)
+    runs: list[str] = []
+    gate = hp.find_sites(model)[0].name
+    layout_gate = f"{gate}.{subject.layout.gate}" if subject.layout.gate else gate
+    handle = model.get_submodule(layout_gate).register_forward_hook(lambda *_: runs.append("o"))
+    hp.score(model, [subject.batch], "taylor", progress=False)
+    once = len(runs)
+    checkpointed(model)
+    runs.clear()
+    hp.score(model, [subject.batch], "taylor", progress=False)
+    assert len(runs) == once + 1, "the layer did not run again"
+    handle.remove()
+    before = picture(model)
+    for a, b in zip(expected, hp.score(model, [subject.batch], SCORERS, progress=False), strict=True):
+        assert_close(b.values, a.values, **EXACT, msg=a.scorer)
+        assert b.notes == a.notes
+    assert picture(model) == before
+
+
+def test_offloaded_layers_are_sent_back_after_they_ran_again() -> None:
+    subject = labelled_subject("llama")
+    expected = hp.score(subject.model, [subject.batch], "taylor", progress=False)
+    model = cpu_offload(checkpointed(copy.deepcopy(subject.model)))
+    seen: list[bool] = []
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        losses = default_loss(model, batch)
+        if losses.requires_grad:
+            losses.register_hook(lambda g: seen.append(all(p.is_meta for p in model.parameters())))
+        return losses
+
+    found = hp.score(model, [subject.batch], "taylor", loss=loss, progress=False)
+    assert_close(found.values, expected.values, **EXACT)
+    assert seen == [True]
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_long_sequences_take_less_memory() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=8, vocab_size=40))
+    batch = {"input_ids": torch.randint(40, (2, 256))}
+    cost = benchmark("scoring_cost")
+
+    def peak() -> int:
+        found: int = cost.peak(lambda: hp.score(model, [batch], "taylor", progress=False), torch.device("cpu"))
+        return found
+
+    whole = peak()
+    checkpointed(model)
+    assert peak() < whole / 2

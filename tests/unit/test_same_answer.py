@@ -1,0 +1,103 @@
+"""The same recipe gives the same bytes in another process, and the same plan on another number of threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headprune.core.plan import PruningPlan
+from headprune.core.record import RunRecord
+from headprune.core.scores import HeadScores
+from tests.scripts import ROOT
+from tests.tiny_recipe import TINY
+
+pytestmark = pytest.mark.slow  # three processes that import Transformers
+
+#: What is stored of a run, without what was timed.
+FILES = (
+    *("scores.json", "scores.samples.safetensors", "scores-magnitude.json", "plan.json", "rows.json", "recipe.yaml"),
+    *("attention.json", "model/model.safetensors", "base/model.safetensors"),
+)
+
+#: Runs the recipe, and draws the report again from the record without what was timed.
+SCRIPT = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from headprune.core.codec import EMPTY, FrozenDict
+from headprune.run import run_recipe
+from headprune.run.reporting import report_run
+
+def untimed(data):
+    if isinstance(data, dict) or hasattr(data, "items"):
+        return {k: untimed(v) for k, v in data.items() if "second" not in k}
+    return [untimed(v) for v in data] if isinstance(data, tuple) else data
+
+record = run_recipe("tiny.yaml", sys.argv[1:], out="run", say=lambda line: None, progress=False)
+metrics = FrozenDict(untimed(record.metrics))
+record = replace(record, created="", timings=EMPTY, speed=(), metrics=metrics)
+record.save("run/untimed.json")
+report_run(record, Path("run"))
+"""
+
+
+def run(folder: Path, seed: str, *settings: str) -> Path:
+    """A process of its own; the folder that it left."""
+    folder.mkdir()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
+    model = {**TINY["model"], "config": {**TINY["model"]["config"], **sizes}}
+    recipe = {**TINY, "model": model, "bench": {"seconds": 0.01}, "recover": [{"method": "mean_fold"}]}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
+    own |= {"OMP_NUM_THREADS": "2"} if settings else {}
+    command = [sys.executable, "-c", SCRIPT, *settings]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """One thread under two hash seeds, and two threads."""
+    home = tmp_path_factory.mktemp("same")
+    return [run(home / "a", "0"), run(home / "b", "4711"), run(home / "c", "1", "threads=2")]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_the_same_bytes_in_every_process(name: str, runs: list[Path]) -> None:
+    first, second = ((folder / name).read_bytes() for folder in runs[:2])
+    assert first == second
+
+
+def test_record_and_report_are_the_same_bytes_but_for_what_was_timed(runs: list[Path]) -> None:
+    for name in ("untimed.json", "report.html", "report.md"):
+        first, second = ((folder / name).read_bytes() for folder in runs[:2])
+        assert first == second, name
+    assert b"<svg" in (runs[0] / "report.html").read_bytes()
+
+
+def test_one_thread_and_two_give_the_same_plan(runs: list[Path]) -> None:
+    """Their sums are in another order, so last digits differ; what lies that close is decided by place in both."""
+    one, two = (PruningPlan.load(folder / "plan.json") for folder in runs[1:])
+    assert one.mask == two.mask
+    assert 0 < one.mask.n_kept < one.mask.n_heads
+    first, second = (HeadScores.load(folder / "scores.json").ranked() for folder in runs[1:])
+    off = max(abs(a.value - b.value) for a, b in zip(first, second, strict=True))
+    cut = one.mask.n_heads - one.mask.n_kept
+    assert off < 0.01 * (first[cut].value - first[cut - 1].value), "the recipe's cut lies where rounding decides"
+
+
+def test_the_record_says_where_another_answer_may_come_from(runs: list[Path]) -> None:
+    records = [RunRecord.load(folder / "record.json") for folder in runs]
+    assert [record.hardware["threads"] for record in records] == [1, 1, 2]
+    assert {"processor", "instructions", "cores", "device", "system"} <= set(records[0].hardware)
+    assert {"python", "torch", "transformers", "numpy"} <= set(records[0].versions)
+    assert json.loads((runs[0] / "record.json").read_text())["hardware"]["instructions"]
