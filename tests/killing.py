@@ -129,7 +129,8 @@ def _save_within(what: str, out: str, limit: int) -> None:
 
     case = subject_of("llama")
     scores = hp.score(case.model, [case.batch], "taylor", progress=False)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     said = "nothing was said"
     try:
         if what == "scores":
@@ -140,6 +141,7 @@ def _save_within(what: str, out: str, limit: int) -> None:
             hp.save_pretrained(case.model, out, format=what)  # type: ignore[arg-type]
     except NotWritten as error:
         said = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
     Path(f"{out}.said").write_text(said)
 
 

@@ -137,9 +137,10 @@ def staged(folder: str | Path) -> Iterator[Path]:
         _to_disk(home)
     except BaseException as error:
         told = not_written(folder, error)
-        if told is error:
+        if not isinstance(told, NotWritten):
             raise
-        raise told from error
+        where = told.where.replace(str(place), str(folder))  # which the user knows
+        raise NotWritten(where, told.must, told.got, told.hint) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

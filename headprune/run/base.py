@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headprune.core.codec import FrozenDict, Value
 from headprune.core.errors import CheckpointError, InvalidValue
-from headprune.core.files import remove_parts, staged
+from headprune.core.files import staged
 from headprune.core.scores import ModelFingerprint
 from headprune.model.fingerprint import fingerprint
 from headprune.run.data import load_rows
@@ -74,7 +74,6 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
         return base
     journal = Journal(recipe.name, recipe.model_dump(), None, say)
     subject = prepare_subject(recipe, journal)
-    remove_parts(folder.parent)  # half a model, of a sweep that was killed
     shutil.rmtree(folder, ignore_errors=True)  # without its mark
     with staged(folder) as place:
         save_base(subject.model, subject.preparation, place / _MODEL, subject.sites)

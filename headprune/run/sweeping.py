@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 
 from headprune.core.errors import InvalidValue
-from headprune.core.files import append_line
+from headprune.core.files import append_line, remove_parts
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import SweepTable
 from headprune.report.formats import duration
@@ -88,6 +88,8 @@ def sweep(
     folder = Path(out) if out is not None else Path(f"{design.recipe.folder}-sweep")
     with locked(folder, "a sweep"):
         quiet()
+        for place in (folder, *(path for path in folder.iterdir() if path.is_dir())):
+            remove_parts(place)
         base = ready_base(design.recipe, folder, say)
         going = _Going(folder.resolve(), base, runs_of(design, base, seeds), jobs, backend, say)
         try:

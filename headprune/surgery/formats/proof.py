@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headprune.core.errors import InvalidValue, VerificationFailed
+from headprune.core.errors import InvalidValue, NotWritten, VerificationFailed
+from headprune.core.files import writing
 from headprune.model.examples import example_batch
 from headprune.model.offloaded import state_of
 from headprune.model.running import device_of
@@ -44,6 +45,7 @@ def written_and_proven(
     """Writes a model as ``kind`` with ``config``, loads it as a reader would, and compares the two.
 
     Raises:
+        NotWritten: there is no room, or no right to write there.
         VerificationFailed: it cannot be written or loaded, a tensor is missing or differs in shape, dtype or a single
             bit, or the outputs differ by more than rounding.
     """
@@ -53,9 +55,12 @@ def written_and_proven(
         options["attn_implementation"] = implementation
     try:
         with quiet():
-            save_as(kind, config, model, folder, max_shard_size, original_names)
+            with writing(folder):
+                save_as(kind, config, model, folder, max_shard_size, original_names)
             loaded, info = kind.from_pretrained(folder, **options)
         got = sample_outputs(loaded.to(device_of(model)), example)
+    except NotWritten:
+        raise
     except Exception as error:  # writing reverses conversions and loading checks shapes, each failing in its own way
         raise VerificationFailed(where, must, f"no model: {' '.join(str(error).split())[:300]}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
