@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from headprune.gating.tape import mapped
 from headprune.model.running import other_forwards, tensors
 
-#: Bytes of layers' outputs that are kept at most.
-ROOM = 2**30
-
 
 class Playback:
     """Layers of a model that need not run again while projections are refitted one after the other.
@@ -30,11 +27,11 @@ class Playback:
     Args:
         layers: In evaluation mode.
         projections: In the order in which they are refitted, which is that of their first calls.
-        room: Bytes that outputs may take; ROOM where it is left out.
+        room: Bytes that outputs may take.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], projections: Sequence[nn.Module], room: int | None = None) -> None:
-        self.room = ROOM if room is None else room
+    def __init__(self, layers: Iterable[nn.Module], projections: Sequence[nn.Module], room: int) -> None:
+        self.room = room
         self._layers = list(layers)
         self._projections = list(projections)
         self._last: dict[int, int] = {}  # by layer that may be played back: the last projection it depends on

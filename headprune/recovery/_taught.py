@@ -9,9 +9,6 @@ from torch import Tensor
 
 from headprune.model.running import digest_of
 
-#: Bytes of the teacher's streams that are kept at most.
-ROOM = 2**30
-
 
 class Taught:
     """The teacher's streams after each target, and how often each target runs, by batch.
@@ -20,11 +17,11 @@ class Taught:
     and the teacher runs again for them.
 
     Args:
-        room: Bytes that streams may take; ROOM where it is left out.
+        room: Bytes that streams may take.
     """
 
-    def __init__(self, room: int | None = None) -> None:
-        self.room = ROOM if room is None else room
+    def __init__(self, room: int) -> None:
+        self.room = room
         self._calls: dict[str, list[int]] = {}
         self._streams: dict[int, dict[str, list[Tensor]]] = {}
 

@@ -296,11 +296,9 @@ def test_streams_that_are_changed_in_place_afterwards() -> None:
         assert dict(found[0].metrics["errors"][name]) == pytest.approx(dict(errors), rel=1e-9)
 
 
-def test_the_teacher_runs_once_for_all_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_teacher_runs_once_for_all_projections() -> None:
     """Its streams are kept as far as there is room, by what a batch holds: a loader may shuffle."""
     from torch.utils.data import DataLoader
-
-    from headprune.recovery import _taught
 
     subject, batches = subject_of("bert", 3)
     batches = [{k: v[i] for k, v in b.items()} for b in batches for i in range(3)]
@@ -310,10 +308,9 @@ def test_the_teacher_runs_once_for_all_projections(monkeypatch: pytest.MonkeyPat
     teacher.bert.embeddings.register_forward_hook(lambda *_: runs.append(1))
     states = []
     for room, expected in ((2**30, 1 + 9), (0, 1 + 9 + 6 * 9), (2000, None)):
-        monkeypatch.setattr(_taught, "ROOM", room)
         runs.clear()
         states.append(pruned(subject))
-        recovered(states[-1], loader, Lstsq(feed_forward=True), teacher)
+        recovered(states[-1], loader, Lstsq(feed_forward=True, max_bytes=room), teacher)
         assert len(runs) == expected or (expected is None and 10 < len(runs) < 64)
     for state in states[1:]:
         assert_close(dict(state.state_dict()), dict(states[0].state_dict()), rtol=1e-9, atol=1e-9)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -24,22 +23,23 @@ def counted(model: nn.Module) -> list[int]:
     return calls
 
 
-def refitted(model: nn.Module, mask: Any, batches: list[Any], teacher: nn.Module) -> tuple[nn.Module, int]:
+def refitted(
+    model: nn.Module, mask: Any, batches: list[Any], teacher: nn.Module, max_bytes: int
+) -> tuple[nn.Module, int]:
     """A copy that is cut and refitted, and the calls of feed-forwards that it took."""
     small = copy.deepcopy(model)
     hp.prune_(small, mask)
     calls = counted(small)
-    hp.recover_(small, batches, Lstsq(feed_forward=True), teacher)
+    hp.recover_(small, batches, Lstsq(feed_forward=True, max_bytes=max_bytes), teacher)
     return small, len(calls)
 
 
-def test_the_same_with_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_with_fewer_calls() -> None:
     subject = family_subject("bert", "bert", 0)
     batches = [family_subject("bert", "bert", seed).batch for seed in range(4)]
     model = subject.model
-    fast, few = refitted(model, subject.ragged(), batches, model)
-    monkeypatch.setattr(_playback, "ROOM", 0)
-    slow, many = refitted(model, subject.ragged(), batches, model)
+    fast, few = refitted(model, subject.ragged(), batches, model, 2**30)
+    slow, many = refitted(model, subject.ragged(), batches, model, 0)
     assert_close(fast.state_dict(), slow.state_dict(), rtol=0, atol=0)
     assert few < many
 
@@ -83,7 +83,7 @@ class Residual(nn.Module):
         return y
 
 
-def test_batches_that_call_a_layer_more_often_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_call_a_layer_more_often_than_the_first() -> None:
     torch.manual_seed(0)
     teacher = nn.Sequential(*[Residual(hp.MultiHeadAttention(8, 2)) for _ in range(4)])
     names = [f"{n}.attention" for n in range(4)]
@@ -95,10 +95,9 @@ def test_batches_that_call_a_layer_more_often_than_the_first(monkeypatch: pytest
 
     states = []
     for room in (2**30, 0):
-        monkeypatch.setattr(_playback, "ROOM", room)
         model = copy.deepcopy(teacher)
         hp.prune_(model, mask)
-        hp.recover_(model, batches, Lstsq(), teacher, loss=pieces)
+        hp.recover_(model, batches, Lstsq(max_bytes=room), teacher, loss=pieces)
         states.append(model.state_dict())
     assert_close(*states, rtol=0, atol=0)
 
@@ -106,7 +105,7 @@ def test_batches_that_call_a_layer_more_often_than_the_first(monkeypatch: pytest
 class Playing:
     """Three linear layers, one after the other, that count their calls."""
 
-    def __init__(self, room: int | None = None) -> None:
+    def __init__(self, room: int = 2**30) -> None:
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
         self.ran: list[int] = []
@@ -163,7 +162,7 @@ def test_what_is_kept_is_not_changed_by_who_gets_it() -> None:
 @torch.no_grad()
 def test_a_layer_that_runs_twice_is_not_played_back() -> None:
     playing = Playing()
-    twice = _playback.Playback([playing.layers[0]], list(playing.layers))
+    twice = _playback.Playback([playing.layers[0]], list(playing.layers), 2**30)
     twice.learn(lambda: playing.layers(playing.layers(playing.x)))
     playing.ran.clear()
     for _ in range(2):
