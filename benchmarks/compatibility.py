@@ -50,6 +50,7 @@ WITH_TORCH = (
 VALUES = (
     "tests/unit/test_core_codec.py",
     "tests/unit/test_core_heads.py",
+    "tests/unit/test_core_refusals.py",
     "tests/unit/test_core_registry.py",
     "tests/unit/test_core_scores_plan_record.py",
     "tests/unit/test_core_slabs.py",
