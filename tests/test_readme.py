@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-NUMBER = re.compile(r"\d+\.\d+(?:e-\d+)?|[▁▂▃▄▅▆▇█]")
+NUMBER = re.compile(r"\d+\.\d+(?:e[-+]\d+)?|[▁▂▃▄▅▆▇█]")
 
 
 def test_first_example_prints_what_the_readme_says(tmp_path: Path) -> None:

@@ -95,6 +95,12 @@ class Progress:
         """
         if self.done(stage):
             return take()
+        for name in (
+            files if self.folder is not None else ()
+        ):  # what another recipe left here, and this one may not make
+            assert self.folder is not None
+            if (self.folder / name).is_file():
+                (self.folder / name).unlink()
         with self.journal.collected() as noted:
             if named:
                 with self.journal.stage(stage):

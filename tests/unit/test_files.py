@@ -286,6 +286,7 @@ EXCEPTIONS = {
     "core/files.py": "the one place that does",
     "core/samples.py write": "to a path that atomic_paths gave",
     "core/scores.py save": "to a path that atomic_paths gave",
+    "model/offloaded_cut.py _written": "to a path that atomic_path gave",
     "recovery/_checkpoint.py save": "to a path that atomic_path gave",
     "recovery/_training.py train_": "the Trainer wants a folder; nothing is written there",
     "report/agreement.py draw_agreement": "to a path that atomic_path gave",

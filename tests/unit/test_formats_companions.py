@@ -68,7 +68,7 @@ def test_the_card_states_what_was_cut(tmp_path: Path) -> None:
     for fact in (
         "Base model: someone/some-llama",
         f"Parameters: {whole:,} before, {left:,} after",
-        "selector global_topk, scorer taylor, keep 50 % of the heads",
+        r"selector global\_topk, scorer taylor, keep 50 % of the heads",
         "ties broken",
         "left 6 of 18 heads",
         "| `model.layers.0.self_attn` | 0 of 6 | none |",

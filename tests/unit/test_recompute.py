@@ -13,10 +13,11 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.model.losses import default_loss
+from headprune.scoring import HardConcrete, IntegratedGradients
 from tests.laws.support import EXACT, labelled_subject, picture
 from tests.scripts import benchmark
 
-SCORERS = ["taylor", "taylor2", "fisher", "ggn", "integrated_gradients"]
+SCORERS: list[Any] = ["taylor", "taylor2", "fisher", "ggn", IntegratedGradients(points=2), HardConcrete(steps=2)]
 
 
 def checkpointed(model: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 import headprune as hp
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, VerificationFailed
+from headprune.core.files import PART
 from headprune.core.sweeps import SweepTable
 from headprune.run import picking, sweeping, tasks
 from headprune.run.outcome import Outcome
@@ -247,7 +248,7 @@ def test_failures_are_kept_and_stop_nothing(copied: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("_undrawn")
 def test_half_a_base_model_of_a_killed_sweep_goes(tmp_path: Path) -> None:
-    half = tmp_path / "bases" / ".half" / "model"
+    half = tmp_path / "bases" / f".half.x{PART}" / "model"
     half.mkdir(parents=True)
     (half / "model.safetensors").write_bytes(bytes(100))
     sweep(tmp_path, ["keep=0.5", "scorer=magnitude"], seeds=1)
