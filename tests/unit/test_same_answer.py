@@ -13,7 +13,6 @@ import yaml
 
 from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
-from headprune.core.scores import HeadScores
 from tests.scripts import ROOT
 from tests.tiny_recipe import TINY
 
@@ -85,14 +84,10 @@ def test_record_and_report_are_the_same_bytes_but_for_what_was_timed(runs: list[
 
 
 def test_one_thread_and_two_give_the_same_plan(runs: list[Path]) -> None:
-    """Their sums are in another order, so last digits differ; what lies that close is decided by place in both."""
+    """Their sums are in another order, so weights and scores differ in last digits."""
     one, two = (PruningPlan.load(folder / "plan.json") for folder in runs[1:])
     assert one.mask == two.mask
     assert 0 < one.mask.n_kept < one.mask.n_heads
-    first, second = (HeadScores.load(folder / "scores.json").ranked() for folder in runs[1:])
-    off = max(abs(a.value - b.value) for a, b in zip(first, second, strict=True))
-    cut = one.mask.n_heads - one.mask.n_kept
-    assert off < 0.01 * (first[cut].value - first[cut - 1].value), "the recipe's cut lies where rounding decides"
 
 
 def test_the_record_says_where_another_answer_may_come_from(runs: list[Path]) -> None:
