@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +45,7 @@ def gate_gradients(
 def unit_gradients(problem: Problem) -> Tensor:
     """G of a problem, computed once and then shared by all scorers; fp64 on the CPU."""
     if "gradients" not in problem.shared:
-        rows = [loss_gradients(problem, number, batch) for number, batch in problem.passes("gate gradients")]
-        problem.shared["gradients"] = torch.cat(rows).cpu().double()  # once: every copy waits for the accelerator
+        problem.shared["gradients"] = problem.rows("gate gradients", partial(loss_gradients, problem))
     found: Tensor = problem.shared["gradients"]
     return found
 
@@ -57,15 +57,16 @@ def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -
 
 def token_gradients(problem: Problem) -> Tensor:
     """``[examples, units]``: absolute gate gradients of single tokens, summed over the tokens of each example."""
-    rows = []
-    for number, batch in problem.passes("gate gradients by token"):
+
+    def of_batch(number: int, batch: Any) -> Tensor:
         size = batch_size(batch)
         lengths = _lengths(problem, batch, size)
         shapes = [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
         gradients = _backward(problem, number, batch, shapes)
         absolute = [_units(problem, b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
-        rows.append(torch.cat(absolute, 1))
-    return torch.cat(rows).cpu().double()
+        return torch.cat(absolute, 1)
+
+    return problem.rows("gate gradients by token", of_batch)
 
 
 @torch.inference_mode(False)

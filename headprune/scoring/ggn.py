@@ -22,7 +22,7 @@ from headprune.model.losses import default_loss
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
 from headprune.scoring._averages import averaged, with_curvature
-from headprune.scoring._base import Estimate, Problem, Scorer, one_of
+from headprune.scoring._base import Estimate, Problem, Scorer, added, in_data_order, one_of
 from headprune.scoring._distributions import Distributions, content_seeds, distributions, drawn_labels
 from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, open_gates
 from headprune.scoring.fisher import structured
@@ -66,18 +66,24 @@ class Ggn(Scorer):
             raise InvalidValue("Ggn.draws", "at least 1, or None", self.draws)
 
     def estimate(self, problem: Problem) -> Estimate:
-        samples, drawn = [], False
         n_units = sum(len(b.site.units) for b in problem.bound)
         kept = not Curvature.too_large(n_units)
-        total = torch.zeros(n_units, n_units, dtype=torch.float64) if kept else torch.empty(0)
-        for number, batch in problem.passes("ggn"):
-            rows, sampled = self.rows(problem, number, batch)
-            samples.append(rows.square().sum(1) / 2)
-            drawn |= sampled
-            if kept:
-                total += _outer(rows)
-        found = averaged(torch.cat(samples), seed=self.seed if drawn else None)
-        found = with_curvature(found, n_units, lambda: total / found.n_examples)
+
+        def own() -> dict[str, Tensor]:
+            samples, drawn = {}, False
+            total = torch.zeros(n_units, n_units, dtype=torch.float64) if kept else torch.empty(0)
+            for number, _, batch in problem.share("ggn"):
+                rows, sampled = self.rows(problem, number, batch)
+                samples[str(number)] = rows.square().sum(1) / 2
+                drawn |= sampled
+                if kept:
+                    total += _outer(rows)
+            return {**samples, "total": total, "drawn": torch.tensor(drawn)}
+
+        parts = problem.gathered("ggn", own)
+        drawn = any(bool(part["drawn"]) for part in parts)
+        found = averaged(in_data_order(parts), seed=self.seed if drawn else None)
+        found = with_curvature(found, n_units, lambda: added(parts, "total") / found.n_examples)
         ignored = () if problem.loss is default_loss else ("loss= was not asked: ggn reads the output alone.",)
         return replace(found, notes=(*found.notes, *ignored))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,13 +48,14 @@ class IntegratedGradients(Scorer):
     def estimate(self, problem: Problem) -> Estimate:
         nodes, weights = np.polynomial.legendre.leggauss(self.points)  # on [-1, 1]
         places = [((1 + float(x)) / 2, float(w) / 2) for x, w in zip(nodes, weights, strict=True)]
-        rows, wholes = [], []
-        for number, batch in problem.passes("integrated gradients"):
+
+        def of_batch(number: int, batch: Any) -> Tensor:
             parts = [weight * loss_gradients(problem, number, batch, at).cpu().double() for at, weight in places]
-            rows.append(-torch.stack(parts).sum(0))
-            wholes.append(_saved(problem, number, batch))
-        found = averaged(torch.cat(rows))
-        return replace(found, notes=(*found.notes, *_gap(float(found.values.sum()), wholes)))
+            return torch.cat([-torch.stack(parts).sum(0), _saved(problem, number, batch).unsqueeze(1)], 1)
+
+        rows = problem.rows("integrated gradients", of_batch)
+        found = averaged(rows[:, :-1])
+        return replace(found, notes=(*found.notes, *_gap(float(found.values.sum()), float(rows[:, -1].mean()))))
 
 
 @torch.inference_mode(False)
@@ -69,8 +69,7 @@ def _saved(problem: Problem, number: int, batch: Any) -> Tensor:
     return losses[0] - losses[1]
 
 
-def _gap(total: float, wholes: Sequence[Tensor]) -> tuple[str, ...]:
-    whole = float(torch.cat(list(wholes)).mean())
+def _gap(total: float, whole: float) -> tuple[str, ...]:
     if abs(total - whole) <= _GAP * abs(whole):
         return ()
     return (f"The scores sum to {total:.4g}, but the loss rises by {whole:.4g} without any head: take more points.",)
