@@ -14,6 +14,7 @@ from headprune.core.scores import HeadScores
 from headprune.run import stages
 from headprune.run.choosing import choose_heads, measure_speed, measure_table
 from headprune.run.journal import ATTENTION, MAGNITUDE, PLAN, RECIPE, SCORES, Journal, take_folder, to_stderr
+from headprune.run.launched import Launch
 from headprune.run.pictures import draw_attention
 from headprune.run.recipe import Recipe
 from headprune.run.subject import Subject, prepare_subject, quiet
@@ -28,6 +29,7 @@ def run_recipe(
     overwrite: bool = False,
     say: Callable[[str], None] = to_stderr,
     progress: bool | None = None,
+    launch: Launch | None = None,
 ) -> RunRecord:
     """Runs a recipe and leaves everything in one folder.
 
@@ -46,6 +48,7 @@ def run_recipe(
         overwrite: Replace a run that is there and finished, or is marked as running.
         say: Takes lines of progress.
         progress: Show progress bars, with the time that is left; None shows them on a terminal.
+        launch: The first of several processes, of which the others are in ``share_scoring``.
 
     Returns:
         The finished record.
@@ -60,7 +63,7 @@ def run_recipe(
     journal = Journal(chosen.name, chosen.model_dump(), folder, say, progress)
     with _ending(journal):
         write_atomic(folder / RECIPE, recipe_yaml(chosen).encode())
-        _line(chosen, journal, folder)
+        _line(chosen, journal, folder, launch)
         if chosen.report:
             _report(journal, folder)
     return journal.record
@@ -92,6 +95,19 @@ def score_recipe(
         return stages.score_heads(subject).chosen
 
 
+def share_scoring(recipe: str | Path | Recipe, settings: Iterable[str], launch: Launch) -> None:
+    """What a process other than the first does in a run: its share of the scoring; it says and writes nothing.
+
+    Raises:
+        HeadPruneError: what the first process meets, too.
+        ProcessFailed: another process failed, or is gone.
+    """
+    chosen = resolved(recipe, settings, None)
+    quiet()
+    journal = Journal(chosen.name, chosen.model_dump(), None, lambda line: None, False)
+    stages.chosen_scores(replace(prepare_subject(chosen, journal, train=False), launch=launch))
+
+
 def resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Path | None) -> Recipe:
     """The checked recipe, with ``out`` in place of its own folder.
 
@@ -108,8 +124,8 @@ def resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Pa
     return chosen if out is None else chosen.model_copy(update={"out": str(out)})
 
 
-def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
-    subject = prepare_subject(recipe, journal)
+def _line(recipe: Recipe, journal: Journal, folder: Path, launch: Launch | None) -> None:
+    subject = replace(prepare_subject(recipe, journal), launch=launch)
     if recipe.select.timed:
         with journal.stage("latency"):
             measure_table(subject)

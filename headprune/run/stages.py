@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,11 @@ class Scored:
 def score_heads(subject: Subject) -> Scored:
     """Scores on calibration rows, by the chosen scorer and by the baselines."""
     wanted = subject.recipe.score
-    chosen = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     seeds = [subject.recipe.seed + _RANDOM_SEEDS + i for i in range(wanted.random_draws)]
     weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     batches = subject.data.batches("calibration", wanted.batch_size)
-    bars = subject.journal.progress
-    first = score(subject.model, batches, chosen, sites=subject.sites, until=wanted.stopping, progress=bars)
+    first = chosen_scores(subject)
     # The others read no data: one batch tells them what the units cost.
     others = [*weights, *draws]
     rest = score(subject.model, batches[:1], others, sites=subject.sites, progress=False) if others else ()
@@ -60,6 +59,25 @@ def score_heads(subject: Subject) -> Scored:
     subject.journal.tell(first.title)
     magnitude = rest[0] if weights and wanted.scorer != "magnitude" else None
     return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])
+
+
+def chosen_scores(subject: Subject) -> HeadScores:
+    """The chosen scorer's scores on calibration rows, which all processes of the run share, if there are several."""
+    wanted, launch = subject.recipe.score, subject.launch
+    chosen = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
+    batches = subject.data.batches("calibration", wanted.batch_size)
+    if launch is not None:
+        subject.journal.note(hardware={"processes": launch.size})
+    with nullcontext() if launch is None else launch.met(subject.model) as processes:
+        return score(
+            subject.model,
+            batches,
+            chosen,
+            sites=subject.sites,
+            until=wanted.stopping,
+            processes=processes,
+            progress=subject.journal.progress,
+        )
 
 
 def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:
