@@ -29,6 +29,7 @@ _HOME = {
     "HeadScores": "headprune.core.scores",
     "HeadSlab": "headprune.core.layout",
     "MultiHeadAttention": "headprune.attention.multi_head",
+    "Processes": "headprune.model.processes",
     "PruningPlan": "headprune.core.plan",
     "RunRecord": "headprune.core.record",
     "Stable": "headprune.scoring._stopping",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from headprune.core.scores import HeadScores
     from headprune.gating.context import gated
     from headprune.gating.learned import learned_gates
+    from headprune.model.processes import Processes
     from headprune.model.sites import find_sites
     from headprune.recovery._api import recover_
     from headprune.report import plot

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.sharded import whole
 from headprune.core.errors import InvalidValue, UnsupportedModel
 
 Axis = Literal["in", "out"]
@@ -104,7 +105,7 @@ def projections(module: nn.Module, axis: Axis, where: str = "projection") -> lis
 def effective_weight(module: Any) -> Tensor:
     """What a projection multiplies by, ``[out, in]``: its weight and what its active adapters add to it."""
     base = base_of(module)
-    weight: Tensor = base.weight
+    weight: Tensor = whole(base.weight)
     if base is not module and hasattr(module, "lora_A") and not (module.merged or module.disable_adapters):
         weight = weight + sum(module.get_delta_weight(name) for name in module.active_adapters if name in module.lora_A)
     return weight.T if is_conv1d(base) else weight

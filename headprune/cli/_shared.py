@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from headprune.core.display import CONTROL, clean
-from headprune.core.errors import HeadPruneError, VerificationFailed
+from headprune.core.errors import HeadPruneError, ProcessFailed, VerificationFailed
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -73,7 +73,7 @@ def guarded(debug: bool) -> Iterator[None]:
         raise typer.Exit(FAILED) from None
     except HeadPruneError as error:
         _tell(error, str(error), debug)
-        raise typer.Exit(FAILED if isinstance(error, VerificationFailed) else BAD_INPUT) from None
+        raise typer.Exit(FAILED if isinstance(error, VerificationFailed | ProcessFailed) else BAD_INPUT) from None
     except typer.Exit:
         raise
     except Exception as error:

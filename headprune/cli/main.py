@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from headprune.cli._shared import guarded
 from headprune.cli.agree import agree
 from headprune.cli.bench import bench
 from headprune.cli.diff import diff
@@ -22,6 +23,7 @@ from headprune.cli.score import score
 from headprune.cli.show import show
 from headprune.cli.sweep import sweep
 from headprune.cli.validate import validate
+from headprune.run.launched import check_alone
 
 app = typer.Typer(
     name="headprune",
@@ -86,6 +88,9 @@ def _main(
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(_START)
+    elif context.invoked_subcommand != "run":
+        with guarded(False):
+            check_alone(context.invoked_subcommand)
 
 
 def main() -> None:

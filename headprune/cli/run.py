@@ -23,9 +23,20 @@ def run(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Run a recipe: data, model, training, scores, plan, cut, proof, recovery, speed, report."""
+    """Run a recipe: data, model, training, scores, plan, cut, proof, recovery, speed, report.
+
+    Started by torchrun or accelerate launch, the processes share the scoring; the first does and writes the rest.
+    """
     with guarded(debug):
-        how = watching(quiet)
+        from headprune.run.launched import launched
+
+        how, launch = watching(quiet), launched()
+        if launch is not None and launch.rank:
+            if not dry_run:
+                from headprune.run.runner import share_scoring
+
+                share_scoring(recipe, settings or (), launch)
+            return
         if dry_run:
             from headprune.run.dry import dry_run as estimated
 
@@ -37,7 +48,7 @@ def run(
             return
         from headprune.run.runner import run_recipe
 
-        record = run_recipe(recipe, settings or (), out=out, overwrite=overwrite, **how)
+        record = run_recipe(recipe, settings or (), out=out, overwrite=overwrite, launch=launch, **how)
         if as_json:
             emit(record.to_dict())
         else:

@@ -59,6 +59,10 @@ class VerificationFailed(HeadPruneError, ArithmeticError):
     """The pruned model does not equal the gated one; the model has been put back as it was."""
 
 
+class ProcessFailed(HeadPruneError, RuntimeError):
+    """Another process that shares the work failed, is gone, or did not answer in time."""
+
+
 class CheckpointError(HeadPruneError, ValueError):
     """A checkpoint folder is damaged, incomplete, or not one of ours."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.sharded import own_class, whole
 from headprune.core.errors import PlanMismatch
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.plan import PruningPlan
@@ -33,7 +34,7 @@ def fingerprint(model: nn.Module, sites: Iterable[AttentionSite], sampled: Sampl
         sampled: ``sampled_bytes`` of tensors that lie elsewhere, where the model has no memory for them.
     """
     model = unwrap(model)
-    parts = [type(model).__name__]
+    parts = [own_class(model).__name__]
     parts += [f"{s.name} {s.layout} {s.n_query_heads} {s.n_kv_heads} {s.head_dim} {s.value_dim}" for s in sites]
     structure = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     weights, away = hashlib.sha256(), offloaded(model)
@@ -49,7 +50,7 @@ def sampled_bytes(tensor: Tensor) -> bytes:
     """Up to 1024 evenly spaced values of a tensor."""
     if tensor.device.type == "meta" or not tensor.numel():
         return b""
-    flat = tensor.detach().reshape(-1)
+    flat = whole(tensor.detach()).reshape(-1)
     index = torch.tensor(sample_positions(flat.numel()), device=flat.device)
     return flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from headprune.attention.sharded import check_whole
 from headprune.core.errors import UnsupportedModel
 from headprune.model.fit import lookup
 from headprune.model.offloaded import offloaders
@@ -28,6 +29,7 @@ def check_cut(model: nn.Module, parts: list[Part]) -> None:
         UnsupportedModel: see ``check_unshared``; a site inside of a wrapper with parameters for its heads, a weight
             that is kept elsewhere, or keys and values that come from outside of the attention.
     """
+    check_whole(unwrap(model), "one whose weights are whole in this process, to be cut")
     check_unshared(model, parts)
     _check_wrappers(model, parts)
     _check_in_place(model, parts)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from headprune.attention.sharded import check_no_tensor_parallel
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel, did_you_mean
 from headprune.core.heads import POLICIES, AttentionSite, Policy
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState
@@ -130,6 +131,7 @@ def _located(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: 
         for layout in candidates:
             now = fitted(layout, module)
             if not isinstance(now, str):
+                check_no_tensor_parallel(unwrap(model), name, module)
                 found.append(_bound(layout, module, now, name, tuple(names[id(module)][1:]), policy))
                 inside = (*inside, f"{name}." if name else "")
                 break
@@ -159,6 +161,7 @@ def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list
         if isinstance(now, str):
             must = f"an attention module of layout {site.layout!r}"
             raise UnsupportedModel(site.name, must, type(modules[site.name]).__name__, now)
+        check_no_tensor_parallel(unwrap(model), site.name, modules[site.name])
         bound.append(_bound(layout, modules[site.name], now, site.name, site.shared_with, site.policy))
     return bound
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from headprune.attention.sharded import check_whole
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
@@ -68,6 +69,7 @@ def recover_(
     if not isinstance(model, nn.Module):
         raise InvalidValue("recover_(model=)", "a torch.nn.Module", type(model).__name__)
     model = unwrap(model)
+    check_whole(model, "one whose weights are whole in this process, to be changed")
     if sites is not None:
         sites = sites if isinstance(sites, Sites) else tuple(sites)
         bind(model, sites)

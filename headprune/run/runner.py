@@ -29,6 +29,7 @@ from headprune.run.journal import (
     Journal,
     to_stderr,
 )
+from headprune.run.launched import Launch
 from headprune.run.locking import locked
 from headprune.run.pictures import draw_attention
 from headprune.run.progress import Progress, take_folder
@@ -47,6 +48,7 @@ def run_recipe(
     overwrite: bool = False,
     say: Callable[[str], None] = to_stderr,
     progress: bool | None = None,
+    launch: Launch | None = None,
 ) -> RunRecord:
     """Runs a recipe and leaves everything in one folder.
 
@@ -69,6 +71,7 @@ def run_recipe(
         overwrite: Begin anew, whatever run is there.
         say: Takes lines of progress.
         progress: Show progress bars, with the time that is left; None shows them on a terminal.
+        launch: The first of several processes, of which the others are in ``share_scoring``.
 
     Returns:
         The finished record.
@@ -85,7 +88,7 @@ def run_recipe(
         journal = Journal(chosen.name, chosen.model_dump(), folder, say, progress)
         with _ending(journal):
             write_atomic(folder / RECIPE, recipe_yaml(chosen).encode())
-            _line(chosen, journal, folder)
+            _line(chosen, journal, folder, launch)
             if chosen.report:
                 _report(journal, folder)
         shutil.rmtree(folder / WORK, ignore_errors=True)
@@ -118,6 +121,22 @@ def score_recipe(
         return stages.score_heads(subject).chosen
 
 
+def share_scoring(recipe: str | Path | Recipe, settings: Iterable[str], launch: Launch) -> None:
+    """What a process other than the first does in a run: its share of the scoring; it says and writes nothing.
+
+    Raises:
+        HeadPruneError: what the first process meets, too.
+        ProcessFailed: another process failed, or is gone.
+    """
+    chosen = resolved(recipe, settings, None)
+    quiet()
+    journal = Journal(chosen.name, chosen.model_dump(), None, lambda line: None, False)
+    subject = prepare_subject(chosen, journal, train=False)
+    with launch.met(subject.model) as processes:
+        if processes is not None:
+            stages.chosen_scores(subject, processes)
+
+
 def resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Path | None) -> Recipe:
     """The checked recipe, with ``out`` in place of its own folder.
 
@@ -134,10 +153,10 @@ def resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Pa
     return chosen if out is None else chosen.model_copy(update={"out": str(out)})
 
 
-def _line(recipe: Recipe, journal: Journal, folder: Path) -> None:
+def _line(recipe: Recipe, journal: Journal, folder: Path, launch: Launch | None) -> None:
     progress = Progress(journal)
     once = progress.once
-    subject = prepare_subject(recipe, journal, progress=progress)
+    subject = replace(prepare_subject(recipe, journal, progress=progress), launch=launch)
     if recipe.select.timed:
         once("latency", lambda: measure_table(subject), lambda: take_table(subject), (LATENCY,))
         assert subject.latency is not None

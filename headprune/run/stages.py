@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
 from headprune.gating.context import gated
+from headprune.model.processes import Processes
 from headprune.model.running import device_of
 from headprune.model.sites import bind
 from headprune.run.choosing import choose_heads
@@ -48,21 +50,38 @@ class Scored:
 def score_heads(subject: Subject, first: HeadScores | None = None) -> Scored:
     """Scores on calibration rows, by the chosen scorer, unless it has given ``first`` before, and by the baselines."""
     wanted = subject.recipe.score
-    chosen = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     seeds = [subject.recipe.seed + _RANDOM_SEEDS + i for i in range(wanted.random_draws)]
     weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     batches = subject.data.batches("calibration", wanted.batch_size)
-    bars = subject.journal.progress
     if first is None:
-        first = score(subject.model, batches, chosen, sites=subject.sites, until=wanted.stopping, progress=bars)
+        with nullcontext() if subject.launch is None else subject.launch.met(subject.model) as processes:
+            first = chosen_scores(subject, processes)
+        if subject.launch is not None:
+            subject.journal.note(hardware={"processes": subject.launch.size})
         subject.journal.tell(first.title)
+    elif subject.launch is not None:
+        subject.launch.call_off()
     # The others read no data: one batch tells them what the units cost.
     others = [*weights, *draws]
     rest = score(subject.model, batches[:1], others, sites=subject.sites, progress=False) if others else ()
     subject.journal.note(scores=first, seeds={"random": seeds} if seeds else {}, warnings=first.notes)
     magnitude = rest[0] if weights and wanted.scorer != "magnitude" else None
     return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])
+
+
+def chosen_scores(subject: Subject, processes: Processes | None) -> HeadScores:
+    """The chosen scorer's scores on calibration rows, which all processes of the run share, if there are several."""
+    wanted = subject.recipe.score
+    return score(
+        subject.model,
+        subject.data.batches("calibration", wanted.batch_size),
+        seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed),
+        sites=subject.sites,
+        until=wanted.stopping,
+        processes=processes,
+        progress=subject.journal.progress,
+    )
 
 
 def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:

@@ -27,6 +27,7 @@ from headprune.run.data import Data, encode_rows, load_rows
 from headprune.run.imported import check_takes, own_layouts
 from headprune.run.journal import BASE, ROWS, Journal
 from headprune.run.labels import number_labels
+from headprune.run.launched import Launch
 from headprune.run.models import (
     Loaded,
     Preparation,
@@ -59,6 +60,7 @@ class Subject:
         data: Encoded rows.
         model: The original; never cut.
         preparation: Its tokenizer or image processor.
+        launch: This process among several that score together; None where it is the only one.
     """
 
     recipe: Recipe
@@ -66,6 +68,7 @@ class Subject:
     data: Data
     model: nn.Module
     preparation: Preparation
+    launch: Launch | None = None
 
     @cached_property
     def example(self) -> Any:

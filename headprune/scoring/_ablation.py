@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.gating.candidates import CandidateLosses, Stand
+from headprune.model.processes import Crew
 from headprune.model.running import device_of
 from headprune.scoring._base import Estimate, Problem
 from headprune.scoring._contexts import mean_contexts, read_contexts
@@ -34,11 +35,12 @@ def unit_rows(problem: Problem) -> Tensor:
 def differences(problem: Problem, what: str, settings: Tensor, base: Tensor, replay: Replay, fill: Fill) -> Tensor:
     """``[examples, settings]``: each setting's loss minus the base's, in fp64 on the CPU."""
     losses = replay.of(problem)
-    rows = []
-    for number, batch in problem.passes(what):
+
+    def of_batch(number: int, batch: Any) -> Tensor:
         found, start = losses(batch, settings, base, fill(batch), number)
-        rows.append((found - start).T.double().cpu())
-    return torch.cat(rows)
+        return (found - start).T.double().cpu()
+
+    return problem.rows(what, of_batch)
 
 
 class Replay:
@@ -47,15 +49,18 @@ class Replay:
     def __init__(self, max_bytes: int, replay: bool = True) -> None:
         self.max_bytes, self.replay = max_bytes, replay
         self._losses: CandidateLosses | None = None
+        self._crew = Crew()
 
     def of(self, problem: Problem) -> CandidateLosses:
+        self._crew = problem.crew
         if self._losses is None:
             self._losses = CandidateLosses(problem.model, problem.bound, problem.loss, self.max_bytes, self.replay)
         return self._losses
 
     def told(self, estimate: Estimate) -> Estimate:
         """The estimate with notes about how it was made."""
-        return replace(estimate, notes=(*estimate.notes, *(self._losses.notes if self._losses else ())))
+        notes = self._crew.united(self._losses.notes if self._losses else ())
+        return replace(estimate, notes=(*estimate.notes, *notes))
 
 
 def idle(estimate: Estimate, problem: Problem) -> Estimate:

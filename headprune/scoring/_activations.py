@@ -7,10 +7,10 @@ of examples (example i is in block ``i % blocks``), so that leaving a block out 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from headprune.model.offloaded import fetched
 from headprune.model.running import batch_size, call, device_of
 from headprune.model.sites import BoundSite
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Problem, Scorer, added
 from headprune.scoring._contexts import by_example
 
 #: Blocks of examples for statistics of a vector a site.
@@ -40,6 +40,9 @@ class Statistic(ABC):
         bound: The site.
         blocks: Blocks of examples that are kept apart.
     """
+
+    #: The tensors that hold the sums, which those of other processes are added to.
+    added: ClassVar[tuple[str, ...]]
 
     def __init__(self, bound: BoundSite, blocks: int = BLOCKS) -> None:
         self.bound, self.blocks = bound, blocks
@@ -67,13 +70,35 @@ class Statistic(ABC):
     def end(self, block: Tensor) -> None:  # noqa: B027 (most statistics have nothing to do)
         """All runs of a batch have been taken."""
 
+    def parts(self) -> dict[str, Tensor]:
+        """All that was gathered, for the other processes."""
+        seen = {"runs": torch.tensor(self.runs), "rounding": torch.tensor(self.rounding, dtype=torch.float64)}
+        return {**{name: getattr(self, name) for name in self.added}, **seen}
+
+    def join(self, parts: list[Mapping[str, Tensor]]) -> None:
+        """Takes what all processes have gathered in place of its own."""
+        for name in self.added:
+            setattr(self, name, added(parts, name).to(self.count.device))
+        self.runs = int(added(parts, "runs"))
+        self.rounding = max(float(part["rounding"]) for part in parts)
+
 
 class Moments(Statistic):
     """Mean and sum of squared deviations of every channel over tokens, merged example by example (Chan et al. 1979)."""
 
+    added = ("count", "mean", "squares")
+
     def __init__(self, bound: BoundSite) -> None:
         super().__init__(bound)
         self.mean, self.squares = self.zeros(self.width), self.zeros(self.width)
+
+    def join(self, parts: list[Mapping[str, Tensor]]) -> None:
+        n = added(parts, "count").unsqueeze(1)
+        shares = [part["count"].unsqueeze(1) / n.clamp(min=1) for part in parts]
+        mean = torch.stack([share * part["mean"] for share, part in zip(shares, parts, strict=True)]).sum(0)
+        squares = [p["squares"] + p["count"].unsqueeze(1) * (p["mean"] - mean).square() for p in parts]
+        super().join(parts)
+        self.mean, self.squares = mean.to(self.mean), torch.stack(squares).sum(0).to(self.squares)
 
     def add(self, block: Tensor, x: Tensor, counted: Tensor) -> None:
         count = counted.sum(1)
@@ -112,6 +137,8 @@ class Magnitudes(Statistic):
         of: ``channels``, every channel's absolute value; ``output``, the norm of what a unit adds to the output.
     """
 
+    added = ("count", "squares")
+
     def __init__(self, bound: BoundSite, of: str) -> None:
         super().__init__(bound)
         self.of = of
@@ -138,6 +165,8 @@ class Magnitudes(Statistic):
 
 class Products(Statistic):
     """Sums over tokens of ``x x'``; memory ``blocks * width ** 2`` a site."""
+
+    added = ("count", "sums")
 
     def __init__(self, bound: BoundSite, blocks: int) -> None:
         super().__init__(bound, blocks)
@@ -282,19 +311,27 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
             of_kind[number].rounding = rounding
             of_kind[number].add(examples % of_kind[number].blocks, x, counted.double())
 
-    with reading(problem.model, bound, take) as begin:
-        for _, batch in problem.passes("activations"):
-            size = batch_size(batch)
-            begin(batch)
-            run(problem.model, batch, problem.loss)
-            for statistic in (s for of_kind in statistics for s in of_kind):
-                statistic.end(torch.arange(first, first + size, device=statistic.count.device) % statistic.blocks)
-            first += size
-    for statistic in (s for of_kind in statistics for s in of_kind):
+    every = [s for of_kind in statistics for s in of_kind]
+
+    def own() -> dict[str, Tensor]:
+        nonlocal first, size
+        with reading(problem.model, bound, take) as begin:
+            for _, before, batch in problem.share("activations"):
+                first, size = before, batch_size(batch)
+                begin(batch)
+                run(problem.model, batch, problem.loss)
+                for statistic in every:
+                    statistic.end(torch.arange(first, first + size, device=statistic.count.device) % statistic.blocks)
+        return {}
+
+    problem.gathered("activations", own)
+    for statistic in every:
+        if problem.crew.size > 1:
+            statistic.join(problem.crew.exchanged(statistic.parts))  # one at a time: they may be large
         name = statistic.bound.site.name
         if not statistic.runs:
             hint = "Leave this site out with sites=."
             raise UnsupportedModel(name, "a module that runs when the model does", "one that no batch reached", hint)
         if not bool(statistic.count.any()):
             raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
-    return first
+    return problem.examples

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, overload
 
 from torch import Tensor, nn
 
+from headprune.attention.sharded import check_whole
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature, Samples
-from headprune.core.scores import HeadScores
+from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.model.fingerprint import fingerprint
 from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
+from headprune.model.processes import Crew, Processes
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, unwrap
 from headprune.scoring import registry
@@ -32,6 +35,7 @@ def score(
     loss: Loss | None = ...,
     sites: Iterable[AttentionSite] | None = ...,
     until: Stable | None = ...,
+    processes: Processes | None = ...,
     progress: bool | None = ...,
 ) -> HeadScores: ...
 
@@ -45,6 +49,7 @@ def score(
     loss: Loss | None = ...,
     sites: Iterable[AttentionSite] | None = ...,
     until: Stable | None = ...,
+    processes: Processes | None = ...,
     progress: bool | None = ...,
 ) -> tuple[HeadScores, ...]: ...
 
@@ -57,6 +62,7 @@ def score(
     loss: Loss | None = None,
     sites: Iterable[AttentionSite] | None = None,
     until: Stable | None = None,
+    processes: Processes | None = None,
     progress: bool | None = None,
 ) -> HeadScores | tuple[HeadScores, ...]:
     """Measures how important each head is; the model is left exactly as it was.
@@ -72,6 +78,8 @@ def score(
         sites: Default ``find_sites(model)``.
         until: ``hp.Stable(k=...)`` stops reading batches when the set of the k lowest is settled; the notes of the
             scores say after how many examples. The batches must come in random order.
+        processes: ``hp.Processes()`` shares the batches among the processes of ``torch.distributed``; every process
+            makes this call, with the same whole batches, and gets the scores of one process. None shares nothing.
         progress: Show a progress bar; None shows it on a terminal.
 
     Returns:
@@ -83,6 +91,7 @@ def score(
         InvalidValue: no data, no labels, a loss that is not finite (the message names the batch).
         UnsupportedModel: no known attention in the model, or weights that are neither in memory nor offloaded by
             accelerate, module by module.
+        ProcessFailed: another process failed, is gone, or did not answer in time.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -98,6 +107,8 @@ def score(
         raise InvalidValue("scorer", "a scorer or several", "an empty list")
     if not isinstance(until, Stable | None):
         raise InvalidValue("score(until=)", "hp.Stable(k=...)", type(until).__name__)
+    if not isinstance(processes, Processes | None):
+        raise InvalidValue("score(processes=)", "hp.Processes(...)", type(processes).__name__)
     if isinstance(batches, (Mapping, Tensor, str)):
         hint = "Wrap a single batch in a list: [batch]."
         raise InvalidValue("batches", "an iterable of batches", f"a single {type(batches).__name__}", hint)
@@ -106,14 +117,17 @@ def score(
     if not any(b.site.heads for b in bound):
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
     check_in_memory(model, _LOAD, known=True)
-    with undisturbed(model):
-        problem = Problem(model, bound, batches, loss or default_loss, progress)
+    mark = fingerprint(model, [b.site for b in bound])
+    with nullcontext(Crew()) if processes is None else processes.together() as crew, undisturbed(model):
+        if crew.size > 1:
+            check_whole(model, "one whose weights are whole in every process, where they share batches")
+            _check_alike(crew, mark, batches, [(name, s.settings) for name, s in named], until)
+        problem = Problem(model, bound, batches, loss or default_loss, progress, crew=crew)
         problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
         if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
         problem.measure()
         estimates = read_until(problem, named, until) if until else [s.estimate(problem) for s in scorers]
-    mark = fingerprint(model, [b.site for b in bound])
     results = tuple(
         HeadScores(
             sites=tuple(b.site for b in bound),
@@ -133,6 +147,19 @@ def score(
         for (name, s), e in zip(named, estimates, strict=True)
     )
     return results[0] if isinstance(scorer, (str, Scorer)) else results
+
+
+def _check_alike(crew: Crew, mark: ModelFingerprint, batches: Any, *asked: Any) -> None:
+    """Refuses processes that do not all do the same, and loaders that deal out the data, which the processes do."""
+    sampler, by_batch, rows = (getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset"))
+    parts = [getattr(sampler, "num_replicas", 1), *(getattr(x, "num_processes", 1) for x in (by_batch, rows))]
+    if max(parts) > 1 or type(batches).__name__ == "DataLoaderDispatcher":
+        must = "the same, whole ones in every process, which share them themselves"
+        hint = "Give the loader without a DistributedSampler, and as it was before accelerator.prepare()."
+        raise InvalidValue("batches", must, f"a {type(batches).__name__} that deals them out", hint)
+    crew.agree("score()", "called with the same scorers and until= in every process", repr(asked))
+    hint = "Load the same checkpoint everywhere, and seed what is drawn when a model gets a new head."
+    crew.agree("the model", "the same in every process, to the last weight", f"{mark.structure} {mark.weights}", hint)
 
 
 def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:

@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -18,8 +19,10 @@ from headprune.core.errors import InvalidValue
 from headprune.core.scores import CostTable
 from headprune.model.costs import measure_costs
 from headprune.model.losses import Loss, check_finite, default_loss, shaped_losses
+from headprune.model.processes import Crew
 from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
 from headprune.model.sites import BoundSite
+from headprune.scoring._rows import room
 
 #: Batches whose losses are looked at together.
 _LOOK = 4096
@@ -62,6 +65,7 @@ class Problem:
         loss: Per-example loss.
         progress: Show a bar; None shows it on a terminal only.
         before: Batches of the user's that came before these, which are numbered after them.
+        crew: The processes that share the batches.
     """
 
     model: nn.Module
@@ -73,6 +77,8 @@ class Problem:
     costs: CostTable | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
     before: int = 0
+    crew: Crew = field(default_factory=Crew)
+    examples: int = field(default=0, init=False)  # of the last whole pass
     _order: tuple[str, ...] | None = field(default=None, init=False)  # of a whole pass
     _unseen: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # losses, by batch
 
@@ -98,34 +104,101 @@ class Problem:
     def passes(self, what: str) -> Iterator[tuple[int, Any]]:
         """Yields ``(number, batch on the model's device)`` for one pass over the data, with a progress bar.
 
+        All of it in every process, so that whatever is made of it needs no exchange; ``share``, ``rows`` and
+        ``pieces`` are faster.
+
         Raises:
             InvalidValue: no data was given, there is no batch in it, an earlier pass gave other batches, or one of
                 the ``losses`` is not finite.
         """
+        device = device_of(self.model)
+        for number, batch in self._read(what):
+            yield number, to_device(batch, device)
+
+    def share(self, what: str) -> Iterator[tuple[int, int, Any]]:
+        """Yields ``(number, examples before it, batch)`` of this process's batches; see ``passes``.
+
+        What is made of them is only a part: bring the parts of all processes together with ``gathered``.
+        """
+        device, first = device_of(self.model), 0
+        for number, batch in self._read(what):
+            if self.crew.owns(number - self.before):
+                yield number, first, to_device(batch, device)
+            first += batch_size(batch)
+
+    def rows(self, what: str, of_batch: Callable[[int, Any], Tensor]) -> Tensor:
+        """``[examples, ...]``, fp64 on the CPU: what ``of_batch(number, batch)`` gives, in the order of the data.
+
+        The processes share the batches, so that the rows must be all that it does.
+        """
+
+        def own() -> dict[str, Tensor]:
+            return {str(number): of_batch(number, batch) for number, _, batch in self.share(what)}
+
+        return in_data_order(self.gathered(what, own))
+
+    def pieces(self, what: str, of_batch: Callable[[int, Any], Tensor], width: int) -> Iterator[Tensor]:
+        """``rows`` of so many numbers each, a piece after the other, so that they need not all be in memory.
+
+        The pieces are the same whatever the number of processes, which exchange what they have after each.
+        """
+        device, reading, more = device_of(self.model), self._read(what), True
+
+        def own() -> dict[str, Tensor]:
+            nonlocal more
+            held, size = {}, 0
+            for number, batch in reading:
+                if self.crew.owns(number - self.before):
+                    held[str(number)] = of_batch(number, to_device(batch, device))
+                size += 8 * width * batch_size(batch)
+                if size > room() // 8:
+                    return held
+            more = False
+            return held
+
+        while more:
+            parts = self.gathered(what, own)
+            if any(parts):
+                yield in_data_order(parts)
+
+    def gathered(self, what: str, make: Callable[[], Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+        """The tensors that ``make`` makes of a ``share``, of all processes by rank.
+
+        Raises:
+            InvalidValue: the processes have read other data.
+            ProcessFailed: one failed or is gone.
+        """
+        parts = self.crew.exchanged(make)
+        hint = "Give every process all batches in one order: no sampler that deals them out, no shuffling of its own."
+        self.crew.agree("batches", "the same in every process", f"{what}: {self.data}", hint)
+        return parts
+
+    def _read(self, what: str) -> Iterator[tuple[int, Any]]:
+        """One pass over the data as it was given: what ``passes`` says."""
         if self.batches is None:
             raise InvalidValue("batches", f"given, because {what} needs data", None)
-        device = device_of(self.model)
         digest = DataDigest()
         order: list[str] = []  # the digest of all batches so far, after each
         disable = None if self.progress is None else not self.progress
         total = operator.length_hint(self.batches) or None
         # tqdm.auto asks for an iterator of its own, and a DataLoader starts its workers for each: give it one.
         bar = tqdm(iter(self.batches), desc=what, total=total, disable=disable, leave=False)
+        examples = 0
         for count, batch in enumerate(bar, self.before):
-            batch_size(batch, f"batch {count}")
+            examples += batch_size(batch, f"batch {count}")
             _refuse_caches(batch, count)
             digest.add(batch)
             order.append(digest.hexdigest())
             known = None if self._order is None else self._order[len(order) - 1 : len(order)]
             if known not in (None, (order[-1],)):
                 raise _other_batches(what, f"others from batch {count} on")
-            yield count, to_device(batch, device)
+            yield count, batch
         self._look()
         if not order:
             raise InvalidValue("batches", "at least one batch", "an empty iterable")
         if self._order is not None and len(order) < len(self._order):
             raise _other_batches(what, f"{len(order)} batches after {len(self._order)}")
-        self.data, self._order = order[-1], tuple(order)
+        self.data, self._order, self.examples = order[-1], tuple(order), examples
 
     def measure(self) -> None:
         """Measures what the model costs on the first example; on the first batch where it takes no single example."""
@@ -152,6 +225,19 @@ class Problem:
         """Makes the data readable more than once."""
         if isinstance(self.batches, Iterator):
             self.batches = list(self.batches)
+
+
+def in_data_order(parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
+    """Rows by the number of their batch, of all processes, one after the other; fp64 on the CPU."""
+    by_number = {int(name): rows for part in parts for name, rows in part.items() if name.isdigit()}
+    # Once: every copy waits for the accelerator.
+    return torch.cat([by_number[number] for number in sorted(by_number)]).cpu().double()
+
+
+def added(parts: Iterable[Mapping[str, Tensor]], name: str) -> Tensor:
+    """The sum of one tensor of all processes; the only process's own as it is."""
+    first, *others = (part[name] for part in parts)
+    return sum(others, first)
 
 
 class Scorer(ABC):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.sharded import check_whole
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.samples import Curvature
@@ -165,6 +166,7 @@ def rescorer(
 
 def _cut(model: nn.Module, located: Sites, mask: HeadMask, after_cut: Change | None) -> nn.Module:
     """A copy of the model with only the mask's heads."""
+    check_whole(model, "one whose weights are whole in this process, to be copied and cut")
     small = copy.deepcopy(model)
     cut_(small, bind(small, located), mask)
     if after_cut is not None:

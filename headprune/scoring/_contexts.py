@@ -39,12 +39,20 @@ def mean_contexts(problem: Problem) -> dict[int, Tensor]:
         totals[site] = totals[site] + total if site in totals else total
         counts[site] = counts.get(site, 0) + len(tokens)
 
-    read_contexts(problem, problem.passes("mean outputs of heads"), take)
-    for site, count in counts.items():
-        if not count:
+    def own() -> dict[str, Tensor]:
+        what = "mean outputs of heads"
+        read_contexts(problem, ((number, batch) for number, _, batch in problem.share(what)), take)
+        return {str(site): torch.cat([total, total.new_tensor([counts[site]])]) for site, total in totals.items()}
+
+    found: dict[int, Tensor] = {}
+    for part in problem.gathered("mean outputs of heads", own):
+        for name, sums in part.items():
+            found[int(name)] = found[int(name)] + sums if int(name) in found else sums
+    for site, sums in found.items():
+        if not sums[-1]:
             name = problem.bound[site].site.name
             raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
-    return {site: total / counts[site] for site, total in totals.items()}
+    return {site: (sums[:-1] / sums[-1]).to(totals.get(site, sums).device) for site, sums in found.items()}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,10 +50,18 @@ def gate_gradients(
 def unit_gradients(problem: Problem) -> Tensor:
     """G of a problem, computed once and then shared by all scorers; fp64 on the CPU."""
     if "gradients" not in problem.shared:
-        rows = [loss_gradients(problem, number, batch) for number, batch in problem.passes("gate gradients")]
-        problem.shared["gradients"] = torch.cat(rows).cpu().double()  # once: every copy waits for the accelerator
+        problem.shared["gradients"] = torch.cat(list(_pieces(problem)))
     found: Tensor = problem.shared["gradients"]
     return found
+
+
+def n_units(problem: Problem) -> int:
+    """Units of all sites."""
+    return sum(len(b.site.units) for b in problem.bound)
+
+
+def _pieces(problem: Problem) -> Iterator[Tensor]:
+    return problem.pieces("gate gradients", partial(loss_gradients, problem), n_units(problem))
 
 
 class GradientScorer(Scorer):
@@ -97,7 +106,7 @@ def gathered(problem: Problem, scorer: GradientScorer) -> Gathered:
     if "gradients" not in problem.shared and scorer not in streams:
         together = [s for s in problem.shared.get("scorers", ()) if isinstance(s, GradientScorer) and s.reads_gradients]
         wanted = dict.fromkeys((scorer, *together))
-        made = {s: _Stream(s, sum(len(b.site.units) for b in problem.bound)) for s in wanted}
+        made = {s: _Stream(s, n_units(problem)) for s in wanted}
         if not _read(problem, list(made.values())):
             streams.update(made)
     if scorer in streams:
@@ -110,25 +119,17 @@ def gathered(problem: Problem, scorer: GradientScorer) -> Gathered:
 def _read(problem: Problem, streams: list[_Stream]) -> bool:
     """Reads all gradients; whether there was room for G, and if not, they went into the streams."""
     held: list[Tensor] = []
-    size, most = 0, room()
-    for number, batch in problem.passes("gate gradients"):
-        held.append(loss_gradients(problem, number, batch))
-        size += 8 * held[-1].numel()
-        if size > most:
-            _feed(streams, held)
-            held, size, most = [], 0, room() // 8
-    if most == room():
-        problem.shared["gradients"] = torch.cat(held).cpu().double()  # once: every copy waits for the accelerator
-        return True
-    if held:
-        _feed(streams, held)
-    return False
-
-
-def _feed(streams: list[_Stream], held: list[Tensor]) -> None:
-    gradients = torch.cat(held).cpu().double()
-    for stream in streams:
-        stream.add(gradients)
+    whole = True
+    for piece in _pieces(problem):
+        held.append(piece)
+        if not whole or sum(h.nbytes for h in held) > room():
+            for gradients in held:
+                for stream in streams:
+                    stream.add(gradients)
+            held, whole = [], False
+    if whole:
+        problem.shared["gradients"] = torch.cat(held)
+    return whole
 
 
 class _Stream:
@@ -171,17 +172,16 @@ def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -
 
 def token_gradients(problem: Problem) -> Tensor | Rows:
     """``[examples, units]``: absolute gate gradients of single tokens, summed over the tokens of each example."""
-    return collected(_token_gradients(problem))
 
-
-def _token_gradients(problem: Problem) -> Iterator[Tensor]:
-    for number, batch in problem.passes("gate gradients by token"):
+    def of_batch(number: int, batch: Any) -> Tensor:
         size = batch_size(batch)
         lengths = _lengths(problem, batch, size)
         shapes = [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
         gradients = _backward(problem, number, batch, shapes)
         absolute = [_units(problem, b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
-        yield torch.cat(absolute, 1).cpu().double()
+        return torch.cat(absolute, 1)
+
+    return collected(problem.pieces("gate gradients by token", of_batch, n_units(problem)))
 
 
 @torch.inference_mode(False)

@@ -185,17 +185,18 @@ class MapScorer(Scorer):
 
     def estimate(self, problem: Problem) -> Estimate:
         bound = [b for b in problem.bound if b.site.heads]
-        rows = []
+
+        def of_batch(number: int, batch: Any) -> Tensor:
+            for runs in maps.values():
+                runs.clear()
+            with told(problem.model, bound, batch) as given:
+                run(problem.model, batch, problem.loss)
+            size = batch_size(batch)
+            return torch.cat([self._site(problem, b, maps[i], given[i], size) for i, b in enumerate(bound)], 1)
+
         with torch.no_grad(), eager(problem.model), mapping(bound) as maps:
-            for _, batch in problem.passes("attention maps"):
-                for runs in maps.values():
-                    runs.clear()
-                with told(problem.model, bound, batch) as given:
-                    run(problem.model, batch, problem.loss)
-                size = batch_size(batch)
-                sites = [self._site(problem, b, maps[i], given[i], size) for i, b in enumerate(bound)]
-                rows.append(torch.cat(sites, 1))
-        return mean_over_examples(torch.cat(rows))
+            rows = problem.rows("attention maps", of_batch)
+        return mean_over_examples(rows)
 
     def _site(self, problem: Problem, b: BoundSite, runs: list[Tensor], given: list[Any], size: int) -> Tensor:
         """``[examples, units]``, means over the queries of all runs."""

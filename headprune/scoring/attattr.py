@@ -52,11 +52,13 @@ class Attattr(Scorer):
 
     def estimate(self, problem: Problem) -> Estimate:
         bound = [b for b in problem.bound if b.site.heads]
-        rows = []
+
+        def of_batch(number: int, batch: Any) -> Tensor:
+            return torch.cat([self._site(problem, b, number, batch) for b in bound], 1)
+
         with eager(problem.model):
-            for number, batch in problem.passes("attention attribution"):
-                rows.append(torch.cat([self._site(problem, b, number, batch) for b in bound], 1))
-        return mean_over_examples(torch.cat(rows))
+            rows = problem.rows("attention attribution", of_batch)
+        return mean_over_examples(rows)
 
     def _site(self, problem: Problem, b: BoundSite, number: int, batch: Any) -> Tensor:
         """``[examples, units]``."""

@@ -66,11 +66,12 @@ class AttributionPatching(GradientScorer):
         if self.base == "zero":
             return averaged(gathered(problem, self).rows)
         means = mean_contexts(problem) if self.base == "mean" else {}
-        rows = []
-        for number, batch in problem.passes("attribution patching"):
+
+        def of_batch(number: int, batch: Any) -> Tensor:
             bases = self._corrupted(problem, batch) if self.corrupt else {site: [m] for site, m in means.items()}
-            rows.append(_effects(problem, number, batch, bases))
-        return averaged(torch.cat(rows).cpu().double())
+            return _effects(problem, number, batch, bases)
+
+        return averaged(problem.rows("attribution patching", of_batch))
 
     @property
     def reads_gradients(self) -> bool:

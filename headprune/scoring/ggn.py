@@ -6,7 +6,7 @@ What the model puts out is read as distributions: of classes, of a number (regre
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,9 @@ from headprune.model.recompute import recomputed
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
 from headprune.scoring._averages import averaged, with_curvature
-from headprune.scoring._base import Estimate, Problem, Scorer, one_of
+from headprune.scoring._base import Estimate, Problem, Scorer, added, one_of
 from headprune.scoring._distributions import Distributions, content_seeds, distributions, drawn_labels
-from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, open_gates
+from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, n_units, open_gates
 from headprune.scoring._rows import collected
 from headprune.scoring.fisher import structured
 
@@ -68,23 +68,22 @@ class Ggn(Scorer):
             raise InvalidValue("Ggn.draws", "at least 1, or None", self.draws)
 
     def estimate(self, problem: Problem) -> Estimate:
-        drawn = False
-        n_units = sum(len(b.site.units) for b in problem.bound)
-        kept = not Curvature.too_large(n_units)
-        total = torch.zeros(n_units, n_units, dtype=torch.float64) if kept else torch.empty(0)
+        n = n_units(problem)
+        kept, drawn = not Curvature.too_large(n), False
+        total = torch.zeros(n, n, dtype=torch.float64) if kept else torch.empty(0)
 
-        def halves() -> Iterator[Tensor]:
+        def halves(number: int, batch: Any) -> Tensor:
             nonlocal drawn, total
-            for number, batch in problem.passes("ggn"):
-                rows, sampled = self.rows(problem, number, batch)
-                drawn |= sampled
-                if kept:
-                    total += _outer(rows)
-                yield rows.square().sum(1) / 2
+            rows, sampled = self.rows(problem, number, batch)
+            drawn |= sampled
+            if kept:
+                total += _outer(rows)
+            return rows.square().sum(1) / 2
 
-        samples = collected(halves())
-        found = averaged(samples, seed=self.seed if drawn else None)
-        found = with_curvature(found, n_units, lambda: total / found.n_examples)
+        samples = collected(problem.pieces("ggn", halves, n))
+        parts = problem.gathered("ggn", lambda: {"total": total, "drawn": torch.tensor(drawn)})
+        found = averaged(samples, seed=self.seed if any(bool(part["drawn"]) for part in parts) else None)
+        found = with_curvature(found, n, lambda: added(parts, "total") / found.n_examples)
         ignored = () if problem.loss is default_loss else ("loss= was not asked: ggn reads the output alone.",)
         return replace(found, notes=(*found.notes, *ignored))
 

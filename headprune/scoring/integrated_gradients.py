@@ -15,7 +15,7 @@ from headprune.gating.context import gated
 from headprune.model.sites import sites_of
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
-from headprune.scoring._gradients import gate_shapes, loss_gradients, open_gates
+from headprune.scoring._gradients import gate_shapes, loss_gradients, n_units, open_gates
 from headprune.scoring._rows import collected
 
 #: A gap of more than this share of the whole is told.
@@ -52,12 +52,15 @@ class IntegratedGradients(Scorer):
         places = [((1 + float(x)) / 2, float(w) / 2) for x, w in zip(nodes, weights, strict=True)]
         whole = 0.0
 
+        def of_batch(number: int, batch: Any) -> Tensor:
+            parts = [weight * loss_gradients(problem, number, batch, at).cpu().double() for at, weight in places]
+            return torch.cat([-torch.stack(parts).sum(0), _saved(problem, number, batch).unsqueeze(1)], 1)
+
         def shares() -> Iterator[Tensor]:
             nonlocal whole
-            for number, batch in problem.passes("integrated gradients"):
-                parts = [weight * loss_gradients(problem, number, batch, at).cpu().double() for at, weight in places]
-                whole += float(_saved(problem, number, batch).sum())
-                yield -torch.stack(parts).sum(0)
+            for piece in problem.pieces("integrated gradients", of_batch, n_units(problem) + 1):
+                whole += float(piece[:, -1].sum())
+                yield piece[:, :-1]
 
         found = averaged(collected(shares()))
         return replace(found, notes=(*found.notes, *_gap(float(found.values.sum()), whole / found.n_examples)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention.linear import effective_weight
+from headprune.attention.sharded import whole
 from headprune.core.slabs import rows_of, used_groups
 from headprune.model.offloaded import fetched
 from headprune.model.sites import BoundSite, lookup
@@ -40,10 +41,10 @@ def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
     for slab in bound.slabs:
         target = lookup(bound.module, slab.path)
         if isinstance(target, nn.ModuleList):  # one module a head: its value's weights are among its own
-            weights = [p.detach().double().flatten() for h in positions for p in target[h].parameters()]
+            weights = [whole(p.detach()).double().flatten() for h in positions for p in target[h].parameters()]
             size = size * torch.cat(weights).norm().cpu()
             continue
-        weight = target if isinstance(target, Tensor) else effective_weight(target)
+        weight = whole(target) if isinstance(target, Tensor) else effective_weight(target)
         if weight.ndim != 2:  # a bias
             continue
         dimension = ("out", "in").index(slab.axis) if isinstance(slab.axis, str) else slab.axis

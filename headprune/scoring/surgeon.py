@@ -17,7 +17,7 @@ from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite
 from headprune.scoring._activations import jackknife, unit_columns
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Problem, Scorer, added
 from headprune.scoring._contexts import by_example, leaves
 from headprune.scoring._distributions import content_seeds, distributions, fisher_targets
 from headprune.scoring._gradients import gradients_of
@@ -90,12 +90,19 @@ class Surgeon(Scorer):
     def estimate(self, problem: Problem) -> Estimate:
         own = self.curvature or ("output" if problem.loss is default_loss else "loss")
         factors = {site: _Factors(b, self.blocks) for site, b in enumerate(problem.bound) if b.site.heads}
-        first, drawn = 0, False
-        for number, batch in problem.passes("slopes of contexts"):
-            drawn |= self._slopes(problem, number, batch, own, factors, first)
-            first += batch_size(batch)
+
+        def of_share() -> dict[str, Tensor]:
+            drawn = False
+            for number, first, batch in problem.share("slopes of contexts"):
+                drawn |= self._slopes(problem, number, batch, own, factors, first)
+            return {"drawn": torch.tensor(drawn)}
+
+        drawn = any(bool(part["drawn"]) for part in problem.gathered("slopes of contexts", of_share))
         for f in factors.values():
+            if problem.crew.size > 1:
+                f.join(problem.crew.exchanged(f.parts))  # one at a time: they may be large
             f.check()
+        first = problem.examples
         examples = torch.tensor([len(range(g, first, self.blocks)) for g in range(self.blocks)], dtype=torch.float64)
         rows = jackknife(partial(self._prices, list(factors.values()), examples), examples, examples.int().tolist())
         found = averaged(rows, first, row="example" if first == 1 else "block of examples")
@@ -190,6 +197,18 @@ class _Factors:
             self.weight[number] += w.sum()
             self.x[number] += weighted.sum(0)
             self.xx[number].addmm_(weighted.T, rows)
+
+    def parts(self) -> dict[str, Tensor]:
+        """All sums, for the other processes."""
+        sums = {"weight": self.weight, "x": self.x, "xx": self.xx, "gg": self.gg}
+        return {**sums, "tokens": torch.tensor(self.tokens)}
+
+    def join(self, parts: list[Mapping[str, Tensor]]) -> None:
+        """Takes the sums of all processes in place of its own."""
+        self.weight, self.x, self.xx, self.gg = (
+            added(parts, name).to(self.weight.device) for name in ("weight", "x", "xx", "gg")
+        )
+        self.tokens = int(added(parts, "tokens"))
 
     def check(self) -> None:
         """Raises:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from headprune.attention.sharded import check_whole
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnsupportedModel, VerificationFailed
 from headprune.core.files import staged
 from headprune.core.heads import AttentionSite
@@ -72,6 +73,7 @@ def save_pretrained(
     """
     model = unwrap(model)
     folder = Path(folder)
+    check_whole(model, "one whose weights are whole in this process, to be saved")
     if format not in FORMATS:
         raise InvalidValue("format", f"one of {', '.join(FORMATS)}", repr(format))
     if folder.exists() and not folder.is_dir():

@@ -1,0 +1,227 @@
+"""What the processes of the tests do: ``python -m tests.processes_work NAME FOLDER ...``, one function a name.
+
+A fresh Python each, as ``torchrun`` starts them, which finds the others through a file in the folder. It imports no
+Transformers where the work needs none, for that takes longer than the work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+
+import headprune as hp
+from headprune.core import samples
+from headprune.core.errors import HeadPruneError
+from headprune.model.running import call
+from headprune.scoring import (
+    AttributionPatching,
+    Fisher,
+    HardConcrete,
+    IntegratedGradients,
+    LeaveOneOut,
+    Obs,
+    Shapley,
+    SubsetTopk,
+    Surgeon,
+    Taylor,
+    registry,
+)
+from tests.laws.support import Subject, examples_of, subject_of
+
+_QUICK: dict[str, Any] = {
+    "hard_concrete": HardConcrete(steps=3, block=2),
+    "shapley": Shapley(orders=1),
+    "subset_topk": SubsetTopk(steps=3, block=2),
+}
+SCORERS: list[Any] = [_QUICK.get(name) or registry.get(name)() for name in registry.names()]
+SCORERS += [Taylor(reduce="token"), Taylor(normalize="l2"), Taylor(reduce="batch", block=2), Fisher(block=2)]
+SCORERS += [LeaveOneOut(replacement="mean"), LeaveOneOut(replacement="resample", pool=3), LeaveOneOut(replay=False)]
+BOUNDED: list[Any] = [Taylor(), Taylor(reduce="token"), Taylor(reduce="batch", block=3), Fisher()]
+BOUNDED += [IntegratedGradients(points=1), "ggn"]
+SHARDED = ["taylor", "fisher", "leave_one_out", "obs", "magnitude", "entropy", "ggn"]
+SCORERS += [AttributionPatching(base="mean"), Shapley(method="two_sided"), Obs(blocks=3), Surgeon(blocks=2)]
+
+
+def subject() -> Subject:
+    return subject_of("multi_head_attention")
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return call(model, batch).logsumexp(-1).square()
+
+
+def batches(count: int, rows: int = 2) -> list[dict[str, Any]]:
+    """So many batches of two examples, the last one of a single example."""
+    data = examples_of(subject(), count * rows - 1)
+    return [{k: v[i : i + rows] for k, v in data.items()} for i in range(0, count * rows - 1, rows)]
+
+
+def scored(count: int, processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
+    return hp.score(subject().model, batches(count), SCORERS, loss=loss, processes=processes, progress=False)
+
+
+def score_all(folder: Path, *counts: str) -> None:
+    """Every scorer, on several numbers of batches; and one that reads until it is settled."""
+    for count in map(int, counts):
+        for number, scores in enumerate(scored(count, hp.Processes(timeout=600))):
+            scores.save(folder / f"{count}-{number}-{distributed.get_rank()}.json")
+    until(hp.Processes(timeout=600)).save(folder / f"until-{distributed.get_rank()}.json")
+    for number, scores in enumerate(bounded(hp.Processes(timeout=600))):
+        scores.save(folder / f"bounded-{number}-{distributed.get_rank()}.json")
+    offloaded(hp.Processes(timeout=600)).save(folder / f"offloaded-{distributed.get_rank()}.json")
+
+
+def bounded(processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
+    """Where there is room for few rows, so that they are exchanged in pieces and kept as means of neighbours."""
+    own, data, limit = subject(), batches(20), samples.LIMIT
+    samples.LIMIT = 8 * sum(len(site.units) for site in own.sites) ** 2  # the curvature, to the last byte
+    try:
+        return hp.score(own.model, data, BOUNDED, loss=loss, processes=processes, progress=False)
+    finally:
+        samples.LIMIT = limit
+
+
+def offloaded(processes: hp.Processes | None = None) -> hp.HeadScores:
+    """Of a model whose weights accelerate keeps elsewhere."""
+    from accelerate import cpu_offload
+
+    model = cpu_offload(subject().model, execution_device=torch.device("cpu"))
+    return hp.score(model, batches(3), "taylor", loss=loss, processes=processes, progress=False)
+
+
+def until(processes: hp.Processes | None = None) -> hp.HeadScores:
+    """Of a model in which one unit hardly matters."""
+    stable = hp.Stable(k=1, first=10, growth=1.5, rare=0.5, confidence=0.5)
+    model, data = subject().model, batches(20, 4)
+    with torch.no_grad():
+        model.get_submodule("layers.0.attention.W_o").weight[:, :12] *= 1e-3
+    return hp.score(model, data, "taylor", loss=loss, until=stable, processes=processes, progress=False)
+
+
+def fail(folder: Path, how: str, timeout: str) -> None:
+    """Process 1 ends or stops at its second batch; the other says in its file what it was told, and when."""
+    seen = 0
+
+    def fragile(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal seen
+        seen += 1
+        if distributed.get_rank() == 1 and seen == 3:  # the first is that of the costs
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        return loss(model, batch)
+
+    with telling(folder):
+        hp.score(subject().model, batches(6), "taylor", loss=fragile, processes=hp.Processes(float(timeout)))
+
+
+def differ(folder: Path, *whats: str) -> None:
+    """One thing after the other, for what is refused leaves the processes as they were."""
+    for what in whats:
+        _differ(folder, what)
+
+
+def _differ(folder: Path, what: str) -> None:
+    """Process 1 has other data, weights or scorers, or its batch has a loss that is no number."""
+    other, model, data = distributed.get_rank() == 1, subject().model, batches(3)
+    if what == "data" and other:
+        data[2] = {name: tensor + 1 for name, tensor in data[2].items()}
+    if what == "weights" and other:
+        with torch.no_grad():
+            next(model.parameters()).add_(1e-3)
+    scorer = "fisher" if what == "scorer" and other else "taylor"
+
+    def broken(model: nn.Module, batch: Any) -> Tensor:
+        number = next(i for i, b in enumerate(data) if torch.equal(b["x"][:1], batch["x"][:1]))
+        return loss(model, batch) * (float("nan") if number == 1 else 1.0)
+
+    with telling(folder, what):
+        hp.score(model, data, scorer, loss=broken if what == "loss" else loss, processes=hp.Processes(600))
+
+
+def shard(folder: Path) -> None:
+    """Scores of a model that FSDP2 has sharded; what is refused; and a cut of its weights once they are gathered."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    own, data = subject(), batches(3)
+    model, mask, rank = own.model, own.ragged(), distributed.get_rank()
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)
+    fully_shard(model)
+    for number, scores in enumerate(hp.score(model, data, SHARDED, loss=loss, progress=False)):
+        scores.save(folder / f"{number}-{rank}.json")
+    refused: dict[str, Callable[[], object]] = {
+        "prune": lambda: hp.prune_(model, mask),
+        "save": lambda: hp.save_pretrained(model, folder / "model"),
+        "recover": lambda: hp.recover_(model, data, "mean_fold", model),
+        "copy": lambda: hp.scoring.rescorer(model, data, loss=loss)(mask),
+        "share": lambda: hp.score(model, data, loss=loss, processes=hp.Processes(600)),
+    }
+    for name, verb in refused.items():
+        with telling(folder, name):
+            verb()
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        small = subject().model
+        small.load_state_dict(weights)
+        hp.prune_(small, mask, own.batch)
+        save_file({"logits": small(**own.batch)}, folder / "cut.safetensors")
+    _split(folder)
+
+
+def _split(folder: Path) -> None:
+    """Tensor parallelism alone, and under FSDP2; in the processes of ``shard``, for its imports take longest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    part = "layers.1.attention"
+    plan = {f"{part}.W_q": ColwiseParallel(), f"{part}.W_o": RowwiseParallel()}
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    own, both = subject(), subject()
+    for one in (own, both):
+        parallelize_module(one.model, mesh["tensor"], plan)
+    fully_shard(both.model, mesh=mesh["data"])
+    for name, verb in {
+        "find": lambda: hp.find_sites(own.model),
+        "gate": lambda: hp.gated(own.model, own.ragged(), own.sites).__enter__(),
+        "both": lambda: hp.score(both.model, batches(1), loss=loss),
+    }.items():
+        with telling(folder, name):
+            verb()
+
+
+@contextmanager
+def telling(folder: Path, what: str = "told") -> Iterator[None]:
+    """Writes down what was raised, and after how long."""
+    start = time.monotonic()
+    try:
+        yield
+    except HeadPruneError as error:
+        told = {"kind": type(error).__name__, "words": str(error), "seconds": time.monotonic() - start}
+        (folder / f"{what}-{distributed.get_rank()}.json").write_text(json.dumps(told))
+
+
+def main() -> None:
+    name, folder, *more = sys.argv[1:]
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not name.startswith("alone_"):
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    globals()[name](Path(folder), *more)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

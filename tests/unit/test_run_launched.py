@@ -1,0 +1,105 @@
+"""A recipe in two processes, as launchers start them: the first writes what it would have written alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import headprune as hp
+from headprune.cli.main import app
+from headprune.core.errors import InvalidValue
+from headprune.run import run_recipe, stages
+from headprune.run.launched import Launch, launched
+from tests.scripts import ROOT
+from tests.tiny_recipe import TINY
+
+RECIPE = {
+    **TINY,
+    "report": False,
+    "score": {"scorer": "fisher", "batch_size": 12, "random_draws": 1},
+    "bench": {"seconds": 0.01},
+}
+
+
+def launch(recipe: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "headprune", "run", str(recipe), "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_two_processes_leave_what_one_leaves(tmp_path: Path) -> None:
+    """The second has the weights that the first has trained, or its scores would be refused as another model's."""
+    recipe, together, alone = tmp_path / "tiny.yaml", tmp_path / "together", tmp_path / "alone"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    done = launch(recipe, together)
+    assert done.stdout.count("RunRecord tiny: done") == 1, "the second process says nothing"
+    assert done.stderr.count("[train]") == 1, "the second process does not train"
+    run_recipe(recipe, out=alone, say=lambda line: None)
+    record = hp.RunRecord.load(together / "record.json")
+    assert record.hardware["processes"] == 2
+    assert hp.HeadScores.load(together / "scores.json") == hp.HeadScores.load(alone / "scores.json")
+    for name in ("plan.json", "rows.json", "model/model.safetensors"):
+        assert (together / name).read_bytes() == (alone / name).read_bytes(), name
+    assert record.quality == hp.RunRecord.load(alone / "record.json").quality
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ended", "again"), [("score_heads", True), ("compare_plans", False)])
+def test_two_processes_go_on_where_one_ended(
+    ended: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the scores are there, the second process would else wait for ever; where not, they share the rest."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("power is gone")
+
+    recipe, out = tmp_path / "tiny.yaml", tmp_path / "out"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, ended, fail)
+        with pytest.raises(RuntimeError, match="power is gone"):
+            run_recipe(recipe, out=out, say=lambda line: None)
+    done = launch(recipe, out)
+    assert "[train] was done before" in done.stderr
+    assert ("[score] was done before" in done.stderr) != again
+    record = hp.RunRecord.load(out / "record.json")
+    assert record.status == "done"
+    assert record.hardware.get("processes") == (2 if again else None)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **variables}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_started_process_looks_like_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer would else wait for processes that do not train."""
+    assert launched() is None
+    start(monkeypatch)
+    assert launched() == Launch(1, 2, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(os.environ)
+    assert launched() is None
+
+
+def test_engines_that_split_the_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    start(monkeypatch, ACCELERATE_USE_FSDP="true")
+    with pytest.raises(InvalidValue, match="ACCELERATE_USE_FSDP"):
+        launched()
+
+
+def test_other_commands_are_started_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start(monkeypatch)
+    done = CliRunner().invoke(app, ["sweep", "digits-vit", "--out", str(tmp_path / "sweep")])
+    assert done.exit_code == 2
+    assert "headprune sweep: must be started once, got 2 processes" in done.stderr
+    assert not (tmp_path / "sweep").exists()
