@@ -29,6 +29,7 @@ import kv_groups
 import learned_gates
 import pipelines
 import recipe_runs
+import scale
 import scorers
 import selector_loss
 import tradeoff_page
@@ -55,6 +56,8 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
         docs / "coverage.md", coverage.table(json.loads((records / "coverage.json").read_text())).encode()
     ),
 }
+#: Pages that say other things, too, and have blocks as the README has.
+WITH_BLOCKS = ("scale.md",)
 BLOCK = re.compile(r"(<!-- make docs-figures: ([\w-]+) -->\n).*?(\n<!-- end of \2 -->)", re.DOTALL)
 
 
@@ -71,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tradeoff_page.draw(args.records, args.docs)
     concepts.draw(args.records, args.docs)
     args.readme.write_text(filled(args.readme.read_text(encoding="utf-8"), args.records), encoding="utf-8")
+    for page in WITH_BLOCKS:
+        write_atomic(args.docs / page, filled((ROOT / "docs" / page).read_text("utf-8"), args.records).encode())
 
 
 def filled(text: str, records: Path) -> str:
@@ -132,6 +137,10 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "tradeoff": tradeoff_page.readme,
     "trec": trec,
     "demo": demo,
+    "scale-paper": scale.paper,
+    "scale-checked": scale.checked,
+    "scale-processes": scale.shared,
+    "scale-streaming": scale.streamed,
 }
 
 

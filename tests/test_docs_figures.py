@@ -31,7 +31,18 @@ def test_pages_and_blocks_are_those_of_the_records(figures: ModuleType, tmp_path
             assert path.read_text() == committed.read_text(), f"{committed.name}: run `make docs-figures`"
         else:
             assert (DOCS / path.name).is_file(), f"docs/{path.name}: run `make docs-figures`"
-    assert {"README.md", "tradeoff.md", "scorers-accuracy.md", "coverage.md"} <= {p.name for p in tmp_path.iterdir()}
+    expected = {"README.md", "tradeoff.md", "scorers-accuracy.md", "coverage.md", "scale.md"}
+    assert expected <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_every_block_of_a_page_is_written(figures: ModuleType) -> None:
+    """The page is read where it lies: a block that the command cannot fill, or one that lost its end, would stay."""
+    for page in figures.WITH_BLOCKS:
+        text = (DOCS / page).read_text()
+        begun = re.findall(r"<!-- make docs-figures: ([\w-]+) -->", text)
+        assert begun, page
+        assert [found[2] for found in figures.BLOCK.finditer(text)] == begun
+        assert figures.filled(figures.BLOCK.sub(r"\1\3", text), figures.RECORDS) == text
 
 
 def test_the_figure_of_the_concepts_is_that_of_the_demo(figures: ModuleType, tmp_path: Path) -> None:
@@ -53,6 +64,7 @@ def test_every_study_has_its_page(figures: ModuleType) -> None:
     """A record whose page the command forgets would go stale."""
     apart = {"exactness", "known_answer"}  # tested against the registries, and stated nowhere
     others = {"tradeoff", "native", "scoring-", "startup"}  # all of docs/tradeoff.md
+    others |= {"scale-", "processes", "streaming"}  # blocks of docs/scale.md
     patterns = [pattern.partition(".")[0].rstrip("*").rstrip("-") for pattern in figures.PAGES]
     for path in figures.RECORDS.glob("*.json"):
         assert any(path.stem.startswith(name) for name in {*apart, *others, *patterns}), path.name

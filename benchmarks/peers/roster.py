@@ -9,7 +9,7 @@ from typing import Any
 #: The environment that the runner itself runs in.
 OWN = "headprune"
 REFERENCE = "headprune"
-#: The same, trained as long as the base model: what other trained ways are held to.
+#: Trained after its cut: what others are held to that have trained as often.
 TRAINED = "headprune, trained"
 TITLES = {"sst2": "MiniLM on SST-2", "trec": "MiniLM on TREC", "digits": "a small ViT on digits"}
 TEXT, IMAGE = ("sst2", "trec"), ("digits",)
@@ -30,7 +30,9 @@ class Peer:
             same rows with as many heads, or ``headprune.onnx``.
         cuts: Has a row for every number of heads; else one for the whole model.
         draws: At most so many draws of calibration rows, where its result does not depend on them or training costs.
-        trains: Trains as long as the base model was trained.
+        trains: How many times the base model's training it has had in all, the base model's own counted; 0 is none
+            of its own.
+        answer: Why it may do better than ours, and what would change that; printed where it does.
     """
 
     name: str
@@ -42,30 +44,42 @@ class Peer:
     given: str | None = None
     cuts: bool = True
     draws: int | None = None
-    trains: bool = False
+    trains: int = 0
+    answer: str = ""
 
 
-_TAYLOR = {"scorer": "taylor", "selector": "global_topk"}
-_TRAINED = "trained as long as the base model"
+_REFIT = "`lstsq` with the feed-forward"
+_SURGEON, _TAYLOR = ({"scorer": name, "selector": "global_topk"} for name in ("surgeon", "taylor"))
+#: Tried on this page, and not to be helped by choosing heads otherwise.
+_INT8 = (
+    "it makes every linear layer cheaper, feed-forwards too, which make up most of an encoder's time and which cutting"
+    " heads leaves alone. Neither replaces the other: see what headprune adds to it"
+)
 
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("unpruned", "unpruned", "the base model", cuts=False, draws=1),
-        Peer("headprune", "ours", "`taylor`, `global_topk`, `lstsq` with the feed-forward", settings=_TAYLOR),
+        Peer(
+            "headprune",
+            "ours",
+            f"`surgeon`, `global_topk`, {_REFIT}: what docs/pipelines.md advises for classifiers, by validation rows",
+            settings=_SURGEON,
+        ),
+        Peer(
+            "headprune, not refitted",
+            "ours",
+            "`surgeon` and `global_topk` alone: heads are chosen and cut, and nothing else is touched",
+            settings={**_SURGEON, "refit": False},
+        ),
+        Peer("headprune, taylor", "ours", f"`taylor`, `global_topk`, {_REFIT}", settings=_TAYLOR),
         Peer(
             TRAINED,
             "ours",
-            f"the same, then {_TRAINED}, with its logits",
+            "that, then trained as the base model was, with its logits: twice in all",
             settings={**_TAYLOR, "distill": 1.0},
             draws=1,
-            trains=True,
-        ),
-        Peer(
-            "headprune, surgeon",
-            "ours",
-            "the same with scores by `surgeon`",
-            settings={"scorer": "surgeon", "selector": "global_topk"},
+            trains=2,
         ),
         Peer("flap2024", "ours", "FLAP, heads only, by our parts", settings={"preset": "flap2024"}),
         Peer("kwon2022", "ours", "Kwon et al., heads only, by our parts", settings={"preset": "kwon2022"}),
@@ -128,20 +142,20 @@ PEERS = {
         Peer(
             "smaller architecture",
             "smaller",
-            f"fewer layers with as many multiply-adds, {_TRAINED}",
-            settings={"tokens": 128, "distill": 0.0},
+            "fewer layers with as many multiply-adds, pretrained, then trained as the base model was: once in all",
+            settings={"distill": 0.0},
             draws=1,
-            trains=True,
+            trains=1,
         ),
         Peer(
             "smaller architecture, distilled",
             "smaller",
-            "the same, with the base model's logits",
-            settings={"tokens": 128, "distill": 1.0},
+            "the same, twice as long, with the base model's logits",
+            settings={"distill": 1.0, "times": 2},
             draws=1,
-            trains=True,
+            trains=2,
         ),
-        Peer("PyTorch INT8", "torch_int8", "dynamic INT8 of linear layers", cuts=False, draws=1),
+        Peer("PyTorch INT8", "torch_int8", "dynamic INT8 of linear layers", cuts=False, draws=1, answer=_INT8),
         Peer("headprune + PyTorch INT8", "torch_int8", "the same of our cut model", given="headprune"),
         *(
             Peer(
@@ -153,6 +167,7 @@ PEERS = {
                 given="headprune.onnx" if start else "onnx",
                 cuts=bool(start),
                 draws=None if start or way == "static" else 1,
+                answer="" if start or way == "fp32" else _INT8,
             )
             for start in ("", "headprune + ")
             for title, way, about in (

@@ -48,7 +48,7 @@ HERE = Path(__file__).resolve().parent
 #: The draw whose models are timed.
 TIMED = 0
 #: Heads kept by default, of 72 and of 32.
-BUDGETS = {"sst2": (36, 24), "trec": (36, 24), "digits": (16, 8)}
+BUDGETS = {"sst2": (36, 24, 14), "trec": (36, 24, 14), "digits": (16, 8)}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -82,9 +82,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if args.figure:
         return page.write(args.records, args.docs)
     check_environments(args)
+    over = studies.clock(args)
     subject = subjects.subject(args)
     out: Path = args.out or RECORDS / f"peers-{args.task}{'-cuda' if args.device == 'cuda' else ''}.json"
-    record, over = begin(args, subject, out), studies.clock(args)
+    record = begin(args, subject, out)
     for peer, kept, seed in wanted(args):
         name = (peer.name, kept, seed)
         done = next((row for row in record["rows"] if key(row) == name), None)
@@ -207,7 +208,7 @@ def written(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | 
     rows = {p: str(subject.file(p, seed)) for p in ("calibration", "train", "validation", "test")}
     settings = dict(peer.settings)
     if peer.program == "smaller":
-        settings["before"] = str(subject.before)
+        settings |= {"before": str(subject.before), "tokens": subject.tokens or max(args.lengths)}
     job = {
         "base": str(subject.base),
         "rows": rows,
@@ -325,12 +326,12 @@ def compared(args: argparse.Namespace, subject: Subject, rows: list[dict[str, An
 
 def opponents(name: str, kept: int | None, budgets: Sequence[int]) -> list[tuple[str, int | None]]:
     """Peer and heads kept: what keeps all heads is held to the base model and to our cut ones, what cuts to ours with
-    as many heads, what trains to ours after as long a training."""
+    as many heads, what has trained as often as our trained one to that."""
     if name in ("unpruned", REFERENCE):
         return []
     if kept is None:
         return [("unpruned", None), *((REFERENCE, its) for its in budgets)]
-    trained = [(TRAINED, kept)] if PEERS[name].trains and name != TRAINED else []
+    trained = [(TRAINED, kept)] if PEERS[name].trains == PEERS[TRAINED].trains and name != TRAINED else []
     return [(REFERENCE, kept), *trained]
 
 

@@ -62,6 +62,14 @@ class Subject:
         return self.name == "digits"
 
     @property
+    def tokens(self) -> int | None:
+        """Of an image, its patches and one for the class; texts have as many as one likes."""
+        if not self.image:
+            return None
+        config = json.loads((self.base / "config.json").read_text())
+        return int((config["image_size"] // config["patch_size"]) ** 2 + 1)
+
+    @property
     def base(self) -> Path:
         return self.folder / "base"
 

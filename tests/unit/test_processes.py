@@ -189,3 +189,4 @@ def test_the_benchmark_compares_crews_in_turn(tmp_path: Path) -> None:
     assert two["efficiency"] == pytest.approx(two["speedup"] / 2)
     assert len(one["seconds"]) == len(two["seconds"]) == 2
     assert one["examples_per_second"] == pytest.approx(3 / np.median(one["seconds"]))
+    assert "| `taylor` | 2 |" in benchmark("scale").shared(tmp_path)

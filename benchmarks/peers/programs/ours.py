@@ -52,8 +52,8 @@ def method(settings: dict[str, Any]) -> dict[str, Any]:
             "select": select,
             "recover": [_configured(hp.recovery.registry, step) for step in preset.recover],
         }
-    refit = hp.recovery.Lstsq(feed_forward=True)
-    return {"score": settings["scorer"], "select": settings["selector"], "recover": [refit]}
+    refit = [hp.recovery.Lstsq(feed_forward=True)] if settings.get("refit", True) else []
+    return {"score": settings["scorer"], "select": settings["selector"], "recover": refit}
 
 
 def _configured(registry: Any, part: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A plain smaller BERT or ViT with as many multiply-adds, trained as the base model was: what anyone could do instead.
+"""A plain smaller BERT or ViT with as many multiply-adds, trained as long or longer: what anyone could do instead.
 
 It keeps the first layers of the pretrained model, as many as the cut model's multiply-adds pay for, rounded up, and
 narrows their feed-forwards (neurons of the largest weights stay) until the multiply-adds are those of the cut model.
@@ -31,7 +31,7 @@ def cut(job: Job) -> Cut:
     small.config.num_hidden_layers, small.config.intermediate_size = layers, inner
     seconds = {"cut": perf_counter() - start}
     start = perf_counter()
-    training.train_(small, job, base, job.settings["distill"])
+    training.train_(small, job, base, job.settings["distill"], job.settings.get("times", 1))
     seconds["train"] = perf_counter() - start
     notes = [f"{layers} layers with feed-forwards of {inner}"]
     return Cut(running(base), running(small.eval()), saving(small), seconds, notes=notes)

@@ -12,9 +12,12 @@ from torch.utils.data import DataLoader
 import headprune as hp
 
 
-def train_(model: nn.Module, job: Job, teacher: nn.Module | None = None, distill: float = 0.0) -> None:
-    """The base model's own epochs, batches and learning rate; with a teacher's logits where ``distill`` is above 0."""
-    settings = dict(job.train)
+def train_(
+    model: nn.Module, job: Job, teacher: nn.Module | None = None, distill: float = 0.0, times: float = 1
+) -> None:
+    """The base model's own epochs, ``times`` over, batches and learning rate; with a teacher's logits where ``distill``
+    is above 0."""
+    settings = {**job.train, "epochs": times * job.train["epochs"]}
     size = settings.pop("batch_size")
     arrays = {k: torch.from_numpy(v) for k, v in job.arrays("train").items()}
     count = len(arrays["label"])
