@@ -14,6 +14,9 @@ from headprune.core.files import write_atomic
 PAGE = "peers.md"
 #: How peers are called that start from our cut model.
 TOGETHER = f"{REFERENCE} + "
+LOST = "**lost**"
+#: A base model that takes so many times the fastest one's time, in the same environment, was timed beside other work.
+SLOWER = 1.3
 
 
 def write(records: Path, docs: Path) -> Path:
@@ -31,11 +34,12 @@ def text(records: list[dict[str, Any]]) -> str:
         "",
         "The same weights, rows and judging code for all; each peer in its own pinned environment",
         "(`benchmarks/peers/requirements`). Speed is base model / smaller model in rounds of both in one process,",
-        "median and 95 % interval over the rounds; the base model is PyTorch's in that environment, for ONNX Runtime",
-        "too. Accuracy is of test rows, mean ± standard deviation over draws of calibration rows; *against headprune*",
-        "is the paired difference in points with as many heads, with its 95 % interval. *Loads back*: a fresh process",
-        "that loads what was saved, alone, says the same. Memory is what that process (*to run*), and the one that",
-        "scores and cuts, took at most beyond what they had before the model.",
+        "median and 95 % interval over the rounds, of the first draw, with both medians in ms; the base model is",
+        "PyTorch's in that environment, for ONNX Runtime too. Accuracy is of test rows, mean ± standard deviation over",
+        "draws of calibration rows; *against headprune* is the paired difference in points with as many heads, mean",
+        "over draws with its 95 % interval over rows, on test and on validation rows. *Loads back*: a process of its",
+        "own that loads what was saved says the same. Memory is what that one (*to run*), and the one that scores and",
+        "cuts, took at most beyond what they had before the model.",
         "",
         *(f"- **{name}**: {peer.about}." for name, peer in PEERS.items() if name in named),
     ]
@@ -67,7 +71,8 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
     """A row a peer; what failed for every draw has its error beneath."""
     shapes = [f"{batch} x {length}" if length else f"{batch}" for batch, length in record["shapes"]]
     against = "unpruned" if kept is None else REFERENCE
-    head = ["peer", "accuracy", f"against {against}", *(f"speed, {shape}" for shape in shapes)]
+    head = ["peer", "draws", "accuracy", f"against {against}", "on validation rows"]
+    head += [f"speed, {shape}, ms" for shape in shapes]
     head += ["MB", "loads back", "s to score", "s in all", "MiB to cut", "MiB to run"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     failed: dict[str, str] = {}
@@ -77,7 +82,8 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
         errors = [row["error"] for row in draws if "error" in row]
         failed |= {name: errors[0]} if errors else {}
         if good:
-            cells = [name, studies.spread([row["test"] for row in good]), _apart(record, name, kept)]
+            cells = [name, str(len(good)), studies.spread([row["test"] for row in good])]
+            cells += [_apart(record, name, kept, split) for split in ("test", "validation")]
             timed = [row for row in good if "speed" in row]
             cells += [*(map(_speed, timed[0]["speed"]) if timed else ["-"] * len(shapes)), *_rest(good, timed)]
             lines.append("| " + " | ".join(cells) + " |")
@@ -88,21 +94,22 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
     return [*lines, *([""] if reasons else []), *reasons]
 
 
-def _apart(record: dict[str, Any], name: str, kept: int | None) -> str:
+def _apart(record: dict[str, Any], name: str, kept: int | None, split: str) -> str:
     against = "unpruned" if kept is None else REFERENCE
     for line in record.get("compared", []):
         if (line["peer"], line["kept"], line["reference"]) == (name, kept, against):
-            return _points(line)
+            return _points(line, split)
     return "-"
 
 
-def _points(line: dict[str, Any]) -> str:
-    points = {k: 100 * v for k, v in line["test"].items()}
+def _points(line: dict[str, Any], split: str = "test") -> str:
+    points = {k: 100 * v for k, v in line[split].items()}
     return f"{points['difference']:+.1f} [{points['low']:+.1f}, {points['high']:+.1f}]"
 
 
 def _speed(cell: dict[str, Any]) -> str:
-    return f"{cell['ratio']:.2f}x [{cell['low']:.2f}, {cell['high']:.2f}]"
+    times = f"{cell['base_ms']:.3g} to {cell['ms']:.3g}"
+    return f"{cell['ratio']:.2f}x [{cell['low']:.2f}, {cell['high']:.2f}], {times}"
 
 
 def _rest(rows: list[dict[str, Any]], timed: list[dict[str, Any]]) -> list[str]:
@@ -125,7 +132,7 @@ def _rest(rows: list[dict[str, Any]], timed: list[dict[str, Any]]) -> list[str]:
 def verdict(record: dict[str, Any]) -> list[str]:
     """Every peer against ours, by paired accuracy and by speed together."""
     rows = {(row["peer"], row["kept"]): row for row in record["rows"] if "speed" in row}
-    body = []
+    body, answers = [], {}
     for line in record.get("compared", []):
         theirs = rows.get((line["peer"], line["kept"]))
         ours = rows.get((line["reference"], line["reference_kept"]))
@@ -134,13 +141,18 @@ def verdict(record: dict[str, Any]) -> list[str]:
             speed = _faster(theirs, ours)
             outcome = _outcome(line["test"], speed)
             body.append([line["peer"], kept[0], line["reference"], kept[1], _points(line), speed or "-", outcome])
+            if outcome == LOST and PEERS[line["peer"]].answer:
+                answers[line["peer"]] = f"- Why **{line['peer']}** wins: {PEERS[line['peer']].answer}."
     head = ["peer", "heads", "held to", "heads", "points", "the faster", "outcome for headprune"]
     added = []
     for (name, kept), row in rows.items():
         if name.startswith(TOGETHER) and (alone := rows.get((name.removeprefix(TOGETHER), None))):
-            gain = row["speed"][-1]["ratio"] / alone["speed"][-1]["ratio"]
+            both, one = row["speed"][-1], alone["speed"][-1]
+            gain = (
+                f"{both['ratio'] / one['ratio']:.2f} [{both['low'] / one['high']:.2f}, {both['high'] / one['low']:.2f}]"
+            )
             points = 100 * (row["test"] - alone["test"])
-            added.append(f"{alone['peer']} {gain:.2f} times as fast at {points:+.1f} points with {kept} heads")
+            added.append(f"{alone['peer']} {gain} times as fast at {points:+.1f} points with {kept} heads")
     lines = [
         "",
         "### Accuracy and speed together",
@@ -154,7 +166,7 @@ def verdict(record: dict[str, Any]) -> list[str]:
         *("| " + " | ".join(cells) + " |" for cells in body),
     ]
     words = f"What {REFERENCE} adds to others, for the last shape and the first draw: {'; '.join(added) or 'nothing'}."
-    return [*lines, "", words]
+    return [*lines, "", *answers.values(), *([""] if answers else []), words]
 
 
 def _ours(name: str) -> bool:
@@ -174,7 +186,7 @@ def _outcome(points: dict[str, float], faster: str) -> str:
     if {better, faster} == {"theirs", "ours"}:
         return "a trade"
     told = better or faster
-    return {"theirs": "**lost**", "ours": "won", "": "tied"}[told]
+    return {"theirs": LOST, "ours": "won", "": "tied"}[told]
 
 
 def _slower(row: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -192,6 +204,19 @@ def others(record: dict[str, Any]) -> list[str]:
         if back and not back["ok"]:
             why = back.get("error") or f"says something else, by {back['difference']:.2g}"
             lines[f"- **{row['peer']}** does not load back: {why}"] = None
-        for note in row.get("notes", ()):
+        for note in (*row.get("notes", ()), *_disturbed(record, row)):
             lines[f"- **{row['peer']}**, {row['kept'] or 'all'} heads: {note}."] = None
     return ["", *lines] if lines else []
+
+
+def _disturbed(record: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """Where the machine was busy: ratios of interleaved rounds hold, their intervals are wide."""
+    found = []
+    for place, cell in enumerate(row.get("speed", ())):
+        same = [r for r in record["rows"] if r["environment"] == row["environment"] and "speed" in r]
+        fastest = min(r["speed"][place]["base_ms"] for r in same)
+        if cell["base_ms"] > SLOWER * fastest:
+            batch, length = record["shapes"][place]
+            shape = f"{batch} x {length}" if length else f"{batch}"
+            found.append(f"at {shape} the base model took {cell['base_ms'] / fastest:.1f} times what it took at best")
+    return found

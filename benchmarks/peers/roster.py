@@ -50,10 +50,13 @@ class Peer:
 
 _REFIT = "`lstsq` with the feed-forward"
 _SURGEON, _TAYLOR = ({"scorer": name, "selector": "global_topk"} for name in ("surgeon", "taylor"))
-#: Tried on this page, and not to be helped by choosing heads otherwise.
 _INT8 = (
     "it makes every linear layer cheaper, feed-forwards too, which make up most of an encoder's time and which cutting"
     " heads leaves alone. Neither replaces the other: see what headprune adds to it"
+)
+_SMALLER = (
+    "it is trained on all labelled rows, from the weights before any fine-tuning, where ours saw the calibration rows"
+    " alone and was not trained. What would change it: training after the cut, as `headprune, trained` does"
 )
 
 PEERS = {
@@ -146,6 +149,7 @@ PEERS = {
             settings={"distill": 0.0},
             draws=1,
             trains=1,
+            answer=_SMALLER,
         ),
         Peer(
             "smaller architecture, distilled",
@@ -154,6 +158,7 @@ PEERS = {
             settings={"distill": 1.0, "times": 2},
             draws=1,
             trains=2,
+            answer=_SMALLER,
         ),
         Peer("PyTorch INT8", "torch_int8", "dynamic INT8 of linear layers", cuts=False, draws=1, answer=_INT8),
         Peer("headprune + PyTorch INT8", "torch_int8", "the same of our cut model", given="headprune"),

@@ -154,7 +154,7 @@ def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypat
     run.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / "peers.md").read_text()
     assert "### 5 of 8 heads kept" in text
-    assert f"| forgets | {row['test']:.3f} | {100 * line['test']['difference']:+.1f} [" in text
+    assert f"| forgets | 1 | {row['test']:.3f} | {100 * line['test']['difference']:+.1f} [" in text
     assert "| raises | does not work |" in text
     assert "- **raises** failed: ValueError: no head left" in text
     assert "**forgets** does not load back: says something else, by 1" in text
@@ -278,6 +278,35 @@ def test_a_smaller_architecture_has_as_many_multiply_adds(programs: Any, share: 
     assert plain(**example).logits.shape == (1, 2)
 
 
+def test_a_smaller_architecture_counts_the_tokens_of_its_task(run: ModuleType, folder: Path) -> None:
+    """A text's longest length that is timed; an image's patches and its class token."""
+    args = run.arguments(given(folder, folder / "unused.json"))
+    subject = run.subjects.subject(args)
+    job = json.loads(run.written(args, subject, run.PEERS["smaller architecture"], 5, 0).read_text())
+    assert job["settings"]["tokens"] == 8
+    image = replace(subject, name="digits", folder=folder / "image")
+    image.base.mkdir(parents=True)
+    (image.base / "config.json").write_text(json.dumps({"image_size": 8, "patch_size": 2}))
+    job = json.loads(run.written(args, image, run.PEERS["smaller architecture, distilled"], 5, 0).read_text())
+    assert (job["settings"]["tokens"], job["settings"]["times"]) == (17, 2)
+
+
+def test_training_takes_as_many_epochs_as_asked(programs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, seen = programs("training"), []
+    rows = {"label": np.array([0, 1]), "input_ids": np.ones((2, 3), dtype=np.int64)}
+
+    class Job:
+        train, seed = {"batch_size": 2, "epochs": 2.0, "learning_rate": 1e-3}, 0
+
+        def arrays(self, purpose: str) -> dict[str, np.ndarray]:
+            return rows
+
+    monkeypatch.setattr(training.hp, "recover_", lambda model, loader, tune, teacher: seen.append(tune))
+    for times in (1, 2):
+        training.train_(nn.Linear(1, 1), Job(), times=times)
+    assert [tune.epochs for tune in seen] == [2.0, 4.0]
+
+
 def test_narrowing_keeps_the_largest_neurons(programs: Any) -> None:
     first, second = nn.Linear(4, 6), nn.Linear(6, 4)
     with torch.no_grad():
@@ -308,7 +337,8 @@ def test_what_a_comparison_comes_to(run: ModuleType) -> None:
             "kept": kept,
             "seed": 0,
             "test": test,
-            "speed": [{"low": low, "high": high, "ratio": low}],
+            "environment": "headprune",
+            "speed": [{"low": low, "high": high, "ratio": low, "base_ms": 9.0, "ms": 9 / low}],
         }
 
     ours = run.page.REFERENCE
@@ -319,8 +349,11 @@ def test_what_a_comparison_comes_to(run: ModuleType) -> None:
         points = {"difference": (low + high) / 2, "low": low, "high": high}
         return {"peer": peer, "kept": kept, "reference": ours, "reference_kept": 24, "test": points}
 
+    def page(*lines: dict[str, Any]) -> list[str]:
+        return list(run.page.verdict({"rows": rows, "compared": list(lines)}))
+
     def outcome(*lines: dict[str, Any]) -> list[str]:
-        text = run.page.verdict({"rows": rows, "compared": list(lines)})
+        text = page(*lines)
         return [
             cells.split(" | ")[-1].rstrip(" |") for cells in text if cells.startswith(("| Text", "| onnx", "| PyT"))
         ]
@@ -332,8 +365,20 @@ def test_what_a_comparison_comes_to(run: ModuleType) -> None:
     assert outcome(line("onnxsim", 24, 0.01, 0.03)) == ["a trade"]
     assert outcome(line("PyTorch INT8", None, -0.01, 0.01)) == ["**lost**"]  # as accurate, and faster
     assert outcome(line("PyTorch INT8", None, -0.03, -0.01)) == ["a trade"]
-    both = run.page.verdict({"rows": rows, "compared": []})[-1]
-    assert "PyTorch INT8 1.25 times as fast at -1.0 points with 24 heads" in both
+    why = f"- Why **PyTorch INT8** wins: {run.PEERS['PyTorch INT8'].answer}."
+    assert why in page(line("PyTorch INT8", None, -0.01, 0.01))
+    assert why not in page(line("PyTorch INT8", None, -0.03, -0.01))
+    assert "PyTorch INT8 1.25 [1.19, 1.30] times as fast at -1.0 points with 24 heads" in page()[-1]
+
+
+def test_a_row_that_was_timed_on_a_busy_machine_says_so(run: ModuleType) -> None:
+    def row(name: str, environment: str, base: float) -> dict[str, Any]:
+        return {"peer": name, "kept": 24, "environment": environment, "speed": [{"base_ms": base}]}
+
+    rows = [row("headprune", "headprune", 10.0), row("headprune, taylor", "headprune", 12.9)]
+    rows += [row("flap2024", "headprune", 14.0), row("TextPruner", "textpruner", 20.0)]  # an older PyTorch is slower
+    told = run.page.others({"rows": rows, "shapes": [[32, 128]]})
+    assert told == ["", "- **flap2024**, 24 heads: at 32 x 128 the base model took 1.4 times what it took at best."]
 
 
 def test_everybody_is_held_to_what_is_like_him(run: ModuleType) -> None:
@@ -341,7 +386,9 @@ def test_everybody_is_held_to_what_is_like_him(run: ModuleType) -> None:
     assert run.opponents("unpruned", None, budgets) == run.opponents("headprune", 24, budgets) == []
     assert run.opponents("PyTorch INT8", None, budgets) == [("unpruned", None), ("headprune", 36), ("headprune", 24)]
     assert run.opponents("TextPruner", 24, budgets) == [("headprune", 24)]
-    assert run.opponents("smaller architecture", 24, budgets) == [("headprune", 24), ("headprune, trained", 24)]
+    assert run.opponents("smaller architecture", 24, budgets) == [("headprune", 24)]  # has trained once, not twice
+    twice = [("headprune", 24), ("headprune, trained", 24)]
+    assert run.opponents("smaller architecture, distilled", 24, budgets) == twice
     assert run.opponents("headprune, trained", 24, budgets) == [("headprune", 24)]
 
 
