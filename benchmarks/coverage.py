@@ -253,6 +253,19 @@ Made with {versions}, in {record["seconds"]} s.
 """
 
 
+def readme(records: Path) -> str:
+    """What the README says of it, in an item of a list."""
+    rows = json.loads((records / "coverage.json").read_text())["rows"]
+    counts = Counter(row["status"] for row in rows)
+    exact, wrong = counts["exact"], counts["wrong"]
+    lines = [
+        f"Of [{len(rows)} model classes drawn by chance](docs/coverage.md), {exact} are cut exactly, "
+        f"{len(rows) - exact - wrong} refused with the",
+        f"reason, {wrong or 'none'} {'are' if wrong > 1 else 'is'} wrong in what its batch runs.",
+    ]
+    return "\n".join(f"  {line}" for line in lines)
+
+
 def _cells(row: dict[str, Any]) -> str:
     worst = "" if row["difference"] is None else f"{row['difference']:.1e}"
     reason = row["reason"].replace("|", "/").replace("\n", " ")

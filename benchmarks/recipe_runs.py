@@ -20,8 +20,8 @@ from headprune.report.decoding import decoding_lines
 from headprune.report.formats import fixed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from studies import RECORDS, ROOT
-from tradeoff_page import table
+from pages import table
+from studies import RECORDS, ROOT, no_gpu
 
 PAGE = "recipe-runs.md"
 
@@ -53,7 +53,7 @@ def page(records: Sequence[RunRecord]) -> str:
     for record in records:
         lines += ["", f"## {record.name}", "", f"{record.recipe['description']} {surroundings(record)}", ""]
         lines += [*quality(record), "", *sizes(record), *speed(record), *decoding(record)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *no_gpu(record.hardware for record in records)]) + "\n"
 
 
 def surroundings(record: RunRecord) -> str:

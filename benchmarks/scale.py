@@ -31,8 +31,8 @@ from headprune.model.running import DataDigest
 from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from pages import table
 from studies import RECORDS, keep, now
-from tradeoff_page import table
 
 #: A gate's row in fp64, and where rows become sums; ``surgeon``'s blocks.
 ROW, ROOM, BLOCKS = 8, 128 * 2**20, 8

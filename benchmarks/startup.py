@@ -5,9 +5,8 @@
 Every measurement is a fresh Python process, all in turn in interleaved rounds, after one round that warms the disk's
 cache. ``python`` is an empty process and ``libraries`` one that imports torch and transformers, which a run needs and
 nobody can take away. ``run`` is a recipe of a few seconds (``digits-vit`` with little of everything); the stages
-that its record times are taken off, and what is left, ``run, overhead``, is start-up: interpreter, imports, reading and
-checking the recipe, finding out versions and commit, and writing what is left. Most of it are the imports of
-Transformers and of what it brings, beyond those of its top level that ``libraries`` has.
+that its record times are taken off, and what is left, ``run, overhead``, is start-up: interpreter, imports (those of
+``libraries`` among them), reading and checking the recipe, finding out versions and commit, and writing what is left.
 """
 
 from __future__ import annotations

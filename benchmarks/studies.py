@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
+NO_GPU = "no GPU record yet"
 
 
 def parser(doc: str | None, name: str, tasks: Iterable[str], budgets: Sequence[int]) -> argparse.ArgumentParser:
@@ -60,11 +61,14 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 def add_minutes(parser: argparse.ArgumentParser) -> None:
     """For machines that are lent for a while."""
-    parser.add_argument("--minutes", type=float, help="end after the row in which so much time is over; then go on")
+    parser.add_argument("--minutes", type=float, help="begin no row after so much time; the same command goes on")
 
 
 def clock(args: argparse.Namespace) -> Callable[[], bool]:
-    """Whether the time that was given is over; without ``--minutes`` it never is."""
+    """Whether the time that was given is over; without ``--minutes`` it never is.
+
+    It runs from here on: a script starts it before anything else, for a machine is lent for the training, too.
+    """
     start = perf_counter()
 
     def over() -> bool:
@@ -74,6 +78,13 @@ def clock(args: argparse.Namespace) -> Callable[[], bool]:
         return ended
 
     return over
+
+
+def in_time(rows: Iterable[dict[str, Any]], over: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """The rows, as they are made; none is begun when the time is over."""
+    source = iter(rows)
+    while not over() and (row := next(source, None)) is not None:
+        yield row
 
 
 def begun(out: Path, same: dict[str, Any], device: torch.device, **more: Any) -> dict[str, Any]:
@@ -122,8 +133,17 @@ def weights_of(model: nn.Module) -> str:
 
 
 def stamp() -> dict[str, Any]:
-    """When a row was measured, and with which code."""
-    return {"created": now(), "git_commit": git_commit()}
+    """When a row was measured, with which code, and where: a record may go on on another machine."""
+    return {"created": now(), "git_commit": git_commit(), "processor": hardware(torch.device("cpu"))["processor"]}
+
+
+def no_gpu(hardware: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What a page says at its end when no record is of a GPU; nothing where one is.
+
+    Args:
+        hardware: Of the page's records.
+    """
+    return [] if any("gpu" in here for here in hardware) else ["", f"On a GPU: {NO_GPU}."]
 
 
 def now() -> str:

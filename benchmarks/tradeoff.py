@@ -10,12 +10,12 @@ Parts, each a kind of row of the record:
   when all draws are there, ``paired``: the difference from the base, mean over draws, with its 95 % bootstrap interval
   over examples. ``dense + finetune`` trains the whole model as long as the others are trained after their cut, so that
   training is not taken for recovery; ways that train are compared with it, too.
-- ``speed``: the whole model and all cut ones in interleaved rounds for every batch x length x dtype x attention x
-  torch.compile, with peak memory, energy where NVML tells it, clocks, and what multiply-adds alone would allow.
-- ``attention``: the attention modules alone at long inputs, and the models, beside their limits.
 - ``sizes``: parameters, bytes on disk, KV bytes.
 - ``kv``: a decoder with grouped queries loses half of its groups: bytes of the cache, tokens a second. It is random,
   for neither depends on the weights.
+- ``attention``: the attention modules alone at long inputs, and the models, beside their limits.
+- ``speed``: the whole model and all cut ones in interleaved rounds for every batch x length x dtype x attention x
+  torch.compile, with peak memory, energy where NVML tells it, clocks, and what multiply-adds alone would allow.
 
 A row is written as soon as it is there, and a run that is started again goes on after the last one; ``--minutes`` ends
 it cleanly before a machine is taken away. Parts may be run one after the other, speed on an idle machine. The speed is
@@ -51,7 +51,8 @@ from pipelines import interval
 from studies import RECORDS
 from tradeoff_speed import Cell, attention_rows, bytes_on_disk, speed_rows
 
-PARTS = ("quality", "sizes", "speed", "attention", "kv")
+#: In the order in which they are measured: what takes longest is last.
+PARTS = ("quality", "sizes", "kv", "attention", "speed")
 #: Of the whole model: nothing is cut.
 DENSE = "dense + finetune"
 #: Way of choosing and recovering: scorer, selector, recoveries; ``finetune`` needs labels.
@@ -113,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = arguments(argv)
     if args.figure:
         return tradeoff_page.draw(args.records, args.docs)
+    over = studies.clock(args)
     device, threads = resolve_device(args.device), torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
@@ -120,13 +122,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
         out: Path = args.out or RECORDS / f"tradeoff-{args.task}-{args.device}.json"
         record = begin(args, task, device, out)
         record["rows"] = [row for row in record["rows"] if "error" not in row]  # they are tried again
-        over = studies.clock(args)
-        for row in rows(args, task, device, record):
+        for row in studies.in_time(rows(args, task, device, record), over):
             record["rows"].append({**row, **studies.stamp()})
             studies.keep(record, out)
             print(*(f"{v:.4g}" if isinstance(v, float) else v for v in list(row.values())[:10]), flush=True)
-            if over():
-                break
     finally:
         torch.set_num_threads(threads)
     print(out)
@@ -161,7 +160,10 @@ def rows(
     if "quality" in args.parts:
         store = args.work / f"tradeoff-answers-{args.task}-{record['weights'][:12]}-{args.calibration}"
         yield from quality_rows(args, task, done, store)
-    if {"sizes", "speed", "attention"} & set(args.parts):
+    if "kv" in args.parts:
+        names = ["dtype", "batch", "prompt", "asked"]
+        yield from kv_rows(args, device, {tuple(r[name] for name in names) for r in done if r["what"] == "kv"})
+    if {"sizes", "attention", "speed"} & set(args.parts):
         base = timed_part(task.model)
         known: dict[str, hp.HeadScores] = {}
         cuts = {kept: timed_part(cut(task, planned(task, args.timed, kept, 0, known))) for kept in args.budgets}
@@ -170,16 +172,13 @@ def rows(
         have = {r["kept"] for r in done if r["what"] == "sizes"}
         if "sizes" in args.parts:
             yield from (size_row(base, cuts[kept], example, kept) for kept in cuts if kept not in have)
+        seen = {(r["kept"], r["length"], r["batch"]) for r in done if r["what"] == "attention"}
+        if "attention" in args.parts:
+            yield from attention_rows(base, cuts, example, args, seen)
         names = [field.name for field in fields(Cell)]
         cells = {(r["kept"], Cell(*(r[name] for name in names))) for r in done if r["what"] == "speed"}
         if "speed" in args.parts:
             yield from speed_rows(base, cuts, example, args, cells)
-        seen = {(r["kept"], r["length"], r["batch"]) for r in done if r["what"] == "attention"}
-        if "attention" in args.parts:
-            yield from attention_rows(base, cuts, example, args, seen)
-    if "kv" in args.parts:
-        names = ["dtype", "batch", "prompt", "asked"]
-        yield from kv_rows(args, device, {tuple(r[name] for name in names) for r in done if r["what"] == "kv"})
 
 
 # ------------------------------------------------------------------------------------------------ accuracy

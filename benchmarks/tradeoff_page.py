@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import statistics
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from headprune.core.files import write_atomic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
+from pages import Record, Row, distinct, machine, of, ratio, read, table
+from tradeoff_others import natives, scoring, startup
 
+WAY, STAMP = ("dtype", "attention", "compiled"), ("created", "git_commit", "processor")
 PAGE, PICTURE = "tradeoff.md", "tradeoff.svg"
-NONE = "no GPU record yet"
 TITLES = {"sst2": "SST-2, accuracy", "trec": "TREC, accuracy", "stsb": "STS-B, Spearman"}
-Record = dict[str, Any]
-Row = dict[str, Any]
 
 
 def draw(records: Path, docs: Path) -> Path:
@@ -31,16 +29,12 @@ def draw(records: Path, docs: Path) -> Path:
 
 def tradeoffs(records: Path) -> list[Record]:
     """The records of this study."""
-    return _read(records, "tradeoff-*.json")
+    return read(records, "tradeoff-*.json")
 
 
 def drawable(records: list[Record]) -> list[Record]:
     """Those with both axes of the figure."""
     return [record for record in records if of(record, "speed") and of(record, "quality")]
-
-
-def _read(records: Path, pattern: str) -> list[Record]:
-    return [json.loads(path.read_text()) for path in sorted(records.glob(pattern))]
 
 
 def page(records: Path) -> str:
@@ -58,15 +52,24 @@ def page(records: Path) -> str:
         "of the feed-forwards, as small matrices do, put it above.",
     ]
     if drawable(found):
-        lines += ["", f"![quality against speed, by heads kept]({PICTURE})"]
+        lines += ["", f"![quality against speed, by heads kept]({PICTURE})", ""]
+        lines += ["In the figure, every way of choosing heads is drawn at the speed that the timed way has."]
     if not found:
         lines += ["", "No record of `benchmarks/tradeoff.py` yet."]
     for record in found:
-        lines += ["", f"## {title(record)}", "", machine(record), "", *in_short(record), *accuracy(record)]
+        lines += [
+            "",
+            f"## {title(record)}",
+            "",
+            machine(record),
+            "",
+            *elsewhere(record),
+            *in_short(record),
+            *accuracy(record),
+        ]
         lines += [*sizes(record), *speed(record), *long_inputs(record)]
     lines += decoder(found)
-    if not any(record["device"] == "cuda" for record in found):
-        lines += ["", "## On a GPU", "", f"Trade-off: {NONE}."]
+    lines += not_yet(found)
     lines += [*natives(records), *scoring(records), *startup(records)]
     return "\n".join(lines) + "\n"
 
@@ -75,26 +78,33 @@ def title(record: Record) -> str:
     return f"{TITLES.get(record['task'], record['task'])}, on {record.get('gpu', 'a CPU')}"
 
 
-def machine(record: Record) -> str:
-    hardware, versions = record["hardware"], record["versions"]
-    where = hardware.get("gpu") or f"{hardware['processor']}, {hardware['threads']} threads"
-    return f"{where}; torch {versions['torch']}, transformers {versions['transformers']}; {record['created'][:10]}."
+def elsewhere(record: Record) -> list[str]:
+    """Timed rows of another processor than the record's: it went on on another machine."""
+    usual, places = record["hardware"]["processor"], dict[str, dict[str, None]]()
+    for row in (row for what in ("speed", "attention", "kv") for row in of(record, what)):
+        if (processor := row.get("processor", usual)) != usual:
+            places.setdefault(processor, {})[place(row)] = None
+    return [line for name, found in places.items() for line in (f"Timed on {name}: {'; '.join(found)}.", "")]
 
 
-def of(record: Record, what: str, **wanted: Any) -> list[Row]:
-    """Rows of a kind that were measured."""
-    rows = [row for row in record["rows"] if row["what"] == what and "error" not in row]
-    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+def place(row: Row) -> str:
+    """Which cell a timed row is about."""
+    if row["what"] == "kv":
+        return f"the decoder in {row['dtype']}, prompt {row['prompt']}, batch {row['batch']}"
+    of_what = "long inputs" if row["what"] == "attention" else way_words(*(row[name] for name in WAY))
+    return f"{of_what}, {row['length']} tokens, batch {row['batch']}"
 
 
-def distinct(rows: Iterable[Row], *names: str) -> list[Any]:
-    found = dict.fromkeys(tuple(row[name] for name in names) for row in rows)
-    return [key[0] if len(names) == 1 else key for key in found]
-
-
-def table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
-    rule = ["---"] * left + ["---:"] * (len(head) - left)
-    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+def not_yet(found: list[Record]) -> list[str]:
+    """Tasks of the study without a record, on a CPU and on a GPU."""
+    lines = []
+    for device, where in (("cpu", "a CPU"), ("cuda", "a GPU")):
+        there = {record["task"] for record in found if record["device"] == device}
+        names = [words.partition(",")[0] for task, words in TITLES.items() if task not in there]
+        if names and (there or device == "cpu"):
+            lines.append(f"No record yet, on {where}, of {', '.join(names)}.")
+    lines += studies.no_gpu(record["hardware"] for record in found)
+    return ["", "## Not measured yet", "", *lines] if lines else []
 
 
 # ------------------------------------------------------------------------------------------------ accuracy and size
@@ -104,14 +114,14 @@ def in_short(record: Record) -> list[str]:
     """A third of the heads: what it costs and what it brings, in a sentence."""
     kept, way = record["heads"] // 3, recovered(record)
     cells = of(record, "speed", kept=kept, dtype="float32", attention="sdpa", compiled=False, batch=32, length=128)
-    lost = of(record, "paired", way=way, kept=kept, against="base")
-    if not cells or not lost:
+    apart = paired(record, way, kept)
+    if not cells or not apart:
         return []
-    row, apart = cells[0], lost[0]
+    row = cells[0]
     return [
         f"With {kept} of {record['heads']} heads (`{way}`, nothing trained), the test metric moves by"
         f" {100 * apart['difference']:+.1f} points {_points(apart)}, and at batch 32 of 128 tokens the model is"
-        f" {_ratio(row)} times as fast, {row['ratio'] / row['limit']:.2f} of the {row['limit']:.2f} that multiply-adds"
+        f" {ratio(row)} times as fast, {row['ratio'] / row['limit']:.2f} of the {row['limit']:.2f} that multiply-adds"
         " would allow.",
         "",
     ]
@@ -146,9 +156,10 @@ def accuracy(record: Record) -> list[str]:
         cells = [_quality(record, of(record, "quality", way=way, kept=kept)) for kept in budgets]
         body.append([way, *cells])
     lines += table(["", *(f"{kept} kept" for kept in budgets)], body)
-    trained = [row for row in of(record, "paired") if row["against"] != "base"]
+    trained = [key for key in distinct(of(record, "paired"), "way", "kept", "against") if key[2] != "base"]
     if trained:
-        words = [f"{r['way']}, {r['kept']} kept: {100 * r['difference']:+.1f} {_points(r)}" for r in trained]
+        rows = [row for key in trained if (row := paired(record, *key))]
+        words = [f"{r['way']}, {r['kept']} kept: {100 * r['difference']:+.1f} {_points(r)}" for r in rows]
         lines += ["", f"Points against all heads trained as long: {'; '.join(words)}."]
     return lines
 
@@ -156,9 +167,15 @@ def accuracy(record: Record) -> list[str]:
 def _quality(record: Record, draws: list[Row]) -> str:
     if not draws:
         return ""
-    found = of(record, "paired", way=draws[0]["way"], kept=draws[0]["kept"], against="base")
-    apart = f" ({100 * found[0]['difference']:+.1f} {_points(found[0])})" if found else ""
+    found = paired(record, draws[0]["way"], draws[0]["kept"])
+    apart = f" ({100 * found['difference']:+.1f} {_points(found)})" if found else ""
     return f"{studies.spread([row['quality'] for row in draws])}{apart}"
+
+
+def paired(record: Record, way: str, kept: int, against: str = "base") -> Row | None:
+    """The difference over the most draws: a record that goes on with more of them keeps the older ones."""
+    rows = of(record, "paired", way=way, kept=kept, against=against)
+    return max(rows, key=lambda row: int(row["draws"]), default=None)
 
 
 def _points(apart: Row) -> str:
@@ -169,7 +186,7 @@ def sizes(record: Record) -> list[str]:
     rows = of(record, "sizes")
     if not rows:
         return []
-    names = [name for name in rows[0] if name not in ("what", "kept", "created", "git_commit", "heads")]
+    names = [name for name in rows[0] if name not in ("what", "kept", "heads", *STAMP)]
     body = [[f"{rows[0]['heads'][0]:.0f}", *(f"{rows[0][name][0]:,.0f}" for name in names)]]
     body += [[f"{row['heads'][1]:.0f}", *(f"{row[name][1]:,.0f}" for name in names)] for row in rows]
     return ["", *table(["heads", *names], body, left=0)]
@@ -180,20 +197,36 @@ def sizes(record: Record) -> list[str]:
 
 def speed(record: Record) -> list[str]:
     lines: list[str] = []
-    for way in distinct(of(record, "speed"), "dtype", "attention", "compiled"):
-        rows = of(record, "speed", **dict(zip(("dtype", "attention", "compiled"), way, strict=True)))
+    failed = [row for row in record["rows"] if row["what"] == "speed" and "error" in row]
+    everything, ways = of(record, "speed"), distinct(of(record, "speed"), *WAY)
+    for way in ways:
+        rows = of(record, "speed", **dict(zip(WAY, way, strict=True)))
         budgets = sorted(distinct(rows, "kept"), reverse=True)
         lines += ["", f"### {way_words(*way)}", "", *break_even(rows), "", *times(rows, budgets)]
-    failed = [row for row in record["rows"] if row["what"] == "speed" and "error" in row]
+        lines += lacking(rows, [row for row in failed if tuple(row[name] for name in WAY) == way], everything)
+    never = set(itertools.product(*(distinct(everything, name) for name in WAY))) - set(ways)
+    if never:
+        lines += ["", f"Not measured at all: {'; '.join(way_words(*way) for way in sorted(never))}."]
     if failed:
-        lines += ["", "Not measured:", ""]
-    for row in failed:
-        at = f"{row['length']} tokens, batch {row['batch']}, {row['kept']} kept"
-        lines.append(f"- {way_words(row['dtype'], row['attention'], row['compiled'])}, {at}: {row['error']}")
+        lines += ["", "Failed:", ""]
+    lines += [f"- {place(row)}, {row['kept']} kept: {row['error']}" for row in failed]
     if lines:
         about = f"The timed models are those of `{record['timed']}` and the first draw."
-        lines = ["", about, *lines, *headline(record)]
+        lines = ["", f"{about} No peak memory is measured under torch.compile.", *lines, *headline(record)]
     return lines
+
+
+def lacking(rows: list[Row], failed: list[Row], everything: list[Row]) -> list[str]:
+    """Places of the record's whole grid that one of its tables has no row of; what failed is listed elsewhere."""
+    tried = {(row["length"], row["batch"]) for row in (*rows, *failed)}
+    lengths, batches = (sorted(distinct(everything, name)) for name in ("length", "batch"))
+    said = []
+    for length in lengths:
+        missing = [str(batch) for batch in batches if (length, batch) not in tried]
+        said += [f"batch {', '.join(missing)} of {length} tokens"] * bool(missing)
+    budgets = set(distinct(everything, "kept")) - set(distinct([*rows, *failed], "kept"))
+    said += [f"{', '.join(map(str, sorted(budgets, reverse=True)))} heads kept"] * bool(budgets)
+    return ["", f"Not measured: {'; '.join(said)}."] if said else []
 
 
 def way_words(dtype: str, attention: str, compiled: bool) -> str:
@@ -213,7 +246,7 @@ def times(rows: list[Row], budgets: list[int]) -> list[str]:
         cells = [str(length), str(batch), _ms(first, "original"), f"{first['throughput'][0]:,.1f}"]
         for kept in budgets:
             row = found.get(kept)
-            cells += [_ms(row, "pruned"), _ratio(row), f"{row['limit']:.2f}"] if row else ["", "", ""]
+            cells += [_ms(row, "pruned"), ratio(row), f"{row['limit']:.2f}"] if row else ["", "", ""]
         if memory:
             peaks = zip(last.get("peak_bytes", ()), last["weight_bytes"], strict=False)
             cells.append(" to ".join(f"{sum(pair) / 2**20:.0f}" for pair in peaks))
@@ -226,10 +259,6 @@ def times(rows: list[Row], budgets: list[int]) -> list[str]:
 
 def _ms(row: Row, which: str) -> str:
     return f"{1000 * row[f'{which}_p50']:.3g} ({1000 * row[f'{which}_p90']:.3g})"
-
-
-def _ratio(row: Row) -> str:
-    return f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
 
 
 def break_even(rows: list[Row]) -> list[str]:
@@ -270,22 +299,24 @@ def headline(record: Record) -> list[str]:
     for row in rows:
         way = way_words(row["dtype"], row["attention"], row["compiled"])
         share = row["ratio"] / row["limit"]
-        lines.append(f"- {way}: {_ratio(row)} of a limit of {row['limit']:.2f}, a share of {share:.2f}.")
+        lines.append(f"- {way}: {ratio(row)} of a limit of {row['limit']:.2f}, a share of {share:.2f}.")
     intro = f"Batch 32 of 128 tokens, {record['heads'] - third} of {record['heads']} heads gone:"
     return ["", intro, "", *lines] if lines else []
 
 
 def long_inputs(record: Record) -> list[str]:
-    """The attention modules alone and the model, at long inputs."""
+    """The attention modules alone, with their projections, and the model, at long inputs."""
     body = []
     for row in of(record, "attention"):
         alone = row["alone"]
         ms = f"{1000 * alone['original_p50']:.3g} to {1000 * alone['pruned_p50']:.3g}"
-        part = [_ratio(alone), f"{row['attention_limit']:.2f}"]
-        model = [_ratio(row["model"]), f"{row['limit']:.2f}"]
+        part = [ratio(alone), f"{row['attention_limit']:.2f}"]
+        model = [ratio(row["model"]), f"{row['limit']:.2f}"]
         body.append([str(row["length"]), str(row["batch"]), str(row["kept"]), ms, *part, *model])
     head = ["tokens", "batch", "heads kept", "attention, ms", "its speed", "its limit", "model's speed", "its limit"]
-    return ["", "### Long inputs: the attention part and the model", "", *table(head, body, left=0)] if body else []
+    about = "In float32 with SDPA, in eager mode. *Attention* is the attention modules, their projections included."
+    title = "### Long inputs: the attention part and the model"
+    return ["", title, "", about, "", *table(head, body, left=0)] if body else []
 
 
 def decoder(records: list[Record]) -> list[str]:
@@ -300,7 +331,7 @@ def decoder(records: list[Record]) -> list[str]:
             cells = [row["dtype"], str(row["prompt"]), str(row["batch"]), f"{a:,} to {b:,}", f"{a / b:g}"]
             for phase in ("prefill", "decode"):
                 rates = (speeds[f"{which}_{phase}"] for which in ("original", "pruned"))
-                cells += [" to ".join(f"{rate:,.0f}" for rate in rates), _ratio(row[phase])]
+                cells += [" to ".join(f"{rate:,.0f}" for rate in rates), ratio(row[phase])]
             body.append(cells)
         if body:
             about = f"A Llama of {rows[0]['layers']} layers, width {rows[0]['hidden_size']}, with random weights and 8"
@@ -310,67 +341,6 @@ def decoder(records: list[Record]) -> list[str]:
             head += ["prefill tokens/s", "speed", "decode tokens/s", "speed"]
             lines += table(head, body)
     return lines
-
-
-# ------------------------------------------------------------------------------------------------ other records
-
-
-def natives(records: Path) -> list[str]:
-    lines = ["", "## Beside a model that was built small", ""]
-    found = _read(records, "native-*.json")
-    for record in found:
-        lines += [
-            machine(record),
-            "",
-            "Speed of the pruned model over the native one of its shape. *Uncut* is the same comparison before any",
-            "cut: what it misses from 1 is the library's code. *The cut's own share* is the one over the other.",
-            "",
-        ]
-        body, missed = [], []
-        for row in record["rows"]:
-            about = [row["subject"], row["dtype"], "yes" if row["compiled"] else "no"]
-            about.append(f"{row['batch']} x {row['tokens']}")
-            share = row["speed"]["ratio"] / row["uncut"]["ratio"]
-            body.append([*about, _ratio(row["speed"]), _ratio(row["uncut"]), f"{share:.3f}"])
-            if row["speed"]["ratio"] < record["aim"] and row["subject"] != "llama, free":
-                missed.append(f"{row['subject']} {about[-1]}")
-        head = ["model", "dtype", "compiled", "batch x tokens", "pruned", "uncut", "the cut's own share"]
-        verdict = f"{record['aim']} is aimed at, and missed by {', '.join(missed)}." if missed else ""
-        lines += [*table(head, body, left=2), "", verdict or f"All reach the {record['aim']} that is aimed at.", ""]
-    return [*lines, *_missing(found, "native.py")]
-
-
-def scoring(records: Path) -> list[str]:
-    lines = ["", "## Scoring", ""]
-    found = [record for record in _read(records, "scoring-*.json") if "throughput" in record]
-    for record in found:
-        body = []
-        for row in record["throughput"]:
-            cells = [f"{row['ratios'][f'{name}, examples a second']['median']:,.0f}" for name in ("taylor", "forward")]
-            waits = [
-                str(row["waits"][name]) if row["waits"][name] is not None else "-" for name in ("taylor", "forward")
-            ]
-            body.append([row["precision"], str(row["examples"]), str(row["tokens"]), *cells, " / ".join(waits)])
-        head = ["precision", "examples", "tokens", "`taylor`, examples/s", "forward alone", "waits for the GPU, both"]
-        size = "A BERT of {layers} layers x {heads} heads, width {width}, with random weights.".format(**row)
-        lines += [machine(record), "", size, "", *table(head, body), ""]
-    return [*lines, *_missing(found, "scoring_cost.py")]
-
-
-def startup(records: Path) -> list[str]:
-    lines = ["", "## Starting", ""]
-    found = _read(records, "startup.json")
-    for record in found:
-        body = [[f"`{name}`", f"{seconds:.3f}"] for name, seconds in record["beyond an empty process"].items()]
-        lines += [machine(record), "", *table(["", "seconds beyond an empty process"], body)]
-    return lines if found else [*lines, "No record of `benchmarks/startup.py` yet."]
-
-
-def _missing(found: list[Record], script: str) -> list[str]:
-    if not found:
-        return [f"Not measured by `benchmarks/{script}` yet."]
-    on_gpu = any("gpu" in record["hardware"] for record in found)
-    return [] if on_gpu else [f"On a GPU: {NONE}."]
 
 
 # ------------------------------------------------------------------------------------------------ figure and README
@@ -394,21 +364,22 @@ def readme(records: Path) -> str:
     words = []
     for record in found:
         rows = shown(record)
-        at = f"batch {rows[0]['batch']} of {rows[0]['length']} tokens"
-        best = [_best(record, row) for row in rows if of(record, "quality", kept=row["kept"])]
+        way = recovered(record) or distinct(of(record, "quality"), "way")[0]
+        trained = "" if "finetune" in way else ", nothing trained"
+        best = [word for row in rows if (word := _best(record, row, way))]
         words.append(
-            f"- {title(record)}, {record['base']:.3f} with all {record['heads']} heads; {at}: {'; '.join(best)}"
+            f"- {title(record)}, {record['base']:.3f} with all {record['heads']} heads; by `{way}`{trained}, at batch"
+            f" {rows[0]['batch']} of {rows[0]['length']} tokens: {'; '.join(best)}"
         )
     return "\n".join(
         [f"![quality against speed](docs/{PICTURE})", "", *words, "", f"All cells: [docs/{PAGE}](docs/{PAGE})."]
     )
 
 
-def _best(record: Record, row: Row) -> str:
-    """What is left at a budget, without training: by the timed way, refitted where the record has that."""
-    way = recovered(record) or distinct(of(record, "quality", kept=row["kept"]), "way")[0]
-    value = statistics.fmean(r["quality"] for r in of(record, "quality", kept=row["kept"], way=way))
-    return f"{row['kept']} heads {value:.3f} at {row['ratio']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
+def _best(record: Record, row: Row, way: str) -> str:
+    """What is left at a budget, and how fast."""
+    draws = [r["quality"] for r in of(record, "quality", kept=row["kept"], way=way)]
+    return f"{row['kept']} heads {statistics.fmean(draws):.3f} at {ratio(row).replace(' ', 'x ', 1)}" if draws else ""
 
 
 def picture(records: list[Record], path: Path) -> None:

@@ -30,6 +30,8 @@ from scoring_cost import peak
 
 #: Among heads kept: nothing is cut.
 WHOLE = -1
+#: Of each of two passes, in which a model's energy is read: the counter moves some ten times a second.
+ENERGY_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def measured(models: list[nn.Module], example: Any, cell: Cell, args: Any) -> li
         times = in_turn(runs, device, effort)
         about: dict[str, Any] = {"clocks": [before, clocks(device)]}
         peaks = None if cell.compiled or args.no_memory else [peak(run, device) for run in runs]
-        joules = energies(runs, cell.batch, args.seconds, device) if device.type == "cuda" else None
+        joules = energies(runs, cell.batch, device) if device.type == "cuda" else None
     rows = []
     for place in range(1, len(models)):
         row = vars(speed_row(cell.batch, cell.length, times[:, [0, place]], seed=0))
@@ -262,7 +264,7 @@ def clocks(device: torch.device) -> dict[str, Any] | None:
     return dict(zip(names, map(str.strip, said.stdout.strip().split(",")), strict=False))
 
 
-def energies(runs: Sequence[Callable[[], Any]], batch: int, seconds: float, device: torch.device) -> list[float | None]:
+def energies(runs: Sequence[Callable[[], Any]], batch: int, device: torch.device) -> list[float | None]:
     """Joules an example of each, in turn, by NVML's counter of the whole GPU; None without the package ``pynvml`` or
     such a counter."""
     spent, calls = [0] * len(runs), [0] * len(runs)
@@ -273,7 +275,7 @@ def energies(runs: Sequence[Callable[[], Any]], batch: int, seconds: float, devi
         handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
         for which in (*range(len(runs)), *reversed(range(len(runs)))):
             before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), perf_counter()
-            while perf_counter() - start < max(seconds, 1.0):  # the counter moves some ten times a second
+            while perf_counter() - start < ENERGY_SECONDS:
                 runs[which]()
                 synchronize(device)
                 calls[which] += 1

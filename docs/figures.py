@@ -34,6 +34,7 @@ import scorers
 import selector_loss
 import tradeoff_page
 import translation
+from pages import table
 from studies import RECORDS, ROOT
 
 from headprune.core.files import write_atomic
@@ -58,7 +59,7 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
 }
 #: Pages that say other things, too, and have blocks as the README has.
 WITH_BLOCKS = ("scale.md",)
-BLOCK = re.compile(r"(<!-- make docs-figures: ([\w-]+) -->\n).*?(\n<!-- end of \2 -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- make docs-figures: ([\w-]+) -->\n).*?(\n *<!-- end of \2 -->)", re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,7 +124,7 @@ def demo(records: Path) -> str:
         f"model is {100 * less:.0f} % smaller, runs {speed.ratio:.2f}x as fast at batch {speed.batch} (95 % interval",
         f"{speed.low:.2f} to {speed.high:.2f}) and gives the gated model's outputs up to {proof:.1e}.",
         "",
-        *tradeoff_page.table(
+        *table(
             ["chosen by", "heads that stay", rows[0].metric],
             [[row.name, str(row.kept_heads), f"{row.value:.3f}"] for row in rows],
         ),
@@ -133,8 +134,9 @@ def demo(records: Path) -> str:
 
 #: What writes each block.
 BLOCKS: dict[str, Callable[[Path], str]] = {
-    "pipelines": pipelines.readme,
     "tradeoff": tradeoff_page.readme,
+    "pipelines": pipelines.readme,
+    "coverage": coverage.readme,
     "trec": trec,
     "demo": demo,
     "scale-paper": scale.paper,

@@ -157,7 +157,10 @@ def test_what_does_not_fit_is_said_and_tried_again(
     page = tradeoff.tradeoff_page.page(tmp_path)
     assert "- float32, sdpa attention, eager mode, 8 tokens, batch 2, 6 kept: OutOfMemoryError: no room\n" in page
     monkeypatch.setattr(speed, "measured", real)
-    rows = json.loads(tradeoff.main([*again, "--minutes", "0"]).read_text())["rows"]
+    ticks = iter([0.0, 0.0, 61.0])  # begun, before the first row, and before the second
+    with monkeypatch.context() as patched:
+        patched.setattr(tradeoff.studies, "perf_counter", lambda: next(ticks))
+        rows = json.loads(tradeoff.main([*again, "--minutes", "1"]).read_text())["rows"]
     assert len(rows) == len(record["rows"]) + 4 + 1  # what went well, and the first of what had failed: time was over
     rows = json.loads(tradeoff.main(again).read_text())["rows"]
     assert not any("error" in row for row in rows)
@@ -188,9 +191,9 @@ def test_a_gpu_is_asked_for_its_clocks_and_its_energy(monkeypatch: pytest.Monkey
 
         return run
 
-    assert speed.energies([drawing(6000), drawing(3000)], 2, 1.0, torch.device("cuda")) == [3.0, 1.5]
+    assert speed.energies([drawing(6000), drawing(3000)], 2, torch.device("cuda")) == [3.0, 1.5]
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert speed.energies([drawing(1)], 2, 1.0, torch.device("cuda")) == [None]
+    assert speed.energies([drawing(1)], 2, torch.device("cuda")) == [None]
 
 
 def test_tradeoff_says_where_it_is_faster_and_where_not(tradeoff: ModuleType) -> None:
@@ -216,11 +219,75 @@ def test_tradeoff_draws_its_page_from_the_record(
     row = next(row for row in record["rows"] if row["what"] == "speed")
     assert f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}] | {row['limit']:.2f}" in text
     assert f"All 8 heads: {record['base']:.3f}, on 20 test rows." in text
-    assert "Trade-off: no GPU record yet." in text
+    assert "No record yet, on a CPU, of SST-2, STS-B.\nOn a GPU: no GPU record yet.\n" in text
     first = (tmp_path / "tradeoff.svg").read_bytes()
     tradeoff.main(["--figure", "--records", str(folder), "--docs", str(tmp_path)])
     assert (tmp_path / "tradeoff.svg").read_bytes() == first
     assert "6 heads" in tradeoff.tradeoff_page.readme(folder)
+
+
+def test_tradeoff_says_what_was_not_measured_and_where_a_row_was(tradeoff: ModuleType) -> None:
+    page = tradeoff.tradeoff_page
+    assert set(page.TITLES) == set(tradeoff.TASKS)
+
+    def cell(length: int, batch: int, kept: int, **more: Any) -> dict[str, Any]:
+        way = {"what": "speed", "dtype": "float32", "attention": "sdpa", "compiled": False}
+        return {**way, "length": length, "batch": batch, "kept": kept, **more}
+
+    grid = [cell(length, batch, 6) for length in (32, 512) for batch in (1, 8)]
+    rows = [*grid[:2], cell(32, 8, 3), cell(512, 8, 6, compiled=True, processor="another"), grid[2] | {"error": "full"}]
+    everything = [*rows[:4], cell(512, 1, 6, dtype="bfloat16")]
+    assert page.lacking(rows[:3], [], everything) == ["", "Not measured: batch 1, 8 of 512 tokens."]
+    assert page.lacking(rows[:3], rows[4:], everything) == ["", "Not measured: batch 8 of 512 tokens."]
+    assert page.lacking(rows[:2], [], rows[:3]) == ["", "Not measured: 3 heads kept."]
+    assert page.lacking(rows[:3], [], rows[:3]) == []
+
+    record = {"rows": rows, "hardware": {"processor": "usual"}, "task": "trec", "device": "cpu"}
+    said = ["Timed on another: float32, sdpa attention, torch.compile, 512 tokens, batch 8.", ""]
+    assert page.elsewhere(record) == said
+    assert page.elsewhere({**record, "hardware": {"processor": "another"}}) == []  # rows without one are the record's
+    on_gpu = {**record, "device": "cuda", "hardware": {"gpu": "a GPU"}}
+    assert page.not_yet([record, on_gpu])[-2:] == [
+        "No record yet, on a CPU, of SST-2, STS-B.",
+        "No record yet, on a GPU, of SST-2, STS-B.",
+    ]
+
+
+def test_tradeoff_compares_by_the_most_draws(tradeoff: ModuleType) -> None:
+    """A record that went on with more draws holds the older comparison, too."""
+    page = tradeoff.tradeoff_page
+    about = {"what": "paired", "way": "surgeon", "kept": 6, "low": -0.02, "high": 0.0}
+    rows = [{**about, "against": "base", "draws": n, "difference": -n / 1000} for n in (1, 3, 2)]
+    rows += [{**about, "against": "dense + finetune", "draws": n, "difference": n / 1000} for n in (1, 3)]
+    draws = [{"what": "quality", "way": "surgeon", "kept": 6, "quality": 0.9} for _ in range(3)]
+    record = {"rows": rows + draws, "heads": 8, "base": 0.9, "judged": 20}
+    text = "\n".join(page.accuracy(record))
+    assert "| surgeon | 0.900 ± 0.000 (-0.3 [-2.0, +0.0]) |" in text
+    assert text.endswith("Points against all heads trained as long: surgeon, 6 kept: +0.3 [-2.0, +0.0].")
+
+
+def test_native_speed_is_judged_by_its_interval() -> None:
+    others = importlib.import_module("tradeoff_others")
+
+    def timed(subject: str, batch: int, low: float, high: float, uncut: tuple[float, float]) -> dict[str, Any]:
+        speed, before = ({"ratio": (a + b) / 2, "low": a, "high": b} for a, b in ((low, high), uncut))
+        about = {"subject": subject, "batch": batch, "tokens": 32, "dtype": "float32", "compiled": False}
+        return {**about, "speed": speed, "uncut": before}
+
+    rows = [
+        timed("bert", 1, 0.80, 0.84, (0.84, 0.86)),
+        timed("bert", 8, 0.90, 0.96, (0.95, 1.05)),
+        timed("bert", 32, 0.95, 1.01, (0.95, 1.05)),
+        timed("vit", 1, 0.97, 1.01, (0.8, 0.9)),
+        timed("llama, free", 1, 0.5, 0.6, (0.8, 0.9)),
+    ]
+    assert [others.cells(0.97, row)[5] for row in rows] == ["missed", "missed", "open", "reached", ""]
+    assert [others.cells(0.97, row)[6] for row in rows] == [*["0.85 [0.84, 0.86]", *["1.00 [0.95, 1.05]"] * 2], "", ""]
+    assert others.summary(0.97, rows) == [
+        "Missed: bert 1 x 32 (float32); bert 8 x 32 (float32). Open: bert 32 x 32 (float32)."
+        " bert 1 x 32 (float32) misses it uncut, too: 0.85 [0.84, 0.86]."
+    ]
+    assert others.summary(0.97, rows[3:]) == ["All reach 0.97."]
 
 
 def test_native_compares_models_of_one_function(tmp_path: Path) -> None:

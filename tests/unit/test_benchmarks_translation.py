@@ -7,6 +7,7 @@ import json
 import random
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,7 @@ def test_rows_and_a_run_that_goes_on(translation: ModuleType, given: list[str], 
         *(("all", kept, way) for kept in (9, 6, 4) for way in translation.WAYS),
         *(("cross", kept, way) for kept in (3, 2, 1) for way in translation.WAYS),
     }
-    assert record["ways"]["trained on"][0]["epochs"] == 1  # the recipe's own
-    assert record["ways"]["distilled"][1]["distill"] == 1.0
+    assert record["ways"]["distilled"][1]["distill"] == 1.0  # the recipe's own
 
     # The same by other code: two heads between encoder and decoder go, nothing else.
     args = translation.arguments(given)
@@ -77,10 +77,32 @@ def test_rows_and_a_run_that_goes_on(translation: ModuleType, given: list[str], 
         translation.main([*few[:-3], "--set", *args.set, "train.epochs=1"])
     translation.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / translation.PAGE).read_text()
-    assert f"| between them | 2 of 4 | {100 * row['bleu']:.2f} (" in text
+    points = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(-100 * row[name] for name in ("drop", "high", "low")))
+    assert f"| between them | 2 of 4 | {100 * row['bleu']:.2f} ({points})" in text
     assert "12 heads; whole:" in text
     assert "All heads, trained on as long, nothing refitted: " in text
     assert "- *distilled*: `lstsq` (" in text
+    assert "35 BLEU or more before any cut aimed at, has not been run yet.\n\nOn a GPU: no GPU record yet.\n" in text
+    on_gpu = {**record, "size": "full", "hardware": {"device": "cuda", "gpu": "a GPU"}}
+    text = translation.page([record, on_gpu])
+    assert f"aimed at, reached {100 * record['base']['test']:.2f}.\n" in text
+    assert "no GPU record yet" not in text
+
+
+def test_no_row_is_begun_when_the_training_took_the_time(
+    translation: ModuleType, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, real = [0.0], translation.open_base
+
+    def slow(*some: Any) -> Any:
+        now[0] += 61
+        return real(*some)
+
+    monkeypatch.setattr(translation, "open_base", slow)
+    monkeypatch.setattr(translation.studies, "perf_counter", lambda: now[0])
+    few = [*given, "--out", str(tmp_path / "translation-small-cpu.json"), "--ways", "cut", "--parts", "cross"]
+    assert not translation.main([*few, "--minutes", "1"]).is_file()
+    assert len(json.loads(translation.main([*few, "--minutes", "2"]).read_text())["rows"]) == 3
 
 
 def test_missing_arguments_are_named(translation: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

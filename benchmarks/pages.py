@@ -1,0 +1,42 @@
+"""What the pages about timed records are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+
+def read(records: Path, pattern: str) -> list[Record]:
+    return [json.loads(path.read_text()) for path in sorted(records.glob(pattern))]
+
+
+def machine(record: Record) -> str:
+    hardware, versions = record["hardware"], record["versions"]
+    where = hardware.get("gpu") or f"{hardware['processor']}, {hardware['threads']} threads"
+    return f"{where}; torch {versions['torch']}, transformers {versions['transformers']}; {record['created'][:10]}."
+
+
+def of(record: Record, what: str, **wanted: Any) -> list[Row]:
+    """Rows of a kind that were measured."""
+    rows = [row for row in record["rows"] if row["what"] == what and "error" not in row]
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def distinct(rows: Iterable[Row], *names: str) -> list[Any]:
+    found = dict.fromkeys(tuple(row[name] for name in names) for row in rows)
+    return [key[0] if len(names) == 1 else key for key in found]
+
+
+def ratio(row: Row) -> str:
+    """A speed with its interval."""
+    return f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+
+
+def table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
+    rule = ["---"] * left + ["---:"] * (len(head) - left)
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]

@@ -1,0 +1,57 @@
+"""What is promised of speed and accuracy holds in the committed records."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from headprune.run import load_recipe
+from tests.scripts import ROOT
+
+
+def record(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "records" / f"{name}.json").read_text())
+    return found
+
+
+def rows(found: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
+    """Those of a kind; none at all would let a promise hold of nothing."""
+    some = [row for row in found["rows"] if wanted.items() <= row.items()]
+    assert some, wanted
+    return some
+
+
+def test_a_third_of_the_heads_is_within_a_point_and_near_the_limit() -> None:
+    found = record("tradeoff-sst2-cpu")
+    assert (found["heads"], found["small"]) == (72, False)
+    compared = rows(found, what="paired", way="surgeon + lstsq", kept=24, against="base")
+    assert max(compared, key=lambda row: row["draws"])["difference"] >= -0.01
+    for row in rows(found, what="speed", kept=24, batch=32, length=128):
+        assert row["ratio"] >= 0.9 * row["limit"], row
+    assert rows(found, what="speed", kept=24, batch=32, length=128, dtype="float32", attention="sdpa", compiled=False)
+
+
+def test_half_of_the_groups_are_half_of_the_cache() -> None:
+    for row in rows(record("tradeoff-sst2-cpu"), what="kv"):
+        before, after = row["bytes"]
+        assert before == 2 * after > 0
+
+
+def test_long_inputs_are_measured_with_half_of_the_heads_beside_their_limits() -> None:
+    half = rows(record("tradeoff-sst2-cpu"), what="attention", kept=36)
+    assert {row["length"] for row in half} & {512, 1024, 2048}
+    for row in half:
+        assert row["attention_limit"] == 2.0
+        assert 1 < row["limit"] < row["attention_limit"]
+        for part in ("alone", "model"):
+            assert 1 < row[part]["low"] <= row[part]["ratio"] <= row[part]["high"]
+
+
+def test_a_translator_loses_half_of_its_heads_within_half_a_point() -> None:
+    found = record("translation-small-cpu")
+    (half,) = rows(found, part="all", kept=sum(found["heads"].values()) // 2, way="distilled", seed=0)
+    assert half["test"]["drop"] <= 0.005
+    # What the recipe does is what was measured.
+    steps = load_recipe(ROOT / "recipes" / "translation.yaml").recover
+    does = [{"method": step.method, "batch_size": step.batch_size, **step.settings} for step in steps]
+    assert does == found["ways"]["distilled"]
