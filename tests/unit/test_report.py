@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from headprune.bench.decoding import DecodingRow
+from headprune.core.attention_patterns import Pattern
 from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
@@ -144,6 +145,19 @@ def test_kv_groups_are_drawn_as_one_cell() -> None:
     assert len(cells) == 5 * 4
     assert {c["colspan"] for c in cells} == {"2"}
     assert "heads 2–3 (one key/value group)" in (cells[1]["title"] or "")
+
+
+def test_a_group_says_what_each_of_its_heads_does() -> None:
+    record = record_of(1, 4, 2)
+    pictures = pictures_of(record)
+    (site,) = pictures.sites
+    first, second = pictures.pattern(HeadId(site.site, 0)), Pattern("own position", 0.5, 0.125)
+    assert first is not None
+    told = replace(pictures, sites=(replace(site, patterns=(first, second, None, second)),))
+    titles = [cell["title"] or "" for cell in Page(render_html(record, Beside(told))).cells()]
+    assert f", head 0 mostly {first}, head 1 mostly {second}, " in titles[0]
+    assert titles[1].count("mostly") == 1
+    assert f", head 3 mostly {second}, " in titles[1]
 
 
 def test_heads_of_one_key_value_group_are_cells_of_their_own_where_they_are_no_unit_or_no_neighbours() -> None:
