@@ -22,7 +22,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.report import Beside, render_html, render_markdown, write_report
 from headprune.report.formats import count, counts, duration, fixed, signed, times
-from headprune.report.provenance import python_lines
+from headprune.report.repeat import python_lines
 from headprune.scoring._agreement import agreement
 from tests.report_records import NASTY, Page, costed, image_pictures_of, maps_of, pictures_of, record_of, scores_of
 
@@ -430,7 +430,7 @@ def test_do_it_yourself_lines_are_safe_and_run_the_same_method(record: RunRecord
     assert "headprune run 'my run; rm'" in text
     resolved = replace(record, recipe=FrozenDict({"task": "causal_lm", "out": "my runs/a"}))
     assert "headprune run 'my runs/a/recipe.yaml' --out 'my runs/a-again'" in render_markdown(resolved)
-    assert "plan = hp.select(scores, hp.Budget(keep_heads=0.5), 'global_topk')" in text
+    assert "plan = hp.select(scores, hp.Budget(keep_heads=0.5), hp.selection.GlobalTopk())" in text
     lines = re.findall(r"```\n(import headprune.*?)\n```", text, re.DOTALL)[0]
     compile(lines, "lines", "exec")
 
@@ -627,12 +627,13 @@ def test_the_speed_grid_draws_break_even_between_faster_and_not_faster(record: R
 
 
 def test_do_it_yourself_knows_a_layout_of_ones_own(record: RunRecord) -> None:
-    plain, own = python_lines(record), replace(record, recipe=FrozenDict({"model": {"layouts": "my.models:LAYOUT"}}))
-    assert "hp.prune_(model, record.plan)" in plain
+    own = replace(record, recipe=FrozenDict({"model": {"layouts": "my.models:LAYOUT"}}))
+    plain = python_lines(record)
+    assert "find_sites" not in plain
     lines = python_lines(own).split("\n")
     assert lines[0] == "from my.models import LAYOUT"
     assert "sites = hp.find_sites(model, layouts=[LAYOUT])" in lines
-    assert "hp.prune_(model, record.plan, sites=sites)" in lines
+    assert "hp.prune_(model, plan, sites=sites)" in lines
     assert all("sites=sites" in line for line in lines if line.startswith(("scores =", "hp.prune_")))
     compile(python_lines(own), "report", "exec")
     hostile = replace(record, recipe=FrozenDict({"model": {"layouts": "os:x\nimport shutil"}}))
