@@ -11,13 +11,25 @@ from headprune.core.difference import plan_difference
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId, HeadMask
 from headprune.core.record import RunRecord, SizeRow
+from headprune.report.curve import Curve, curve
 from headprune.report.formats import count, fixed, flat, signed
 from headprune.report.heatmap import short_names
 from headprune.report.quality import QualityGroup, quality_groups
+from headprune.report.series import comparable
 from headprune.report.speed import speed_line
 
 #: Keys of recipes that say where a run lies, not what it did.
 _PLACES = ("name", "description", "out")
+
+
+#: Rows of the accuracy table that are compared, and what they are called.
+_ROLES = {
+    "base": "original",
+    "chosen": "after the cut",
+    "random": "random heads, as many",
+    "magnitude": "smallest weights, as many",
+    "recovered": "after recovery",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,14 @@ class ComparedSection:
 
 
 @dataclass(frozen=True)
+class ComparedCurve:
+    """The trade-off of the records that can be compared: of one task, model and data."""
+
+    title: str
+    drawn: Curve
+
+
+@dataclass(frozen=True)
 class FateCell:
     """One head: which of the records keep it, in their order; None for a head that a record never had."""
 
@@ -88,6 +108,7 @@ class ComparisonView:
     """Everything that both templates need."""
 
     columns: tuple[Compared, ...]
+    curves: tuple[ComparedCurve, ...]
     sections: tuple[ComparedSection, ...]
     fates: tuple[FateRow, ...]
     n_columns: int
@@ -117,12 +138,20 @@ def comparison_view(compared: Sequence[Compared], agreement: Agreement | None = 
     fates = _fates(compared)
     return ComparisonView(
         columns=tuple(compared),
+        curves=_curves(compared),
         sections=tuple(section for section in sections if section.rows),
         fates=fates,
         n_columns=max((len(row.cells) for row in fates), default=0),
         plans=tuple(_plan_differences(compared)) if fates else (),
         agreement=agreement,
     )
+
+
+def _curves(compared: Sequence[Compared]) -> tuple[ComparedCurve, ...]:
+    groups = comparable(((column.name, column.record) for column in compared), "test")
+    drawn = [(group.names, curve(group.points, "test")) for group in groups]
+    every = len(groups) == 1
+    return tuple(ComparedCurve("" if every else ", ".join(names), found) for names, found in drawn if found is not None)
 
 
 def _row(label: str, cells: Iterable[ComparedCell | None]) -> ComparedRow:
@@ -134,7 +163,7 @@ def _quality(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
     rows = []
     for metric, split in dict.fromkeys(key for table in tables for key in table):
         groups = [table.get((metric, split)) for table in tables]
-        for role, words in (("base", "original"), ("chosen", "after the cut"), ("recovered", "after recovery")):
+        for role, words in _ROLES.items():
             cells = [_quality_cell(group, role) for group in groups]
             if any(cells):
                 rows.append(_row(f"{metric}, {split}: {words}", cells))
@@ -147,7 +176,7 @@ def _quality_cell(group: QualityGroup | None, role: str) -> ComparedCell | None:
         return None
     unit = " points" if group.delta_header == "points" else ""
     note = f"{line.delta}{unit}" if line.delta else f"{group.n_examples} examples"
-    return ComparedCell(line.value, note, line.tone if line.delta else "plain")
+    return ComparedCell(f"{line.value} {line.spread}".strip(), note, line.tone if line.delta else "plain")
 
 
 def _size(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:

@@ -179,7 +179,7 @@ def heat_map(
         state: State = "gone" if gone else "kept" if kept is None or block[0] in kept else "removed"
         level = scale.level(unit.value) if unit else None
         words = [_heads_text(name, block), *_score_words(unit, ranks)]
-        words += [f"mostly {p}" for h in block[:1] if pictures and (p := pictures.pattern(HeadId(name, h)))]
+        words += _habits(name, block, pictures)
         if plan is not None or gone:
             words.append(_WORD[state])
         return HeatCell(
@@ -245,6 +245,12 @@ def _heads_text(site: str, block: tuple[int, ...]) -> str:
     if len(block) == 1:
         return f"{site}, head {block[0]}"
     return f"{site}, heads {block[0]}–{block[-1]} (one key/value group)"
+
+
+def _habits(site: str, block: tuple[int, ...], pictures: AttentionPictures | None) -> list[str]:
+    """What the heads of a cell mostly attend to; of several it is said whose habit it is."""
+    found = {h: pictures.pattern(HeadId(site, h)) for h in block} if pictures else {}
+    return [f"{f'head {h} ' if len(block) > 1 else ''}mostly {pattern}" for h, pattern in found.items() if pattern]
 
 
 def _score_words(unit: ScoredUnit | None, ranks: dict[tuple[int, int], int]) -> list[str]:

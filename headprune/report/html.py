@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -20,7 +22,7 @@ from headprune.report.beside import NOTHING, Beside
 from headprune.report.comparison import Compared, comparison_view
 from headprune.report.curve import HEIGHT, WIDTH, curve
 from headprune.report.figures import agreement_dots, bars, intervals
-from headprune.report.series import points_of, points_of_sweep
+from headprune.report.series import points_of_sweep
 from headprune.report.tradeoff import sweep_view
 from headprune.report.view import view
 
@@ -83,15 +85,18 @@ def render_comparison_html(compared: Sequence[Compared], agreement: Agreement | 
     """
     template = _environment().get_template("comparison.html.j2")
     seen = comparison_view(compared, agreement)
-    drawn = curve(points_of((column.record for column in compared), "test"), "test")
-    return template.render(
-        view=seen, curve=drawn, size={"width": WIDTH, "height": HEIGHT}, agreement=_agreement(agreement)
-    )
+    return template.render(view=seen, size={"width": WIDTH, "height": HEIGHT}, agreement=_agreement(agreement))
 
 
-def render_sweep_html(table: SweepTable) -> str:
-    """A sweep as one page: its trade-off on validation and on test rows, and the settings to look at."""
+def render_sweep_html(table: SweepTable, folder: str | Path = "SWEEP") -> str:
+    """A sweep as one page: its trade-off on validation and on test rows, and the settings to look at.
+
+    Args:
+        table: The sweep's table.
+        folder: Where the sweep lies, for the command that comes next.
+    """
     template = _environment().get_template("sweep.html.j2")
     drawn = (curve(points_of_sweep(table, split), split) for split in ("validation", "test"))
     curves = [found for found in drawn if found is not None]
-    return template.render(view=sweep_view(table), curves_drawn=curves, size={"width": WIDTH, "height": HEIGHT})
+    size = {"width": WIDTH, "height": HEIGHT}
+    return template.render(view=sweep_view(table), curves_drawn=curves, size=size, folder=shlex.quote(str(folder)))

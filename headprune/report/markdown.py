@@ -14,8 +14,6 @@ from headprune.core.display import clean, escape
 from headprune.core.record import RunRecord
 from headprune.report.beside import NOTHING, Beside
 from headprune.report.comparison import Compared, comparison_view
-from headprune.report.curve import curve
-from headprune.report.series import points_of
 from headprune.report.view import view
 
 
@@ -55,10 +53,7 @@ def render_comparison_markdown(compared: Sequence[Compared], agreement: Agreemen
     Raises:
         InvalidValue: fewer than two records, or names that are not different.
     """
-    seen = comparison_view(compared, agreement)
-    return _rendered(
-        "comparison.md.j2", view=seen, curve=curve(points_of((column.record for column in compared), "test"), "test")
-    )
+    return _rendered("comparison.md.j2", view=comparison_view(compared, agreement))
 
 
 def _rendered(template: str, **values: Any) -> str:

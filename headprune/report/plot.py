@@ -26,7 +26,7 @@ from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
 from headprune.core.sweeps import SweepTable
 from headprune.report.formats import significant
-from headprune.report.series import points_of, points_of_sweep, series_of
+from headprune.report.series import Comparable, comparable, points_of_sweep, series_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -167,18 +167,24 @@ def tradeoff(
         ax: Where to draw.
 
     Raises:
-        InvalidValue: nothing measured on those rows, or several metrics.
+        InvalidValue: nothing measured on those rows, several metrics, or runs of several tasks, models or data.
     """
     from matplotlib.ticker import MaxNLocator
 
     if isinstance(records, SweepTable):
-        points = points_of_sweep(records, split)
+        groups = [Comparable((records.name,), tuple(points_of_sweep(records, split)))]
     else:
-        points = points_of([records] if isinstance(records, RunRecord) else records, split)
+        records = [records] if isinstance(records, RunRecord) else records
+        groups = comparable(((record.name, record) for record in records), split)
+    points = [point for group in groups for point in group.points]
     metrics = {point.metric for point in points}
     if len(metrics) != 1:
         got = ", ".join(sorted(metrics)) if metrics else "nothing"
         raise InvalidValue("plot.tradeoff(records)", f"one metric, measured on {split} rows", got)
+    if len(groups) > 1:
+        got = "; ".join(", ".join(group.names) for group in groups)
+        hint = "Draw them one by one, on axes of their own: ax=."
+        raise InvalidValue("plot.tradeoff(records)", "of one task, model and data", f"several: {got}", hint)
     ax = ax or _axes(5.2, 3.6)
     for series in series_of(points):
         kept, means, spreads = zip(*series.points, strict=True)

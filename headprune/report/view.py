@@ -16,8 +16,9 @@ from headprune.report.decoding import DecodingLine, decoding_lines
 from headprune.report.formats import count, flat, signed, significant
 from headprune.report.heatmap import HeatMap, heat_map
 from headprune.report.layers import LayerTable, layer_table
-from headprune.report.provenance import Pairs, command, provenance, python_lines
+from headprune.report.provenance import Pairs, provenance
 from headprune.report.quality import QualityGroup, quality_groups
+from headprune.report.repeat import command, python_lines
 from headprune.report.speed import SpeedGrid, SpeedLine, speed_grid, speed_line, verdict
 
 

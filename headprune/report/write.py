@@ -52,14 +52,21 @@ def write_comparison(
     return _write(Path(folder) / f"{COMPARISON}.html", html, Path(folder) / f"{COMPARISON}.md", markdown)
 
 
-def write_tradeoff(table: SweepTable, folder: str | Path) -> list[Path]:
+def write_tradeoff(table: SweepTable, folder: str | Path, sweep: str | Path | None = None) -> list[Path]:
     """Writes ``report.html``, ``summary.md``, ``tradeoff.svg`` and ``tradeoff.png`` of a sweep; returns their paths.
 
     Without a finished run there is nothing to draw, and only the page and the summary are written.
+
+    Args:
+        table: The sweep's table.
+        folder: Made if it does not exist.
+        sweep: The sweep's own folder, where that is another.
     """
     folder = Path(folder)
     drawn = [draw_tradeoff(table, folder / f"tradeoff.{kind}") for kind in ("svg", "png")] if table.rows else []
-    pages = _write(folder / HTML_NAME, render_sweep_html(table), folder / SUMMARY, render_tradeoff(table))
+    pages = _write(
+        folder / HTML_NAME, render_sweep_html(table, sweep or folder), folder / SUMMARY, render_tradeoff(table)
+    )
     return [*drawn, *pages]
 
 

@@ -12,7 +12,7 @@ from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.run.models import model_config
 from headprune.run.reading import override, parse_yaml
 from headprune.run.recipe import UNLABELLED, DataSection, Recipe, Task
-from headprune.run.sources import load_source
+from headprune.run.sources import Source, load_source
 from headprune.run.validate import check_recipe
 
 #: The task of a model by the end of its class's name; other classes have no head for a task.
@@ -121,6 +121,9 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
     lines, why = _data_lines(chosen, columns, data)
     head = f"{kind} is a model for it" if found == chosen else f"{kind} has no head for it, so it is trained first"
     about = [f"the task is {chosen}: {head}", *why]
+    for line, note in _test_lines(source, parse_yaml("\n".join(lines), "the columns").get("label")):
+        lines.append(_noted(line, note, 2))
+        about.append(note)
     if chosen not in ("image_classification", "audio_classification"):
         limit = getattr(config, "max_position_embeddings", None)
         longest = min(256, limit) if isinstance(limit, int) and limit > 0 else 256
@@ -215,6 +218,24 @@ def _label(columns: Columns, taken: Sequence[str], data: str) -> str:
         return found
     rest = [name for name in (*columns.others, *columns.ids) if name not in taken]
     return _only(tuple(rest), "label", "labels", data)
+
+
+def _test_lines(source: Source, label: str | None) -> list[tuple[str, str]]:
+    """Lines for data whose test rows have -1 or nothing in the place of a label, as those of a contest, and why."""
+    splits = source.splits
+    if label is None or not {"test", "validation"} <= splits.keys() or label not in splits["test"].column_names:
+        return []
+    lacking = {
+        role: [value is None or (isinstance(value, (int, float)) and value < 0) for value in rows[label]]
+        for role, rows in splits.items()
+    }
+    if not all(lacking["test"]) or any(lacking["train"]) or any(lacking["validation"]):
+        return []
+    names, n_train = source.facts["splits"], len(splits["train"])
+    return [
+        (f"test_split: {_quoted(names['validation'])}", f"the rows of {names['test']} have no labels"),
+        (f"holdout: {0.1 if n_train <= 10_000 else 1000}", "so rows of train are the validation rows"),
+    ]
 
 
 def _only(names: tuple[str, ...], key: str, what: str, data: str) -> str:

@@ -20,7 +20,7 @@ from headprune.core.scores import Cost, CostTable, HeadScores, ModelFingerprint
 from headprune.layouts import registry
 from headprune.report import render_html
 from headprune.report.heatmap import heat_map
-from headprune.report.provenance import python_lines
+from headprune.report.repeat import python_lines
 from headprune.run import choosing
 from headprune.run.recipe import Recipe
 from headprune.run.runner import prepared
@@ -177,7 +177,7 @@ def test_the_report_names_kinds_and_budgets() -> None:
     html = render_html(record)
     assert all(f">{group.title}" in html for group in named.values())
     assert "cross: keep 50 % of the heads, self: keep 25 %" in html
-    line = "hp.select(scores, {'cross': hp.Budget(keep_heads=0.5), 'self': hp.Budget(keep_heads=0.25)}, 'global_topk')"
+    line = "{'cross': hp.Budget(keep_heads=0.5), 'self': hp.Budget(keep_heads=0.25)}"
     assert line in python_lines(record)
 
 

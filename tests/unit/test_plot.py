@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
+from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
@@ -125,6 +127,9 @@ def test_a_tradeoff_of_runs_and_of_a_sweep() -> None:
     assert bars.get_label() == "taylor"
     assert list(bars[0].get_ydata()) == [0.8, 0.85]
     assert panel.get_ylabel() == "accuracy on test rows"
+    other = replace(record(2, 0.7), name="other", recipe=FrozenDict({"data": {"path": "trec"}}))
+    with pytest.raises(InvalidValue, match="of one task, model and data, got several: x; other"):
+        hp.plot.tradeoff([record(6, 0.85), other])
     with pytest.raises(InvalidValue, match="one metric, measured on validation rows, got nothing"):
         hp.plot.tradeoff(record(6, 0.85), split="validation")
 
@@ -152,3 +157,25 @@ def test_agreement_has_a_panel_a_measure() -> None:
     assert [t.get_text() for t in panels[0].get_yticklabels()] == [found.label(found.pairs[0])]
     (x,), _ = panels[0].get_lines()[-1].get_data()
     assert x == pytest.approx(found.pairs[0].spearman.value)
+
+
+@pytest.mark.parametrize("kind", ["svg", "pdf"])
+def test_pictures_are_saved_as_vectors(kind: str) -> None:
+    found = hp.agreement(scores(), scores("fisher", ((3.0, 1.0, 2.0), (4.0, 5.0))))
+    pictures = {
+        "a map": hp.plot.head_map(scores(), plan(), values=True),
+        "a head": hp.plot.attention(maps(), HeadId("a.c", 2)),
+        "a trade-off": hp.plot.tradeoff([record(6, 0.85), record(4, 0.8)]),
+        "an agreement": hp.plot.agreement(found)[0],
+    }
+    for name, panel in pictures.items():
+        written = BytesIO()
+        panel.figure.savefig(written, format=kind)
+        saved = written.getvalue()
+        assert saved.startswith(b"%PDF-" if kind == "pdf" else b"<?xml"), name
+        if kind == "svg":
+            root = ElementTree.fromstring(saved)
+            assert len(root.findall(".//{*}path")) > 5, name
+            images = len(root.findall(".//{*}image"))
+            assert images <= 2, name  # the cells of a map and its scale of colours; all else is drawn
+            assert (images == 0) == (name in ("a trade-off", "an agreement"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from headprune.bench.decoding import DecodingRow
+from headprune.core.attention_patterns import Pattern
 from headprune.core.attention_pictures import AttentionPictures
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
@@ -21,7 +22,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.report import Beside, render_html, render_markdown, write_report
 from headprune.report.formats import count, counts, duration, fixed, signed, times
-from headprune.report.provenance import python_lines
+from headprune.report.repeat import python_lines
 from headprune.scoring._agreement import agreement
 from tests.report_records import NASTY, Page, costed, image_pictures_of, maps_of, pictures_of, record_of, scores_of
 
@@ -144,6 +145,19 @@ def test_kv_groups_are_drawn_as_one_cell() -> None:
     assert len(cells) == 5 * 4
     assert {c["colspan"] for c in cells} == {"2"}
     assert "heads 2–3 (one key/value group)" in (cells[1]["title"] or "")
+
+
+def test_a_group_says_what_each_of_its_heads_does() -> None:
+    record = record_of(1, 4, 2)
+    pictures = pictures_of(record)
+    (site,) = pictures.sites
+    first, second = pictures.pattern(HeadId(site.site, 0)), Pattern("own position", 0.5, 0.125)
+    assert first is not None
+    told = replace(pictures, sites=(replace(site, patterns=(first, second, None, second)),))
+    titles = [cell["title"] or "" for cell in Page(render_html(record, Beside(told))).cells()]
+    assert f", head 0 mostly {first}, head 1 mostly {second}, " in titles[0]
+    assert titles[1].count("mostly") == 1
+    assert f", head 3 mostly {second}, " in titles[1]
 
 
 def test_heads_of_one_key_value_group_are_cells_of_their_own_where_they_are_no_unit_or_no_neighbours() -> None:
@@ -416,7 +430,7 @@ def test_do_it_yourself_lines_are_safe_and_run_the_same_method(record: RunRecord
     assert "headprune run 'my run; rm'" in text
     resolved = replace(record, recipe=FrozenDict({"task": "causal_lm", "out": "my runs/a"}))
     assert "headprune run 'my runs/a/recipe.yaml' --out 'my runs/a-again'" in render_markdown(resolved)
-    assert "plan = hp.select(scores, hp.Budget(keep_heads=0.5), 'global_topk')" in text
+    assert "plan = hp.select(scores, hp.Budget(keep_heads=0.5), hp.selection.GlobalTopk())" in text
     lines = re.findall(r"```\n(import headprune.*?)\n```", text, re.DOTALL)[0]
     compile(lines, "lines", "exec")
 
@@ -613,12 +627,13 @@ def test_the_speed_grid_draws_break_even_between_faster_and_not_faster(record: R
 
 
 def test_do_it_yourself_knows_a_layout_of_ones_own(record: RunRecord) -> None:
-    plain, own = python_lines(record), replace(record, recipe=FrozenDict({"model": {"layouts": "my.models:LAYOUT"}}))
-    assert "hp.prune_(model, record.plan)" in plain
+    own = replace(record, recipe=FrozenDict({"model": {"layouts": "my.models:LAYOUT"}}))
+    plain = python_lines(record)
+    assert "find_sites" not in plain
     lines = python_lines(own).split("\n")
     assert lines[0] == "from my.models import LAYOUT"
     assert "sites = hp.find_sites(model, layouts=[LAYOUT])" in lines
-    assert "hp.prune_(model, record.plan, sites=sites)" in lines
+    assert "hp.prune_(model, plan, sites=sites)" in lines
     assert all("sites=sites" in line for line in lines if line.startswith(("scores =", "hp.prune_")))
     compile(python_lines(own), "report", "exec")
     hostile = replace(record, recipe=FrozenDict({"model": {"layouts": "os:x\nimport shutil"}}))

@@ -119,6 +119,10 @@ def test_a_phone_shows_every_head(
     widths = browser.run("[...document.querySelectorAll('td.cell')].map(c => c.getBoundingClientRect().width)")
     assert len(widths) == layers * (groups or heads)
     assert round(min(widths)) >= least
+    sizes = "[...document.querySelectorAll('.heat th')].map(t => parseFloat(getComputedStyle(t).fontSize))"
+    small = browser.run(sizes)
+    browser.size(1280)
+    assert all(phone < desk for phone, desk in zip(small, browser.run(sizes), strict=True))
 
 
 def test_the_policy_blocks_loads_and_every_other_script(browser: Browser, page: Path, tmp_path: Path) -> None:
@@ -263,6 +267,8 @@ def test_a_head_is_enlarged_looked_through_and_closed_by_key(browser: Browser, p
     browser.press("Escape")
     assert browser.run("document.getElementById('zoom').open") is False
     assert "head 1" in browser.run("document.activeElement.title")
+    assert browser.run("[...document.querySelectorAll('.thumb')].filter(t => t.tabIndex === 0).length") == 1
+    assert browser.run("document.activeElement.tabIndex") == 0  # tabbing away and back comes to the same head
     assert browser.messages == []
 
 
@@ -331,8 +337,8 @@ NAMELESS = """(() => {
     || e.getAttribute("aria-hidden") || e.closest("[aria-hidden=true]");
   const without = [...document.querySelectorAll("button, select, input, canvas, svg, dialog, [tabindex='0']")]
     .filter(e => !named(e));
-  const lost = [...document.querySelectorAll("[aria-labelledby], [aria-describedby]")].filter(e =>
-    !document.getElementById(e.getAttribute("aria-labelledby") || e.getAttribute("aria-describedby")));
+  const lost = ["aria-labelledby", "aria-describedby"].flatMap(name => [...document.querySelectorAll(`[${name}]`)]
+    .filter(e => !e.getAttribute(name).split(/\\s+/).every(id => document.getElementById(id))));
   return [...without, ...lost].map(e => e.outerHTML.slice(0, 200));
 })()"""
 
@@ -350,6 +356,8 @@ def test_text_can_be_read_and_everything_has_a_name(browser: Browser, any_page: 
     assert browser.run(NAMELESS) == []
     browser.run("document.querySelector('h2').style.color = getComputedStyle(document.body).backgroundColor")
     assert len(browser.run(PALE)) == 1  # the check sees what it is for
+    browser.run("document.querySelector('section').setAttribute('aria-describedby', 'nothing')")  # it has a label, too
+    assert len(browser.run(NAMELESS)) == 1
 
 
 @pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core from npm, see .ci/run")

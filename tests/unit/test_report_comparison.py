@@ -14,10 +14,9 @@ from headprune.core.heads import HeadId
 from headprune.core.record import RunRecord
 from headprune.report import Compared, write_comparison
 from headprune.report.comparison import comparison_view
-from headprune.report.curve import curve
 from headprune.report.html import render_comparison_html
 from headprune.report.markdown import render_comparison_markdown
-from headprune.report.series import points_of
+from headprune.report.series import comparable
 from headprune.run.reporting import agreement_of, beside, compare_runs
 from tests.report_records import NASTY, Page, pictures_of, plan_of, record_of
 
@@ -53,6 +52,8 @@ def test_every_number_stands_under_its_record_in_both_files(pair: list[Compared]
     for label, wanted in {
         "accuracy, test: original": ["0.9763 872 examples", "0.9763 872 examples"],
         "accuracy, test: after the cut": ["0.9694 −0.69 points", "0.9194 −5.69 points"],
+        "accuracy, test: random heads, as many": ["0.9128 ± 0.0214 −6.35 points", "0.8628 ± 0.0214 −11.35 points"],
+        "accuracy, test: smallest weights, as many": ["0.9415 −3.48 points", "0.8915 −8.48 points"],
         "accuracy, test: after recovery": ["0.9740 −0.23 points", "0.9240 −5.23 points"],
         "parameters": ["10.12 M −9.4 % of 11.17 M"] * 2,
         "batch 1 × 128 tokens": ["1.01× 0.991 to 1.034", "–"],
@@ -98,8 +99,9 @@ def test_plans_are_compared_head_by_head(pair: list[Compared]) -> None:
 
 
 def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compared]) -> None:
-    found = curve(points_of((column.record for column in pair), "test"), "test")
-    assert found is not None
+    (each,) = comparison_view(pair).curves
+    found = each.drawn
+    assert each.title == ""
     lines = {line.name: line for line in found.lines}
     assert set(lines) == {"random", "all heads", "taylor", "magnitude", "recovered (finetune)"}
     assert [p.title for p in lines["taylor"].points] == ["taylor: 8 heads 0.9194", "taylor: 16 heads 0.9694"]
@@ -114,8 +116,78 @@ def test_the_curve_has_a_point_a_record_and_the_band_of_chance(pair: list[Compar
     assert {c[1] for c in corners if c[0] == px} == set(whisker)
     assert min(whisker) < py < max(whisker)
     assert len({(line.mark, line.dash) for line in found.lines if line.role == "method"}) == 3
-    assert curve(points_of([pair[0].record], "test"), "test") is None
+    assert comparison_view([pair[0], Compared("again", pair[0].record)]).curves == ()  # one size is no curve
     assert "taylor: 8 heads 0.9194; 16 heads 0.9694" in render_comparison_markdown(pair)
+
+
+def titles(compared: list[Compared]) -> dict[str, list[str]]:
+    """The lines of the one curve, and what their points say."""
+    (each,) = comparison_view(compared).curves
+    return {line.name: [p.title.rpartition(": ")[2] for p in line.points] for line in each.drawn.lines}
+
+
+def of_fisher(record: RunRecord) -> RunRecord:
+    """The same run by another scorer, whose cut is better."""
+    assert record.scores is not None
+    names = {"taylor": "fisher"}
+    rows = tuple(
+        replace(row, name=names.get(row.name, row.name), value=row.value + (0.01 if row.draws == 1 else 0))
+        if row.name not in ("base", "magnitude")
+        else row
+        for row in record.quality
+    )
+    recipe = FrozenDict({**record.recipe, "scorer": "fisher"})
+    return replace(record, scores=replace(record.scores, scorer="fisher"), quality=rows, recipe=recipe)
+
+
+def test_records_of_one_budget_keep_their_spread_and_their_methods(pair: list[Compared]) -> None:
+    lines = titles([*pair, Compared("fisher", of_fisher(pair[0].record))])
+    # the same draws, told by two records, are not drawn twice: their spread stays
+    assert lines["random"] == ["8 heads 0.8628 ± 0.0214", "16 heads 0.9128 ± 0.0214"]
+    assert lines["magnitude"] == ["8 heads 0.8915", "16 heads 0.9415"]
+    assert lines["recovered (finetune) [taylor]"] == ["8 heads 0.924", "16 heads 0.974"]
+    assert lines["recovered (finetune) [fisher]"] == ["16 heads 0.984"]
+    assert lines["taylor"] == ["8 heads 0.9194", "16 heads 0.9694"]
+    assert lines["fisher"] == ["16 heads 0.9794"]
+    assert set(lines) == {"random", "all heads", "magnitude", "taylor", "fisher"} | {k for k in lines if "[" in k}
+
+
+def test_what_only_the_seed_tells_apart_is_one_method_and_what_a_setting_does_is_not(pair: list[Compared]) -> None:
+    record, shift = pair[0].record, 0.02
+    rows = tuple(r if r.name == "base" else replace(r, value=r.value + shift) for r in record.quality)
+    other = replace(record, quality=rows, recipe=FrozenDict({**record.recipe, "seed": 1}))
+    lines = titles([*pair, Compared("seed 1", other)])
+    assert lines["taylor"][1] == f"16 heads 0.9794 ± {shift / 2**0.5:.4f}"
+    # twenty draws: those of either mean around it, and the means around theirs
+    whole = ((2 * 9 * 0.0214**2 + 20 * (shift / 2) ** 2) / 19) ** 0.5
+    assert lines["random"][1] == f"16 heads 0.9228 ± {whole:.4f}"
+    finer = replace(other, recipe=FrozenDict({**record.recipe, "score": {"settings": {"reduce": "token"}}}))
+    lines = titles([*pair, Compared("finer", finer)])
+    assert lines["taylor [half]"] == ["8 heads 0.9194", "16 heads 0.9694"]
+    assert lines["taylor [finer]"] == ["16 heads 0.9894"]
+    unnamed = comparable([("run", record), ("run", finer)], "test")[0].points
+    assert {p.method for p in unnamed if p.method.startswith("taylor")} == {"taylor [run]", "taylor [run #2]"}
+
+
+@pytest.mark.parametrize("what", ["data", "model", "structure", "rows"])
+def test_records_of_several_tasks_have_a_curve_each(pair: list[Compared], what: str) -> None:
+    def moved(record: RunRecord) -> RunRecord:
+        assert record.scores is not None
+        if what == "structure":
+            mark = replace(record.scores.model, structure="another")
+            return replace(record, scores=replace(record.scores, model=mark))
+        if what == "rows":
+            return replace(record, quality=tuple(replace(row, n_examples=500) for row in record.quality))
+        return replace(record, recipe=FrozenDict({**record.recipe, what: {"path": "trec"}}))
+
+    others = [Compared(f"other {column.name}", moved(column.record)) for column in pair]
+    view = comparison_view([*pair, *others])
+    assert [each.title for each in view.curves] == ["half, quarter", "other half, other quarter"]
+    assert all(len(line.points) == 2 for each in view.curves for line in each.drawn.lines if line.role != "base")
+    html, markdown = render_comparison_html([*pair, *others]), render_comparison_markdown([*pair, *others])
+    assert "Trade-off: other half, other quarter" in html
+    assert "other half, other quarter: accuracy on test rows against heads kept:" in markdown
+    assert comparison_view([pair[0], others[1]]).curves == ()  # nothing to join
 
 
 def test_data_stays_text_and_the_page_loads_nothing(pair: list[Compared]) -> None:

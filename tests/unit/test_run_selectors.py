@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headprune as hp
-from headprune.report.provenance import python_lines
+from headprune.report.repeat import python_lines
 from headprune.run import choosing, runner
 from headprune.run.recipe import Recipe
 from headprune.run.validate import RecipeError, check_recipe
@@ -80,7 +80,7 @@ def test_a_run_gives_selectors_what_they_need(
     assert (record.plan.selector, record.plan.mask.n_kept) == (selector, 4)
     assert note in " ".join(record.plan.notes)
     asked = {
-        "iterative": "rescore=hp.scoring.rescorer(model, batches, 'fisher')",
+        "iterative": "rescore=hp.scoring.rescorer(model, batches, hp.scoring.Fisher(",
         "local_search": "loss=hp.scoring.loss_of",
     }
     assert asked.get(selector, "hp.select(") in python_lines(record)  # lines that would run

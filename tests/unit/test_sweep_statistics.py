@@ -260,6 +260,9 @@ def test_the_summary(tmp_path: Path) -> None:
     assert [p.name for p in write_tradeoff(sweep_table(), tmp_path)] == [
         *("tradeoff.svg", "tradeoff.png", "report.html", "summary.md")
     ]
+    assert f"headprune pick {tmp_path} --max-drop 0.01" in (tmp_path / "report.html").read_text()
+    write_tradeoff(sweep_table(), tmp_path / "pages", sweep="my sweeps/a")
+    assert "headprune pick &#39;my sweeps/a&#39; --max-drop" in (tmp_path / "pages" / "report.html").read_text()
     text = render_tradeoff(sweep_table())
     assert "accuracy 0.9000 on 300 validation rows, 0.9100 on 420 test rows" in text
     assert "| keep 0.5 | scorer taylor | 16 | 16,000 | 160 | 2.00 ± 1.41 points | 3.00 ± 1.41 points |" in text

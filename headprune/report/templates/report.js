@@ -220,6 +220,7 @@
     const [beside, under] = data.image ? [[], []] : tokens(s);
     label(byId("zoom-rows"), beside);
     label(byId("zoom-columns"), under);
+    thumbs.forEach((thumb, place) => { thumb.tabIndex = place === current.join(" ") ? 0 : -1; });
     if (!zoom.open) zoom.showModal();
     focusQuery();
   }

@@ -1,0 +1,139 @@
+"""The lines with which a report does a run again: run on a finished run, they come to its plan and its model."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headprune as hp
+from headprune import recovery
+from headprune.core.codec import FrozenDict
+from headprune.core.record import RunRecord
+from headprune.report.repeat import TRAINING, python_lines
+from headprune.run import prepared, run_recipe
+from headprune.run.recipe import Recipe
+from headprune.run.validate import load_recipe
+from tests.recipe_fixtures import FIXTURES
+from tests.report_records import record_of
+
+#: Settings that are nobody's defaults, each of which changes the plan or the model.
+OWN = (
+    "seed=3",
+    "bench=null",
+    "report=false",
+    "score.magnitude=false",
+    "score.random_draws=0",
+    "score.settings.reduce=token",
+    "select.policy=free",
+    "select.keep_kv=null",
+    "select.keep_heads=0.5",
+    "select.settings.min_heads=2",
+    "select.settings.multiple_of=2",
+    "select.must_keep={model.layers.0.self_attn: [0]}",
+    "recover=[{method: lstsq, settings: {ridge: 0.5}}]",
+)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, RunRecord]:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("repeat")
+    out = f"out={folder / 'run'}"
+    recipe = load_recipe("llama-stories", [*FIXTURES["llama-stories"](folder), *OWN, out])
+    return recipe, run_recipe(recipe, say=lambda line: None)
+
+
+def test_the_lines_come_to_the_runs_plan_and_model(
+    done: tuple[Recipe, RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, record = done
+    subject = prepared(recipe, say=lambda line: None)
+    own: dict[str, Any] = {"model": subject.model, "batches": subject.data.batches("calibration", 16)}
+    monkeypatch.chdir(tmp_path)
+    exec(python_lines(record), own)
+    assert own["scores"].settings == record.scores.settings  # type: ignore[union-attr]
+    assert own["plan"] == record.plan
+    again, first = (hp.from_pretrained(folder) for folder in (tmp_path / "small", Path(recipe.folder) / "model"))
+    found = again.state_dict()
+    for name, tensor in first.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)  # the run refits in another order
+
+
+def test_recoveries_that_train_are_known() -> None:
+    methods = {name: recovery.registry.get(name) for name in recovery.registry}
+    assert {name for name, method in methods.items() if method.trains} == set(TRAINING)
+    assert {name for name, method in methods.items() if "seed" in {f.name for f in fields(method)}} == set(TRAINING)
+
+
+def lines_of(record: RunRecord, **recipe: Any) -> str:
+    text = python_lines(replace(record, recipe=FrozenDict(recipe)))
+    compile(text, "lines", "exec")
+    return text
+
+
+def test_what_the_selector_and_the_recoveries_ask_for_is_handed_to_them() -> None:
+    record = record_of()
+    assert record.plan is not None
+    steps = [
+        {"method": "lstsq", "settings": {}, "rows": "train"},
+        {"method": "finetune", "settings": {"patience": 2}, "rows": None},
+    ]
+    text = lines_of(record, recover=steps, seed=7, train={"epochs": 1}, score={"until": {"k": 3, "confidence": 0.9}})
+    assert "until=hp.Stable(k=3, confidence=0.9)" in text
+    assert "hp.recover_(model, train_batches, method, original if method.needs_teacher else None)" in text
+    assert "method = hp.recovery.Finetune(seed=7, patience=2)" in text
+    assert "validation=validation_batches" in text
+    assert text.index("original = copy.deepcopy(model)") < text.index("hp.prune_(model, plan)")
+    assert [line.partition(":")[0] for line in text.splitlines() if line.startswith("# ")] == [
+        *("# model", "# batches", "# train_batches", "# validation_batches", "# as this run chose")
+    ]
+    assert "# model: the uncut model, as the run trained it" in text
+    calls = {
+        "iterative": "rescore=hp.scoring.rescorer(model, batches, hp.scoring.Taylor(",
+        "local_search": "loss=hp.scoring.loss_of(model, batches, after_cut=between)",
+    }
+    for selector, call in calls.items():
+        chosen = replace(record, plan=replace(record.plan, selector=selector))
+        text = lines_of(chosen, select={"recover": [{"method": "mean_fold"}], "must_remove": {"a.b": [1]}})
+        assert call in text
+        assert "    hp.recover_(small, batches, method, original if method.needs_teacher else None)" in text
+        assert "must_remove={'a.b': (1,)}" in text
+
+
+def test_a_budget_of_speed_is_measured_where_the_run_measured_it() -> None:
+    record = record_of()
+    assert record.plan is not None
+    timed = replace(record, plan=replace(record.plan, budget=hp.Budget(speedup=1.2), selector="knapsack"))
+    text = lines_of(timed, select={"latency": {"batch_size": 4, "length": None, "seconds": 20}})
+    assert "table = hp.bench.latency_table(model, batch, batch_size=4, seconds=20)" in text
+    assert "latency=table" in text
+    assert "# batch: one batch" in text
+
+
+def test_cuts_in_stages_are_the_commands_and_only_the_plan_is_taken() -> None:
+    text = lines_of(record_of(), gradual={"stages": 3}, recover=[{"method": "lstsq"}])
+    assert "hp.score(" not in text
+    assert "hp.recover_(" not in text
+    assert 'plan = hp.RunRecord.load("record.json").plan\n' in text
+
+
+def test_names_and_settings_of_a_record_cannot_become_code() -> None:
+    record = record_of()
+    assert record.scores is not None
+    assert record.plan is not None
+    bad = "x()\nimport os"
+    scores = replace(record.scores, scorer=bad, settings=FrozenDict({bad: bad}))
+    nasty = replace(record, scores=scores, plan=replace(record.plan, selector=bad))
+    recipe = {
+        "recover": [{"method": bad, "settings": {bad: bad}}],
+        "model": {"layouts": bad},
+        "select": {"policy": bad},
+    }
+    text = lines_of(nasty, **recipe, score={"until": {"k": bad, bad: 1}})
+    assert not [line for line in text.splitlines() if line.startswith("import os")]
+    assert repr(bad) in text
+    assert "inf" not in lines_of(record, select={"must_keep": {"a": [float("inf")]}}).replace("float('inf')", "")
