@@ -134,7 +134,8 @@ def scorers() -> str:
         scorer = registry.get(name)
         formula = (inspect.getdoc(scorer) or "").partition("\n")[0].replace("``", "`").replace("|", "\\|")
         settings = ", ".join(f"{key}={value!r}" for key, value in dict(scorer().settings).items())
-        rows.append(f"| `{name}` | {registry.summary(name).replace('|', chr(92) + '|')} | {formula} | {settings} |")
+        cells = [registry.summary(name).replace("|", "\\|"), told(scorer, "When"), formula, settings]
+        rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return f"""{WRITTEN}
 # Scorers
 
@@ -143,8 +144,8 @@ which share their passes: `hp.score(model, batches, ["taylor", "fisher"])`. Gate
 output projection's input; l_i is the loss of example i. Each scorer's docstring has its source, where it differs from
 it, its cost and its settings: `help(hp.scoring.Taylor)`.
 
-| scorer | what it measures | formula, cost, what it needs | settings |
-| --- | --- | --- | --- |
+| scorer | what it measures | when | formula, cost, what it needs | settings |
+| --- | --- | --- | --- | --- |
 {chr(10).join(rows)}
 
 A unit is a head, or with policy `group` a key/value head with all its query heads: their signed gradients are summed
@@ -165,8 +166,8 @@ def selectors() -> str:
         shared = Selector.__dataclass_fields__
         own = {k: v for k, v in dict(selector().settings).items() if k not in shared}
         settings = ", ".join(f"{k}={dict(v) if isinstance(v, Mapping) else v!r}" for k, v in own.items())
-        told = [registry.summary(name), _told(selector, "When"), needs, _told(selector, "Cost"), settings]
-        rows.append(f"| `{name}` | {' | '.join(told)} |")
+        cells = [registry.summary(name), told(selector, "When"), needs, told(selector, "Cost"), settings]
+        rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return f"""{WRITTEN}
 # Selectors
 
@@ -235,10 +236,10 @@ plan = hp.select(scores, budget, "local_search", loss=hp.scoring.loss_of(model, 
 _NEEDS = {"curvature": "the curvature of `fisher` or `ggn`", "loss": "scores, `loss=`", "rescore": "scores, `rescore=`"}
 
 
-def _told(selector: type, word: str) -> str:
+def told(method: type, word: str) -> str:
     """What a docstring says after a word and a colon, up to the next such line or the end of the paragraph."""
     text = re.search(
-        rf"^{word}: (.+?)(?=\n[A-Z][a-z]+: |\n\n|\Z)", inspect.getdoc(selector) or "", re.DOTALL | re.MULTILINE
+        rf"^{word}: (.+?)(?=\n[A-Z][a-z]+: |\n\n|\Z)", inspect.getdoc(method) or "", re.DOTALL | re.MULTILINE
     )
     return " ".join(text[1].replace("``", "`").split()) if text else ""
 
@@ -293,7 +294,7 @@ Data is a hub data set, a file (json, jsonl, csv, parquet, txt) or a folder with
   token refuse such rows. F1 is what the tables have; `metrics.exact_match` of the record has the other.
 - **Sound** is brought to the rate that the model's feature extractor asks for, averaged over channels, and cut or
   filled with silence to `data.seconds`, so that no clip depends on its batch. Wav files are read as they are, other
-  formats with `pip install 'headprune[audio]'`.
+  formats with `pip install soundfile`.
 - **A model of your own** comes by import path: [docs/custom-models.md](custom-models.md#in-a-recipe).
 - **Sweeps** take a recipe as their base: [docs/sweeps.md](sweeps.md).
 """

@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+#: What continuous integration must not do without, as ``.ci/run`` says: there a test fails and does not skip.
+REQUIRED = {name for name in ("BROWSER", "AXE") if os.environ.get(f"HEADPRUNE_{name}") == "required"}
 #: Far above what a page takes on a slow machine with other work.
 _PATIENCE = 120.0
 _FLAGS = (

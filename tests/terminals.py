@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 #: headprune's command line in a process of its own.
 HEADPRUNE = [sys.executable, "-c", "from headprune.cli.main import main; main()"]
 
 
-def on_terminal(arguments: list[str], folder: Path | None = None, **environment: str) -> tuple[str, int]:
-    """What ``headprune`` with these arguments writes to a terminal, and its exit status."""
+def terminal() -> tuple[int, int]:
+    """Both ends of a terminal: where to read, and where to write."""
     parent, child = pty.openpty()
-    command, around = [*HEADPRUNE, *arguments], {**os.environ, **environment}
-    running = subprocess.Popen(command, cwd=folder, env=around, stdout=child, stderr=child)
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # without a size no bar has room
+    return parent, child
+
+
+def on_terminal(
+    arguments: list[str],
+    folder: Path | None = None,
+    program: Sequence[str] = HEADPRUNE,
+    around: Mapping[str, str] = os.environ,
+    **environment: str,
+) -> tuple[str, int]:
+    """What ``headprune``, or another program, with these arguments writes to a terminal, and its exit status."""
+    parent, child = terminal()
+    command, env = [*program, *arguments], {**around, **environment}
+    running = subprocess.Popen(command, cwd=folder, env=env, stdout=child, stderr=child)
     os.close(child)
+    said = read_all(parent)
+    return said, running.wait(600)
+
+
+def read_all(parent: int) -> str:
+    """What was written to a terminal, once nobody holds its other end; closes it."""
     said = b""
     while True:
         try:
@@ -28,4 +51,4 @@ def on_terminal(arguments: list[str], folder: Path | None = None, **environment:
             break
         said += part
     os.close(parent)
-    return said.decode().replace("\r\n", "\n"), running.wait(60)
+    return said.decode().replace("\r\n", "\n")

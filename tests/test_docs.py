@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headprune import scoring, selection
+from headprune.core.registry import Registry
 from headprune.surgery.properties import PROPERTIES
 from tests.documents import PAGES
 from tests.scripts import benchmark, script
@@ -37,6 +39,13 @@ def test_written_tables_are_fresh(tmp_path: Path) -> None:
     assert [path.stem for path in written] == names
     for path in written:
         assert path.read_text() == (DOCS / path.name).read_text(), f"docs/{path.name}: run `python docs/tables.py`"
+
+
+@pytest.mark.parametrize("registry", [scoring.registry, selection.registry], ids=lambda r: r.kind)
+def test_every_method_says_when_to_take_it(registry: Registry) -> None:
+    told = script(DOCS / "tables.py").told
+    lacking = [name for name in registry.names() if not told(registry.get(name), "When")]
+    assert lacking == [], "a line `When: ...` in the docstring"
 
 
 def test_the_rooms_of_the_architecture_are_those_of_the_code() -> None:

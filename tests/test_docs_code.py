@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import socket
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +19,11 @@ from typer.testing import CliRunner
 
 import headprune as hp
 from headprune.cli.main import app
+from headprune.core.errors import HeadPruneError
 from headprune.run import Recipe, load_recipe, shipped_recipes
+from headprune.run.grid import lay_out
 from tests.documents import DOCS, PAGES, Block, blocks, classifier, commands, mentions, reviews, seq2seq
+from tests.processes import started
 
 NUMBER = re.compile(r"\d+\.\d+(?:e-\d+)?")
 #: Of the click that Typer uses, which may be one of its own.
@@ -29,6 +33,8 @@ COMMANDS: Any = typer.main.get_command(app)
 OF_RECIPES = {"run", "score", "show", "sweep"}
 #: Pages whose first blocks are run by tests of their own, which look at what comes out.
 ELSEWHERE = {"README.md": 1, "checkpoints.md": 2}  # test_readme.py, unit/test_peft.py
+#: The first line of a block that several processes run.
+PROGRAM = re.compile(r"# (\S+\.py): torchrun --nproc-per-node (\d+) \1$", re.MULTILINE)
 SENTIMENT = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
 TINY = {"dim": 24, "hidden_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64}
 
@@ -68,9 +74,9 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def code(page: Path) -> list[Block]:
-    """The python blocks to run; those with prompts are doctests (test_docs.py)."""
+    """The python blocks to run; those with prompts are doctests (test_docs.py), programs are started by themselves."""
     found = [block for block in blocks(page) if block.language == "python" and ">>>" not in block.text]
-    return found[ELSEWHERE.get(page.name, 0) :]
+    return [block for block in found[ELSEWHERE.get(page.name, 0) :] if not PROGRAM.match(block.text)]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
@@ -92,6 +98,23 @@ def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: Any, capsy
             assert NUMBER.sub("#", capsys.readouterr().out) == NUMBER.sub("#", block.prints), (
                 f"{page.name}:{block.line}"
             )
+
+
+@pytest.mark.slow
+def test_a_program_of_several_processes_runs(tmp_path: Path) -> None:
+    """Scores of several processes are those of one, by the very program that the page shows."""
+    programs = {block.text: PROGRAM.match(block.text) for block in blocks(DOCS / "scale.md")}
+    ((text, found),) = [(text, found) for text, found in programs.items() if found]
+    given = ["import os", "from tests.documents import seq2seq", "model, batches = seq2seq()"]
+    (tmp_path / found[1]).write_text("\n".join([*given, "os.chdir(os.path.dirname(__file__))", text]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with started(int(found[2]), [sys.executable, str(tmp_path / found[1])], **meeting) as running:
+        said = [process.communicate(timeout=600)[0] for process in running]
+        assert not any(process.returncode for process in running), "\n".join(said)
+    model, batches = seq2seq()
+    assert hp.HeadScores.load(tmp_path / "scores.json").values == hp.score(model, batches, "taylor").values
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -122,9 +145,17 @@ def test_commands_are_known(page: Path) -> None:
             parsed = verb.make_context(args[0], args[1:])
         except USAGE_ERROR as error:
             pytest.fail(f"{page.name}: {line}\n{error.format_message()}")
-        recipe = parsed.params.get("recipe")
-        if args[0] in OF_RECIPES and recipe in shipped_recipes():
-            load_recipe(recipe, parsed.params["settings"] or ())
+        if args[0] in OF_RECIPES:
+            check_recipe(parsed.params)
+
+
+def check_recipe(given: dict[str, Any]) -> None:
+    """The settings of a shipped recipe, and the grid of its sweep, are ones that it can have."""
+    if given["recipe"] not in shipped_recipes():
+        return
+    load_recipe(given["recipe"], given["settings"] or ())
+    if "grid" in given:
+        lay_out(given["recipe"], given["settings"] or (), given["grid"])
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if list(mentions(p))], ids=lambda p: p.name)
@@ -174,6 +205,10 @@ def test_a_wrong_command_is_found(tmp_path: Path) -> None:
     assert args == ["run", "digits-vit", "--fast"]
     with pytest.raises(USAGE_ERROR, match="--fast"):
         COMMANDS.commands["run"].make_context("run", args[1:])
+    sweep = COMMANDS.commands["sweep"]
+    with pytest.raises(HeadPruneError, match="scorr"):
+        check_recipe(sweep.make_context("sweep", ["digits-vit", "--grid", "scorr=taylor"]).params)
+    check_recipe(sweep.make_context("sweep", ["digits-vit", "--grid", "scorer=taylor"]).params)
 
 
 def test_what_a_block_prints_is_the_text_right_after_it(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ import yaml
 
 import headprune as hp
 from headprune import recovery, scoring, selection
-from tests.documents import DOCS, ROOT
+from tests.documents import DOCS, PAGES, ROOT
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+#: Parts of the code itself, which a page or a notebook shows: no names for use.
+OF_THE_HOUSE = {"example_model", "registry"}
 #: Pages that the hook docs/beside.py adds.
 BESIDE = {"contributing.md", "security.md", "changelog.md"}
 
@@ -51,6 +53,19 @@ def test_every_public_name_is_in_the_reference() -> None:
     }
     listed = {name for name in _directives("api-methods.md") if not name.startswith("gating.")}
     assert listed == methods
+
+
+def test_every_name_that_pages_and_notebooks_use_is_in_the_reference() -> None:
+    listed = {name.rpartition(".")[2] for page in ("api.md", "api-methods.md") for name in _directives(page)}
+    named: dict[str, str] = {}
+    for path in (*PAGES, *(ROOT / "notebooks").glob("*.ipynb")):
+        text = path.read_text()
+        rooms = re.findall(rf"\bhp\.({'|'.join(hp._ROOMS)})\.(\w+)", text)
+        imports = re.findall(rf"\bfrom headprune\.({'|'.join(hp._ROOMS)})[\w.]* import ([\w, ]+)", text)
+        for room, names in (*rooms, *imports):
+            named |= {name: f"{path.name}: headprune.{room}.{name}" for name in re.split(r",\s*", names)}
+    assert {"shaped_batch", "prepared", "rescorer"} <= named.keys(), "it looked at nothing"
+    assert [where for name, where in named.items() if name not in listed | OF_THE_HOUSE] == []
 
 
 def _directives(page: str) -> list[str]:

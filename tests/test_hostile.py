@@ -25,6 +25,7 @@ from headprune.cli.main import app
 from headprune.core.agreement import Agreement, Measure, Pair
 from headprune.core.display import clean
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
+from headprune.core.explanation import explain
 from headprune.core.record import RunRecord
 from headprune.core.sweeps import SweepTable
 from headprune.recovery._checkpoint import FILE, Keeper
@@ -501,9 +502,11 @@ def test_what_is_printed_in_colour_holds_no_colours_of_a_file() -> None:
     assert record.scores is not None
     measure = Measure(0.5, 0.25, 0.75)
     found = Agreement((STEERING, "[bold]b"), 2, 5, 0.95, (Pair(0, 1, measure, measure, measure),), (STEERING,))
-    for value in (record.scores, record.plan, found):
+    assert record.plan is not None
+    values: tuple[Any, ...] = (record.scores, record.plan, found, record, explain(record.plan, record.scores))
+    for value in values:
         console = Console(force_terminal=True, width=250, color_system=None, file=io.StringIO())
-        console.print(value.__rich__())  # type: ignore[union-attr]
+        console.print(value.__rich__())
         shown = console.file.getvalue()
         assert "\x1b[5m" not in shown
         assert "\x9b" not in shown

@@ -93,6 +93,25 @@ def test_bandit_finds_nothing() -> None:
     run(sys.executable, "-m", "bandit", "-q", "-c", "pyproject.toml", "-r", "headprune")
 
 
+def test_nobody_is_told_to_install_headprune_from_an_index() -> None:
+    """It is installed from a clone: from an index comes nothing, or whatever somebody puts there under the name."""
+    wrong = re.compile(r"pip install (?:-\S+ )*['\"]?headprune\b")
+    assert wrong.search("pip install 'headprune[audio]'"), "the search itself"
+    folders = ("headprune", "recipes", "docs", "notebooks", "benchmarks")
+    texts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    for path in (*texts, *ROOT.glob("*.md")):
+        assert not wrong.search(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
+
+
+def test_continuous_integration_does_not_go_without_a_browser() -> None:
+    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    said = (ROOT / "tests" / "browser.py").read_text(encoding="utf-8")
+    for name in ("BROWSER", "AXE"):
+        assert re.search(rf"^\s*export HEADPRUNE_{name}=required$", text, re.MULTILINE)
+        assert f'"{name}"' in said
+
+
+SOURCES = {".py", ".md", ".yaml", ".ipynb", ".j2", ".txt"}
 #: How secrets of well-known services and private keys begin; a scanner of random-looking text would find our hashes.
 SECRETS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"

@@ -24,7 +24,7 @@ def check_sacrebleu(where: str) -> None:
         InvalidValue: sacrebleu is not installed.
     """
     if importlib.util.find_spec("sacrebleu") is None:
-        hint = "Install it: pip install 'headprune[translation]'."
+        hint = "Install it: pip install sacrebleu."
         raise InvalidValue(where, "a task whose packages are installed", "no package sacrebleu", hint)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -17,8 +18,44 @@ from headprune.core.errors import HeadPruneError, ProcessFailed, VerificationFai
 
 FAILED, BAD_INPUT = 1, 2
 
+
+def recipe_names() -> list[str]:
+    """What a shell offers for a recipe; files it finds itself."""
+    from headprune.run.reading import shipped_recipes
+
+    return list(shipped_recipes())
+
+
+def scorers_of(key: str) -> Callable[[], list[str]]:
+    """What a shell offers for ``key=SCORER``."""
+
+    def offered() -> list[str]:
+        from headprune.scoring import registry
+
+        return [f"{key}={name}" for name in registry.names()]
+
+    return offered
+
+
+def selector_names() -> list[str]:
+    """What a shell offers for a selector."""
+    from headprune.selection import registry
+
+    return registry.names()
+
+
+RecipeName = Annotated[
+    str,
+    typer.Argument(help="A recipe file, or the name of a shipped recipe.", autocompletion=recipe_names),
+]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a key of the recipe; may be repeated.",
+        autocompletion=scorers_of("score.scorer"),
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -40,6 +77,11 @@ def watching(quiet: bool) -> dict[str, Any]:
     return {"say": lambda line: None, "progress": False} if quiet else {"say": say, "progress": None}
 
 
+def on_terminal(quiet: bool) -> bool:
+    """Whether to show a progress bar, which is drawn on standard error."""
+    return not quiet and sys.stderr.isatty()
+
+
 def emit(data: Any) -> None:
     """JSON on standard output; characters that steer a terminal are spelt out."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
@@ -50,7 +92,7 @@ def show(value: Any, text: str | None = None) -> None:
     """A value on standard output: in colour on a terminal, plain elsewhere."""
     from rich.console import Console
 
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, highlight=False)
     markup = getattr(value, "__rich__", None)
     if text is None and markup is not None and console.is_terminal:
         console.print(markup())

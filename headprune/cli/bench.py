@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, echo, emit, guarded
+from headprune.cli._shared import AsJson, Debug, Quiet, echo, emit, guarded, on_terminal, watching
 from headprune.core.errors import InvalidValue
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def bench(
     seconds: Annotated[float, typer.Option(help="About how long each batch and length is timed.")] = 5.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -33,12 +35,12 @@ def bench(
         from headprune.bench.size import sizes
         from headprune.model.examples import example_batch
         from headprune.run.models import longest_input, open_model, resolve_device
-        from headprune.run.subject import quiet
+        from headprune.run.subject import quiet as quiet_libraries
         from headprune.run.surroundings import hardware
 
         if device not in ("auto", "cpu", "cuda"):
             raise InvalidValue("--device", "auto, cpu or cuda", repr(device))
-        quiet()
+        quiet_libraries()
         place = resolve_device(device)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -51,9 +53,10 @@ def bench(
         if limits and max(lengths) > min(limits):
             raise InvalidValue("--length", f"at most {min(limits)}, what the models can read", max(lengths))
         example = shaped_batch(example, 2, max(lengths)) if "input_ids" in example else example
-        weights = sizes(*models, example)
+        weights, batches = sizes(*models, example), batch or [1, 32]
+        watching(quiet)["say"](f"timing {len(batches) * len(lengths)} sizes, {seconds:g} s each or longer")
         speed = compare_latency(
-            *models, lambda n, t: shaped_batch(example, n, t), batch or [1, 32], lengths, seconds=seconds
+            *models, partial(shaped_batch, example), batches, lengths, seconds=seconds, progress=on_terminal(quiet)
         )
         if as_json:
             emit({"hardware": hardware(place), "size": list(map(asdict, weights)), "speed": list(map(asdict, speed))})

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import FAILED, AsJson, Debug, emit, guarded, say
+from headprune.cli._shared import FAILED, AsJson, Debug, Quiet, emit, guarded, say, watching
 from headprune.cli._shared import show as show_value
 
 
@@ -21,6 +21,7 @@ def pick(
     confidence: Annotated[float, typer.Option(help="That the model loses no more.")] = 0.95,
     out: Annotated[Path | None, typer.Option(help="Folder for the plan and the cut, recovered model.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier pick in that folder.")] = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -28,7 +29,15 @@ def pick(
     with guarded(debug):
         from headprune.run.picking import pick as run_pick
 
-        found = run_pick(sweep, max_drop=max_drop, by=by, confidence=confidence, out=out, overwrite=overwrite)
+        found = run_pick(
+            sweep,
+            max_drop=max_drop,
+            by=by,
+            confidence=confidence,
+            out=out,
+            overwrite=overwrite,
+            say=watching(quiet)["say"],
+        )
         if as_json:
             emit(found.to_dict())
         else:

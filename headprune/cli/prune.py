@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Quiet, Settings, echo, emit, guarded, say, watching
+from headprune.cli._shared import AsJson, Debug, Quiet, Settings, echo, emit, guarded, say, selector_names, watching
 from headprune.core.errors import InvalidValue, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ def prune(
     keep_params: Annotated[float | None, typer.Option(help="Or a fraction of the parameters.")] = None,
     keep_macs: Annotated[float | None, typer.Option(help="Or of the multiply-adds.")] = None,
     keep_kv: Annotated[float | None, typer.Option(help="Or of the bytes of the KV cache.")] = None,
-    selector: Annotated[str | None, typer.Option(help="With --scores or --data; default global_topk.")] = None,
+    selector: Annotated[
+        str | None,
+        typer.Option(help="With --scores or --data; default global_topk.", autocompletion=selector_names),
+    ] = None,
     min_heads: Annotated[int | None, typer.Option(help="With --scores or --data: of a layer; default 1.")] = None,
     format: Annotated[
         str,

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Quiet, Settings, emit, guarded, watching
+from headprune.cli._shared import AsJson, Debug, Quiet, RecipeName, Settings, emit, guarded, watching
 from headprune.cli._shared import show as show_value
 
 
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+    recipe: RecipeName,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished run in that folder.")] = False,

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Quiet, Settings, emit, guarded, say, watching
+from headprune.cli._shared import AsJson, Debug, Quiet, RecipeName, Settings, emit, guarded, say, watching
 from headprune.cli._shared import show as show_value
 
 
 def score(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+    recipe: RecipeName,
     settings: Settings = None,
     policy: Annotated[
         str | None,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from headprune.cli._shared import AsJson, Debug, Settings, echo, emit, guarded
+from headprune.cli._shared import AsJson, Debug, RecipeName, Settings, echo, emit, guarded
 
 
 def show(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+    recipe: RecipeName,
     settings: Settings = None,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -7,17 +7,30 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import FAILED, AsJson, Debug, Quiet, Settings, emit, guarded, say, watching
+from headprune.cli._shared import (
+    FAILED,
+    AsJson,
+    Debug,
+    Quiet,
+    RecipeName,
+    Settings,
+    emit,
+    guarded,
+    say,
+    scorers_of,
+    watching,
+)
 from headprune.cli._shared import show as show_value
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe.")],
+    recipe: RecipeName,
     grid: Annotated[
         list[str],
         typer.Option(
             "--grid",
             metavar="KEY=VALUE,VALUE",
+            autocompletion=scorers_of("scorer"),
             help="Values of a key: scorer, keep, selector, recover, calibration, policy, or a path such as "
             "score.settings.reduce. May be repeated; every combination is run.",
         ),

@@ -6,12 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from headprune.cli._shared import BAD_INPUT, AsJson, Debug, Settings, echo, emit, guarded, say
+from headprune.cli._shared import BAD_INPUT, AsJson, Debug, Settings, echo, emit, guarded, recipe_names, say
 from headprune.core.errors import HeadPruneError
 
 
 def validate(
-    recipes: Annotated[list[str], typer.Argument(help="Recipe files, or names of shipped recipes.")],
+    recipes: Annotated[
+        list[str],
+        typer.Argument(help="Recipe files, or names of shipped recipes.", autocompletion=recipe_names),
+    ],
     settings: Settings = None,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headprune.core.codec import Value
-from headprune.core.display import clean
+from headprune.core.display import rich_table
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 
 if TYPE_CHECKING:
@@ -125,19 +125,7 @@ class Agreement(Value):
         return "\n".join([self.title, *("  " + line for line in lines), *(f"  note: {n}" for n in self.notes)])
 
     def __rich__(self) -> Table:
-        from rich.markup import escape as escaped
-        from rich.table import Table
-
-        def escape(text: str) -> str:
-            return escaped(clean(text))
-
-        caption = "\n".join(escape(n) for n in self.notes) or None
-        table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left", box=None)
-        for column in self.header:
-            table.add_column(column)
-        for row in self.rows():
-            table.add_row(*map(escape, row))
-        return table
+        return rich_table(self.title, self.header, self.rows(), self.notes)
 
     def _repr_html_(self) -> str:
         def line(cells: tuple[str, ...], tag: str) -> str:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 #: Nine steps from least to most important; the HTML ramp is readable without colour (light to dark).
 SHADES = " ▁▂▃▄▅▆▇█"
@@ -89,7 +93,7 @@ def text_grid(title: str, rows: Sequence[Row]) -> str:
 
 
 def rich_grid(title: str, rows: Sequence[Row]) -> str:
-    """The same grid as rich markup, coloured."""
+    """The same grid as rich markup, coloured; the marks stay where a terminal has no colours (``NO_COLOR``)."""
     from rich.markup import escape
 
     def paint(cell: Cell) -> str:
@@ -97,11 +101,33 @@ def rich_grid(title: str, rows: Sequence[Row]) -> str:
             return "[dim]·· [/]"
         colour = RAMP[_step(0.5 if cell.level is None else cell.level)]
         ink = "#000000" if _step(cell.level or 0.5) < 5 else "#ffffff"
-        return f"[{ink} on {colour}]{cell.head:>2} [/]"
+        return f"[{ink} on {colour}]{cell.head:>2}{' ' if cell.level is None else _mark(cell)}[/]"
 
     labels = [escape(clean(label)) for label in _labels(rows)]
     lines = [f"  {label}  {''.join(map(paint, r.cells))}" for label, r in zip(labels, rows, strict=True)]
     return "\n".join([escape(clean(title)), *lines])
+
+
+def rich_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()) -> Table:
+    """A table for a terminal; cells are broken into lines and never cut off, and what they say is no markup.
+
+    Args:
+        title: Above it; empty for none.
+        header: Names of the columns.
+        rows: Their cells.
+        notes: What the reader should know, below it.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    above = Text(clean(title)) if title else None
+    below = Text(clean("\n".join(f"note: {note}" for note in notes))) if notes else None
+    table = Table(title=above, title_justify="left", caption=below, caption_justify="left", box=None)
+    for name in header:
+        table.add_column(Text(clean(name)), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(clean(cell)) for cell in row))
+    return table
 
 
 def html_grid(title: str, rows: Sequence[Row]) -> str:

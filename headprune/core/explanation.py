@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headprune.core.codec import Value
+from headprune.core.display import clean, rich_table
 from headprune.core.errors import HeadPruneError, PlanMismatch
 from headprune.core.heads import HeadId
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import Cost, HeadScores, ScoredUnit
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
 
 #: So many undecided units are named.
 _NAMED = 8
@@ -41,10 +48,15 @@ class Fate:
     among_lowest: float | None = None
     why: str = ""
 
-    def __str__(self) -> str:
+    def cells(self) -> tuple[str, str, str, str]:
+        """The unit in a table: heads, score, rank, and what the score does not say."""
         spread = "" if self.standard_error is None else f" ± {self.standard_error:.2g}"
-        words = f"{self.site}{list(self.heads)}  {self.score:.4g}{spread}, rank {self.rank}"
-        return f"{words}; {self.why}" if self.why else words
+        return f"{self.site}{list(self.heads)}", f"{self.score:.4g}{spread}", str(self.rank), self.why
+
+    def __str__(self) -> str:
+        heads, score, rank, why = self.cells()
+        words = f"{heads}  {score}, rank {rank}"
+        return f"{words}; {why}" if why else words
 
 
 @dataclass(frozen=True)
@@ -79,17 +91,36 @@ class Explanation(Value):
         """Units that other examples would have put on the other side of the line in more than 5 % of cases."""
         return tuple(u for u in self.units if u.among_lowest is not None and 0.05 < u.among_lowest < 0.95)
 
+    def _tables(self) -> dict[str, tuple[Fate, ...]]:
+        """Units by what is to be said of them."""
+        against = tuple(unit for unit in self.units if unit.kept and unit.why)
+        goes = {f"goes, least important by {self.scorer} first:": self.removed}
+        return goes | ({"stays although its score is lower than some that go:": against} if against else {})
+
     def __str__(self) -> str:
-        lines = [self.title, "", f"goes, least important by {self.scorer} first:"]
-        lines += [f"  {unit}" for unit in self.removed] or ["  nothing"]
-        if against := [unit for unit in self.units if unit.kept and unit.why]:
-            lines += ["", "stays although its score is lower than some that go:", *(f"  {unit}" for unit in against)]
-        lines += ["", "what to expect:", *(f"  {line}" for line in self.expected())]
+        lines = [self.title]
+        for title, units in self._tables().items():
+            lines += ["", title, *([f"  {unit}" for unit in units] or ["  nothing"])]
+        return "\n".join([*lines, *self._after()])
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[Text | Table] = [Text(clean(self.title), style="bold")]
+        for title, units in self._tables().items():
+            rows = [unit.cells() for unit in units] or [("nothing", "", "", "")]
+            parts += [Text(f"\n{clean(title)}"), rich_table("", ("heads", "score", "rank", ""), rows)]
+        return Group(*parts, Text(clean("\n".join(self._after()))))
+
+    def _after(self) -> list[str]:
+        """What follows the units: figures, doubts and notes."""
+        lines = ["", "what to expect:", *(f"  {line}" for line in self.expected())]
         if self.undecided:
             lines += ["", f"{len(self.undecided)} units that other examples might have put on the other side:"]
             lines += [f"  {unit.site}{list(unit.heads)}: {_how(unit)}" for unit in self.undecided[:_NAMED]]
             lines += [f"  and {len(self.undecided) - _NAMED} more"] * (len(self.undecided) > _NAMED)
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def expected(self) -> list[str]:
         """What goes, in figures that were computed; never a promise about accuracy."""

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from headprune.core.codec import EMPTY, FrozenDict, Value
+from headprune.core.display import clean, rich_table
 from headprune.core.errors import InvalidValue
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import HeadScores
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from typing_extensions import Self
 
 Status = Literal["running", "done", "failed", "interrupted"]
@@ -159,8 +161,12 @@ class RunRecord(Value):
         record = super().load(path)
         return record if record.scores is None else replace(record, scores=record.scores.beside(path))
 
+    @property
+    def title(self) -> str:
+        return f"RunRecord {self.name}: {self.status} at {self.stage}, {self.created}"
+
     def __str__(self) -> str:
-        lines = [f"RunRecord {self.name}: {self.status} at {self.stage}, {self.created}"]
+        lines = [self.title]
         for row in self.quality:
             spread = "" if row.spread is None else f" ± {row.spread:.4f} ({row.draws} draws)"
             lines.append(
@@ -169,8 +175,36 @@ class RunRecord(Value):
         for speed in self.speed:
             interval = f"{speed.ratio:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
             lines.append(f"  batch {speed.batch:>4} x {speed.length:>4} tokens: {interval}")
-        lines += [
+        return "\n".join([*lines, *self._after()])
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.text import Text
+
+        quality = [
+            (row.name, str(row.kept_heads), row.split, row.metric, f"{row.value:.4f}", *_spread(row))
+            for row in self.quality
+        ]
+        speed = [
+            (str(row.batch), str(row.length), f"{row.ratio:.2f}x", f"[{row.low:.2f}, {row.high:.2f}]")
+            for row in self.speed
+        ]
+        tables = []
+        if quality:
+            tables.append(rich_table("", ("model", "heads", "rows", "metric", "value", "spread", "draws"), quality))
+        if speed:
+            tables.append(rich_table("", ("batch", "tokens", "as fast", "95 % interval"), speed))
+        after = [Text(clean("\n".join(self._after())))] if self._after() else []
+        return Group(Text(clean(self.title), style="bold"), *tables, *after)
+
+    def _after(self) -> list[str]:
+        """What follows quality and speed: proofs, and why the run stopped."""
+        proofs = [
             f"  {proof.what}: |gated - pruned| <= {proof.max_difference:.2e} (allowed {proof.tolerance:.2e})"
             for proof in self.proofs
         ]
-        return "\n".join([*lines, *([f"  error: {self.error}"] if self.error else [])])
+        return [*proofs, *([f"  error: {self.error}"] if self.error else [])]
+
+
+def _spread(row: QualityRow) -> tuple[str, str]:
+    return ("", "") if row.spread is None else (f"± {row.spread:.4f}", str(row.draws))

@@ -98,7 +98,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        hint = 'pip install "headprune[lora]"'
+        hint = "Install it: pip install peft."
         raise InvalidValue("Finetune.lora_rank", "left out where PEFT is not installed", str(error), hint) from error
     return peft
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from headprune.core.picking import Candidate, Verdict, fixed_sequence
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import Setting, SweepTable, check_size, words
 from headprune.run.base import BASES, MARK, Base
-from headprune.run.journal import MODEL, PLAN, TABLE
+from headprune.run.journal import MODEL, PLAN, TABLE, to_stderr
 from headprune.run.outcome import SPLITS, Outcome, judge
 from headprune.run.runs import RUNS, SweepRun, outcome_key, recipe_of
 from headprune.run.subject import Subject
@@ -108,6 +108,7 @@ def pick(
     confidence: float = 0.95,
     out: str | Path | None = None,
     overwrite: bool = False,
+    say: Callable[[str], None] = to_stderr,
 ) -> Pick:
     """The smallest model of a sweep whose drop is at most ``max_drop``, at a confidence that many looks keep.
 
@@ -125,6 +126,7 @@ def pick(
         out: A folder for ``plan.json``, ``pick.json`` and the cut and recovered model (``model/``), which is made again
             and must answer as it did in the sweep. Nothing is written where none is good enough.
         overwrite: Replace an earlier pick there.
+        say: Takes lines of progress.
 
     Raises:
         InvalidValue: no finished sweep there, or arguments that cannot be.
@@ -152,6 +154,7 @@ def pick(
         row = min(passed, key=lambda row: (row[by], row["validation_drop"]))
         found = _filled(found, row, judged, folder)
         if out is not None:
+            say(f"making {found.setting} again, to prove that it answers as in the sweep")
             _write(found, judged, folder, Path(out))
     return found
 

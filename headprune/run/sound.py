@@ -116,7 +116,7 @@ def _by_soundfile(data: bytes, where: str, path: Any, reason: str) -> Clip:
     """What the standard library cannot read: compressed sound, for example."""
     name = repr(path) if path else "bytes"
     if importlib.util.find_spec("soundfile") is None:
-        hint = "Other sound is read by soundfile: pip install 'headprune[audio]'."
+        hint = "Other sound is read by soundfile: pip install soundfile."
         raise InvalidValue(where, "a wav file of whole numbers", f"{name} ({reason or 'no wav file'})", hint)
     import soundfile
 

@@ -24,6 +24,8 @@ class ActivationNorm(ActivationScorer):
     the mean over examples in place of the sum (a factor that all heads share) and leave padding out. The standard
     error is a jackknife over 20 blocks of examples.
 
+    When: no labels, and one forward pass is all that can be paid; it does not see what the loss makes of a head.
+
     Args:
         of: ``channels`` (the paper) or ``output``.
     """

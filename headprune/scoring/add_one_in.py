@@ -17,6 +17,8 @@ class AddOneIn(Scorer):
     the last. High for a head that needs no other one; a head that reads what others wrote scores nothing here. Cost and
     settings are those of ``leave_one_out``.
 
+    When: to see what each head can do alone; heads that work together are underrated.
+
     Args:
         max_bytes: Bound on the memory for what is kept of a pass and for heads that run at once, about.
         replay: False runs a whole pass a head.

@@ -32,6 +32,7 @@ class Attattr(Scorer):
     maximum; a unit of several heads is the sum of theirs; a module that runs several times in a pass is scaled in all
     its runs, and the maximum is over all of them.
 
+    When: few examples are there, and many passes can be paid: with 32 it did about as well as ``taylor`` with 512.
     Cost: ``steps`` forward passes and backward passes a site, those backward only from the loss to the site. Needs
     maps that the values are multiplied with: Transformers' models run eagerly for the pass, our own attention shows
     its weights. That a map is the one in use is proven in every pass: ``sum_qk A dF/dA`` is the gradient of the head's

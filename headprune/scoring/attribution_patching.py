@@ -32,6 +32,8 @@ class AttributionPatching(GradientScorer):
     "Attribution Patching Outperforms Automated Circuit Discovery". There the base is a corrupted input and
     the metric a difference of logits; here the metric is the loss, and the base may be what ablations use.
 
+    When: the question is what a head passes on about its input (``corrupt``); to choose heads, take ``taylor``.
+
     Args:
         base: ``zero``, which is ``Taylor(reduce="signed")`` and shares its pass; ``mean``, the head's mean output over
             all tokens that are no padding, in all examples; ``corrupt``, its output at the same place when the model

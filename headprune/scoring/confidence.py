@@ -26,6 +26,8 @@ class Confidence(MapScorer):
     same, whatever its length; a unit of several heads is their mean. Needs maps: Transformers' models run eagerly for
     the pass, our own attention shows its weights, a fused kernel is refused.
 
+    When: to look at heads, or to repeat what papers did; not to choose which heads stay.
+
     Args:
         exclude: Ids of the tokens to leave out; None is the model's ``eos_token_id``, where its configuration has one
             (BERT's has none: give those of [CLS] and [SEP]). Told from ``input_ids`` and ``decoder_input_ids`` (or

@@ -21,6 +21,8 @@ class Entropy(MapScorer):
     Source: entropies of heads as in Clark et al. 2019, "What Does BERT Look At?", section 3.4. Every example counts the
     same, whatever its length; a unit of several heads is their mean. Needs maps: Transformers' models run eagerly for
     the pass, our own attention shows its weights, a fused kernel is refused.
+
+    When: to look at heads, or to repeat what papers did; not to choose which heads stay.
     """
 
     def of_rows(self, probabilities: Tensor) -> Tensor:

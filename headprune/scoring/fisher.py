@@ -32,6 +32,8 @@ class Fisher(GradientScorer):
     ranking; we square each example's own. The factor 1/2 of their expansion is kept, so that scores are in the loss's
     unit.
 
+    When: labels, and ``quadratic`` is to select, which reads the whole matrix.
+
     Args:
         block: Examples whose mean gradient is squared, in data order, whatever the loader's batch size. 1 is the
             formula, 32 the authors' code.

@@ -24,6 +24,8 @@ class Fluctuation(ActivationScorer):
     overwritten and comes out low; ours equals the two-pass variance (n - 1), whatever the batches. We take it over
     single tokens, padding left out. The standard error is a jackknife over 20 blocks of examples.
 
+    When: no labels, and recovery is by ``mean_fold``.
+
     Args:
         normalize: ``zscore`` (the paper), or ``none``.
     """

@@ -51,6 +51,8 @@ class Ggn(Scorer):
     and its equality with the Fisher matrix under the model's own distribution; here in the gates, not the weights.
     Labels in a batch only say which positions count; a loss of your own is not asked.
 
+    When: no labels and few classes, above all where the model has fitted its examples; with ``quadratic``.
+
     Args:
         draws: Labels drawn for every distribution; None is exact where an example has one, and 1 elsewhere. Give a
             number where C is large.

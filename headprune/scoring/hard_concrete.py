@@ -19,6 +19,8 @@ class HardConcrete(LearnedScorer):
     Source: Louizos et al. 2018; Voita et al. 2019, who train the weights as well: for that see ``hp.learned_gates``,
     which has the formula, both penalties and where we differ. Draws are one a block, for all of its examples.
 
+    When: many heads go, and some hundred training steps can be paid: heads are judged together.
+
     Args:
         keep: Heads that stay in expectation: a share, or a count.
         price: What an open head costs, in units of the loss; then ``keep`` is None.

@@ -34,6 +34,8 @@ class IntegratedGradients(Scorer):
     1974 for a game with shares. Differs in the variable, gates instead of inputs with the base 0, and in the sum:
     Gauss-Legendre, exact for polynomials up to degree ``2 points - 1``, instead of equal steps.
 
+    When: labels, and many heads go together: it sees heads that stand in for each other.
+
     Args:
         points: Of the quadrature. The loss may change fast where the gates are almost closed, because a norm makes
             little much; a note tells where the sum over heads misses the whole by more than 5 %.

@@ -26,6 +26,7 @@ class LeaveOneOut(Scorer):
 
     Source: Michel, Levy, Neubig 2019, section 3.2 (there on accuracy and BLEU; here on the loss, which is finer).
 
+    When: few heads go, and the exact answer for each alone is worth its passes.
     Cost: a head's pass begins at its own output projection, ``about n / 2`` passes for n heads, several heads at once;
     the numbers are those of whole passes, which a proof on two examples checks. Models that cannot be played back, for
     example those whose examples see each other, have n whole passes, and a note says so.

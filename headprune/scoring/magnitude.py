@@ -21,6 +21,8 @@ class Magnitude(Scorer):
     """``I_h = |W_V,h| |W_O,h|`` (Frobenius norms), a bound on what the head can write for a unit input; no data.
 
     A baseline that every report shows. Where a layout has no value slab the output columns stand alone.
+
+    When: there are no data at all, or as a baseline; it can be worse than chance.
     """
 
     needs_data: ClassVar[bool] = False

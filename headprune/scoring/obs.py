@@ -23,6 +23,7 @@ class Obs(ActivationScorer):
     and Ling et al. 2024 (SlimGPT). We take the mean over tokens, so that scores do not grow with the data; the
     ranking within a layer is the same. One unit alone is judged: two that stand in for each other both score low.
 
+    When: no labels, few heads go, and the rest is refitted (recovery by ``lstsq``).
     Cost: one forward pass, ``width ** 2`` multiply-adds a token and ``blocks + 1`` inversions a site; memory
     ``blocks * width ** 2`` fp64 numbers a site.
 

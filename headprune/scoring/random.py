@@ -14,6 +14,8 @@ from headprune.scoring._base import Estimate, Problem, Scorer
 class Random(Scorer):
     """``I_h`` uniform in [0, 1), drawn from a generator of its own; torch's random state is left alone.
 
+    When: as the baseline that every other scorer must beat.
+
     Args:
         seed: Of the generator; the same seed gives the same scores.
     """

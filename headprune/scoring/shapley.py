@@ -20,6 +20,8 @@ class Shapley(Scorer):
     Source: Shapley 1953; for heads Held & Yang 2022, "Shapley Head Pruning". The shares add up to
     ``v(all heads) - v(no head)`` exactly, for any number of orders.
 
+    When: what each head contributes is to be explained, with shares that add up to the whole, and passes are no matter.
+
     Args:
         method: ``permutation``: drawn orders (Castro et al. 2009), each together with its reverse (antithetic;
             Mitchell et al. 2022), up to n forward passes an order. ``two_sided``: the mean of ``leave_one_out`` and

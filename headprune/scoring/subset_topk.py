@@ -19,6 +19,8 @@ class SubsetTopk(LearnedScorer):
     Source: Li et al. 2021, who train the weights as well: for that see ``hp.learned_gates``, which has the formula and
     where we differ. Draws are one a block, for all of its examples.
 
+    When: how many heads stay is fixed, and some hundred training steps can be paid.
+
     Args:
         keep: Heads that stay, k: a share, or a count.
         start: T to begin with.

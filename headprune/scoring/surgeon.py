@@ -50,6 +50,7 @@ class Surgeon(Scorer):
     of attention under one projection; tokens weigh in A by their slopes, one step towards the nearest product; and
     C is taken where the projection reads, ``W'(.)W``, so that layouts without a projection have it too.
 
+    When: many heads go, and the rest is refitted (recovery by ``lstsq``): each price counts what went before.
     Cost: a forward and a backward pass a class (a draw for token distributions, one for a loss); then, once and once
     more a block, an inverse of ``width ** 2`` numbers a site and ``width ** 2`` multiply-adds a removed channel.
     Memory: ``2 * blocks * width ** 2`` fp64 numbers a site, and a batch's contexts and their slopes for one class.

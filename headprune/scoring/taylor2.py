@@ -24,6 +24,8 @@ class Taylor2(GradientScorer):
     because they prune at a minimum; a fine-tuned model's gates are at none. The Fisher matrix is per example, as in
     ``fisher``.
 
+    When: labels, and it matters without which heads the model is expected to do better.
+
     The standard error is that of the mean over examples.
     """
 

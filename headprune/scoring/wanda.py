@@ -21,6 +21,8 @@ class Wanda(ActivationScorer):
     ``|W_oj| |x_j|_2`` for single weights; summed over a structure as in the comparison of An et al. 2024 (Wanda-sp).
     We divide ``|x_j|_2`` by the root of the number of tokens, so that scores do not grow with the data, and leave
     padding out. The standard error is a jackknife over 20 blocks of examples.
+
+    When: no labels, and a simple baseline among those that go by activations is wanted.
     """
 
     @property

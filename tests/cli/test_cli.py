@@ -95,10 +95,15 @@ def test_light_commands_import_no_torch_and_answer_at_once(arguments: list[str])
         "assert not heavy, heavy\n"
         "print('seconds', time.process_time())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    # Processor time of the whole process: the clock on the wall says more about a busy machine than about us.
-    assert float(done.stdout.rsplit("seconds ", 1)[1]) < 1.0
+    seconds = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        # Processor time of the whole process: the clock on the wall says more about a busy machine than about us.
+        seconds.append(float(done.stdout.rsplit("seconds ", 1)[1]))
+        if seconds[-1] < 0.5:
+            return
+    pytest.fail(f"{seconds} seconds, where at most 0.5 are promised")
 
 
 def test_help_names_every_command() -> None:

@@ -1,20 +1,30 @@
-"""What commands print, letter by letter, on a terminal and without one: ``tests/cli/golden``, a file each.
+"""What commands print, letter by letter, on a terminal and without one: ``tests/cli/golden``.
+
+``NAME.txt`` is what goes into a pipe. Where a terminal shows more, ``NAME.terminal.txt`` has its colours and tables,
+and ``NAME.no-color.txt`` what is left of them under ``NO_COLOR``; everywhere else a terminal shows what a pipe gets.
 
 After a change that is meant: ``HEADPRUNE_GOLDEN=write pytest tests/cli/test_golden.py``, and read the difference.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import headprune as hp
+from headprune.cli.inspect import _inspect
 from headprune.core.codec import FrozenDict
+from headprune.core.display import clean
 from headprune.core.record import QualityRow, RunRecord, SpeedRow
 from headprune.core.scores import Cost, CostTable, ModelFingerprint
+from headprune.layouts import registry
 from tests.terminals import HEADPRUNE, on_terminal
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -26,7 +36,27 @@ COMMANDS = {
     "no-scores": ["explain", "other"],
     "bad-budget": ["prune", "--model", "m", "--data", "rows.csv", "--out", "small"],
     "misspelt": ["run", "digit-vit"],
+    "agree": ["agree", "run/scores.json", "fisher.json"],
+    "scores": ["run/scores.json"],
+    "record": ["run/record.json"],
+    "inspect": ["sites.json"],
 }
+_SHOW = """
+import sys
+from headprune.cli._shared import show
+from headprune.core.{0} import {1}
+show({1}.load(sys.argv[1]))
+"""
+#: What prints as a command does, without the work before it, which takes torch and seconds.
+PRINTERS = {
+    "scores": _SHOW.format("scores", "HeadScores"),
+    "record": _SHOW.format("record", "RunRecord"),
+    "inspect": "import json, sys; from headprune.cli.inspect import _print; _print(json.load(open(sys.argv[1])))",
+}
+#: What a terminal shows in colours and tables.
+COLOURED = {"agree", "explain", "scores", "record", "inspect"}
+PLACES = [(name, place) for name in COMMANDS for place in ("pipe", "terminal", "no-color")]
+PLACES = [(name, place) for name, place in PLACES if place != "no-color" or name in COLOURED]
 
 
 @pytest.fixture(scope="module")
@@ -60,36 +90,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )  # fmt: skip
         record.save(home / name / "record.json")
     scores.save(home / "run" / "scores.json")
+    other = ((0.3, 0.2, 0.9, 0.1), (0.25, 0.05, 0.4, 0.6))
+    replace(scores, values=other, standard_errors=None, scorer="fisher").save(home / "fisher.json")
+    model, _ = registry.get("llama").tiny(0, "llama")
+    (home / "sites.json").write_text(json.dumps(_inspect(model, "group")))
     return home
 
 
-def said(folder: Path, command: list[str], terminal: bool) -> str:
+def said(folder: Path, name: str, place: str) -> str:
     """Everything that a command writes, and its exit status."""
-    own = {"COLUMNS": "100", "TERM": "xterm-256color", "NO_COLOR": "1", "PYTHONUTF8": "1"}
-    if terminal:
-        text, status = on_terminal(command, folder, **own)
+    own = {"COLUMNS": "120", "TERM": "xterm-256color", "COLORTERM": "", "PYTHONUTF8": "1"}
+    own |= {"NO_COLOR": "1"} if place == "no-color" else {}
+    around = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    program = [sys.executable, "-c", PRINTERS[name]] if name in PRINTERS else HEADPRUNE
+    command = COMMANDS[name]
+    if place != "pipe":
+        text, status = on_terminal(command, folder, program, around, **own)
         return f"{text}exit status {status}\n"
     done = subprocess.run(
-        [*HEADPRUNE, *command],
+        [*program, *command],
         cwd=folder,
-        env={**os.environ, **own},
+        env={**around, **own},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     return f"{done.stdout}{done.stderr}exit status {done.returncode}\n"
 
 
-@pytest.mark.parametrize("terminal", [False, True], ids=["piped", "terminal"])
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_prints_what_it_printed(name: str, terminal: bool, folder: Path) -> None:
-    text = said(folder, COMMANDS[name], terminal)
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("HEADPRUNE_GOLDEN") == "write" and not terminal:
+def golden(name: str, place: str) -> Path:
+    return GOLDEN / (f"{name}.txt" if place == "pipe" or name not in COLOURED else f"{name}.{place}.txt")
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES)
+def test_a_command_prints_what_it_printed(name: str, place: str, folder: Path) -> None:
+    text, path = said(folder, name, place), golden(name, place)
+    if os.environ.get("HEADPRUNE_GOLDEN") == "write" and (place == "pipe" or name in COLOURED):
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
 
 
 def test_every_golden_file_is_of_a_command() -> None:
-    assert {path.stem for path in GOLDEN.glob("*")} == set(COMMANDS)
+    assert {*GOLDEN.iterdir()} == {golden(name, place) for name, place in PLACES}
+
+
+@pytest.mark.parametrize("name", sorted(COLOURED))
+def test_colours_are_for_terminals_and_nothing_is_said_by_them_alone(name: str) -> None:
+    pipe, coloured, plain = (golden(name, place).read_text() for place in ("pipe", "terminal", "no-color"))
+    assert "\x1b[" not in pipe
+    assert "\x1b[" in coloured
+    settings = {int(code) for found in re.findall(r"\x1b\[([\d;]+)m", plain) for code in found.split(";")}
+    assert settings <= {0, 1, 3}, "bold and italics alone are no colours"
+    assert clean(plain) == clean(coloured)
+    words, shown = (set(re.findall(r"\w[\w.]*|[▁-█]", text)) for text in (pipe, clean(coloured)))
+    assert words - shown <= {"x"}, "a table has columns for batch x tokens"

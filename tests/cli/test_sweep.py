@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -147,6 +148,8 @@ def test_pick(whole: Path, tmp_path: Path) -> None:
     assert "4 heads, surely loses at most 90.00 points at 95 % confidence" in result.stdout
     assert "test rows: drop" in result.stdout
     assert sorted(os.listdir(tmp_path / "small")) == ["model", "pick.json", "plan.json"]
+    assert re.match(r"making .*seed \d.* again, to prove that it answers as in the sweep\n", result.stderr)
+    assert "making" not in call("pick", whole, "--max-drop", 0.9, "--out", tmp_path / "other", "--quiet").stderr
     found = json.loads(call("pick", whole, "--max-drop", 0.9, "--json").stdout)
     assert (found["headprune"], found["size"]) == ("Pick", 4.0)
 

@@ -126,8 +126,8 @@ def test_rich_shows_the_plain_text_of_the_grid():
             "t [bold]", [Row("a[red]", (Cell(0, 0.0, True, ""), Cell(11, None, True, ""), Cell(2, 1.0, False, "")))]
         )
     )
-    assert shown.plain == "t [bold]\n  a[red]   0 11 ·· "
-    assert markup(scores(EVIL, "b").__rich__()).plain.splitlines()[1] == f"  {EVIL}   0  1  2  3 "
+    assert shown.plain == "t [bold]\n  a[red]   0▁11 ·· "
+    assert markup(scores(EVIL, "b").__rich__()).plain.splitlines()[1] == f"  {EVIL}   0▁ 1▂ 2▄ 3█"
     assert "·· " in markup(scores("a", "b").__rich__()).plain
     plan = PruningPlan(HeadMask.from_keep({"a": [1]}, {"a": 2}))
     assert markup(plan.__rich__()).plain == "PruningPlan: 1 of 2 heads stay (by hand)\n  a  ··  1 "

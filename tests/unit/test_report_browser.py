@@ -15,18 +15,20 @@ from headprune.core.record import RunRecord, SpeedRow
 from headprune.report import Beside, Compared, render_html
 from headprune.report.html import render_comparison_html, render_sweep_html
 from headprune.scoring._agreement import agreement
-from tests.browser import CHROMIUM, Browser
+from tests.browser import CHROMIUM, REQUIRED, Browser
 from tests.report_records import NASTY, costed, image_pictures_of, maps_of, pictures_of, plan_of, record_of, sweep_table
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the Debian package chromium")
 
 #: What ``.ci/run`` fetches from npm.
 AXE = Path(os.environ.get("AXE_CORE", Path(__file__).parents[2] / "build" / "package" / "axe.min.js"))
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and "BROWSER" not in REQUIRED, reason="needs the Debian package chromium"
+)
 WIDTHS = (390, 1280, 1920)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    assert CHROMIUM is not None, "Chromium is required here"
     with Browser() as found:
         yield found
 
@@ -360,7 +362,7 @@ def test_text_can_be_read_and_everything_has_a_name(browser: Browser, any_page: 
     assert len(browser.run(NAMELESS)) == 1
 
 
-@pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core from npm, see .ci/run")
+@pytest.mark.skipif(not AXE.is_file() and "AXE" not in REQUIRED, reason="needs axe-core from npm, see .ci/run")
 @pytest.mark.parametrize("opened", [False, True], ids=["page", "dialog"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
