@@ -55,6 +55,25 @@ def the_sweep(out: str) -> None:
     sweep(Recipe.model_validate(TINY), grid, out=out, say=lambda line: None)
 
 
+def the_frame(out: str, overwrite: bool = False) -> None:
+    """A run without its stages: what it does to its folder before them and after them."""
+    from headprune.run import Recipe, runner
+
+    def stages(recipe: Recipe, journal: Any, folder: Path, launch: Any) -> None:
+        for name in ("plan.json", ".work/score.json"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("new")
+
+    runner._line = stages
+    recipe = Recipe.model_validate({**TINY, "report": False, "out": out})
+    runner.run_recipe(recipe, overwrite=overwrite, say=lambda line: None, progress=False)
+
+
+def the_frame_anew(out: str) -> None:
+    """The same in the place of a run that is there."""
+    the_frame(out, overwrite=True)
+
+
 def begun(work: Callable[[str], None], out: Path, calls: int | None = None) -> Any:
     """A process that does the work; with ``calls`` it kills itself at that call which touches a file in ``out``."""
     process = _context.Process(target=_do, args=(work, str(out), calls))

@@ -27,8 +27,9 @@ def started(size: int, command: Sequence[str], **environment: str) -> Iterator[l
             process.communicate()
 
 
-def together(size: int, work: str, folder: Path, *more: str, timeout: float = 600) -> None:
+def together(size: int, work: str, folder: Path, *more: str, timeout: float = 600, **environment: str) -> None:
     """Runs a function of ``tests/processes_work.py`` in so many processes, all of which must end well."""
-    with started(size, [sys.executable, "-m", "tests.processes_work", work, str(folder), *more]) as running:
+    command = [sys.executable, "-m", "tests.processes_work", work, str(folder), *more]
+    with started(size, command, **environment) as running:
         said = [process.communicate(timeout=timeout)[0] for process in running]
         assert not any(process.returncode for process in running), "\n".join(said)

@@ -201,6 +201,19 @@ def _split(folder: Path) -> None:
             verb()
 
 
+def alone_meet(folder: Path) -> None:
+    """The first process of a run meets the second, and is gone before it says what it wants."""
+    from headprune.run.launched import Launch
+
+    known = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE")}
+    if known["RANK"] == "0":
+        distributed.broadcast = lambda *_, **__: os._exit(0)
+    try:
+        Launch(int(known["RANK"]), 2, known).call_off()
+    except HeadPruneError as error:
+        (folder / "told").write_text(str(error))
+
+
 @contextmanager
 def telling(folder: Path, what: str = "told") -> Iterator[None]:
     """Writes down what was raised, and after how long."""

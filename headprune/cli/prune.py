@@ -133,7 +133,6 @@ class _Cut:
 def _stream(model: str, plan: PruningPlan | None, out: Path, format: str, max_shard_size: str, as_json: bool) -> None:
     """Cuts from file to file."""
     from headprune.run.models import resolve_path
-    from headprune.surgery.formats import companions
     from headprune.surgery.streaming import prune_checkpoint
 
     folder = resolve_path(model, "--model")
@@ -144,10 +143,11 @@ def _stream(model: str, plan: PruningPlan | None, out: Path, format: str, max_sh
     if not Path(folder).is_dir():
         hint = f"Download it first: hf download {model} --local-dir FOLDER."
         raise InvalidValue("--model", "a folder with --streaming", repr(model), hint)
-    report = prune_checkpoint(folder, plan, out, max_shard_size=max_shard_size)
-    files = list(companions.copy(folder, out))
+    report = prune_checkpoint(folder, plan, out, max_shard_size=max_shard_size, copy_companions=True)
+    files = list(report.copied)
     if as_json:
-        emit({"out": str(out), "plan": plan.to_dict(), "report": vars(report), "format": "headprune", "copied": files})
+        facts = {name: value for name, value in vars(report).items() if name != "copied"}
+        emit({"out": str(out), "plan": plan.to_dict(), "report": facts, "format": "headprune", "copied": files})
         return
     echo(str(report))
     for warning in report.warnings:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
+import secrets
 import shutil
-import tempfile
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,13 +21,15 @@ from headprune.core.errors import HeadPruneError, NotWritten
 #: How the name of what is not whole yet ends; it begins with a dot.
 PART = ".part"
 
+_AS_BEFORE = "What was there before is as it was. Make room there, or give another place."
+_IN_PLACE = "Some of what is new may be in its place already. Make room there, and write it again."
 
-def not_written(path: str | Path, error: BaseException) -> BaseException:
+
+def not_written(path: str | Path, error: BaseException, hint: str = _AS_BEFORE) -> BaseException:
     """What the system says while ``path`` is written, in our words; an error of ours, or of another kind, as it is."""
     if isinstance(error, HeadPruneError) or not (isinstance(error, OSError) or _is_io(error)):
         return error
     got = getattr(error, "strerror", None) or " ".join(str(error).split())
-    hint = "What was there before is as it was. Make room there, or give another place."
     return NotWritten(str(path), "a place that can be written to", got, hint)
 
 
@@ -61,30 +65,35 @@ def atomic_paths() -> Iterator[Callable[[str | Path], Path]]:
         NotWritten: the system refused to write.
     """
     places: dict[Path, Path] = {}
+    modes: dict[Path, int] = {}
+    hint = _AS_BEFORE
 
     def beside(path: str | Path) -> Path:
         path = Path(path)
+        place = _part(path.parent, path.name)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
+            handle = os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        modes[place] = os.fstat(handle).st_mode  # what the user's umask leaves of it
         os.close(handle)
-        places[path] = Path(name)
-        return places[path]
+        places[path] = place
+        return place
 
     try:
         yield beside
-        for temporary in places.values():
-            os.chmod(temporary, 0o644)
+        for temporary, mode in modes.items():
+            _open_to(temporary, mode)
             _to_disk(temporary)
         for path, temporary in places.items():
             os.replace(temporary, path)
+            hint = _IN_PLACE
         for folder in dict.fromkeys(path.parent for path in places):
             _to_disk(folder)
     except BaseException as error:
         for temporary in places.values():
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        told = not_written(next(iter(places), ""), error)
+        told = not_written(next(iter(places), ""), error, hint)
         if told is error:
             raise
         raise told from error
@@ -113,36 +122,82 @@ def staged(folder: str | Path) -> Iterator[Path]:
     """Gives a temporary folder; what is written there takes its place in ``folder`` when the block ends well.
 
     All of it is brought to the disk first. A folder that was not there appears whole, by one rename; in one that was,
-    files take their places one right after the other, and others stay. On an error nothing changes.
+    files take their places one right after the other, and others stay. On an error nothing changes, but for one that
+    comes when they take their places, which says so. What killed processes left half written there goes.
 
     Raises:
         NotWritten: the system refused to write.
     """
     folder = Path(folder)
     new = not folder.exists()
+    home = folder.parent if new else folder  # inside, so that both are on one disk
+    place, hint, held = _part(home, folder.name), _AS_BEFORE, None
     with writing(folder):
-        (folder.parent if new else folder).mkdir(parents=True, exist_ok=True)
-        home = folder.parent if new else folder  # inside, so that both are on one disk
-        place = Path(tempfile.mkdtemp(dir=home, prefix=f".{folder.name}.", suffix=PART))
+        home.mkdir(parents=True, exist_ok=True)
+        _remove_dead(home, folder.name)
+        os.mkdir(place)
     try:
+        held = _hold(place)
         yield place
         found = sorted(place.rglob("*"))
         for path in (*found, place):
+            _open_to(path, place.stat().st_mode)
             _to_disk(path)
         if new and not folder.exists():
-            os.chmod(place, 0o755)
             os.replace(place, folder)
+            hint = _IN_PLACE
         else:
+            hint = _IN_PLACE
             _into_places(place, [path.relative_to(place) for path in found], folder)
         _to_disk(home)
     except BaseException as error:
-        told = not_written(folder, error)
+        told = not_written(folder, error, hint)
         if not isinstance(told, NotWritten):
             raise
         where = told.where.replace(str(place), str(folder))  # which the user knows
         raise NotWritten(where, told.must, told.got, told.hint) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _part(home: Path, name: str) -> Path:
+    """A new place for what is not whole yet."""
+    return home / f".{name}.{secrets.token_hex(4)}{PART}"
+
+
+def _open_to(path: Path, mode: int) -> None:
+    """Lets those read and write a file whom the mode lets; some libraries put a file there that nobody else may see."""
+    wanted, now = mode & 0o666, path.stat().st_mode & 0o777
+    if path.is_file() and now != wanted:
+        os.chmod(path, wanted)
+
+
+def _hold(folder: Path) -> int | None:
+    """Keeps others from taking a folder for a dead process's, as long as this process lives and what comes back is
+    open; None where folders cannot be held."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _remove_dead(home: Path, name: str) -> None:
+    """Takes away folders for ``name`` that nobody holds, which may be as large as a model."""
+    for path in home.glob(f".*{PART}"):
+        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}{re.escape(PART)}", path.name) and path.is_dir():
+            held = _hold(path)
+            if held is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(held)
 
 
 def _into_places(place: Path, names: list[Path], folder: Path) -> None:

@@ -24,6 +24,7 @@ from headprune.core.errors import InvalidValue, ProcessFailed
 
 #: The key of what a process says in place of tensors when it failed.
 _FAILED = "failed"
+_HINT = "Look for the first error among the processes' outputs; Processes(timeout=) is how long they wait."
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Processes:
                 raise InvalidValue("processes", must, f"WORLD_SIZE={started} and no process group", hint)
             yield Crew()
             return
-        with _in_words(self.timeout, "the process group"):
+        with in_words(self.timeout, "the process group"):
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         try:
             yield Crew(dist.get_rank(), dist.get_world_size(), group, self.timeout)
@@ -135,7 +136,7 @@ class Crew:
     def _gathered(self, parts: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
         flat = save({name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()})
         own = torch.frombuffer(bytearray(flat), dtype=torch.uint8)
-        with _in_words(self.timeout, "the other processes"):
+        with in_words(self.timeout, "the other processes"):
             sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
             room = [own.new_empty(int(max(sizes))) for _ in sizes]
@@ -164,17 +165,20 @@ def copy_from_first_(model: nn.Module) -> None:
     """
     for tensor in model.state_dict().values():
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # gloo knows not every type
-        with _in_words(math.inf, "the other processes"):
+        with in_words(math.inf, "the other processes"):
             dist.broadcast(flat, 0)
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 @contextmanager
-def _in_words(timeout: float, what: str) -> Iterator[None]:
-    """What ``torch.distributed`` raises is a RuntimeError in the words of its transport."""
+def in_words(timeout: float, what: str, hint: str = _HINT) -> Iterator[None]:
+    """What ``torch.distributed`` raises is a RuntimeError in the words of its transport.
+
+    Raises:
+        ProcessFailed: that, in ours.
+    """
     try:
         yield
     except RuntimeError as error:
         said = re.sub(r"^(\[\S*\]\s*)+", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
-        hint = "Look for the first error among the processes' outputs; Processes(timeout=) is how long they wait."
         raise ProcessFailed(what, f"there, with an answer within {timeout:g} s", f"none ({said})", hint) from error

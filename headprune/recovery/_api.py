@@ -31,6 +31,7 @@ def recover_(
     progress: bool = False,
     validation: Iterable[Any] | None = None,
     folder: str | Path | None = None,
+    leave_checkpoint: bool = False,
 ) -> RecoveryReport:
     """Wins back what a cut cost, in place; on an error the model is as it was.
 
@@ -47,11 +48,13 @@ def recover_(
         validation: Batches that a method judges its work by (``Recovery.needs_validation``); read several times.
         folder: Where a method that trains leaves a checkpoint, and continues from the one that it finds there
             (``Recovery.resumes``).
+        leave_checkpoint: Leave one there at the end, too, so that nothing is lost before the model is saved: the same
+            call, with the model as it was before, then gives the trained one at once. Take it away when it is saved.
 
     Raises:
         UnknownName: no method of this name.
         InvalidValue: no data; a teacher, or validation data, that the method needs and lacks, or has no use for; a
-            folder that it has no use for.
+            folder that it has no use for; a checkpoint to be left, and no folder.
         CheckpointError: the folder holds the checkpoint of another training.
         UnsupportedModel: accelerate offloads weights of one of the two.
         PlanMismatch: the teacher is no model that ``model`` can have been cut from.
@@ -74,7 +77,10 @@ def recover_(
         sites = sites if isinstance(sites, Sites) else tuple(sites)
         bind(model, sites)
     home = None if folder is None else Path(folder)
-    return carry_out(name, chosen, Job(model, batches, teacher, loss, sites, progress, validation, home))
+    if leave_checkpoint and home is None:
+        raise InvalidValue("leave_checkpoint", "given with folder", "no folder")
+    given = (teacher, loss, sites, progress, validation, home, leave_checkpoint)
+    return carry_out(name, chosen, Job(model, batches, *given))
 
 
 def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:

@@ -38,6 +38,7 @@ class Job:
         progress: Show a progress bar.
         validation: Data to judge the training by, if the method does.
         folder: Where a method that ``resumes`` keeps its checkpoint.
+        leave_checkpoint: Whether it leaves one of its end there.
         part: Steps that were done before and steps in all, where this is one part of a longer training: it says where
             its learning rate begins.
         undo: Puts the model back on an error; it has the modules, and a method gives it every tensor (``keep``) whose
@@ -52,6 +53,7 @@ class Job:
     progress: bool = False
     validation: Iterable[Any] | None = None
     folder: Path | None = None
+    leave_checkpoint: bool = False
     part: tuple[int, int] | None = None
     undo: Undo = field(default_factory=_undo)
 

@@ -67,10 +67,15 @@ class Keeper:
         every: Steps between checkpoints.
         own: The training's ``identity``.
         file: Its name there.
+        leave: Whether one of the training's end is written, and stays.
     """
 
-    def __init__(self, folder: Path, every: int, own: Mapping[str, str], file: str = FILE) -> None:
-        self.path, self.every, self.own = folder / file, every, dict(own)
+    def __init__(self, folder: Path, every: int, own: Mapping[str, str], file: str = FILE, leave: bool = False) -> None:
+        self.path, self.every, self.own, self.leave = folder / file, every, dict(own), leave
+
+    def due(self, step: int, over: bool) -> bool:
+        """Whether a checkpoint is wanted after a step, with which the training is ``over``."""
+        return self.leave if over else step % self.every == 0
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Writes the checkpoint in place of the one before, whole or not at all.
@@ -104,6 +109,7 @@ class Keeper:
             raise CheckpointError(str(self.path), "the checkpoint of this training", got, _HINT)
         return state
 
-    def remove(self) -> None:
-        """Takes the checkpoint away: its training is over."""
-        self.path.unlink(missing_ok=True)
+    def finish(self) -> None:
+        """Takes the checkpoint away, if it is not to stay: its training is over."""
+        if not self.leave:
+            self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What happens between the steps of a training: the bar, evaluations, checkpoints; and, before the first, a return."""
+"""What happens between the steps of a training: the bar, evaluations, checkpoints; and, before it, a return to one."""
 
 from __future__ import annotations
 
@@ -38,22 +38,34 @@ class Steps(TrainerCallback):
         self.trainer, self.objective, self.stream, self.bar = trainer, objective, stream, bar
         self.watch, self.eval_every, self.keeper = watch, eval_every, keeper
         self.continued: int | None = None
+        self._saved: dict[str, Any] | None = None
+
+    def returned(self) -> bool:
+        """Goes back to the checkpoint, where there is one; whether it is one of the training's end."""
+        saved = self._saved = self.keeper.load() if self.keeper is not None else None
+        if saved is None:
+            return False
+        self.continued = saved["step"]
+        load_weights_(self.objective.model, saved["weights"])
+        self.objective.examples, self.objective.told = saved["examples"], saved["told"]
+        if self.watch is not None:
+            self.watch.continue_from(saved["watch"])
+        self.bar.update(saved["step"])
+        over: bool = saved["over"]
+        if over:
+            self.stream.past(saved["stream"])  # refuses other batches
+        return over
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        saved = self.keeper.load() if self.keeper is not None else None
+        saved, self._saved = self._saved, None
         if saved is None:
             if self.watch is not None:
                 self.watch.look(0)
             return
-        self.continued = state.global_step = saved["step"]
-        load_weights_(self.objective.model, saved["weights"])
-        self.objective.examples, self.objective.told = saved["examples"], saved["told"]
+        state.global_step = saved["step"]
         self.stream.continue_from(saved["stream"])
         for name, part in self._parts(kwargs).items():
             part.load_state_dict(saved[name])
-        if self.watch is not None:
-            self.watch.continue_from(saved["watch"])
-        self.bar.update(saved["step"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step, over = state.global_step, state.global_step >= state.max_steps
@@ -61,10 +73,11 @@ class Steps(TrainerCallback):
         self.bar.update()
         if self.watch is not None and (over or step % self.eval_every == 0) and self.watch.look(step):
             control.should_training_stop = over = True
-        if self.keeper is not None and not over and step % self.keeper.every == 0:
+        if self.keeper is not None and self.keeper.due(step, over):
             self.keeper.save(
                 {
                     "step": step,
+                    "over": over,
                     "weights": weights(self.objective.model),
                     "examples": self.objective.examples,
                     "told": self.objective.told,

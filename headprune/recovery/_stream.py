@@ -51,6 +51,16 @@ class Stream:
         self.saved = state
 
     def _rest(self, saved: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        batches = self.past(saved)
+        self.first = saved["first"]
+        yield from self._handed(batches, saved["taken"])
+
+    def past(self, saved: dict[str, Any]) -> Iterator[Any]:
+        """Reads past what was taken when ``state`` said so: what is left of that pass, with the random states of then.
+
+        Raises:
+            CheckpointError: the batches are others.
+        """
         self.begun = saved["begun"]
         set_random_states(saved["begun"], self.generators)
         batches = iter(self.batches)
@@ -59,8 +69,7 @@ class Stream:
                 must = "the ones that the checkpoint's training had, in the same order"
                 raise CheckpointError("batches", must, "others", "Give another folder for another training.")
         set_random_states(saved["now"], self.generators)
-        self.first = saved["first"]
-        yield from self._handed(batches, saved["taken"])
+        return batches
 
     def _handed(self, batches: Iterator[Any], taken: int) -> Iterator[dict[str, Any]]:
         self.taken = taken

@@ -94,7 +94,8 @@ def train_(settings: Finetune, job: Job, steps: int) -> Outcome:
         trainer = _Trainer(objective, _arguments(settings, folder, steps, part[1], device_of(model)), stream, part)
         callback = Steps(trainer, objective, stream, bar, watch, settings.eval_every or length, keeper)
         trainer.add_callback(callback)
-        trainer.train()
+        if not callback.returned():
+            trainer.train()
         metrics = objective.metrics(length)
         metrics |= watch.restore_() if watch is not None else {}
         notes = _notes(settings, objective, steps, adapters, callback)
@@ -102,7 +103,7 @@ def train_(settings: Finetune, job: Job, steps: int) -> Outcome:
             if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
                 raise InvalidValue(f"{name} after step {part[0] + steps}", "finite", "NaN or infinite values", HINT)
     if keeper is not None:
-        keeper.remove()
+        keeper.finish()
     return Outcome(changed, objective.examples, metrics, notes)
 
 
@@ -140,7 +141,8 @@ def _keeper(settings: Finetune, job: Job, length: int, steps: int, part: tuple[i
         return None
     told = {k: v for k, v in settings.settings.items() if k != "checkpoint_every"}
     numbers = {"settings": told, "the number of batches": length, "the number of steps": [steps, *part]}
-    return Keeper(job.folder, settings.checkpoint_every or length, identity(job.model, job.teacher, numbers))
+    own = identity(job.model, job.teacher, numbers)
+    return Keeper(job.folder, settings.checkpoint_every or length, own, leave=job.leave_checkpoint)
 
 
 def _notes(

@@ -39,7 +39,7 @@ class Finetune(Recovery):
     with the weights of the lowest; of equals, the earliest. With ``recover_(folder=)`` the training leaves a
     checkpoint there every ``checkpoint_every`` steps; the same call with the model as it was before continues from it
     after the training was killed, to the same weights bit for bit where the device computes the same. A training that
-    comes to its end takes its checkpoint away.
+    comes to its end takes its checkpoint away, unless ``recover_(leave_checkpoint=True)`` has it leave one of its end.
 
     With ``lora_rank`` only low-rank adapters are trained (LoRA, Hu et al. 2021; needs the package ``peft``): ``W +
     lora_alpha / lora_rank · B A``, and merged into the weights at the end.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from headprune.core.codec import FrozenDict, Value
+from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.errors import CheckpointError, InvalidValue
 from headprune.core.files import staged
 from headprune.core.scores import ModelFingerprint
@@ -35,6 +35,7 @@ class Base(Value):
         model: Fingerprint of the model in memory.
         rows: Which data rows are for what.
         metrics: What its training reported.
+        versions, hardware: Of the process that loaded or trained it.
     """
 
     made_of: str
@@ -42,6 +43,8 @@ class Base(Value):
     model: ModelFingerprint
     rows: FrozenDict
     metrics: FrozenDict
+    versions: FrozenDict = EMPTY
+    hardware: FrozenDict = EMPTY
 
     @cached_property
     def identity(self) -> str:
@@ -83,6 +86,8 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
             fingerprint(subject.model, subject.sites),
             FrozenDict(facts_of(raw.facts)),
             FrozenDict(journal.record.metrics),
+            journal.record.versions,
+            journal.record.hardware,
         )
         base.save(place / MARK)
     return base

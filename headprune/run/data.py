@@ -144,7 +144,8 @@ def load_rows(recipe: Recipe) -> RawData:
     parts = partition(keys, strata, *amounts, seed=recipe.seed)
     splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
     columns = {"label": label} if task not in UNLABELLED else {}
-    facts = {"source": {**source.facts, **columns}, **{name: part.facts for name, part in parts.items()}}
+    said = {"rows": _digest(keys)}  # a table of paths stays as it is where the files that it names are replaced
+    facts = {"source": {**source.facts, **said, **columns}, **{name: part.facts for name, part in parts.items()}}
     texts = (*section.text_columns, *([section.target] if section.target else []))
     order = tuple(names.values()) or labels
     return RawData(splits, label, order, facts, parts, source.warnings, texts, names)
@@ -221,6 +222,15 @@ def _keys(rows: Any, section: DataSection, task: Task, role: str) -> list[str]:
                 raise InvalidValue(f"data: {role}, row {i}", f"{must} that is not empty", repr(value))
         keys.append("\x1f".join(normalised(v) if isinstance(v, str) else normalised(_joined(v)) for v in values))
     return keys
+
+
+def _digest(keys: Mapping[str, Sequence[str]]) -> str:
+    """SHA-256 of what all rows say."""
+    found = hashlib.sha256()
+    for role, said in sorted(keys.items()):
+        for key in (role, *said):
+            found.update(hashlib.sha256(key.encode(errors="surrogatepass")).digest())
+    return found.hexdigest()
 
 
 def _check_targets(source: Source, column: str) -> None:

@@ -91,6 +91,7 @@ def prune_gradually_(
     example: Any = None,
     progress: bool = False,
     folder: str | Path | None = None,
+    leave_checkpoint: bool = False,
 ) -> GradualReport:
     """Cuts and trains in turn: n times the heads are scored, some leave, and a share of the steps is trained.
 
@@ -121,6 +122,7 @@ def prune_gradually_(
         folder: Where it leaves what it has after every stage; the same call with the model as it was before goes on
             from there after it was killed, to the same weights bit for bit where the device computes the same. Taken
             away at the end.
+        leave_checkpoint: Leave that of the last stage, as for ``recover_``.
 
     Raises:
         InvalidValue: fewer steps than stages; a budget or settings that make no sense here.
@@ -140,6 +142,8 @@ def prune_gradually_(
     """
     model, settings = unwrap(model), finetune or Finetune()
     steps = settings.n_steps(sized(batches))
+    if leave_checkpoint and folder is None:
+        raise InvalidValue("prune_gradually_(leave_checkpoint=)", "given with folder", "no folder")
     _check(budget, stages, settings, steps)
     sites = find_sites(model) if sites is None else sites if isinstance(sites, Sites) else tuple(sites)
     calibration = batches if calibration is None else calibration
@@ -149,7 +153,8 @@ def prune_gradually_(
     keeper = None
     if folder is not None:
         asked = (budget, stages, settings, scorer, selector, rules, len(batches))  # type: ignore[arg-type]
-        keeper = Keeper(Path(folder), 1, identity(model, teacher, {"what was asked": repr(asked)}), FILE)
+        own = identity(model, teacher, {"what was asked": repr(asked)})
+        keeper = Keeper(Path(folder), 1, own, FILE, leave_checkpoint)
         saved = keeper.load()
         if saved is not None:
             done = list(GradualReport.from_json(saved["report"]).stages)
@@ -175,11 +180,11 @@ def prune_gradually_(
         job = Job(model, _Share(source, after - before), teacher, loss, sites, progress, part=(before, steps))
         done.append(GradualStage(replace(plan, budget=wanted), cut.proof, carry_out("finetune", share, job)))
         before = after
-        if keeper is not None and i < stages:
+        if keeper is not None and keeper.due(i, i == stages):
             told = {"report": GradualReport(tuple(done)).to_json(), "whole": whole, "before": before}
             keeper.save({**told, "length": budget.length, "weights": weights(model), "source": source.state()})
     if keeper is not None:
-        keeper.remove()
+        keeper.finish()
     return GradualReport(tuple(done))
 
 

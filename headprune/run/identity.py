@@ -16,7 +16,6 @@ from headprune.run.models import model_config, resolve_path
 from headprune.run.recipe import Recipe
 
 _PARTS = ("task", "seed", "model", "data", "train")
-_MODEL_FILES = (".safetensors", ".bin", ".json", ".txt", ".model")
 
 
 def digest(data: Any) -> str:
@@ -62,7 +61,7 @@ def _model_files(recipe: Recipe) -> Any:
         return None
     folder = Path(resolve_path(recipe.model.path))
     if folder.is_dir():
-        return {p.name: sha256_file(p) for p in sorted(folder.iterdir()) if p.is_file() and p.suffix in _MODEL_FILES}
+        return {p.name: sha256_file(p) for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")}
     try:
         return getattr(model_config(recipe.model.path), "_commit_hash", None)
     except HeadPruneError:

@@ -82,7 +82,7 @@ class Journal:
             self.record.save(self.folder / RECORD)
 
     def note(self, **noted: Any) -> None:
-        """Sets fields of the record; tuples are added to, mappings are updated."""
+        """Sets fields of the record; tuples are added to, mappings are updated. A warning is noted once."""
         self.record = _noted(self.record, noted)
         if self._collected is not None:
             self._collected = _noted(self._collected, noted)
@@ -100,11 +100,9 @@ class Journal:
             self._collected = None
 
     def repeat(self, noted: RunRecord) -> None:
-        """Notes what an earlier run collected, but for what is in the record already."""
+        """Notes what an earlier run collected."""
         for field in fields(noted):
-            value, now = getattr(noted, field.name), getattr(self.record, field.name)
-            if isinstance(value, tuple):
-                value = tuple(v for v in value if v not in now)
+            value = getattr(noted, field.name)
             if field.name not in _OF_THE_RUN and value not in (None, (), FrozenDict()):
                 self.note(**{field.name: value})
 
@@ -137,6 +135,7 @@ def _noted(record: RunRecord, noted: dict[str, Any]) -> RunRecord:
         old = getattr(record, name)
         if isinstance(old, tuple):
             value = (*old, *value)
+            value = tuple(dict.fromkeys(value)) if name == "warnings" else value
         elif isinstance(old, FrozenDict):
             value = FrozenDict({**old, **value})
         changes[name] = value

@@ -22,6 +22,7 @@ _TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 #: The first process comes to the others when it has trained its model. Whoever started them ends all if one fails.
 _PATIENCE = timedelta(days=30)
+_HINT = "Look for the first error among the processes' outputs."
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,22 @@ class Launch:
 
     @contextmanager
     def _meeting(self, wanted: bool) -> Iterator[bool]:
-        """The process group, and whether the first process wants to share anything."""
+        """The process group, and whether the first process wants to share anything.
+
+        Raises:
+            ProcessFailed: another process is gone.
+        """
         import torch
         from torch import distributed
 
-        with _with_variables(self.environment):
+        from headprune.model.processes import in_words
+
+        with _with_variables(self.environment), in_words(_PATIENCE.total_seconds(), "the other processes", _HINT):
             distributed.init_process_group("gloo", timeout=_PATIENCE)
         try:
             said = torch.tensor(wanted)
-            distributed.broadcast(said, 0)
+            with in_words(_PATIENCE.total_seconds(), "the first process", _HINT):
+                distributed.broadcast(said, 0)
             yield bool(said)
         finally:
             distributed.destroy_process_group()

@@ -173,7 +173,8 @@ def _judged(folder: Path, settings: Sequence[Setting]) -> _Judged:
     runs = {row["run"]: _run(folder, row["run"]) for setting in settings for row in setting.rows}
     base = Base.load(folder / BASES / next(iter(runs.values())).base[:16] / MARK)
     outcomes = {run: outcome_of(folder, str(file.outcome)) for run, file in runs.items()}
-    return _Judged(base, outcome_of(folder, outcome_key(None, None, base)), runs, outcomes)
+    whole = outcome_of(folder, outcome_key(next(iter(runs.values())), None))
+    return _Judged(base, whole, runs, outcomes)
 
 
 def _verdicts(

@@ -47,19 +47,18 @@ class Progress:
 
     def __init__(self, journal: Journal) -> None:
         self.journal, self.folder = journal, journal.folder
-        self.keys: dict[str, str] = {}
+        self._left: dict[str, str] = {}
         self._parts: tuple[Recipe, Mapping[str, Any], Any] | None = None
 
     def begin(self, recipe: Recipe, rows: Mapping[str, Any], device: str, versions: Mapping[str, str]) -> None:
         """Says what all stages depend on: the recipe, facts about the rows, the device, and versions."""
         if self.folder is not None:
             self._parts = recipe, rows, [made_of(recipe, rows), device, dict(versions)]
-            self.measured("")
 
-    def measured(self, table: str) -> None:
-        """Says that later stages also depend on a latency table, by its digest: measured again it is another."""
-        if self._parts is not None:
-            self.keys = keys_of(*self._parts, table)
+    def key(self, stage: str) -> str:
+        """Digest of everything that a stage depends on, once the stages before it are through."""
+        assert self._parts is not None
+        return keys_of(*self._parts, self._left)[stage]
 
     def done(self, stage: str) -> bool:
         """Whether a stage was finished before; what it noted then is noted again."""
@@ -68,10 +67,11 @@ class Progress:
         found = _finished(_file(self.folder, stage))
         if (
             found is None
-            or found.key != self.keys[stage]
+            or found.key != self.key(stage)
             or hashes(self.folder, tuple(found.files)) != dict(found.files)
         ):
             return False
+        self._left[stage] = digest(dict(found.files))
         self.journal.repeat(found.noted)
         self.journal.say(f"[{stage}] was done before")
         return True
@@ -109,32 +109,42 @@ class Progress:
                 made = make()
         if self.folder is not None:
             left = FrozenDict(hashes(self.folder, tuple(files)))
-            Finished(self.keys[stage], left, noted()).save(_file(self.folder, stage))
+            Finished(self.key(stage), left, noted()).save(_file(self.folder, stage))
+            self._left[stage] = digest(dict(left))
+            shutil.rmtree(self._work(stage), ignore_errors=True)  # nobody goes on from there any more
         return made
 
     def work(self, stage: str) -> Path | None:
         """A folder for what a stage keeps on its way; no other than this very stage finds it."""
-        return None if self.folder is None else self.folder / WORK / f"{_plain(stage)}-{self.keys[stage][:16]}"
+        return None if self.folder is None else self._work(stage)
+
+    def _work(self, stage: str) -> Path:
+        assert self.folder is not None
+        return self.folder / WORK / f"{_plain(stage)}-{self.key(stage)[:16]}"
 
 
-def keys_of(recipe: Recipe, rows: Mapping[str, Any], start: Any, table: str) -> dict[str, str]:
+def keys_of(recipe: Recipe, rows: Mapping[str, Any], start: Any, left: Mapping[str, str]) -> dict[str, str]:
     """The key of every stage: a digest of the sections of the recipe that it depends on, and of the stages before it.
 
     Args:
         recipe: The recipe.
         rows: Facts about the data's rows.
         start: What everything depends on.
-        table: Digest of the latency table; empty where there is none.
+        left: Digests of the files that the stages before left: made again, by a GPU or a clock, they may be others.
     """
     part = recipe.model_dump()
     everything = [start, recipe.seed, part["decode"], part["threads"], facts_of(rows)]
-    base = digest([everything, part["train"]])
+    train = digest([everything, part["train"]])
+    base = digest([train, left.get("train")])
     score = digest([base, part["score"], part["select"]["policy"], rows["calibration"]])
-    select = digest([score, part["select"], table])
+    select = digest([score, left.get("score"), part["select"], left.get("latency")])
     prune = digest([select, part["gradual"]])
-    steps = {f"recover {i}": digest([prune, part["recover"][: i + 1]]) for i in range(len(recipe.recover))}
+    cut, steps = digest([prune, left.get("prune")]), {}
+    for i, step in enumerate(part["recover"]):
+        steps[f"recover {i}"] = digest([cut, step])
+        cut = digest([steps[f"recover {i}"], left.get(f"recover {i}")])
     return {
-        "train": base,
+        "train": train,
         "latency": digest([base, part["select"]]),
         "base quality": base,
         "attention": base,
@@ -143,12 +153,14 @@ def keys_of(recipe: Recipe, rows: Mapping[str, Any], start: Any, table: str) -> 
         "compare": select,
         "prune": prune,
         **steps,
-        "bench": digest([prune, part["recover"], part["bench"]]),
+        "bench": digest([cut, part["bench"]]),
     }
 
 
-def take_folder(folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
+def take_folder(folder: Path, overwrite: bool, journal: Journal) -> None:
     """Makes the folder of a run ready, which this process has locked: what an unfinished run finished there stays.
+
+    The run's own record comes first: killed at any moment from then on, it can be gone on with.
 
     Raises:
         InvalidValue: a finished run, or files that are not a run's, are there and ``overwrite`` was not given.
@@ -163,12 +175,14 @@ def take_folder(folder: Path, overwrite: bool, say: Callable[[str], None]) -> No
             must = "free for the files of a run"
             raise InvalidValue(str(folder), must, f"{', '.join(present)} and no readable {RECORD}", hint) from None
         if status == "done":
+            shutil.rmtree(folder / WORK, ignore_errors=True)  # where a kill came just before that
             raise InvalidValue(str(folder), "free, or an unfinished run's", "a finished run", hint)
         # It holds no lock, so one that says that it is running was killed.
-        say(f"going on with the {'killed' if status == 'running' else status} run in {folder}")
-        kept = {RECORD, WORK, *_vouched(folder)}
+        journal.say(f"going on with the {'killed' if status == 'running' else status} run in {folder}")
+        kept = {WORK, *_vouched(folder)}
+    journal.write()
     for name in FILES:
-        if name not in kept:
+        if name not in (RECORD, *kept):
             (folder / name).unlink(missing_ok=True)
     for name, mark in FOLDERS.items():
         if name not in kept and (not mark or (folder / name / mark).is_file()):

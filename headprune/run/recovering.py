@@ -26,7 +26,7 @@ def recover_once(
         subject: The run's.
         pruned: The cut model.
         step: What to do.
-        work: Where a training leaves checkpoints, and goes on from them.
+        work: Where a training leaves checkpoints, that of its end too, and goes on from them.
     """
     method: Recovery = seeded(recovery.registry, step.method, step.settings, subject.recipe.seed)
     purpose = step.rows or ("train" if method.trains else "calibration")
@@ -34,7 +34,8 @@ def recover_once(
     held = subject.data.evaluation("validation", EVALUATION_BATCH) if method.needs_validation else None
     loader, bars = subject.data.loader(purpose, step.batch_size), subject.journal.progress
     home = work if method.resumes else None
-    done = recover_(pruned, loader, method, teacher, sites=subject.sites, progress=bars, validation=held, folder=home)
+    folder = {"folder": home, "leave_checkpoint": home is not None}
+    done = recover_(pruned, loader, method, teacher, sites=subject.sites, progress=bars, validation=held, **folder)
     return method, purpose, done
 
 

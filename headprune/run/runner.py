@@ -83,9 +83,9 @@ def run_recipe(
     chosen = resolved(recipe, settings, out)
     folder = Path(chosen.folder)
     with locked(folder, "a run"):
-        take_folder(folder, overwrite, say)
-        quiet()
         journal = Journal(chosen.name, chosen.model_dump(), folder, say, progress)
+        take_folder(folder, overwrite, journal)
+        quiet()
         with _ending(journal):
             write_atomic(folder / RECIPE, recipe_yaml(chosen).encode())
             _line(chosen, journal, folder, launch)
@@ -160,7 +160,6 @@ def _line(recipe: Recipe, journal: Journal, folder: Path, launch: Launch | None)
     if recipe.select.timed:
         once("latency", lambda: measure_table(subject), lambda: take_table(subject), (LATENCY,))
         assert subject.latency is not None
-        progress.measured(subject.latency.digest)
     whole = stages.count_heads(subject, subject.model)
     once("base quality", lambda: subject.report(subject.model, "base", whole), _nothing)
     if recipe.report:

@@ -12,14 +12,15 @@ from headprune.core.codec import FrozenDict, Value
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import words
-from headprune.core.version import __version__
 from headprune.run.base import Base
 from headprune.run.grid import Design
 from headprune.run.identity import digest
+from headprune.run.models import resolve_device
 from headprune.run.outcome import Outcome
 from headprune.run.recipe import Recipe
 from headprune.run.recovering import seeded
 from headprune.run.splits import calibration_rows
+from headprune.run.surroundings import versions
 from headprune.run.tasks import Kind, Task, file_of, load_plan
 from headprune.run.validate import check_recipe, configured
 
@@ -122,16 +123,17 @@ class Run:
 
 def runs_of(design: Design, base: Base, seeds: int) -> list[Run]:
     """Every combination with every draw, the draw changing fastest."""
-    return [_run(point.values, point.recipe, base, draw) for point in design.points for draw in range(seeds)]
+    device = resolve_device(design.recipe.device).type
+    same = FrozenDict({"base": base.identity, "device": device, "versions": versions()})
+    return [_run(point.values, point.recipe, base, draw, same) for point in design.points for draw in range(seeds)]
 
 
-def _run(values: FrozenDict, recipe: Recipe, base: Base, draw: int) -> Run:
+def _run(values: FrozenDict, recipe: Recipe, base: Base, draw: int, same: FrozenDict) -> Run:
     seed, wanted = recipe.seed + draw, recipe.score
     rows = digest(calibration_rows(base.rows["train"]["rows"], recipe.data.calibration, seed))
-    same = {"base": base.identity, "headprune": __version__}
     scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, seed)
     score = {
-        **same,
+        "same": same,
         "rows": rows,
         "scorer": wanted.scorer,
         "settings": dict(scorer.settings),
@@ -161,13 +163,20 @@ def recovered(recipe: Recipe, seed: int, rows: str) -> Any:
     return {"steps": steps, "seed": seed, "rows": rows}
 
 
-def outcome_key(run: Run | None, plan: PruningPlan | None, base: Base) -> str:
+def outcome_key(run: Run | SweepRun, plan: PruningPlan | None) -> str:
     """Of what a run's plan leaves of the model, recovered: runs that come to the same model share it.
 
-    Without a run it is that of the base model.
+    Without a plan it is that of the base model, which all runs of a sweep share.
+
+    Raises:
+        InvalidValue: a run's file that does not say on what it was made.
     """
-    same = {"base": base.identity, "headprune": __version__}
-    if run is None or plan is None:
-        return digest({**same, "mask": None})
+    score = run.settings.get("score")
+    same = score.get("same") if isinstance(score, FrozenDict) else None
+    if same is None:
+        hint = "Call the sweep again."
+        raise InvalidValue("the settings of a run", "complete (with score.same)", "those of another version", hint)
+    if plan is None:
+        return digest({"same": same, "mask": None})
     mask = [[row.site, list(row.kept)] for row in plan.mask.rows]
-    return digest({**same, "mask": mask, "policy": plan.policy, "recover": run.settings["recover"]})
+    return digest({"same": same, "mask": mask, "policy": plan.policy, "recover": run.settings["recover"]})

@@ -167,6 +167,7 @@ def cut_gradually(subject: Subject, work: Path | None) -> nn.Module:
         example=subject.example,
         progress=subject.journal.progress,
         folder=work,
+        leave_checkpoint=work is not None,
     )
     proofs = tuple(stage.proof for stage in done.stages if stage.proof)
     rows = tuple({"kept": stage.plan.mask.n_kept, **stage.training.metrics} for stage in done.stages)

@@ -211,7 +211,8 @@ def _train_(subject: Subject, work: Path | None) -> None:
     settings = {k: v for k, v in recipe.train.model_dump().items() if k != "batch_size"}
     method = configured(recovery.registry, "finetune", {**settings, "seed": recipe.seed})
     loader = subject.data.loader("train", recipe.train.batch_size)
-    done = recover_(model, loader, method, progress=journal.progress, folder=work)
+    leave = work is not None
+    done = recover_(model, loader, method, progress=journal.progress, folder=work, leave_checkpoint=leave)
     journal.note(metrics={"training": {"seconds": round(done.seconds, 3), **done.metrics}})
     journal.tell(str(done).partition("\n")[0])
     if journal.folder is not None:

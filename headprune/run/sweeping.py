@@ -23,7 +23,7 @@ from headprune.run.outcome import Outcome
 from headprune.run.recipe import Recipe
 from headprune.run.runs import Run, SweepRun, outcome_key, runs_of
 from headprune.run.subject import quiet
-from headprune.run.tables import TIMINGS, table_of, write_table, write_timings
+from headprune.run.tables import TIMINGS, table_of, write_surroundings, write_table, write_timings
 from headprune.run.tasks import Done, Kind, Task, close, file_of, load_plan, outcome_of, work
 
 
@@ -73,9 +73,9 @@ def sweep(
         say: Takes a line a run.
 
     Returns:
-        The table and the folder, which has it as ``table.json``, ``.csv`` and ``.parquet``, ``timings.csv``, the
-        trade-off as a picture and ``summary.md``. Runs that ended in an error are in ``table.failed``; the next call
-        tries them again.
+        The table and the folder, which has it as ``table.json``, ``.csv`` and ``.parquet``, ``timings.csv``,
+        ``surroundings.json`` (versions and hardware), the trade-off as a picture and ``summary.md``. Runs that ended in
+        an error are in ``table.failed``; the next call tries them again.
 
     Raises:
         HeadPruneError: every error of the grid at once, another sweep in the folder, or a base model that cannot be
@@ -107,6 +107,7 @@ def _written(design: Design, going: _Going, outcome: Outcome) -> SweepTable:
     table = table_of(design, going.runs, going.files, outcome, going.folder)
     write_table(table, going.folder)
     write_timings(going.runs, going.files, going.folder)
+    write_surroundings(design.recipe, going.folder)
     for path in write_tradeoff(table, going.folder):
         going.say(f"wrote {path}")
     return table
@@ -141,7 +142,7 @@ class _Going:
         return outcome_of(self.folder, base.key)
 
     def _base_task(self) -> Task:
-        key = outcome_key(None, None, self.base)
+        key = outcome_key(self.runs[0], None)
         return Task("outcomes", key, self.folder, self.base, self.runs[0].recipe, threads=self.threads)
 
     def _pieces(self, kind: Kind, left: dict[str, Run]) -> dict[str, Run]:
@@ -166,7 +167,7 @@ class _Going:
         for run in left.values():
             plan = load_plan(file_of(self.folder, "plans", run.plan))
             assert plan is not None
-            users.setdefault(outcome_key(run, plan, self.base), []).append((run, plan))
+            users.setdefault(outcome_key(run, plan), []).append((run, plan))
         tasks = [r[0][0].task("outcomes", key, self.folder, self.base, self.threads) for key, r in users.items()]
         for task in [t for t in tasks if t.done()]:  # judged before its run's file was written
             self._finish(task, users[task.key])

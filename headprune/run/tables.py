@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from headprune.core.codec import FrozenDict
-from headprune.core.files import atomic_path
+from headprune.core.files import atomic_path, write_atomic
 from headprune.core.paired import paired_drops
 from headprune.core.sweeps import SweepTable
 from headprune.run.grid import Design
 from headprune.run.journal import TABLE
+from headprune.run.models import resolve_device
 from headprune.run.outcome import SPLITS, Outcome
+from headprune.run.recipe import Recipe
 from headprune.run.runs import Run, SweepRun
+from headprune.run.surroundings import hardware, versions
 from headprune.run.tasks import file_of, outcome_of
 
 #: How text begins that spreadsheets take for a formula; a negative number is none.
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?![0-9.])")
 TIMINGS = "timings.jsonl"
+SURROUNDINGS = "surroundings.json"
 
 
 def table_of(
@@ -93,6 +97,16 @@ def write_timings(runs: Sequence[Run], files: Mapping[str, SweepRun], sweep: Pat
         for run in runs
     ]
     _columns(rows, sweep / "timings", (".csv",))
+
+
+def write_surroundings(recipe: Recipe, sweep: Path) -> None:
+    """``surroundings.json``: versions and hardware of this call. All runs of the table have these versions and this
+    kind of device, for their keys say so; what else there is of a machine is that of the last one.
+
+    Apart from the table, too, which is the same on machines that compute the same.
+    """
+    found = {"versions": versions(), "hardware": hardware(resolve_device(recipe.device))}
+    write_atomic(sweep / SURROUNDINGS, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def _columns(rows: list[dict[str, Any]], stem: Path, endings: Sequence[str] = (".csv", ".parquet")) -> list[Path]:

@@ -26,7 +26,7 @@ from headprune.model.cut import cut_, kept_rows_of
 from headprune.model.fingerprint import check_plan, sample_positions
 from headprune.model.sites import bind, find_sites
 from headprune.surgery.checkpoint import filled, write_card
-from headprune.surgery.formats import own, slices
+from headprune.surgery.formats import companions, own, slices
 from headprune.surgery.formats.building import no_memory
 from headprune.surgery.formats.foreign import check_folder
 from headprune.surgery.formats.manifest import MANIFEST
@@ -45,6 +45,7 @@ class StreamReport:
         params_before, params_after: Parameters of the whole model.
         bytes_read, bytes_written: Of weights.
         warnings: What a user should know.
+        copied: Files that were copied as they are.
     """
 
     removed: tuple[tuple[str, tuple[int, ...]], ...]
@@ -53,6 +54,7 @@ class StreamReport:
     bytes_read: int
     bytes_written: int
     warnings: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         share = 100 * (1 - self.params_after / self.params_before)
@@ -62,7 +64,12 @@ class StreamReport:
 
 
 def prune_checkpoint(
-    folder: str | Path, plan: PruningPlan | HeadMask, out: str | Path, *, max_shard_size: int | str = "50GB"
+    folder: str | Path,
+    plan: PruningPlan | HeadMask,
+    out: str | Path,
+    *,
+    max_shard_size: int | str = "50GB",
+    copy_companions: bool = False,
 ) -> StreamReport:
     """Cuts the model in ``folder`` by a plan and writes it to ``out`` in our own form.
 
@@ -73,6 +80,7 @@ def prune_checkpoint(
         plan: Kept heads in original indices.
         out: A new or an empty folder.
         max_shard_size: Bytes, or text such as ``"5GB"``: larger models are written in several files.
+        copy_companions: Copy tokenizer, processor, licence and the words of the model's card, too.
 
     Raises:
         InvalidValue: ``out`` is not empty.
@@ -104,6 +112,7 @@ def prune_checkpoint(
         own.write(model, bound, place, max_shard_size, cut)
         known = plan if isinstance(plan, PruningPlan) else None
         write_card(model, [b.site for b in bound], out, "headprune", known, place)
+        copied = companions.copy(str(folder), place) if copy_companions else ()
     used = set(sources.values())
     unused = sorted(name for name, source in stored.items() if source not in used)
     if unused:
@@ -112,7 +121,7 @@ def prune_checkpoint(
     after = sum(p.numel() for p in model.parameters())
     read = sum(source.n_bytes for source in used)
     written = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    return StreamReport(tuple(g for g in gone if g[1]), before, after, read, written, tuple(warnings))
+    return StreamReport(tuple(g for g in gone if g[1]), before, after, read, written, tuple(warnings), tuple(copied))
 
 
 def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, frozenset[str]]:

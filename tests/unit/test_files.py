@@ -17,6 +17,7 @@ import torch
 import headprune as hp
 from headprune.core.errors import CheckpointError, HeadPruneError, NotWritten
 from headprune.core.files import append_line, atomic_paths, remove_parts, staged, write_atomic
+from headprune.core.heads import HeadMask
 from tests import killing
 from tests.laws.support import subject_of
 
@@ -117,7 +118,50 @@ def test_a_new_folder_appears_whole(tmp_path: Path, no_room: list[int]) -> None:
     no_room[0] = 99
     as_a_folder(tmp_path / "deep" / "out", "a")
     assert contents(tmp_path) == {"deep/out/a": b"new", "deep/out/sub/a": b"new"}
-    assert (tmp_path / "deep" / "out").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask to speak of")
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_who_may_read_is_for_the_umask_to_say(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        together(tmp_path, "a")
+        as_a_folder(tmp_path / "out", "a")
+        HeadMask.from_keep({"a": [0]}, {"a": 2}).save(tmp_path / "out" / "a")
+        hp.save_pretrained(subject_of("bert").model, tmp_path / "model")
+    finally:
+        os.umask(before)
+    for path in tmp_path.rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
+
+
+def test_an_error_after_the_first_file_is_in_place_does_not_say_that_nothing_changed(
+    tmp_path: Path, no_room: list[int]
+) -> None:
+    for write, room in ((together, 2), (as_a_folder, 6)):  # the files, and what else comes before the renames
+        no_room[0] = 99
+        out = tmp_path / write.__name__
+        write(out, "ab")
+        no_room[0] = room
+        with pytest.raises(NotWritten, match="Some of what is new may be in its place already"):
+            write(out, "ab")
+        no_room[0] = room - 1
+        with pytest.raises(NotWritten, match="What was there before is as it was"):
+            write(out, "ab")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such locks")
+def test_folders_of_killed_processes_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    dead, other = tmp_path / ".out.0123abcd.part", tmp_path / ".out.v2.0123abcd.part"
+    for folder in (dead, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    with staged(tmp_path / "out") as living:
+        assert not dead.exists()
+        as_a_folder(tmp_path / "out", "a")
+        assert living.is_dir()
+    assert contents(tmp_path / "out").keys() == {"a", "sub/a"}
+    assert {p.name for p in tmp_path.iterdir()} == {"out", other.name}
 
 
 def test_a_folder_that_is_there_keeps_what_is_not_replaced(tmp_path: Path, no_room: list[int]) -> None:
@@ -160,11 +204,15 @@ def test_what_a_killed_process_left_half_is_taken_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a file in the way", "no right"])
-def test_a_place_that_cannot_be_written_to(tmp_path: Path, kind: str) -> None:
+def test_a_place_that_cannot_be_written_to(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "no right":
-        if os.geteuid() == 0:
-            pytest.skip("root may write everywhere")
-        tmp_path.chmod(0o555)
+        plain = os.open
+
+        def refuse(path: Any, *_: Any, **__: Any) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        monkeypatch.setattr(os, "mkdir", refuse)  # root may write everywhere
+        monkeypatch.setattr(os, "open", lambda p, f, *m: refuse(p) if f & os.O_CREAT else plain(p, f, *m))
         home, words = tmp_path, "Permission denied"
     else:
         (tmp_path / "file").write_text("x")
@@ -176,6 +224,7 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path, kind: str) -> None:
     ):
         with pytest.raises(NotWritten, match=words):
             write()
+    assert contents(tmp_path).keys() <= {"file"}
 
 
 # --- what the library writes, on a disk that fills up ----------------------------------------------------------------

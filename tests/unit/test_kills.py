@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from headprune.core.record import RunRecord
 from tests import killing
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL on Windows")
@@ -36,6 +38,56 @@ def gradual_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return _whole(tmp_path_factory, killing.the_sweep)
+
+
+def _old_run(folder: Path) -> dict[str, bytes]:
+    """A finished run, with what a run may leave."""
+    RunRecord("old", "done", "report", "2020").save(folder / "record.json")
+    for name in ("plan.json", "recipe.yaml", "base/config.json", "model/headprune.json", "mine.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("old")
+    return _contents(folder)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    found = {p for p in folder.rglob("*") if p.is_file() and p.name != ".lock" and not p.name.endswith(".part")}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anew", [False, True], ids=["new", "overwritten"])
+def test_a_run_killed_at_every_file_call_around_its_stages(tmp_path: Path, anew: bool) -> None:
+    """It is gone on with, or finished, or the old one is as it was; and nothing is left over."""
+    work = killing.the_frame_anew if anew else killing.the_frame
+    whole = tmp_path / "whole"
+    if anew:
+        whole.mkdir()
+        _old_run(whole)
+    _, calls = killing.undisturbed(work, whole)
+    assert calls > 15
+    ends = set()
+    for call in range(1, calls + 1):
+        out = tmp_path / f"{call}"
+        before: dict[str, bytes] = {}
+        if anew:
+            out.mkdir()
+            before = _old_run(out)
+        first = killing.begun(work, out, call)
+        first.join()
+        assert first.exitcode == -signal.SIGKILL
+        if anew and _contents(out) == before:
+            ends.add("as it was")
+            continue
+        done = (out / "record.json").is_file() and RunRecord.load(out / "record.json").status == "done"
+        again = killing.begun(killing.the_frame, out)
+        again.join()
+        assert again.exitcode == (1 if done else 0), f"call {call} of {calls}"
+        ends.add("finished" if done else "gone on with")
+        assert _contents(out).keys() == _contents(whole).keys(), f"call {call} of {calls}"
+        assert not list(out.glob(".*.part"))
+        assert (out / "plan.json").read_text() == "new"
+        assert RunRecord.load(out / "record.json").status == "done"
+    assert ends == {"finished", "gone on with", *(["as it was"] if anew else [])}
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ SETTINGS = {
 }
 
 
-def train(settings, kind, folder=None, kill_at=None):
+def train(settings, kind, folder=None, kill_at=None, leave=False):
     """``kill_at``: the row's read at which the process ends, 2 rows a batch."""
     model, batches = Model(), loader(kind, Rows(kill_at))
     teacher = Model().requires_grad_(False) if settings.needs_teacher else None
@@ -85,7 +85,8 @@ def train(settings, kind, folder=None, kill_at=None):
     held = validation if settings.needs_validation else None
     settings = settings if folder is not None else replace(settings, checkpoint_every=None)
     torch.rand(3)  # what was drawn before must not matter
-    report = hp.recover_(model, batches, settings, teacher, loss, validation=held, folder=folder)
+    more = {"validation": held, "folder": folder, "leave_checkpoint": leave}
+    report = hp.recover_(model, batches, settings, teacher, loss, **more)
     return model, report
 
 
@@ -103,6 +104,35 @@ def test_a_killed_training_continues_to_the_same_weights(name, kind, tmp_path):
     assert report.metrics == wanted.metrics
     assert (report.n_examples, report.changed) == (wanted.n_examples, wanted.changed)
     assert list(tmp_path.iterdir()) == []  # the training is over
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_a_finished_training_whose_checkpoint_stays_is_not_done_again(name, tmp_path, monkeypatch):
+    whole, wanted = train(SETTINGS[name], "shuffled", tmp_path, leave=True)
+    assert [p.name for p in tmp_path.iterdir()] == [FILE]
+    monkeypatch.setattr(torch.Tensor, "backward", None)  # a step would need it
+    model, report = train(SETTINGS[name], "shuffled", tmp_path, leave=True)
+    torch.testing.assert_close(state(model), state(whole), **EXACT)
+    steps = 18 if name == "pass ends" else 15
+    assert report.notes == (*wanted.notes, f"Continued after step {steps} from a checkpoint.")
+    assert (report.metrics, report.n_examples, report.changed) == (wanted.metrics, wanted.n_examples, wanted.changed)
+    rows = Rows()
+    rows.x = rows.x + 1
+    if name == "plain":
+        with pytest.raises(CheckpointError, match="batches: must be the ones that the checkpoint's training had"):
+            hp.recover_(Model(), DataLoader(rows, 2, shuffle=True), SETTINGS[name], loss=loss, folder=tmp_path)
+
+
+def test_a_training_that_stopped_early_is_not_gone_on_with(tmp_path):
+    settings = Finetune(steps=24, learning_rate=0.1, schedule="constant", eval_every=2, patience=2)
+    found = []
+    for _ in range(2):
+        model, batches, held = overshooting(0.55)
+        more = {"validation": held, "folder": tmp_path, "leave_checkpoint": True}
+        report = hp.recover_(model, batches, settings, loss=squared, **more)
+        found.append((model.weight.item(), dict(report.metrics)))
+    assert found[0] == found[1]
+    assert report.metrics["steps"] < 24
 
 
 def test_it_may_be_killed_twice(tmp_path):
@@ -216,6 +246,8 @@ def test_arguments_without_a_use_are_refused(tmp_path):
         hp.recover_(model, x, MeanFold(), teacher=Model(), folder=tmp_path)
     with pytest.raises(InvalidValue, match=r"checkpoint_every: must be used with recover_\(folder=\)"):
         hp.recover_(model, x, Finetune(checkpoint_every=3), loss=loss)
+    with pytest.raises(InvalidValue, match="leave_checkpoint: must be given with folder, got no folder"):
+        hp.recover_(model, x, Finetune(), loss=loss, leave_checkpoint=True)
 
 
 def squared(model, batch):

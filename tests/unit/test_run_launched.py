@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from headprune.cli.main import app
 from headprune.core.errors import InvalidValue
 from headprune.run import run_recipe, stages
 from headprune.run.launched import Launch, launched
+from tests import processes
 from tests.scripts import ROOT
 from tests.tiny_recipe import TINY
 
@@ -27,21 +31,35 @@ RECIPE = {
 }
 
 
-def launch(recipe: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "headprune", "run", str(recipe), "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"],
+}
+
+
+def command(launcher: str, recipe: Path, out: Path) -> list[str]:
+    return [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "headprune", "run", str(recipe), "--out", str(out)]
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Without a user's own settings of accelerate."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HOME": str(home)}
+
+
+def launch(recipe: Path, out: Path, launcher: str = "torchrun") -> subprocess.CompletedProcess[str]:
+    pipes = {"capture_output": True, "text": True, "timeout": 900}
+    done = subprocess.run(command(launcher, recipe, out), env=environment(out.parent / "home"), check=False, **pipes)
     assert done.returncode == 0, done.stderr
     return done
 
 
 @pytest.mark.slow
-def test_two_processes_leave_what_one_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", list(LAUNCHERS))
+def test_two_processes_leave_what_one_leaves(tmp_path: Path, launcher: str) -> None:
     """The second has the weights that the first has trained, or its scores would be refused as another model's."""
     recipe, together, alone = tmp_path / "tiny.yaml", tmp_path / "together", tmp_path / "alone"
     recipe.write_text(yaml.safe_dump(RECIPE))
-    done = launch(recipe, together)
+    done = launch(recipe, together, launcher)
     assert done.stdout.count("RunRecord tiny: done") == 1, "the second process says nothing"
     assert done.stderr.count("[train]") == 1, "the second process does not train"
     run_recipe(recipe, out=alone, say=lambda line: None)
@@ -75,6 +93,67 @@ def test_two_processes_go_on_where_one_ended(
     record = hp.RunRecord.load(out / "record.json")
     assert record.status == "done"
     assert record.hardware.get("processes") == (2 if again else None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_ends_the_others(tmp_path: Path, rank: int) -> None:
+    """The first one while the second waits for it; the second one while the first trains."""
+    recipe, out = tmp_path / "tiny.yaml", tmp_path / "out"
+    train = {**TINY["train"], "epochs": 2000}
+    recipe.write_text(yaml.safe_dump({**RECIPE, "train": train}))
+    with subprocess.Popen(
+        command("torchrun", recipe, out),
+        env=environment(tmp_path / "home"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        workers: dict[int, int] = {}
+        try:
+            assert running.stderr is not None
+            for line in running.stderr:
+                if "[train]" in line:
+                    break
+            workers = ranks(running.pid)
+            os.kill(workers[rank], signal.SIGKILL)
+            said = running.communicate(timeout=300)[1]
+        finally:
+            for pid in (running.pid, *workers.values()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    assert running.returncode != 0
+    assert "Signal 9 (SIGKILL)" in said
+    assert not any(alive(pid) for pid in workers.values())
+    assert hp.RunRecord.load(out / "record.json").status == "running"
+
+
+def ranks(launcher: int) -> dict[int, int]:
+    """The processes of a launcher, by rank."""
+    found = {}
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        variables = dict(v.partition("=")[::2] for v in Path(f"/proc/{child}/environ").read_text().split("\0"))
+        found[int(variables["RANK"])] = int(child)
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_loss_of_the_first_process_is_told_in_words(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes.together(2, "alone_meet", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    said = (tmp_path / "told").read_text()
+    assert said.startswith("the first process: must be there, with an answer within 2.592e+06 s, got none (")
+    assert said.endswith("Look for the first error among the processes' outputs.")
 
 
 def start(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import headprune as hp
 from headprune.core.errors import CheckpointError, InvalidValue, NotWritten
 from headprune.recovery import Finetune
 from headprune.run import Recipe, gradual, prune_gradually_, runner, stages, subject
+from headprune.run.identity import made_of
 from headprune.run.journal import WORK
 from tests.killing import same_runs
 from tests.laws.support import subject_of
@@ -157,6 +159,99 @@ def test_a_training_goes_on_from_its_last_pass(tmp_path: Path, whole: Path, monk
     same_runs(tmp_path / "out", tmp_path / "other")
 
 
+def test_a_training_that_came_to_its_end_is_not_repeated(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends after the last step, before the model is saved, and again before the recovered one is judged."""
+    from headprune.recovery import _steps
+
+    chosen, seen = recipe(tmp_path / "out"), [0]
+    plain, judged = _steps.Steps.on_step_end, subject.Subject.report
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        seen[0] += 1
+        plain(self, *args, **kwargs)
+
+    def unjudged(self: Any, model: Any, name: str, *more: Any) -> None:
+        if "finetune" in name:
+            raise KeyboardInterrupt
+        judged(self, model, name, *more)
+
+    monkeypatch.setattr(_steps.Steps, "on_step_end", counted)
+    for module, name, error in (
+        (subject, "save_base", failing(KeyboardInterrupt())),
+        (subject.Subject, "report", unjudged),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, error)
+            with pytest.raises(KeyboardInterrupt):
+                go(chosen)
+    assert list((tmp_path / "out" / WORK).glob("recover-1-*/finetune.pt"))
+    assert not list((tmp_path / "out" / WORK).glob("train-*")), "what was saved needs no checkpoint"
+    go(chosen)
+    assert seen[0] == 23 + 5
+    same_runs(tmp_path / "out", whole)
+
+
+def test_other_weights_make_everything_after_them_anew(failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU may train them, when the base model was lost."""
+    plain = subject.recover_
+
+    def otherwise(model: Any, *args: Any, **kwargs: Any) -> Any:
+        done = plain(model, *args, **kwargs)
+        with torch.no_grad():
+            model.classifier.bias.add_(1e-6)
+        return done
+
+    shutil.rmtree(failed / "base")
+    monkeypatch.setattr(subject, "recover_", otherwise)
+    assert taken(go(recipe(failed))) == []
+
+
+@pytest.mark.parametrize("name", ["source.spm", "bpe.codes", "qwen.tiktoken", "chat_template.jinja", "modeling.py"])
+def test_every_file_of_a_models_folder_counts(tmp_path: Path, name: str) -> None:
+    chosen = Recipe.model_validate({**TINY, "model": {"path": str(tmp_path)}, "train": None})
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / ".git").write_text("a")
+    found = []
+    for path, text in ((name, "a"), (name, "b"), (".git", "b"), (name, "a")):
+        (tmp_path / path).write_text(text)
+        found.append(made_of(chosen, {}))
+    assert found[0] != found[1] == found[2]
+    assert found[3] == found[0]
+
+
+def test_a_finished_run_keeps_no_work(whole: Path) -> None:
+    """A kill may come between its last record and the removal."""
+    (whole / WORK / "train-abc").mkdir(parents=True)
+    with pytest.raises(InvalidValue, match="a finished run"):
+        go(recipe(whole))
+    assert not (whole / WORK).exists()
+
+
+def test_warnings_are_noted_once_and_all_else_as_often_as_it_was(tmp_path: Path) -> None:
+    from headprune.core.record import Proof
+    from headprune.run.journal import Journal
+
+    fields = {f.name: 0 for f in dataclasses.fields(Proof)}
+    proof = Proof(**fields)  # type: ignore[arg-type]
+
+    def noted(again: bool) -> hp.RunRecord:
+        journal = Journal("x", {}, None, lambda line: None, False)
+        for _ in range(2):
+            with journal.collected() as found:
+                journal.note(warnings=("slow", "slow"), proofs=(proof,))
+            if again:
+                first, journal = found(), Journal("x", {}, None, lambda line: None, False)
+                journal.note(warnings=("slow",), proofs=(proof,))
+                journal.repeat(first)
+                break
+        return journal.record
+
+    assert noted(False).warnings == noted(True).warnings == ("slow",)
+    assert noted(False).proofs == noted(True).proofs == (proof, proof)
+
+
 def test_one_process_a_folder(failed: Path) -> None:
     before = {p: p.read_bytes() for p in failed.rglob("*") if p.is_file()}
     with FileLock(failed / ".lock"), pytest.raises(InvalidValue, match="must be free, got a run that is running there"):
@@ -226,6 +321,21 @@ def test_gradual_pruning_goes_on_after_its_last_stage(
     for name, tensor in again.state_dict().items():
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gradual_pruning_that_came_to_its_end_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {**STAGED, "loss": _loss, "folder": tmp_path, "leave_checkpoint": True}
+    model, again = copy.deepcopy(subject_of("bert").model), copy.deepcopy(subject_of("bert").model)
+    whole = prune_gradually_(model, batches(), hp.Budget(keep_heads=0.5), **asked)  # type: ignore[arg-type]
+    monkeypatch.setattr(gradual, "carry_out", failing(AssertionError("trained again")))
+    done = prune_gradually_(again, batches(), hp.Budget(keep_heads=0.5), **asked)  # type: ignore[arg-type]
+    assert done == whole
+    state = model.state_dict()
+    assert state.keys() == again.state_dict().keys()
+    for name, tensor in again.state_dict().items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
+    with pytest.raises(InvalidValue, match=r"leave_checkpoint=\): must be given with folder"):
+        prune_gradually_(again, batches(), hp.Budget(keep_heads=0.5), **{**asked, "folder": None})  # type: ignore[arg-type]
 
 
 def test_gradual_pruning_refuses_the_checkpoint_of_another_call(

@@ -15,7 +15,9 @@ import torch
 import headprune as hp
 from headprune.core.errors import InvalidValue
 from headprune.run import run_recipe
+from headprune.run.data import load_rows
 from headprune.run.features import Collate
+from headprune.run.identity import facts_of
 from headprune.run.sound import Clip, Sounds, clip_of
 from headprune.run.validate import RecipeError, check_recipe
 from tests.tiny_models import wav2vec2, write_wav
@@ -114,6 +116,21 @@ def recipe(folder: Path, **changes: Any) -> Any:
             **changes,
         }
     )
+
+
+def test_replaced_sound_is_other_data(tmp_path: Path) -> None:
+    """The table that names the files is as it was."""
+    (tmp_path / "rows").mkdir()
+    rows = [{"audio": f"{i}.wav", "label": "ab"[i % 2]} for i in range(40)]
+    (tmp_path / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for i in range(40):
+        write_wav(tmp_path / "rows" / f"{i}.wav", tone(3 + i), 200)
+    before = load_rows(recipe(tmp_path)).facts
+    assert load_rows(recipe(tmp_path)).facts == before
+    write_wav(tmp_path / "rows" / "7.wav", tone(99), 200)
+    after = load_rows(recipe(tmp_path)).facts
+    assert {**after, "source": None} == {**before, "source": None}
+    assert facts_of(after) != facts_of(before)
 
 
 @pytest.mark.parametrize("form", ["paths", "arrays", "hub"])

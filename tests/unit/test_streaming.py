@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +213,38 @@ def test_slices_of_every_dimension_in_small_pieces(tmp_path: Path, monkeypatch: 
                 .index_select(dimension, torch.tensor(rows, dtype=torch.long))
             )
             assert torch.equal(tensor.view(torch.uint8).reshape(expected.shape), expected)
+
+
+def test_what_fails_late_or_is_killed_leaves_nothing_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer comes last; and a killed process leaves a folder as large as the model."""
+    model = saved("LlamaForCausalLM", tmp_path / "model")
+    (tmp_path / "model" / "LICENSE").write_text("free")
+    PruningPlan(ragged(model)).save(tmp_path / "plan.json")
+    given = ["prune", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "small"), "--streaming"]
+    given += ["--plan", str(tmp_path / "plan.json")]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", failing(OSError(errno.ENOSPC, "No space left on device")))
+        result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'small'}: must be a place that can be written to, got No space left" in result.stderr
+    assert not (tmp_path / "small").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", failing(SystemExit(9)))
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        assert CliRunner().invoke(app, given).exit_code == 9
+    assert len(list(tmp_path.glob(".small.*.part/model.safetensors"))) == 1
+    assert CliRunner().invoke(app, given).exit_code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "plan.json", "small"}
+    assert (tmp_path / "small" / "LICENSE").read_text() == "free"
+
+
+def failing(error: BaseException) -> Callable[..., None]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,14 +12,16 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.core.codec import FrozenDict
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, VerificationFailed
 from headprune.core.files import PART
 from headprune.core.sweeps import SweepTable
-from headprune.run import picking, sweeping, tasks
+from headprune.run import picking, runs, sweeping, tasks
 from headprune.run.outcome import Outcome
 from headprune.run.recipe import Recipe
 from headprune.run.runs import SweepRun
 from headprune.run.splits import calibration_rows
+from headprune.run.surroundings import versions
 from headprune.run.validate import check_recipe
 from tests.tiny_recipe import TINY
 
@@ -91,6 +94,38 @@ def test_models_that_are_the_same_are_judged_once(copied: Path, counted: list[st
     keys = {r["run"]: SweepRun.load(copied / "runs" / f"{r['run']}.json").outcome for r in table.rows}
     assert len(keys) == 4
     assert len(set(keys.values())) == 3
+
+
+@pytest.mark.parametrize("change", ["versions", "device"])
+def test_what_another_torch_or_device_has_computed_is_computed_again(
+    copied: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    before = SweepTable.load(copied / "table.json")
+    base = copied / next(iter(p for p in files(copied) if p.endswith("base.json")))
+    assert json.loads(base.read_text())["versions"] == versions()
+    grid: Any = ["scorer=random", "keep=0.5"]
+    sweep(copied, grid, seeds=1)
+    assert counted == []
+    if change == "versions":
+        monkeypatch.setattr(runs, "versions", lambda: {**versions(), "torch": "99.0"})
+    else:
+        monkeypatch.setattr(runs, "resolve_device", lambda _: torch.device("meta"))
+    table = sweep(copied, grid, seeds=1).table
+    assert counted == ["outcomes", "scores", "plans", "outcomes"], "the base model's answers first"
+    assert not {row["run"] for row in table.rows} & {row["run"] for row in before.rows}
+    assert hp.pick(copied, max_drop=1.0).run == table.rows[0]["run"]
+    found = json.loads((copied / "surroundings.json").read_text())
+    assert found["versions"] == versions()
+    assert found["hardware"]["device"] == "cpu"
+
+
+def test_a_pick_from_the_files_of_an_earlier_version_is_refused_in_words(copied: Path) -> None:
+    for path in (copied / "runs").iterdir():
+        run = SweepRun.load(path)
+        score = {k: v for k, v in run.settings["score"].items() if k != "same"}
+        dataclasses.replace(run, settings=FrozenDict({**run.settings, "score": score})).save(path)
+    with pytest.raises(InvalidValue, match=r"must be complete \(with score\.same\).*Call the sweep again"):
+        hp.pick(copied, max_drop=1.0)
 
 
 def test_a_row_is_what_the_verbs_give(swept: sweeping.SweepResult) -> None:
