@@ -10,9 +10,9 @@ Parts, each a kind of row of the record:
   when all draws are there, ``paired``: the difference from the base, mean over draws, with its 95 % bootstrap interval
   over examples. ``dense + finetune`` trains the whole model as long as the others are trained after their cut, so that
   training is not taken for recovery; ways that train are compared with it, too.
-- ``sizes``: parameters, bytes on disk, KV bytes.
 - ``kv``: a decoder with grouped queries loses half of its groups: bytes of the cache, tokens a second. It is random,
   for neither depends on the weights.
+- ``sizes``: parameters, bytes on disk, KV bytes.
 - ``attention``: the attention modules alone at long inputs, and the models, beside their limits.
 - ``speed``: the whole model and all cut ones in interleaved rounds for every batch x length x dtype x attention x
   torch.compile, with peak memory, energy where NVML tells it, clocks, and what multiply-adds alone would allow.
@@ -52,7 +52,7 @@ from studies import RECORDS
 from tradeoff_speed import Cell, attention_rows, bytes_on_disk, speed_rows
 
 #: In the order in which they are measured: what takes longest is last.
-PARTS = ("quality", "sizes", "kv", "attention", "speed")
+PARTS = ("quality", "kv", "sizes", "attention", "speed")
 #: Of the whole model: nothing is cut.
 DENSE = "dense + finetune"
 #: Way of choosing and recovering: scorer, selector, recoveries; ``finetune`` needs labels.

@@ -53,13 +53,14 @@ def ran(tradeoff: ModuleType, given: Path) -> tuple[list[str], dict[str, Any]]:
     return [*arguments, "--timed", "taylor"], record
 
 
-def test_tradeoff_measures_every_part(ran: tuple[list[str], dict[str, Any]]) -> None:
+def test_tradeoff_measures_every_part(ran: tuple[list[str], dict[str, Any]], tradeoff: ModuleType) -> None:
     _, record = ran
     assert {"torch", "transformers", "headprune"} <= set(record["versions"])
     assert (record["heads"], record["judged"], record["device"]) == (8, 20, "cpu")
     found: dict[str, list[dict[str, Any]]] = {}
     for row in record["rows"]:
         found.setdefault(row["what"], []).append(row)
+    assert list(found) == ["quality", "paired", *tradeoff.PARTS[1:]]  # the grid last, which a lent machine may not end
     quality = [(row["way"], row["kept"]) for row in found["quality"]]
     ways = [(way, kept) for way in ("random", "surgeon + finetune") for kept in (6, 3)]
     assert quality == [*ways, ("dense + finetune", 8)]
@@ -73,6 +74,7 @@ def test_tradeoff_measures_every_part(ran: tuple[list[str], dict[str, Any]]) -> 
         assert row["low"] <= row["difference"] <= row["high"]
     cells = [(row["length"], row["batch"], row["kept"]) for row in found["speed"]]
     assert cells == [(length, batch, kept) for length in (8, 16) for batch in (1, 2) for kept in (6, 3)]
+    assert all(row["processor"] == record["hardware"]["processor"] for row in record["rows"])
     for row in found["speed"]:
         assert row["rounds"] % 3 == 0  # the whole model and two cuts, each first equally often
         assert row["rounds"] >= 10
@@ -219,7 +221,7 @@ def test_tradeoff_draws_its_page_from_the_record(
     row = next(row for row in record["rows"] if row["what"] == "speed")
     assert f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}] | {row['limit']:.2f}" in text
     assert f"All 8 heads: {record['base']:.3f}, on 20 test rows." in text
-    assert "No record yet, on a CPU, of SST-2, STS-B.\nOn a GPU: no GPU record yet.\n" in text
+    assert "No record yet, on a CPU, of SST-2, STS-B.\n\nOn a GPU: no GPU record yet.\n" in text
     first = (tmp_path / "tradeoff.svg").read_bytes()
     tradeoff.main(["--figure", "--records", str(folder), "--docs", str(tmp_path)])
     assert (tmp_path / "tradeoff.svg").read_bytes() == first

@@ -91,7 +91,8 @@ def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: pytes
     assert {"data", "model", "score", "select", "prune", "recover", "bench", "save"} <= set(record.timings)
     names = [row.name for row in record.quality if row.split == "test"]
     scorer = recipe["score"]["scorer"]
-    assert names == ["base", scorer, "magnitude", "random", f"recovered ({', '.join(ways)})"]
+    recovered = [f"recovered ({' + '.join(ways[: n + 1])})" for n in range(len(ways))]
+    assert names == ["base", scorer, "magnitude", "random", *recovered]
     assert all(row.n_examples == record.rows["test"]["rows"] for row in record.quality if row.split == "test")
     proofs = {proof.what: proof for proof in record.proofs}
     assert set(proofs) == {"outputs", "reload"} | ({"generation"} if record.recipe["task"] == "causal_lm" else set())
