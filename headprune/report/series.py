@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -107,7 +106,9 @@ def _mean(kept: int, points: list[Point]) -> tuple[int, float, float]:
     if len(once) == 1:
         return kept, once[0].value, once[0].spread
     draws = [max(p.draws, 2 if p.spread else 1) for p in once]
-    mean = statistics.fmean([p.value for p in once], draws)
+    values = {p.value for p in once}
+    mean = math.fsum(n * p.value for n, p in zip(draws, once, strict=True)) / sum(draws)
+    mean = values.pop() if len(values) == 1 else mean  # without an error of rounding, which would be a spread
     squares = sum((n - 1) * p.spread**2 + n * (p.value - mean) ** 2 for n, p in zip(draws, once, strict=True))
     return kept, mean, math.sqrt(squares / (sum(draws) - 1))
 

@@ -561,6 +561,10 @@ def test_what_heads_do_is_said_with_its_share(record: RunRecord) -> None:
     assert f" 4 {kept} {4 - kept} " in counted
     assert 'id="attention"' not in render_html(record)
     assert "What heads attend to" not in render_markdown(record)
+    assert "over 3 test rows, as the uncut model attends to them." in markdown
+    assert "over 1 test row, as the uncut model attends to it." in render_markdown(
+        record, Beside(pictures_of(record, 1))
+    )
 
 
 def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record: RunRecord) -> None:
