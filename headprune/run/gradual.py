@@ -112,7 +112,8 @@ def prune_gradually_(
             stage) hold in every stage. Not with validation or checkpoints, which belong to one training.
         scorer: How heads are scored, at every stage anew.
         selector: Which leave.
-        must_keep, must_remove: Heads that stay, and heads that leave at the first stage; as for ``select``.
+        must_keep: Heads that stay; as for ``select``.
+        must_remove: Heads that leave at the first stage.
         calibration: Data to score on; ``batches`` where it is left out.
         teacher: The unpruned original, if ``finetune`` distils.
         loss: Per-example loss, of scorer and training.
