@@ -43,6 +43,7 @@ def text(records: list[dict[str, Any]]) -> str:
         "",
         *(f"- **{name}**: {peer.about}." for name, peer in PEERS.items() if name in named),
     ]
+    lines += studies.no_gpu(record["hardware"] for record in records)
     for record in records:
         lines += section(record)
     return "\n".join(lines) + "\n"

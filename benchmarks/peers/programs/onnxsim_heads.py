@@ -51,14 +51,27 @@ def fused(job: Job) -> Any:
     optimizer: Any = importlib.import_module("onnxruntime.transformers.optimizer")
     model: Any = pretrained(job.base, job.device)
     model.set_attn_implementation("eager")
-    model.config.return_dict = False
     inputs, path = job.batches("test", size=4)[0], str(job.out / "exported.onnx")
     axes = {name: dict(enumerate("nt" if value.ndim == 2 else "n")) for name, value in inputs.items()}
     names = {"input_names": list(inputs), "output_names": ["logits"], "dynamic_axes": axes}
-    torch.onnx.export(model, (), path, kwargs=inputs, **names, dynamo=False, opset_version=17)
+    torch.onnx.export(
+        _Logits(model, list(inputs)), tuple(inputs.values()), path, **names, dynamo=False, opset_version=17
+    )
     kind = "vit" if "pixel_values" in inputs else "bert"
     sizes = {"num_heads": model.config.num_attention_heads, "hidden_size": model.config.hidden_size}
     return optimizer.optimize_model(path, model_type=kind, opt_level=0, **sizes).model
+
+
+class _Logits(torch.nn.Module):
+    """A model whose inputs have an order and whose output is a tensor, as the older exporter wants it."""
+
+    def __init__(self, model: Any, names: list[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(**dict(zip(self.names, tensors, strict=True))).logits
+        return logits
 
 
 def weights(model: Any) -> int:
