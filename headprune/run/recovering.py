@@ -34,8 +34,8 @@ def recover_once(
     held = subject.data.evaluation("validation", EVALUATION_BATCH) if method.needs_validation else None
     loader, bars = subject.data.loader(purpose, step.batch_size), subject.journal.progress
     home = work if method.resumes else None
-    folder = {"folder": home, "leave_checkpoint": home is not None}
-    done = recover_(pruned, loader, method, teacher, sites=subject.sites, progress=bars, validation=held, **folder)
+    given: dict[str, Any] = {"validation": held, "folder": home, "leave_checkpoint": home is not None}
+    done = recover_(pruned, loader, method, teacher, sites=subject.sites, progress=bars, **given)
     return method, purpose, done
 
 

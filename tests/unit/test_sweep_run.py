@@ -113,7 +113,7 @@ def test_what_another_torch_or_device_has_computed_is_computed_again(
     table = sweep(copied, grid, seeds=1).table
     assert counted == ["outcomes", "scores", "plans", "outcomes"], "the base model's answers first"
     assert not {row["run"] for row in table.rows} & {row["run"] for row in before.rows}
-    assert hp.pick(copied, max_drop=1.0).run == table.rows[0]["run"]
+    assert hp.run.pick(copied, max_drop=1.0).run == table.rows[0]["run"]
     found = json.loads((copied / "surroundings.json").read_text())
     assert found["versions"] == versions()
     assert found["hardware"]["device"] == "cpu"
@@ -125,7 +125,7 @@ def test_a_pick_from_the_files_of_an_earlier_version_is_refused_in_words(copied:
         score = {k: v for k, v in run.settings["score"].items() if k != "same"}
         dataclasses.replace(run, settings=FrozenDict({**run.settings, "score": score})).save(path)
     with pytest.raises(InvalidValue, match=r"must be complete \(with score\.same\).*Call the sweep again"):
-        hp.pick(copied, max_drop=1.0)
+        hp.run.pick(copied, max_drop=1.0)
 
 
 def test_a_row_is_what_the_verbs_give(swept: sweeping.SweepResult) -> None:
