@@ -45,6 +45,7 @@ WITH_TORCH = (
     "tests/unit/test_checkpoint.py",
     "tests/unit/test_cut.py",
     "tests/unit/test_golden_checkpoint.py",
+    "tests/unit/test_golden_sweep.py",
 )
 #: Tests that need none.
 VALUES = (
@@ -265,8 +266,8 @@ core's values and head-to-row arithmetic, and the selectors, which need no torch
 | --- | --- | --- | --- | --- |
 {rows}
 
-Stored files carry the version of their schema. One of every kind and version lies in `tests/golden`, and the tests load
-them all: a release that could not read them would fail.
+Stored files carry the version of their schema. One of every kind and version that later
+commands read lies in `tests/golden`, and the tests load them all: a release that could not read them would fail.
 """
 
 

@@ -107,6 +107,16 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
     return mutated_bytes(data, draw)
 
 
+def mutated_lines(data: bytes, draw: random.Random) -> bytes:
+    """A mutation of one of the lines of a file of JSON lines, or of the whole file."""
+    if draw.random() < 0.3:
+        return mutated_bytes(data, draw)
+    lines = data.splitlines()
+    at = draw.randrange(len(lines))
+    lines[at] = mutated(lines[at], draw) if draw.random() < 0.8 else json.dumps(draw.choice(_VALUES)).encode()
+    return b"\n".join(lines) + b"\n"
+
+
 def mutated_header(data: bytes, draw: random.Random) -> bytes:
     """A mutation of a safetensors file, of its header most of the time."""
     length = int.from_bytes(data[:8], "little")

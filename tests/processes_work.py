@@ -23,6 +23,7 @@ from torch import Tensor, distributed, nn
 import headprune as hp
 from headprune.core import samples
 from headprune.core.errors import HeadPruneError
+from headprune.model.fingerprint import sample_positions
 from headprune.model.running import call
 from headprune.scoring import (
     AttributionPatching,
@@ -133,11 +134,14 @@ def differ(folder: Path, *whats: str) -> None:
 def _differ(folder: Path, what: str) -> None:
     """Process 1 has other data, weights or scorers, or its batch has a loss that is no number."""
     other, model, data = distributed.get_rank() == 1, subject().model, batches(3)
+    model.register_buffer("wide", torch.zeros(5000))
     if what == "data" and other:
         data[2] = {name: tensor + 1 for name, tensor in data[2].items()}
     if what == "weights" and other:
         with torch.no_grad():
-            next(model.parameters()).add_(1e-3)
+            wide = model.wide  # type: ignore[union-attr]
+            wide[3] += 1e-3  # one number, and none of those that a fingerprint samples
+    assert 3 not in sample_positions(5000)
     scorer = "fisher" if what == "scorer" and other else "taylor"
 
     def broken(model: nn.Module, batch: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import io
 import json
 import pickle
@@ -23,20 +24,26 @@ from typer.testing import CliRunner
 import headprune as hp
 from headprune.cli.main import app
 from headprune.core.agreement import Agreement, Measure, Pair
+from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
 from headprune.core.explanation import explain
 from headprune.core.record import RunRecord
+from headprune.core.scores import ModelFingerprint
 from headprune.core.sweeps import SweepTable
 from headprune.recovery._checkpoint import FILE, Keeper
 from headprune.report import render_html, render_markdown
+from headprune.run.base import Base
 from headprune.run.dry import dry_run
 from headprune.run.models import open_model
+from headprune.run.progress import Finished, take_folder
 from headprune.run.reading import parse_yaml
-from headprune.run.runs import SweepRun
+from headprune.run.runs import Run, SweepRun
 from headprune.run.sound import clip_of
-from headprune.run.tables import _columns
+from headprune.run.tables import _columns, write_timings
 from headprune.run.validate import load_recipe
+from headprune.surgery.formats import foreign
+from headprune.surgery.formats.foreign import check_config
 from headprune.surgery.streaming import prune_checkpoint
 from tests.report_records import plan_of, record_of, sweep_table
 from tests.tiny_models import bert
@@ -285,6 +292,19 @@ def test_a_kernel_that_a_configuration_names_is_not_fetched(tmp_path: Path) -> N
         (folder / "config.json").write_text(json.dumps({**config, key: "somebody/kernel"}))
         with pytest.raises(CheckpointError, match=f"{key}: must be the name of an implementation that is installed"):
             open_model(str(folder))
+    for key, value in (("attn_implementation", {"": "somebody/kernel"}), ("_attn_implementation", [["a/kernel"]])):
+        (folder / "config.json").write_text(json.dumps({**config, "text_config": {key: value}}))
+        with pytest.raises(CheckpointError, match=f"{key}: must be the name of an implementation that is installed"):
+            open_model(str(folder))
+
+
+@pytest.mark.parametrize("inside", [{}, {"some": "module"}])
+def test_adapters_that_name_a_module_are_refused(inside: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(bert(tmp_path / "base")), "megatron_core": "evil"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "megatron_config": inside}))
+    with pytest.raises(InvalidValue, match="must be adapters that need no Megatron"):
+        open_model(str(tmp_path))
 
 
 # ---------------------------------------------------------------- recipes
@@ -371,6 +391,36 @@ def test_a_run_of_a_sweep_names_no_file_outside(field: str, tmp_path: Path) -> N
         SweepRun(empty, empty, 0, empty, status="done", **told)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "model/../../x", "a\0b"])
+def test_what_is_done_names_no_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
+    files, noted = FrozenDict({name: "0" * 64}), hp.RunRecord("a", "running", "s", "c")
+    with pytest.raises(InvalidValue, match=r"Finished.files: must be the path of a file inside the folder"):
+        Finished("ab", files, noted)
+    with pytest.raises(InvalidValue, match=r"Base.files: must be the path of a file inside the folder"):
+        Base("ab", files, ModelFingerprint("a", "b"), FrozenDict({}), FrozenDict({}))
+    # A run that was killed, with such a mark, goes on without what it says.
+    replace(record_of(), status="running").save(tmp_path / "record.json")
+    sound = Finished("ab", FrozenDict({"scores.json": "0" * 64}), noted).save(tmp_path / ".work" / "score.json")
+    sound.write_text(sound.read_text().replace('"scores.json"', json.dumps(name)))
+    take_folder(tmp_path, False, lambda line: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".work", "record.json"]
+
+
+def test_times_that_are_none_are_passed_over(tmp_path: Path) -> None:
+    lines = [
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 5000,
+        b'{"kind": [], "key": "p", "seconds": 1}',
+        b'{"kind": "plans", "key": "p"}',
+    ]
+    lines += [b'{"kind": "plans", "key": "p", "seconds": "soon"}', b'{"kind": "plans", "key": "p", "seconds": 1.5}']
+    (tmp_path / "timings.jsonl").write_bytes(b"\n".join(lines))
+    run = Run("r", FrozenDict({}), FrozenDict({}), 0, load_recipe("sst2-minilm"), "s", "p")
+    write_timings([run], {"r": SweepRun(FrozenDict({}), FrozenDict({}), 0, FrozenDict({}), "ab", "failed")}, tmp_path)
+    assert (tmp_path / "timings.csv").read_text().splitlines()[1] == '"r",0,,1.5,'
+
+
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", 5])
 def test_an_index_names_no_file_outside_of_its_folder(name: Any, tmp_path: Path) -> None:
     folder = bert(tmp_path / "model")
@@ -425,6 +475,90 @@ def test_a_configuration_of_no_model_is_refused_before_it_is_built(key: str, val
     with pytest.raises(CheckpointError, match=key if value > 2**26 else "weights beside it"):
         open_model(str(folder))
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("inner_group_num", 60_000_000),
+        ("num_hidden_groups", 60_000_000),
+        ("num_labels", 60_000_000),
+        ("num_key_value_heads", 100_000),  # "value" is a part of its name
+        ("num_layer_repeats", -(10**6)),
+        ("warmup_steps", 10**6),  # and so is "eps"
+        ("depths", [1024, 1024]),
+        ("num_conv_layers", [[300, 300], [500, 0]]),
+    ],
+)
+def test_counts_of_no_model_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for config in ({key: value}, {"text_config": [{key: value}]}):
+        path.write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=rf"config.json: {key}: must be a number that a model can have"):
+            check_config(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900], ids=["lists", "objects"])
+def test_a_configuration_that_is_nested_deep_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"a": {text}}}')
+    with pytest.raises(CheckpointError, match="nested more than 40 deep"):
+        check_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"vocab_size": 20_000_000, "ngram_vocab_size_base": 20_000_000, "intermediate_size": 73_728},
+        {"rope_theta": 10**9, "rope_parameters": {"full": {"rope_theta": 10**8, "factor": 10**6}}},
+        {"eos_token_id": [200_001, 200_007], "image_token_index": 262_144, "begin_suppress_tokens": [220, 201_024]},
+        {"max_position_embeddings": 10_485_760, "model_max_length": 1_048_576, "sliding_window": 131_072},
+        {"label2id": {"layers": 10**6}, "cross_attention_layers": list(range(100)), "sampling_rate": 192_000},
+        {"num_attention_heads_per_layer": [64] * 80, "no_rope_layers": [1] * 2000, "depths": [3, 3, 27, 3]},
+    ],
+)
+def test_numbers_of_models_are_believed(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_config(tmp_path / "config.json")
+
+
+def test_numbers_that_multiply_are_stopped_while_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.AlbertModel(
+        transformers.AlbertConfig(
+            vocab_size=17, embedding_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8
+        )
+    )
+    hub, ours = tmp_path / "hub", hp.save_pretrained(model, tmp_path / "ours")
+    model.save_pretrained(hub)
+    monkeypatch.setattr(foreign, "_MODULES", 1000)
+    open_model(str(hub))  # sound so far
+    hp.from_pretrained(ours)
+    for folder in (hub, ours):
+        config = json.loads((folder / "config.json").read_text())
+        text = json.dumps({**config, "num_hidden_groups": 50, "inner_group_num": 50})
+        (folder / "config.json").write_text(text)
+    manifest = json.loads((ours / "headprune.json").read_text())
+    manifest["config_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (ours / "headprune.json").write_text(json.dumps(manifest))
+    for read in (
+        lambda: open_model(str(hub)),
+        lambda: hp.from_pretrained(ours),
+        lambda: prune_checkpoint(hub, hp.HeadMask(()), tmp_path / "out"),
+    ):
+        with pytest.raises(CheckpointError, match="a model of at most 1,000 modules"):
+            read()
+    torch.nn.ModuleList(torch.nn.Identity() for _ in range(1001))  # and nothing is counted afterwards
+
+
+def test_a_configuration_that_is_too_long_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = bert(tmp_path / "model")
+    monkeypatch.setattr(foreign, "_LONGEST", 10_000)
+    open_model(str(folder))  # sound so far
+    with open(folder / "config.json", "a") as file:
+        file.write(" " * 10_000)
+    with pytest.raises(CheckpointError, match="more than 10,000 characters"):
+        open_model(str(folder))
 
 
 def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:

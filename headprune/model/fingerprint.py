@@ -46,13 +46,30 @@ def fingerprint(model: nn.Module, sites: Iterable[AttentionSite], sampled: Sampl
     return ModelFingerprint(structure, weights.hexdigest())
 
 
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 over every byte of every tensor, with its name: one read of all weights."""
+    model = unwrap(model)
+    digest, away = hashlib.sha256(), offloaded(model)
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor):
+            here = away[name].read() if name in away else tensor
+            digest.update(f"{name} {here.dtype} {tuple(here.shape)}".encode())
+            digest.update(_bytes(whole(here.detach()).reshape(-1)))
+    return digest.hexdigest()
+
+
 def sampled_bytes(tensor: Tensor) -> bytes:
     """Up to 1024 evenly spaced values of a tensor."""
     if tensor.device.type == "meta" or not tensor.numel():
         return b""
     flat = whole(tensor.detach()).reshape(-1)
     index = torch.tensor(sample_positions(flat.numel()), device=flat.device)
-    return flat[index].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return _bytes(flat[index]).tobytes()
+
+
+def _bytes(flat: Tensor) -> memoryview:
+    """Those of a flat tensor, in place where it lies in main memory."""
+    return flat.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def sample_positions(count: int) -> list[int]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.model.classes import class_named
+from headprune.surgery.formats.foreign import read_object
 
 #: The class that an adapter's task is for, by PEFT's name of it.
 _TASKS = {
@@ -37,7 +38,8 @@ def merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
         load: ``(class, path, where, **settings)``: loads the base.
 
     Raises:
-        InvalidValue: PEFT is not installed, the base cannot be had, or the adapters do not fit it.
+        InvalidValue: PEFT is not installed, the base cannot be had, or the adapters do not fit it or name code.
+        CheckpointError: their configuration is none.
     """
     if importlib.util.find_spec("peft") is None:
         hint = "Install it: pip install peft."
@@ -45,6 +47,9 @@ def merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
     import peft
     import transformers
 
+    if read_object(folder / "adapter_config.json", "a configuration of PEFT").get("megatron_config") is not None:
+        must = "adapters that need no Megatron"  # older versions of PEFT import the module that it names
+        raise InvalidValue(where, must, f"{str(folder)!r} with a megatron_config")
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
         named = class_named(str((config.auto_mapping or {}).get("base_model_class")))

@@ -14,7 +14,7 @@ from headprune.core.files import staged
 from headprune.core.scores import ModelFingerprint
 from headprune.model.fingerprint import fingerprint
 from headprune.run.data import load_rows
-from headprune.run.identity import digest, facts_of, hashes, made_of
+from headprune.run.identity import check_inside, digest, facts_of, hashes, made_of
 from headprune.run.journal import Journal
 from headprune.run.outcome import SPLITS
 from headprune.run.recipe import Recipe
@@ -45,6 +45,11 @@ class Base(Value):
     metrics: FrozenDict
     versions: FrozenDict = EMPTY
     hardware: FrozenDict = EMPTY
+
+    def __post_init__(self) -> None:
+        check_inside("Base.files", self.files)
+        if not self.made_of.isalnum():
+            raise InvalidValue("Base.made_of", "a digest, which names a folder of the sweep", repr(self.made_of))
 
     @cached_property
     def identity(self) -> str:

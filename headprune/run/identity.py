@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 from headprune.core.codec import FrozenDict
-from headprune.core.errors import HeadPruneError
+from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import sha256_file
 from headprune.run.imported import source_files
 from headprune.run.models import model_config, resolve_path
@@ -45,6 +45,18 @@ def hashes(folder: Path, names: tuple[str, ...] = (".",)) -> dict[str, str]:
     """SHA-256 of files, by their paths in a folder; a name is that of a file or of a folder with all that is in it."""
     found = (p for name in names for p in ((folder / name).rglob("*") if (folder / name).is_dir() else [folder / name]))
     return {str(p.relative_to(folder)): sha256_file(p) for p in sorted(found) if p.is_file()}
+
+
+def check_inside(where: str, names: Iterable[str]) -> None:
+    """Refuses names of files, out of a file, that are none of files inside a folder.
+
+    Raises:
+        InvalidValue: an absolute path, one that leaves the folder, or the folder itself.
+    """
+    for name in names:
+        path = PurePath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise InvalidValue(where, "the path of a file inside the folder", repr(name))
 
 
 def _part(recipe: Recipe, name: str) -> Any:

@@ -16,7 +16,7 @@ from headprune.core.codec import FrozenDict, Value
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import remove_parts
 from headprune.core.record import RunRecord
-from headprune.run.identity import digest, facts_of, hashes, made_of
+from headprune.run.identity import check_inside, digest, facts_of, hashes, made_of
 from headprune.run.journal import FILES, FOLDERS, RECORD, WORK, Journal
 from headprune.run.recipe import Recipe
 
@@ -36,6 +36,9 @@ class Finished(Value):
     key: str
     files: FrozenDict
     noted: RunRecord
+
+    def __post_init__(self) -> None:
+        check_inside("Finished.files", self.files)
 
 
 class Progress:

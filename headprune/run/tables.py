@@ -81,10 +81,11 @@ def write_timings(runs: Sequence[Run], files: Mapping[str, SweepRun], sweep: Pat
     """
     seconds: dict[tuple[str, str], float] = {}
     path = sweep / TIMINGS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        with suppress(ValueError, KeyError):  # the last line of a killed process
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        # The last line of a killed process, or whatever else lies there: times are for people, nothing is made of them.
+        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             found = json.loads(line)
-            seconds[found["kind"], found["key"]] = found["seconds"]
+            seconds[found["kind"], found["key"]] = float(found["seconds"])
     rows = [
         {
             "run": run.key[:24],

@@ -12,8 +12,8 @@ from headprune.attention.sharded import check_whole
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature, Samples
-from headprune.core.scores import HeadScores, ModelFingerprint
-from headprune.model.fingerprint import fingerprint
+from headprune.core.scores import HeadScores
+from headprune.model.fingerprint import fingerprint, weights_digest
 from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
 from headprune.model.processes import Crew, Processes
@@ -121,7 +121,8 @@ def score(
     with nullcontext(Crew()) if processes is None else processes.together() as crew, undisturbed(model):
         if crew.size > 1:
             check_whole(model, "one whose weights are whole in every process, where they share batches")
-            _check_alike(crew, mark, batches, [(name, s.settings) for name, s in named], until)
+            whole_mark = f"{mark.structure} {weights_digest(model)}"
+            _check_alike(crew, whole_mark, batches, [(name, s.settings) for name, s in named], until)
         problem = Problem(model, bound, batches, loss or default_loss, progress, crew=crew)
         problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
         if until is None and sum(s.needs_data for s in scorers) > 1:
@@ -149,7 +150,7 @@ def score(
     return results[0] if isinstance(scorer, (str, Scorer)) else results
 
 
-def _check_alike(crew: Crew, mark: ModelFingerprint, batches: Any, *asked: Any) -> None:
+def _check_alike(crew: Crew, mark: str, batches: Any, *asked: Any) -> None:
     """Refuses processes that do not all do the same, and loaders that deal out the data, which the processes do."""
     sampler, by_batch, rows = (getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset"))
     parts = [getattr(sampler, "num_replicas", 1), *(getattr(x, "num_processes", 1) for x in (by_batch, rows))]
@@ -159,7 +160,7 @@ def _check_alike(crew: Crew, mark: ModelFingerprint, batches: Any, *asked: Any) 
         raise InvalidValue("batches", must, f"a {type(batches).__name__} that deals them out", hint)
     crew.agree("score()", "called with the same scorers and until= in every process", repr(asked))
     hint = "Load the same checkpoint everywhere, and seed what is drawn when a model gets a new head."
-    crew.agree("the model", "the same in every process, to the last weight", f"{mark.structure} {mark.weights}", hint)
+    crew.agree("the model", "the same in every process, to the last weight", mark, hint)
 
 
 def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:

@@ -79,7 +79,7 @@ class Problem:
     before: int = 0
     crew: Crew = field(default_factory=Crew)
     examples: int = field(default=0, init=False)  # of the last whole pass
-    _order: tuple[str, ...] | None = field(default=None, init=False)  # of a whole pass
+    _order: bytes | None = field(default=None, init=False)  # of a whole pass
     _unseen: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # losses, by batch
 
     def losses(self, number: int, batch: Any) -> Tensor:
@@ -178,7 +178,7 @@ class Problem:
         if self.batches is None:
             raise InvalidValue("batches", f"given, because {what} needs data", None)
         digest = DataDigest()
-        order: list[str] = []  # the digest of all batches so far, after each
+        order = bytearray()  # of the digest of all batches so far, after each, eight bytes: there may be millions
         disable = None if self.progress is None else not self.progress
         total = operator.length_hint(self.batches) or None
         # tqdm.auto asks for an iterator of its own, and a DataLoader starts its workers for each: give it one.
@@ -188,17 +188,16 @@ class Problem:
             examples += batch_size(batch, f"batch {count}")
             _refuse_caches(batch, count)
             digest.add(batch)
-            order.append(digest.hexdigest())
-            known = None if self._order is None else self._order[len(order) - 1 : len(order)]
-            if known not in (None, (order[-1],)):
+            order += digest.short()
+            if self._order is not None and self._order[len(order) - 8 : len(order)] != order[-8:]:
                 raise _other_batches(what, f"others from batch {count} on")
             yield count, batch
         self._look()
         if not order:
             raise InvalidValue("batches", "at least one batch", "an empty iterable")
         if self._order is not None and len(order) < len(self._order):
-            raise _other_batches(what, f"{len(order)} batches after {len(self._order)}")
-        self.data, self._order, self.examples = order[-1], tuple(order), examples
+            raise _other_batches(what, f"{len(order) // 8} batches after {len(self._order) // 8}")
+        self.data, self._order, self.examples = digest.hexdigest(), bytes(order), examples
 
     def measure(self) -> None:
         """Measures what the model costs on the first example; on the first batch where it takes no single example."""

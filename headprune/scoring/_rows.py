@@ -77,15 +77,59 @@ class Rows:
         return found
 
 
+class Collected:
+    """All rows of parts that come one by one, as long as there is room for them."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+        self._rows: Rows | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Adds rows, in order."""
+        self._held.append(part)
+        if self._rows is not None or sum(h.nbytes for h in self._held) > room():
+            self._rows = self._rows or Rows()
+            for held in self._held:
+                self._rows.add(held)
+            self._held = []
+
+    @property
+    def rows(self) -> Tensor | Rows:
+        """What there was room for."""
+        return torch.cat(self._held) if self._rows is None else self._rows
+
+
 def collected(parts: Iterable[Tensor]) -> Tensor | Rows:
     """All rows of the parts, as long as there is room for them."""
-    held: list[Tensor] = []
-    rows: Rows | None = None
+    found = Collected()
     for part in parts:
-        held.append(part)
-        if rows is not None or sum(h.nbytes for h in held) > room():
-            rows = rows or Rows()
-            for h in held:
-                rows.add(h)
-            held = []
-    return torch.cat(held) if rows is None else rows
+        found.add(part)
+    return found.rows
+
+
+class Moments:
+    """What a test of paired differences needs of rows ``[rows, units]``, in memory that does not grow with them.
+
+    >>> seen = Moments()
+    >>> seen.add(torch.tensor([[0.0, 1.0], [4.0, 1.0]], dtype=torch.float64))
+    >>> seen.count, seen.mean.tolist(), seen.covariance.tolist(), seen.widest.tolist()
+    (2, [2.0, 1.0], [[4.0, 0.0], [0.0, 0.0]], [[0.0, 3.0], [1.0, 0.0]])
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean, self._products, self.widest = torch.zeros(()), torch.zeros(()), torch.tensor(-torch.inf)
+
+    def add(self, rows: Tensor) -> None:
+        """Adds rows."""
+        here, total = rows.mean(0), self.count + len(rows)
+        apart, centred = here - self.mean, rows - here
+        self._products = self._products + centred.T @ centred + apart.outer(apart) * (self.count * len(rows) / total)
+        self.mean, self.count = self.mean + apart * len(rows) / total, total
+        widest = torch.stack([(column[:, None] - rows).amax(0) for column in rows.unbind(1)])
+        self.widest = torch.maximum(widest, self.widest.to(widest))
+
+    @property
+    def covariance(self) -> Tensor:
+        """``[units, units]``, over all rows."""
+        return self._products / self.count

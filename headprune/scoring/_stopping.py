@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.model.running import DataDigest, batch_size
+from headprune.model.running import DataDigest, batch_size, tensors
+from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._rows import Collected, Moments, room
 
 #: Share of a look's error that chooses which pairs are close; the rest tests them.
 _CHOOSING = 0.1
@@ -80,7 +82,7 @@ class Stable:
         return (1 - self.confidence) / (look * (look + 1))
 
 
-def settled(samples: Tensor, k: int, error: float, rare: float = 0.02) -> bool:
+def settled(seen: Moments, k: int, error: float, rare: float = 0.02) -> bool:
     """Whether the k columns of the lowest means are, up to ``error``, those of the lowest expectations.
 
     ``T[x, y]`` speaks for x being lower than y. If the true set is S, then all T[x, y] with y in S, x outside have
@@ -89,17 +91,17 @@ def settled(samples: Tensor, k: int, error: float, rare: float = 0.02) -> bool:
     only the close pairs can matter.
 
     Args:
-        samples: ``[examples, units]``.
+        seen: Of the numbers ``[examples, units]``.
         k: Size of the set.
         error: Probability of a wrong yes, at most, for as many examples as ``Stable`` says.
         rare: Share of examples above which an event must have been seen.
     """
-    n, n_units = samples.shape
+    n, n_units = seen.count, len(seen.mean)
     n_pairs = k * (n_units - k)
     clear = 2 * _critical(_CHOOSING * error, n_pairs, n)
     if (1 - rare) ** n > error or math.isinf(clear):  # too few examples for any claim, whatever they look like
         return False
-    studentised = _studentised(samples, error)
+    studentised = _studentised(seen, error)
     lower = studentised >= clear
     surely_in = lower.sum(1) >= n_units - k
     surely_out = lower.sum(0) >= k
@@ -107,24 +109,21 @@ def settled(samples: Tensor, k: int, error: float, rare: float = 0.02) -> bool:
     n_close = min(int((close | close.T).triu().sum()), n_pairs)  # one direction of a pair at most is false
     critical = _critical((1 - 2 * _CHOOSING) * error, n_close, n) if n_close else 0.0
     inside = torch.zeros(n_units, dtype=torch.bool)
-    inside[lowest(samples.mean(0), k)] = True
+    inside[lowest(seen.mean, k)] = True
     return bool((studentised[inside][:, ~inside] > critical).all())
 
 
-def _studentised(samples: Tensor, error: float) -> Tensor:
+def _studentised(seen: Moments, error: float) -> Tensor:
     """``[units, units]``, antisymmetric: studentised differences of means, less what unseen rare events may be worth.
 
     An event that never showed in n examples has, up to ``error``, a share of at most ``ln(1/error) / n``; its size is
     taken to be that of the largest deviation which was seen against the difference. An allowance beyond the difference
     leaves 0, no evidence either way.
     """
-    n = len(samples)
-    means = samples.mean(0)
-    covariance = (samples - means).T @ (samples - means) / n
+    n, means, covariance = seen.count, seen.mean, seen.covariance
     variance = covariance.diagonal()[:, None] + covariance.diagonal()[None] - 2 * covariance
     gap = means[None] - means[:, None]
-    against = gap + torch.stack([(column[:, None] - samples).amax(0) for column in samples.unbind(1)])
-    left = gap - against * math.log(1 / error) / n
+    left = gap - (gap + seen.widest) * math.log(1 / error) / n
     told = (left > 0) & (gap > _SAME * means.abs().max())  # columns that tie must not be told apart by rounding
     found = torch.where(told, left * (n / variance.clamp(min=0)) ** 0.5, torch.zeros_like(gap))
     return torch.where(told, found, -found.T)
@@ -156,42 +155,57 @@ def read_until(problem: Problem, scorers: list[tuple[str, Scorer]], until: Stabl
             raise _refusal(name, "it uses no data")
         if not scorer.by_example:
             raise _refusal(name, "its number for an example depends on the other examples")
-    digest = DataDigest()
-    parts: list[list[Estimate]] = []
-    rows: list[Tensor] = []
-    done, read = False, 0
-    for chunk in _chunks(problem, until, digest):
-        part = _part(problem, chunk, read)
-        read += len(chunk)
+    digest, so_far = DataDigest(), [_SoFar() for _ in scorers]
+    looks, done, read = 0, False, 0
+    for batches, look in _parts(problem, until, digest, room() // (8 * n_units)):
+        part = _part(problem, batches, read)
         found = [_checked(name, scorer.estimate(part)) for name, scorer in scorers]
-        if not parts and len(chunk) > 1:
-            _check_additive(_part(problem, chunk[:1], 0), scorers, found)
-        parts.append(found)
-        rows = [torch.cat([_rows(estimate) for estimate in column]) for column in zip(*parts, strict=True)]
-        done = all(settled(samples, until.k, until.error(len(parts)), until.rare) for samples in rows)
+        if not read and len(batches) > 1:
+            _check_additive(_part(problem, batches[:1], 0), scorers, found)
+        read += len(batches)
+        for one, estimate in zip(so_far, found, strict=True):
+            one.add(estimate)
+        if look:
+            looks += 1
+            done = all(settled(one.moments, until.k, until.error(looks), until.rare) for one in so_far)
         if done:
             break
     problem.data = digest.hexdigest()
-    note = _note(len(rows[0]), len(parts), done, until)
-    return [_joined(column, samples, note) for column, samples in zip(zip(*parts, strict=True), rows, strict=True)]
+    note = _note(so_far[0].moments.count, looks, done, until)
+    return [one.joined(note) for one in so_far]
 
 
-def _chunks(problem: Problem, until: Stable, digest: DataDigest) -> Iterator[list[Any]]:
-    """The batches between one look and the next; the first chunk has two batches at least, if there are two."""
+def _parts(problem: Problem, until: Stable, digest: DataDigest, most: int) -> Iterator[tuple[list[Any], bool]]:
+    """The batches piece by piece, and whether the data are looked at after them.
+
+    A piece is what there is room for, as batches and as rows of ``most`` examples; more rows than that would come back
+    as means of neighbours. The first piece has two batches, if there are two.
+
+    Raises:
+        InvalidValue: no batches, or one so large that two have no room.
+    """
     if problem.batches is None:
         raise InvalidValue("batches", "given, because until= reads data", None)
-    seen, target = 0, float(until.first)
-    chunk: list[Any] = []
-    first = True
+    seen, target, first = 0, float(until.first), True
+    part: list[Any] = []
+    examples = nbytes = 0
     for number, batch in enumerate(problem.batches):
-        seen += batch_size(batch, f"batch {number}")
+        size, bytes_here = batch_size(batch, f"batch {number}"), sum(t.nbytes for t in tensors(batch))
+        if 2 * size > most:
+            must = f"of at most {most // 2} examples, so that there is room for the numbers of two batches"
+            raise InvalidValue(f"batch {number}", must, f"{size} examples", "Use smaller batches.")
+        whole = len(part) > 1 or not first
+        if part and (examples + size > most or (whole and nbytes + bytes_here > room())):
+            yield part, False
+            part, examples, nbytes, first = [], 0, 0, False
         digest.add(batch)
-        chunk.append(batch)
-        if seen >= target and (len(chunk) > 1 or not first):
-            yield chunk
-            chunk, first, target = [], False, max(target, seen) * until.growth
-    if chunk:
-        yield chunk
+        part.append(batch)
+        examples, nbytes, seen = examples + size, nbytes + bytes_here, seen + size
+        if seen >= target and (len(part) > 1 or not first):
+            yield part, True
+            part, examples, nbytes, first, target = [], 0, 0, False, max(target, seen) * until.growth
+    if part:
+        yield part, True
     elif not seen:
         raise InvalidValue("batches", "at least one batch", "an empty iterable")
 
@@ -200,6 +214,32 @@ def _part(problem: Problem, batches: list[Any], before: int) -> Problem:
     """The problem for some of the batches; nothing that was gathered from others is carried over."""
     kept = {k: v for k, v in problem.shared.items() if k == "scorers"}
     return replace(problem, batches=batches, shared=kept, before=before)
+
+
+class _SoFar:
+    """What one scorer has said of all that was read, in memory that does not grow with it."""
+
+    def __init__(self) -> None:
+        self.moments, self._rows, self._said = Moments(), Collected(), dict[str, None]()
+        self._seed: int | None = None
+        self._bent: Tensor | None = None
+
+    def add(self, estimate: Estimate) -> None:
+        rows = _rows(estimate)
+        self.moments.add(rows)
+        self._rows.add(rows)
+        self._seed = estimate.seed
+        of_part = averaged(rows).notes  # what is said of so few examples need not hold for all
+        self._said.update(dict.fromkeys(note for note in estimate.notes if note not in of_part))
+        if estimate.curvature is not None:
+            bent = estimate.curvature * estimate.n_examples
+            self._bent = bent if self._bent is None else self._bent + bent
+
+    def joined(self, note: str) -> Estimate:
+        n = self.moments.count
+        found = averaged(self._rows.rows, n, self._seed)
+        curvature = None if self._bent is None else self._bent / n
+        return replace(found, notes=(*self._said, *found.notes, note), curvature=curvature)
 
 
 def _rows(estimate: Estimate) -> Tensor:
@@ -245,14 +285,6 @@ def _refusal(name: str, reason: str) -> InvalidValue:
 
 def _errors(samples: Tensor) -> Tensor | None:
     return samples.std(0) / len(samples) ** 0.5 if len(samples) > 1 else None
-
-
-def _joined(parts: tuple[Estimate, ...], samples: Tensor, note: str) -> Estimate:
-    said = dict.fromkeys(n for p in parts for n in p.notes) if len(samples) > 1 else {}
-    notes, n = (*said, note), len(samples)
-    bent = [part.curvature * part.n_examples / n for part in parts if part.curvature is not None]
-    curvature = torch.stack(bent).sum(0) if len(bent) == len(parts) else None
-    return Estimate(samples.mean(0), _errors(samples), n, parts[0].seed, samples, notes, curvature)
 
 
 def _note(n: int, looks: int, done: bool, until: Stable) -> str:

@@ -28,7 +28,7 @@ from headprune.model.sites import bind, find_sites
 from headprune.surgery.checkpoint import filled, write_card
 from headprune.surgery.formats import companions, own, slices
 from headprune.surgery.formats.building import no_memory
-from headprune.surgery.formats.foreign import check_folder
+from headprune.surgery.formats.foreign import check_folder, few_modules
 from headprune.surgery.formats.manifest import MANIFEST
 from headprune.surgery.formats.slices import Slice, Stored
 from headprune.surgery.formats.weights import check_shard_size
@@ -140,7 +140,7 @@ def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, froze
             raise ValueError("it runs the modelling file beside its weights")
         floats = [s.dtype for s in stored.values() if s.dtype.is_floating_point]
         dtype = config.dtype or (floats[0] if floats else torch.float32)
-        with no_memory(), _default(dtype):
+        with no_memory(), _default(dtype), few_modules(folder / "config.json"):
             model: Any = kind(config)
         if kind.can_generate():
             own_file = (folder / "generation_config.json").is_file()

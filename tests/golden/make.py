@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headprune.core.agreement import Agreement, Measure, Pair
-from headprune.core.codec import Value
+from headprune.core.codec import FrozenDict, Value
 from headprune.core.difference import plan_difference, record_difference
 from headprune.core.explanation import explain
 from headprune.core.heads import HeadId
@@ -54,6 +54,45 @@ def made() -> list[Value]:
     ]
 
 
+#: Under which the outcome of a sweep's run lies: digests look like this.
+KEY = "0123456789abcdef" * 4
+
+
+def made_by_sweeps() -> list[Value]:
+    """One of every kind that the commands of a sweep leave for later ones."""
+    from headprune.core.paired import Drop
+    from headprune.core.scores import ModelFingerprint
+    from headprune.run.base import Base
+    from headprune.run.picking import Looked, Pick
+    from headprune.run.runs import SweepRun
+    from headprune.run.validate import load_recipe
+
+    scores, table = record_of(2, 4, 2).scores, sweep_table()
+    assert scores is not None
+    values, drop = FrozenDict({"scorer": "taylor"}), Drop(0.01, 0.0, 0.02)
+    looks = (Looked("taylor", 16.0, 0.01, True), Looked("fisher", 12.0, None, False))
+    recipe = FrozenDict(load_recipe("sst2-minilm").model_dump())
+    rows = FrozenDict({"validation": {"rows": 5, "sha256": KEY}})
+    return [
+        Pick(0.01, 0.95, "heads", table.metric, KEY, "taylor", plan_of(scores), 16.0, drop, drop, 0.02, looks),
+        SweepRun(values, values, 1, recipe, KEY, "done", KEY, KEY),
+        Base(KEY, FrozenDict({"config.json": KEY}), ModelFingerprint(KEY, KEY[::-1]), rows, FrozenDict({"loss": 0.5})),
+    ]
+
+
+def outcome(path: Path) -> Path:
+    """What a model made of five rows of each split."""
+    import numpy as np
+
+    from headprune.run.outcome import SPLITS, Outcome
+
+    arrays = {f"{split}.amounts": np.array([1.0, 0.0, 1.0, 1.0, 0.0]) for split in SPLITS}
+    arrays |= {f"{split}.losses": np.arange(5) / 8 for split in SPLITS}
+    arrays |= {f"{split}.counts": np.ones(5) for split in SPLITS}
+    sizes = FrozenDict({"heads": 4, "params": 10, "macs": 20, "kv": None})
+    return Outcome("accuracy", sizes, arrays, ("made for the tests",)).save(path, KEY)
+
+
 def checkpoint(folder: Path) -> None:
     """A tiny Llama that lost a key/value group, with an input and what it gives for it."""
     import torch
@@ -75,10 +114,13 @@ def checkpoint(folder: Path) -> None:
 
 
 def main(folder: Path = GOLDEN) -> None:
-    for value in made():
-        path = folder / f"{type(value).__name__}-{value.SCHEMA_VERSION}.json"
-        if not path.exists():
-            print(value.save(path))
+    for place, values in ((folder, made()), (folder / "sweep", made_by_sweeps())):
+        for value in values:
+            path = place / f"{type(value).__name__}-{value.SCHEMA_VERSION}.json"
+            if not path.exists():
+                print(value.save(path))
+    if not (folder / "sweep" / "Outcome-1.safetensors").exists():
+        print(outcome(folder / "sweep" / "Outcome-1.safetensors"))
     maps = folder / "AttentionMaps-1.safetensors"
     if not maps.exists():
         print(maps_of(record_of(1, 2), 1, 3).save(maps))

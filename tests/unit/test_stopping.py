@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.core import samples as samples_module
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import default_loss
 from headprune.model.sites import bind
 from headprune.scoring import LeaveOneOut, Shapley, Taylor, registry
 from headprune.scoring._base import Estimate, Problem, Scorer
-from headprune.scoring._stopping import Stable, lowest, read_until, settled
+from headprune.scoring._rows import Moments
+from headprune.scoring._stopping import Stable, lowest, read_until
+from headprune.scoring._stopping import settled as settled_by
 from tests.laws.support import as_double, subject_of
 
 UNITS = 8
@@ -51,6 +54,12 @@ def problem_of(batches: Any) -> Problem:
 
 def stopped(data: Tensor, until: Stable, size: int = 10) -> Estimate:
     return read_until(problem_of(data.split(size)), [("columns", Columns())], until)[0]
+
+
+def settled(data: Tensor, k: int, error: float, rare: float = 0.02) -> bool:
+    seen = Moments()
+    seen.add(data)
+    return settled_by(seen, k, error, rare)
 
 
 def draw(seed: int, n: int, heavy: bool) -> Tensor:
@@ -192,6 +201,75 @@ def test_no_more_batches_are_read_than_were_needed() -> None:
     assert_close(found.samples, data[:200])
     assert problem.data == again.data
     assert_close(found.standard_errors, data[:200].std(0) / 200**0.5)
+
+
+def test_scores_are_the_same_where_there_is_no_room_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times as much as fits is read between two looks, which come when they would have come."""
+    model, data = subject_of("bert").model, batches_of(40)
+    scorers: list[Any] = ["taylor", "fisher", LeaveOneOut()]
+    until = hp.Stable(k=4, confidence=1 - 1e-12, first=30, growth=2.0)  # never settled: all data
+    expected = hp.score(model, iter(data), scorers, until=until, progress=False)
+    monkeypatch.setattr(samples_module, "LIMIT", 8 * 12 * 12)  # 24 rows of 12 units, and the curvature
+    found = hp.score(model, iter(data), scorers, until=until, progress=False)
+    for a, b in zip(expected, found, strict=True):
+        assert (b.n_examples, b.data, b.notes) == (120, a.data, a.notes)
+        assert_close(torch.tensor(b.values), torch.tensor(a.values), rtol=1e-12, atol=1e-15)
+        assert_close(torch.tensor(b.standard_errors), torch.tensor(a.standard_errors), rtol=1e-9, atol=1e-15)
+        assert b.samples is not None
+        assert b.samples.matrix.nbytes <= 8 * 12 * 12
+    assert_close(torch.tensor(found[1].curvature.matrix), torch.tensor(expected[1].curvature.matrix))
+
+
+def test_what_settles_settles_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = draw(3, 2000, True)
+    expected = stopped(data, Stable(k=3))
+    assert 200 < expected.n_examples < 2000, "several looks, or this shows nothing"
+    monkeypatch.setattr(samples_module, "LIMIT", 8 * UNITS * 10)
+    found = stopped(data, Stable(k=3))
+    assert (found.n_examples, found.notes) == (expected.n_examples, expected.notes)
+    assert found.samples is not None
+    assert len(found.samples) <= 20
+    assert_close(found.values, expected.values)
+
+
+def test_few_batches_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in their bytes too: an image is larger than its row of numbers."""
+    held: list[int] = []
+
+    @dataclass(frozen=True)
+    class Wide(Scorer):
+        def estimate(self, problem: Problem) -> Estimate:
+            held.append(len(problem.batches))  # type: ignore[arg-type]
+            samples = torch.cat([batch[:, :UNITS] for _, batch in problem.passes("wide")])
+            return Estimate(samples.mean(0), None, len(samples), None, samples)
+
+    monkeypatch.setattr(samples_module, "LIMIT", 8 * 80 * 10)  # two batches of 10 rows of 80 numbers
+    wide = torch.randn(300, 80, dtype=torch.float64)
+    read_until(problem_of(wide.split(10)), [("wide", Wide())], Stable(k=3))
+    assert held == [2, 1, *[2] * 14]
+
+
+def test_batches_for_which_there_is_no_room_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples_module, "LIMIT", 8 * UNITS * 9)
+    with pytest.raises(InvalidValue, match=r"batch 0: must be of at most 9 examples, .* got 10 examples"):
+        stopped(draw(0, 100, False), Stable(k=3))
+
+
+@pytest.mark.parametrize("sizes", [[1] * 50, [7, 23, 20], [50]])
+def test_moments_are_those_of_all_rows(sizes: list[int]) -> None:
+    data, seen = torch.randn(50, 3, dtype=torch.float64) + 100, Moments()
+    for part in data.split(sizes):
+        seen.add(part)
+    assert seen.count == 50
+    assert_close(seen.mean, data.mean(0))
+    assert_close(seen.covariance, data.T.cov(correction=0))
+    assert_close(seen.widest, (data[:, :, None] - data[:, None]).amax(0))
+
+
+def test_a_last_part_of_one_example_says_nothing_about_all() -> None:
+    found = stopped(torch.randn(201, UNITS, dtype=torch.float64), Stable(k=3, confidence=1 - 1e-12))
+    assert found.n_examples == 201
+    assert len(found.notes) == 1
 
 
 def test_looks_grow() -> None:

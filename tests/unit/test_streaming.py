@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from headprune.core.plan import PruningPlan
 from headprune.model.sites import find_sites
 from headprune.surgery.formats import slices
 from headprune.surgery.streaming import prune_checkpoint
+from tests.scripts import benchmark
 
 SIZES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 61},
@@ -265,3 +268,18 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, [*given[:-2], str(tmp_path / "other"), "--streaming", *arguments])
         assert result.exit_code == 2
         assert words in result.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the most memory a process held is told by Linux")
+def test_a_cut_on_disk_never_holds_much_more_than_a_shard(tmp_path: Path) -> None:
+    """In a process of its own: above the libraries at most a tenth more than the largest of five shards."""
+    streaming = benchmark("streaming")
+    sizes = ["--layers", "8", "--width", "1024", "--vocabulary", "2048", "--shard", "60000000"]
+    arguments = ["--work", str(tmp_path), *sizes]
+    streaming.checkpoint(streaming.arguments(arguments))
+    command = [sys.executable, str(streaming.__file__), *arguments, "--way", "streamed"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    shards = [path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")]
+    assert len(shards) >= 5, "one shard of a model is the model"
+    found = json.loads(told)
+    assert found["peak"] - found["libraries"] < 1.1 * max(shards)

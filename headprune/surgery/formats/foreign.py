@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from headprune.core.errors import CheckpointError
 from headprune.surgery.formats.building import no_memory
@@ -20,19 +22,28 @@ from headprune.surgery.formats.building import no_memory
 #: Bytes of a configuration or an index: far above those of the largest models.
 _LONGEST = 64 << 20
 #: What is built one by one, and the most that a model may have of it: no model known has a quarter of this.
-_MANY = (
-    (re.compile(r"(layers?|depths?|blocks|stages|stacks)$"), 1024),
-    (re.compile(r"(experts|heads|codebooks)$"), 1 << 16),
-)
-#: Any other whole number: of positions, of words, of a width. Six times the length that any model reads.
+_LAYERS = re.compile(r"(layers?|depths?|blocks|stages|stacks)$")
+_MOST_LAYERS = 1024
+#: How many of it a list asks for in all; other lists of layers say which ones.
+_COUNTED = re.compile(r"(^|_)depths?$|^(n|num)_.*(layers|blocks|stages|stacks)$")
+#: Any other whole number, for it may be a count of something too; no expert, head, group or label needs more.
+_MOST = 1 << 16
+#: What is a size in a tensor: of words, of positions, of a width. Six times the length that any model reads.
+_SIZE = re.compile(r"vocab|(size|sizes|dim|length|len|positions?|position_embeddings|ctx|window|rate|floor|pixels)$")
 _LARGEST = 1 << 26
+#: Modules of a model: half as many again as 60 layers of 384 experts have.
+_MODULES = 200_000
 #: Parameters that a byte of a file may hold (weights of two bits), and those that may lack beside it: a small head.
 _DENSEST, _LACKING = 4, 10_000_000
+_CONFIGURATION = "a model's configuration"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-#: What a key's number is no size of.
-_FREE = re.compile(r"theta|base|token_id|_id$|^id2label|seed|version|value|eps|freq|factor|period|original_max")
+#: What a key's number is no size of, and what numbers lie under that nothing is built by.
+_FREE = re.compile(
+    r"(^|_)(theta|ids?|index|tokens|seed|version|value|freq|factors?|offset)$|(^|_)(rope|size|emb)_base$|^base$"
+)
+_FREE_INSIDE = ("id2label", "label2id", "task_specific_params")
 #: Where a configuration can name a kernel, which is code that is downloaded and run.
-_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+_KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 
 
 def check_folder(folder: Path) -> None:
@@ -44,8 +55,9 @@ def check_folder(folder: Path) -> None:
     """
     for index in sorted(folder.glob("*.index.json")):
         files_of(index)
-    if (folder / "config.json").is_file() and _is_json(folder / "config.json"):
-        check_config(folder / "config.json")
+    config = folder / "config.json"
+    if config.is_file() and _parsed(config, _CONFIGURATION) is not None:
+        check_config(config)
 
 
 def files_of(index: Path) -> list[str]:
@@ -55,7 +67,7 @@ def files_of(index: Path) -> list[str]:
         CheckpointError: no index, or one of files that are not in its own folder.
     """
     must = "an index of weights files"
-    data = _read(index, must)
+    data = read_object(index, must)
     names = data.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(str(index), must, "one without a weight_map from tensors to files")
@@ -72,13 +84,49 @@ def check_config(path: Path) -> None:
     Raises:
         CheckpointError: such a configuration.
     """
-    for key, value in _numbers(path, _read(path, "a model's configuration"), "", 0):
-        if key in _KERNELS and isinstance(value, str) and "/" in value:
+    for keys, value in _values(path, read_object(path, _CONFIGURATION), (), 0):
+        kernel = next((key for key in keys if _KERNELS.search(key)), None)
+        if kernel is not None and isinstance(value, str) and "/" in value:
             must = "the name of an implementation that is installed"
-            raise CheckpointError(f"{path}: {key}", must, repr(value), "Kernels of the hub are code that would be run.")
-        most = next((most for words, most in _MANY if words.search(key)), _LARGEST)
-        if type(value) is int and abs(value) > most and not _FREE.search(key):
-            raise CheckpointError(f"{path}: {key}", f"a number that a model can have, at most {most:,}", value)
+            hint = "Kernels of the hub are code that would be run."
+            raise CheckpointError(f"{path}: {kernel}", must, repr(value), hint)
+        most = _most(keys[-1])
+        if type(value) is int and abs(value) > most and not _is_free(keys):
+            raise CheckpointError(f"{path}: {keys[-1]}", f"a number that a model can have, at most {most:,}", value)
+
+
+def _most(key: str) -> int:
+    if _LAYERS.search(key):
+        return _MOST_LAYERS
+    return _LARGEST if _SIZE.search(key) else _MOST
+
+
+def _is_free(keys: tuple[str, ...]) -> bool:
+    return bool(_FREE.search(keys[-1])) or any(key in _FREE_INSIDE for key in keys)
+
+
+@contextmanager
+def few_modules(path: Path) -> Iterator[None]:
+    """Building a model by the configuration at ``path`` ends where it has more modules than any model.
+
+    Numbers that are small enough each may be multiplied.
+
+    Raises:
+        CheckpointError: it had.
+    """
+    count = 0
+
+    def counted(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > _MODULES:
+            raise CheckpointError(str(path), f"that of a model of at most {_MODULES:,} modules", "more")
+
+    handle = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_weights(kind: Any, folder: Path) -> None:
@@ -89,7 +137,7 @@ def check_weights(kind: Any, folder: Path) -> None:
         folder: With a configuration and weights; without, nothing is said.
 
     Raises:
-        CheckpointError: such weights.
+        CheckpointError: such weights, or far more modules than any model has.
     """
     import transformers
 
@@ -98,8 +146,10 @@ def check_weights(kind: Any, folder: Path) -> None:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         found: Any = kind._model_mapping[type(config)] if hasattr(kind, "_model_mapping") else kind
-        with no_memory(buffers=True):
+        with no_memory(buffers=True), few_modules(folder / "config.json"):
             model: nn.Module = (found[0] if isinstance(found, (list, tuple)) else found)(config)
+    except CheckpointError:
+        raise
     except Exception:  # what cannot be built cannot be loaded, and then Transformers says why
         return
     wanted = sum(p.numel() for p in model.parameters())
@@ -109,37 +159,51 @@ def check_weights(kind: Any, folder: Path) -> None:
         raise CheckpointError(str(folder / "config.json"), must, f"one of a model of {wanted:,} parameters")
 
 
-def _read(path: Path, must: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_LONGEST + 1)
-        if len(text) > _LONGEST:
-            raise ValueError(f"more than {_LONGEST:,} characters")
-        data = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(str(path), must, str(error)) from error
+def read_object(path: Path, must: str) -> dict[str, Any]:
+    """The JSON object in a file of a length that a sound one has.
+
+    Raises:
+        CheckpointError: a longer file, or another one; it must be ``must``.
+    """
+    data = _parsed(path, must)
     if not isinstance(data, dict):
-        raise CheckpointError(str(path), must, f"a JSON {type(data).__name__}")
+        what = "no JSON" if data is None else f"a JSON {type(data).__name__}"
+        raise CheckpointError(str(path), must, what)
     return data
 
 
-def _is_json(path: Path) -> bool:
+def _parsed(path: Path, must: str) -> Any:
+    """What a file says in JSON; None where it says nothing in it.
+
+    Raises:
+        CheckpointError: a file that is too long to be read.
+    """
     try:
-        json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_LONGEST + 1)
+        if len(text) <= _LONGEST:
+            return json.loads(text)
     except (OSError, ValueError, RecursionError):
-        return False
-    return True
+        return None
+    raise CheckpointError(str(path), must, f"more than {_LONGEST:,} characters")
 
 
-def _numbers(path: Path, value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Every value under the innermost key above it."""
+def _values(path: Path, value: Any, keys: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value under the keys above it, and what the numbers of a list come to where they are counts of layers."""
     if depth > 40:
-        raise CheckpointError(str(path), "a configuration", "one that is nested more than 40 deep")
+        raise CheckpointError(str(path), _CONFIGURATION, "one that is nested more than 40 deep")
     if isinstance(value, dict):
         for name, inside in value.items():
-            yield from _numbers(path, inside, name, depth + 1)
+            yield from _values(path, inside, (*keys, name), depth + 1)
     elif isinstance(value, list):
         for inside in value:
-            yield from _numbers(path, inside, key, depth + 1)
+            yield from _values(path, inside, keys, depth + 1)
+        if keys and _COUNTED.search(keys[-1]):
+            yield keys, _total(value)
     else:
-        yield key, value
+        yield keys, value
+
+
+def _total(value: Any) -> int:
+    """The sum of the whole numbers in nested lists."""
+    return sum(map(_total, value)) if isinstance(value, list) else value if type(value) is int else 0

@@ -29,7 +29,7 @@ from headprune.model.offloaded import Away, offloaded, tied
 from headprune.model.sites import BoundSite
 from headprune.surgery.formats import slices
 from headprune.surgery.formats.building import fresh, no_memory
-from headprune.surgery.formats.foreign import check_config
+from headprune.surgery.formats.foreign import check_config, few_modules
 from headprune.surgery.formats.manifest import MANIFEST, Folded, Manifest
 from headprune.surgery.formats.weights import WEIGHTS, distinct, written
 
@@ -121,7 +121,7 @@ def build(folder: Path, manifest: Manifest) -> nn.Module:
     check_config(folder / "config.json")
     try:
         config = kind.config_class.from_pretrained(folder)
-        with no_memory():
+        with no_memory(), few_modules(folder / "config.json"):
             model: nn.Module = kind(config)
         if kind.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
