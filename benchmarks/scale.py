@@ -398,7 +398,7 @@ def paper(records: Path) -> str:
             *memory(machine),
             "",
             "*From where on something else than the accelerator is waited for, and how long a cut on disk takes at the"
-            f" {machine.cut / 1e9:.2f} GB/s of the measurement above, whose limit is copying and hashing, not the disk:*",
+            f" {machine.cut / 1e9:.2f} GB/s of the measurement above, where copying and hashing were the limit:*",
             "",
             *limits(machine),
         ]

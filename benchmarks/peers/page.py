@@ -78,7 +78,8 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
     head += ["MB", "loads back", "s to score", "s in all", "MiB to cut", "MiB to run"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     failed: dict[str, str] = {}
-    for name in dict.fromkeys(row["peer"] for row in rows):
+    named = {row["peer"] for row in rows}
+    for name in [name for name in PEERS if name in named]:
         draws = [row for row in rows if row["peer"] == name]
         good = [row for row in draws if "error" not in row]
         errors = [row["error"] for row in draws if "error" in row]
@@ -135,10 +136,12 @@ def verdict(record: dict[str, Any]) -> list[str]:
     """Every peer against ours, by paired accuracy and by speed together."""
     rows = {(row["peer"], row["kept"]): row for row in record["rows"] if "speed" in row}
     body, answers = [], {}
-    for line in record.get("compared", []):
+    order = list(PEERS)
+    for line in sorted(record.get("compared", []), key=lambda line: order.index(line["peer"])):
         theirs = rows.get((line["peer"], line["kept"]))
         ours = rows.get((line["reference"], line["reference_kept"]))
-        if theirs and ours and _ours(line["reference"]) and not _ours(line["peer"]):
+        alone = not _ours(line["peer"]) and not line["peer"].startswith(TOGETHER)
+        if theirs and ours and _ours(line["reference"]) and alone:
             kept = [str(n) if n is not None else "all" for n in (line["kept"], line["reference_kept"])]
             speed = _faster(theirs, ours)
             outcome = _outcome(line["test"], speed)
@@ -199,7 +202,8 @@ def _slower(row: dict[str, Any], other: dict[str, Any]) -> bool:
 def others(record: dict[str, Any]) -> list[str]:
     """How models are saved, why some do not come back, and notes of the peers."""
     lines: dict[str, None] = {}
-    for row in record["rows"]:
+    order = list(PEERS)
+    for row in sorted(record["rows"], key=lambda row: order.index(row["peer"])):
         back = row.get("loads_back", {})
         if back and PEERS[row["peer"]].environment != OWN:
             lines[f"- **{row['peer']}** is saved and loaded with: {back.get('by', 'nothing')}."] = None

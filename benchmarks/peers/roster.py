@@ -85,7 +85,13 @@ PEERS = {
             trains=2,
         ),
         Peer("flap2024", "ours", "FLAP, heads only, by our parts", settings={"preset": "flap2024"}),
-        Peer("kwon2022", "ours", "Kwon et al., heads only, by our parts", settings={"preset": "kwon2022"}),
+        Peer(
+            "kwon2022",
+            "ours",
+            "Kwon et al., heads only, by our parts",
+            settings={"preset": "kwon2022"},
+            answer="it may take a layer's last head, and then no attention runs there; so may headprune with `min_heads=0`",
+        ),
         Peer(
             "Transformers 4 prune_heads",
             "bertology",
