@@ -90,7 +90,7 @@ PEERS = {
             "ours",
             "Kwon et al., heads only, by our parts",
             settings={"preset": "kwon2022"},
-            answer="it may take a layer's last head, so that no attention runs there; so may headprune with `min_heads=0`",
+            answer="it may take a layer's last head, where no attention runs then; so may headprune with `min_heads=0`",
         ),
         Peer(
             "Transformers 4 prune_heads",
