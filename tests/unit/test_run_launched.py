@@ -33,7 +33,11 @@ RECIPE = {
 
 LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"],
+    # With --cpu it would start one process, without a word; --multi_gpu starts them on any machine.
+    "accelerate": [
+        *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--main_process_port", "0"),
+    ],
 }
 
 
