@@ -314,15 +314,21 @@ def _finished(folder: Path) -> None:
     Finished(KEY, FrozenDict(hashes(folder, ("scores.json",))), noted).save(folder / ".work" / "score.json")
 
 
+class _Keyed(Progress):
+    """Of a run whose stages have a key that is known."""
+
+    def key(self, stage: str) -> str:
+        return KEY
+
+
 def _read_finished(folder: Path) -> None:
     """On a copy, for what no finished stage vouches for is taken away."""
     with tempfile.TemporaryDirectory() as other:
         copy = Path(shutil.copytree(folder, Path(other) / "run"))
         (Path(other) / "neighbour").write_text("stays")
-        take_folder(copy, False, void)
-        progress = Progress(Journal("a", {}, copy, void, progress=False))
-        progress.keys = {"score": KEY}
-        progress.done("score")
+        journal = Journal("a", {}, copy, void, progress=False)
+        take_folder(copy, False, journal)
+        _Keyed(journal).done("score")
         assert sorted(os.listdir(other)) == ["neighbour", "run"]
     Finished.load(folder / ".work" / "score.json")
 

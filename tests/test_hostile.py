@@ -35,6 +35,7 @@ from headprune.recovery._checkpoint import FILE, Keeper
 from headprune.report import render_html, render_markdown
 from headprune.run.base import Base
 from headprune.run.dry import dry_run
+from headprune.run.journal import Journal
 from headprune.run.models import open_model
 from headprune.run.progress import Finished, take_folder
 from headprune.run.reading import parse_yaml
@@ -402,7 +403,7 @@ def test_what_is_done_names_no_file_outside_of_its_folder(name: str, tmp_path: P
     replace(record_of(), status="running").save(tmp_path / "record.json")
     sound = Finished("ab", FrozenDict({"scores.json": "0" * 64}), noted).save(tmp_path / ".work" / "score.json")
     sound.write_text(sound.read_text().replace('"scores.json"', json.dumps(name)))
-    take_folder(tmp_path, False, lambda line: None)
+    take_folder(tmp_path, False, Journal("a", {}, tmp_path, lambda line: None, progress=False))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".work", "record.json"]
 
 

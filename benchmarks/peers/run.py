@@ -331,8 +331,8 @@ def opponents(name: str, kept: int | None, budgets: Sequence[int]) -> list[tuple
         return []
     if kept is None:
         return [("unpruned", None), *((REFERENCE, its) for its in budgets)]
-    trained = [(TRAINED, kept)] if PEERS[name].trains == PEERS[TRAINED].trains and name != TRAINED else []
-    return [(REFERENCE, kept), *trained]
+    often = PEERS[TRAINED].trains if TRAINED in PEERS else None
+    return [(REFERENCE, kept), *([(TRAINED, kept)] if PEERS[name].trains == often and name != TRAINED else [])]
 
 
 def answered(

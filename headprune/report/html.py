@@ -88,7 +88,7 @@ def render_comparison_html(compared: Sequence[Compared], agreement: Agreement | 
     return template.render(view=seen, size={"width": WIDTH, "height": HEIGHT}, agreement=_agreement(agreement))
 
 
-def render_sweep_html(table: SweepTable, folder: str | Path = "SWEEP") -> str:
+def render_sweep_html(table: SweepTable, folder: str | Path = ".") -> str:
     """A sweep as one page: its trade-off on validation and on test rows, and the settings to look at.
 
     Args:

@@ -64,9 +64,7 @@ def write_tradeoff(table: SweepTable, folder: str | Path, sweep: str | Path | No
     """
     folder = Path(folder)
     drawn = [draw_tradeoff(table, folder / f"tradeoff.{kind}") for kind in ("svg", "png")] if table.rows else []
-    pages = _write(
-        folder / HTML_NAME, render_sweep_html(table, sweep or folder), folder / SUMMARY, render_tradeoff(table)
-    )
+    pages = _write(folder / HTML_NAME, render_sweep_html(table, sweep or "."), folder / SUMMARY, render_tradeoff(table))
     return [*drawn, *pages]
 
 

@@ -49,7 +49,7 @@ def report_sweep(folder: Path, out: Path | None = None) -> list[Path]:
     Raises:
         InvalidValue: a table that cannot be read.
     """
-    return write_tradeoff(SweepTable.load(folder / TABLE), out or folder, sweep=folder)
+    return write_tradeoff(SweepTable.load(folder / TABLE), out or folder, sweep=folder if out else None)
 
 
 def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:

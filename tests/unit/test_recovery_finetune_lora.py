@@ -205,7 +205,7 @@ def test_peft_is_optional(monkeypatch):
     model, batch = build()
     hp.recover_(model, [batch], Finetune(steps=1))
     with pytest.raises(
-        InvalidValue, match=r"lora_rank: must be left out where PEFT is not installed.*headprune\[lora\]"
+        InvalidValue, match=r"lora_rank: must be left out where PEFT is not installed.*pip install peft"
     ):
         hp.recover_(model, [batch], Finetune(lora_rank=2))
 

@@ -12,7 +12,7 @@ import pytest
 import headprune as hp
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
 from headprune.core.latency import LatencyTable
-from headprune.report.provenance import python_lines
+from headprune.report.repeat import python_lines
 from headprune.run import runner, subject
 from headprune.run.recipe import Recipe
 from headprune.run.validate import RecipeError, check_recipe, load_recipe

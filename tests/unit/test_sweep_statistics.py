@@ -260,7 +260,10 @@ def test_the_summary(tmp_path: Path) -> None:
     assert [p.name for p in write_tradeoff(sweep_table(), tmp_path)] == [
         *("tradeoff.svg", "tradeoff.png", "report.html", "summary.md")
     ]
-    assert f"headprune pick {tmp_path} --max-drop 0.01" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "in the folder of this page" in page
+    assert "headprune pick . --max-drop 0.01" in page
+    assert str(tmp_path) not in page  # the same sweep elsewhere has the same page
     write_tradeoff(sweep_table(), tmp_path / "pages", sweep="my sweeps/a")
     assert "headprune pick &#39;my sweeps/a&#39; --max-drop" in (tmp_path / "pages" / "report.html").read_text()
     text = render_tradeoff(sweep_table())
