@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import headprune.run
 from headprune.core.codec import Value
 from headprune.run.outcome import Outcome
 from headprune.run.runs import recipe_of
+from tests.golden.check import check_file
 from tests.golden.make import KEY
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "sweep"
@@ -47,13 +47,7 @@ def test_every_version_of_every_kind_has_a_file_and_facts() -> None:
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
 def test_a_file_loads_and_says_what_it_said(path: Path) -> None:
-    name, _, version = path.stem.rpartition("-")
-    kind = kinds()[name]
-    value = kind.load(path)
-    assert FACTS[path.stem](value)
-    assert json.loads(path.read_text(encoding="utf-8"))["version"] == int(version)
-    if int(version) == kind.SCHEMA_VERSION:
-        assert value.to_json() == path.read_text(encoding="utf-8"), "the stored form changed: raise SCHEMA_VERSION"
+    check_file(path, kinds(), FACTS)
 
 
 def test_an_outcome_is_found() -> None:
