@@ -69,9 +69,8 @@ def test_notebooks_are_thin_and_small(name: str) -> None:
     ]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert {(alias.asname or alias.name).partition(".")[0] for alias in imports} <= used, "an import that nothing uses"
-    if NOTEBOOKS[name][0] is None:  # those on the hub's models and data may wait for a machine that reaches it
-        assert all(cell.execution_count == place for place, cell in enumerate(cells, 1))
-        assert pictures(notebook) == NOTEBOOKS[name][1]
+    assert all(cell.execution_count == place for place, cell in enumerate(cells, 1))
+    assert pictures(notebook) == NOTEBOOKS[name][1]
     assert (FOLDER / f"{name}.ipynb").stat().st_size < 200_000
     assert "/tmp/" not in (text := said(notebook))
     assert "Traceback" not in text
