@@ -27,10 +27,9 @@ import numpy as np
 import torch
 
 import headprune as hp
-from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from studies import RECORDS, keep, now
+from studies import RECORDS, header, keep
 
 SCORERS = ("taylor", "leave_one_out")
 
@@ -69,11 +68,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
             for crew in crews.values():
                 crew.end()
     record: dict[str, Any] = {
-        "benchmark": "processes",
-        "created": now(),
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **header("processes"),
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "crew")},
         "rows": [row(name, size, rounds, scores, args) for name in args.scorers for size in args.processes],
     }

@@ -28,11 +28,10 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.model.running import DataDigest
-from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pages import table
-from studies import RECORDS, keep, now
+from studies import RECORDS, header, keep
 
 #: A gate's row in fp64, and where rows become sums; ``surgeon``'s blocks.
 ROW, ROOM, BLOCKS = 8, 128 * 2**20, 8
@@ -194,11 +193,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
             rows += measured(shape, args)
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "seconds"}), flush=True)
     record = {
-        "benchmark": "scale",
-        "created": now(),
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **header("scale"),
         "examples": args.examples,
         "tokens": args.tokens,
         "digest_bytes_per_second": digested(),

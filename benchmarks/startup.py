@@ -22,12 +22,9 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
-
-from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from studies import RECORDS, keep, now
+from studies import RECORDS, header, keep
 
 #: Seconds beyond an empty process.
 AIM = {"import headprune": 0.15}
@@ -71,11 +68,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     empty = float(np.median(times["python"]))
     beyond = {name: float(np.median(found)) - empty for name, found in times.items() if found and name != "python"}
     record: dict[str, Any] = {
-        "benchmark": "startup",
-        "created": now(),
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **header("startup"),
         "settings": {k: v for k, v in vars(args).items() if k != "out"},
         "aim": AIM,
         "seconds": times,

@@ -28,12 +28,11 @@ import headprune as hp
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.run.models import open_model
-from headprune.run.surroundings import git_commit, hardware, versions
 from headprune.surgery.formats.building import no_memory
 from headprune.surgery.streaming import prune_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from studies import RECORDS, keep, now
+from studies import RECORDS, header, keep
 
 WAYS = ("streamed", "loaded")
 
@@ -70,11 +69,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
             rows.append({"way": way, **json.loads(told), **({"equal": equal(args.work)} if way == WAYS[-1] else {})})
             print(rows[-1], flush=True)
     record = {
-        "benchmark": "streaming",
-        "created": now(),
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **header("streaming"),
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": sum(f.stat().st_size for f in files),
         "largest_shard": max(f.stat().st_size for f in files),

@@ -132,6 +132,12 @@ def weights_of(model: nn.Module) -> str:
     return fingerprint(model, hp.find_sites(model)).weights
 
 
+def header(benchmark: str, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """How the record of a script that measures all at once begins."""
+    about = {"hardware": hardware(torch.device(device)), "versions": versions(), "git_commit": git_commit()}
+    return {"benchmark": benchmark, "created": now(), **about}
+
+
 def stamp() -> dict[str, Any]:
     """When a row was measured, with which code, and where: a record may go on on another machine."""
     return {"created": now(), "git_commit": git_commit(), "processor": hardware(torch.device("cpu"))["processor"]}

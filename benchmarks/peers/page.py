@@ -46,8 +46,15 @@ def text(records: list[dict[str, Any]]) -> str:
     ]
     lines += studies.no_gpu(record["hardware"] for record in records)
     for record in records:
-        lines += section(record)
+        lines += section(in_order(record))
     return "\n".join(lines) + "\n"
+
+
+def in_order(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with its peers as the roster has them, whatever was measured first."""
+    place = {name: number for number, name in enumerate(PEERS)}
+    ordered = {k: sorted(record.get(k, []), key=lambda row: place[row["peer"]]) for k in ("rows", "compared")}
+    return {**record, **ordered}
 
 
 def section(record: dict[str, Any]) -> list[str]:
@@ -78,8 +85,7 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
     head += ["MB", "loads back", "s to score", "s in all", "MiB to cut", "MiB to run"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     failed: dict[str, str] = {}
-    named = {row["peer"] for row in rows}
-    for name in [name for name in PEERS if name in named]:
+    for name in dict.fromkeys(row["peer"] for row in rows):
         draws = [row for row in rows if row["peer"] == name]
         good = [row for row in draws if "error" not in row]
         errors = [row["error"] for row in draws if "error" in row]
@@ -136,8 +142,7 @@ def verdict(record: dict[str, Any]) -> list[str]:
     """Every peer against ours, by paired accuracy and by speed together."""
     rows = {(row["peer"], row["kept"]): row for row in record["rows"] if "speed" in row}
     body, answers = [], {}
-    order = list(PEERS)
-    for line in sorted(record.get("compared", []), key=lambda line: order.index(line["peer"])):
+    for line in record.get("compared", []):
         theirs = rows.get((line["peer"], line["kept"]))
         ours = rows.get((line["reference"], line["reference_kept"]))
         alone = not _ours(line["peer"]) and not line["peer"].startswith(TOGETHER)
@@ -202,8 +207,7 @@ def _slower(row: dict[str, Any], other: dict[str, Any]) -> bool:
 def others(record: dict[str, Any]) -> list[str]:
     """How models are saved, why some do not come back, and notes of the peers."""
     lines: dict[str, None] = {}
-    order = list(PEERS)
-    for row in sorted(record["rows"], key=lambda row: order.index(row["peer"])):
+    for row in record["rows"]:
         back = row.get("loads_back", {})
         if back and PEERS[row["peer"]].environment != OWN:
             lines[f"- **{row['peer']}** is saved and loaded with: {back.get('by', 'nothing')}."] = None

@@ -98,12 +98,10 @@ class Progress:
         """
         if self.done(stage):
             return take()
-        for name in (
-            files if self.folder is not None else ()
-        ):  # what another recipe left here, and this one may not make
-            assert self.folder is not None
-            if (self.folder / name).is_file():
-                (self.folder / name).unlink()
+        if self.folder is not None:
+            for path in (self.folder / name for name in files):
+                if path.is_file():  # another recipe left it here, and this one may not make it
+                    path.unlink()
         with self.journal.collected() as noted:
             if named:
                 with self.journal.stage(stage):

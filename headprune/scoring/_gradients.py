@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from headprune.model.running import batch_size, device_of, undisturbed
 from headprune.model.sites import BoundSite, bind, sites_of, unwrap
 from headprune.scoring._averages import in_blocks
 from headprune.scoring._base import Problem, Scorer
-from headprune.scoring._rows import Rows, collected, room
+from headprune.scoring._rows import Held, Rows, collected
 
 
 def gate_gradients(
@@ -77,9 +78,9 @@ class GradientScorer(Scorer):
         """Examples a block, in data order."""
         return 1
 
+    @abstractmethod
     def of_gradients(self, gradients: Tensor) -> Tensor:
         """``[rows, units]`` from rows of G, or of their means."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -118,18 +119,18 @@ def gathered(problem: Problem, scorer: GradientScorer) -> Gathered:
 
 def _read(problem: Problem, streams: list[_Stream]) -> bool:
     """Reads all gradients; whether there was room for G, and if not, they went into the streams."""
-    held: list[Tensor] = []
-    whole = True
+
+    def feed(gradients: Tensor) -> None:
+        for stream in streams:
+            stream.add(gradients)
+
+    held = Held(feed)
     for piece in _pieces(problem):
-        held.append(piece)
-        if not whole or sum(h.nbytes for h in held) > room():
-            for gradients in held:
-                for stream in streams:
-                    stream.add(gradients)
-            held, whole = [], False
-    if whole:
-        problem.shared["gradients"] = torch.cat(held)
-    return whole
+        held.add(piece)
+    if (whole := held.whole) is None:
+        return False
+    problem.shared["gradients"] = whole
+    return True
 
 
 class _Stream:

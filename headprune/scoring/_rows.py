@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -77,26 +77,46 @@ class Rows:
         return found
 
 
-class Collected:
-    """All rows of parts that come one by one, as long as there is room for them."""
+class Held:
+    """Rows of parts that come one by one, kept as long as there is room for them.
 
-    def __init__(self) -> None:
-        self._held: list[Tensor] = []
-        self._rows: Rows | None = None
+    Args:
+        feed: Takes all parts, in order, from where there is no room any more.
+    """
+
+    def __init__(self, feed: Callable[[Tensor], None]) -> None:
+        self._feed, self._held, self._fed = feed, list[Tensor](), False
 
     def add(self, part: Tensor) -> None:
         """Adds rows, in order."""
         self._held.append(part)
-        if self._rows is not None or sum(h.nbytes for h in self._held) > room():
-            self._rows = self._rows or Rows()
+        if self._fed or sum(h.nbytes for h in self._held) > room():
             for held in self._held:
-                self._rows.add(held)
-            self._held = []
+                self._feed(held)
+            self._held, self._fed = [], True
+
+    @property
+    def whole(self) -> Tensor | None:
+        """All rows; None where they were fed."""
+        return None if self._fed else torch.cat(self._held)
+
+
+class Collected:
+    """All rows of parts that come one by one, as long as there is room for them."""
+
+    def __init__(self) -> None:
+        self._rows = Rows()
+        self._held = Held(self._rows.add)
+
+    def add(self, part: Tensor) -> None:
+        """Adds rows, in order."""
+        self._held.add(part)
 
     @property
     def rows(self) -> Tensor | Rows:
         """What there was room for."""
-        return torch.cat(self._held) if self._rows is None else self._rows
+        whole = self._held.whole
+        return self._rows if whole is None else whole
 
 
 def collected(parts: Iterable[Tensor]) -> Tensor | Rows:

@@ -90,37 +90,39 @@ def test_a_run_killed_at_every_file_call_around_its_stages(tmp_path: Path, anew:
     assert ends == {"finished", "gone on with", *(["as it was"] if anew else [])}
 
 
+def _killed(
+    work: Callable[[str], None],
+    undisturbed: Whole,
+    out: Path,
+    number: int,
+    seed: int,
+    same: Callable[[Path, Path], None],
+) -> None:
+    """Work killed at a moment of its own, and called again, leaves what it leaves undisturbed."""
+    folder, whole = undisturbed
+    print(*killing.killed_and_finished(work, out, number, seed, whole), sep="\n")
+    same(out, folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_a_killed_run(run: Whole, tmp_path: Path, number: int) -> None:
-    folder, whole = run
-    said = killing.killed_and_finished(killing.the_run, tmp_path / "out", number, 0, whole)
-    print(*said, sep="\n")
-    killing.same_runs(tmp_path / "out", folder)
+    _killed(killing.the_run, run, tmp_path / "out", number, 0, killing.same_runs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(20))
 def test_a_run_killed_at_twenty_moments(run: Whole, tmp_path: Path, number: int) -> None:
-    folder, whole = run
-    said = killing.killed_and_finished(killing.the_run, tmp_path / "out", number, 1, whole)
-    print(*said, sep="\n")
-    killing.same_runs(tmp_path / "out", folder)
+    _killed(killing.the_run, run, tmp_path / "out", number, 1, killing.same_runs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(6))
 def test_a_run_in_stages_killed_at_six_moments(gradual_run: Whole, tmp_path: Path, number: int) -> None:
-    folder, whole = gradual_run
-    said = killing.killed_and_finished(killing.the_gradual_run, tmp_path / "out", number, 2, whole)
-    print(*said, sep="\n")
-    killing.same_runs(tmp_path / "out", folder)
+    _killed(killing.the_gradual_run, gradual_run, tmp_path / "out", number, 2, killing.same_runs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(5))
 def test_a_sweep_killed_at_five_moments(sweep: Whole, tmp_path: Path, number: int) -> None:
-    folder, whole = sweep
-    said = killing.killed_and_finished(killing.the_sweep, tmp_path / "out", number, 3, whole)
-    print(*said, sep="\n")
-    killing.same_sweeps(tmp_path / "out", folder)
+    _killed(killing.the_sweep, sweep, tmp_path / "out", number, 3, killing.same_sweeps)
