@@ -80,7 +80,7 @@ def mutated_json(data: Any, draw: random.Random) -> Any:
     for _ in range(draw.randint(1, 3)):
         places = list(_places(data))
         if not places:
-            return draw.choice(_VALUES)
+            return _awkward(draw)
         home, key = draw.choice(places)
         kind = draw.randrange(5)
         if kind == 0:
@@ -93,8 +93,13 @@ def mutated_json(data: Any, draw: random.Random) -> Any:
             other, place = draw.choice(places)
             home[key] = copy.deepcopy(other[place])
         else:
-            home[key] = draw.choice(_VALUES)
+            home[key] = _awkward(draw)
     return data
+
+
+def _awkward(draw: random.Random) -> Any:
+    """One of the values, of its own: a list that two documents share would be changed in both."""
+    return copy.deepcopy(draw.choice(_VALUES))
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:

@@ -10,6 +10,7 @@ import pickle
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -422,7 +423,7 @@ def test_times_that_are_none_are_passed_over(tmp_path: Path) -> None:
     assert (tmp_path / "timings.csv").read_text().splitlines()[1] == '"r",0,,1.5,'
 
 
-@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", 5])
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", "\ud800", 5])
 def test_an_index_names_no_file_outside_of_its_folder(name: Any, tmp_path: Path) -> None:
     folder = bert(tmp_path / "model")
     (tmp_path / "other").mkdir()
@@ -454,6 +455,26 @@ def test_data_that_names_a_device_is_not_read_for_ever(tmp_path: Path) -> None:
     for name in ("/dev/zero", "..", "a\0b"):
         with pytest.raises(InvalidValue, match="the path of a file that can be read"):
             clip_of(name, "row 0", tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.5, True, "BertModel", {}, [[]], ["no class"]])
+def test_a_class_that_is_no_name_is_refused_or_passed_over(value: Any, tmp_path: Path) -> None:
+    folder = bert(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": value}))
+    with suppress(InvalidValue):
+        assert type(open_model(str(folder))).__name__ == "BertModel"
+
+
+def test_a_panic_of_a_library_in_rust_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    panic = type("PanicException", (BaseException,), {})
+
+    def panics(*_: object, **__: object) -> None:
+        raise panic("no entry found for key")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", panics)
+    with pytest.raises(InvalidValue, match="no entry found for key"):
+        open_model(str(bert(tmp_path / "model")))
 
 
 # ---------------------------------------------------------------- absurd sizes

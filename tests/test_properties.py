@@ -326,6 +326,7 @@ class Verbs(RuleBasedStateMachine):
         assert picture(self.model) == before
         assert_close(self._run(self.model), shown, **EXACT)
 
+    @precondition(lambda self: len(self.mask))  # a model without heads has nothing to score, and says so
     @rule(name=st.sampled_from(["magnitude", "taylor"]))
     def score(self, name: str) -> None:
         before, shown, batch = picture(self.model), self._run(self.model), self._labelled()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from headprune.core.errors import InvalidValue, did_you_mean
+from headprune.model.classes import class_name_of
 from headprune.run.models import model_config
 from headprune.run.reading import override, parse_yaml
 from headprune.run.recipe import UNLABELLED, DataSection, Recipe, Task
@@ -110,7 +111,7 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
     source = load_source(section)
     columns = _columns(source.splits["train"])
     config = model_config(model)
-    kind = next(iter(config.architectures or ()), type(config).__name__)
+    kind = class_name_of(config) or type(config).__name__
     found = next((t for end, t in _BY_CLASS.items() if kind.endswith(end)), None)
     if found == "text_classification" and (config.num_labels == 1 or config.problem_type == "regression"):
         found = "regression"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
-from headprune.model.classes import OWN, class_named
+from headprune.model.classes import OWN, class_name_of, class_named
 from headprune.run.adapters import is_adapter, merged
 from headprune.run.imported import build_own
 from headprune.run.recipe import CLASSIFICATIONS, UNLABELLED, Recipe, Task
@@ -126,7 +127,8 @@ def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, ba
     if not text:
         return Preparation(processor=tool)
     try:
-        tool("a word", truncation=True)
+        with _panics_are_errors():
+            tool("a word", truncation=True)
     except Exception as error:  # a tokenizer loads with settings that it cannot work with
         must = "a folder with a tokenizer that reads text"
         raise InvalidValue("model.path", must, f"{section.path!r} ({type(error).__name__}: {error})") from error
@@ -281,8 +283,9 @@ def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
     check_folder(Path(folder))
     check_weights(kind, Path(folder))
     try:
-        # False, and not left out: then Transformers would ask who sits at the terminal.
-        return kind.from_pretrained(folder, trust_remote_code=False, **settings)
+        with _panics_are_errors():
+            # False, and not left out: then Transformers would ask who sits at the terminal.
+            return kind.from_pretrained(folder, trust_remote_code=False, **settings)
     except Exception as error:  # what lies there breaks readers and constructors in any way it likes
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         local = Path(folder).is_dir()
@@ -290,6 +293,17 @@ def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
         hint = "Give a local folder" + (": --set model.path=FOLDER." if where == "model.path" else ".")
         must = f"a folder from which {kind.__name__} loads" if local else must
         raise InvalidValue(where, must, f"{path!r} ({reason})", "" if local else hint) from error
+
+
+@contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """A library in Rust that meets a file it did not expect raises what no ``except Exception`` sees."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise RuntimeError(str(error)) from error
+        raise
 
 
 def _fresh(recipe: Recipe, labels: Sequence[Any], told: Mapping[str, Any]) -> nn.Module:
@@ -338,8 +352,7 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
         raise InvalidValue(where, "a model folder", f"{path!r} without config.json")
     config = _loaded(transformers.AutoConfig, path, where)
     _refuse_remote_code(config, path, where)
-    name = next(iter(config.architectures or ()), None)
-    kind = class_named(str(name)) or transformers.AutoModel
+    kind = class_named(class_name_of(config)) or transformers.AutoModel
     model: nn.Module = _loaded(kind, path, where, dtype="auto")
     return model.eval()
 

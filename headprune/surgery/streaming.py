@@ -21,7 +21,7 @@ from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedMode
 from headprune.core.files import staged
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
-from headprune.model.classes import class_named
+from headprune.model.classes import class_name_of, class_named
 from headprune.model.cut import cut_, kept_rows_of
 from headprune.model.fingerprint import check_plan, sample_positions
 from headprune.model.sites import bind, find_sites
@@ -133,7 +133,7 @@ def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, froze
     check_folder(folder)
     try:
         config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        kind: Any = class_named(str(next(iter(config.architectures or ()), None)))
+        kind: Any = class_named(class_name_of(config))
         if kind is None:
             raise ValueError(f"no class of Transformers is named in its architectures: {config.architectures}")
         if getattr(config, "headprune_heads", None) is not None:

@@ -73,7 +73,7 @@ def files_of(index: Path) -> list[str]:
         raise CheckpointError(str(index), must, "one without a weight_map from tensors to files")
     found = sorted(set(names.values()))
     for name in found:
-        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        if name in ("", ".", "..") or not name.isprintable() or "/" in name or "\\" in name:
             raise CheckpointError(str(index), "an index of files in its folder", repr(name))
     return found
 
