@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ from headprune.run.tables import write_timings
 from headprune.run.tasks import file_of, outcome_of
 from headprune.run.validate import load_recipe
 from headprune.run.vocabulary import train_tokenizer
+from headprune.scoring import _shelf
 from headprune.surgery.formats import card
 from headprune.surgery.streaming import prune_checkpoint
 from tests.fuzzing import mutated, mutated_bytes, mutated_header, mutated_lines
@@ -200,6 +202,36 @@ def _outcome(folder: Path) -> None:
 def _read_outcome(folder: Path) -> None:
     found = outcome_of(folder, KEY)
     paired_drops(found.answers("test"), [found.answers("test")], draws=10)
+
+
+class _Sum:
+    """A sum of numbers that batches are added to."""
+
+    def __init__(self) -> None:
+        self.total = torch.ones(2)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def join(self, parts: list[Any]) -> None:
+        self.total = torch.stack([part["total"] for part in parts]).sum(0)
+
+
+def _kept(folder: Path) -> None:
+    """What batches gave to a call: rows of a pass, and sums of the next."""
+    with patch.object(_shelf, "EVERY", 0.0):
+        _read_kept(folder)
+
+
+def _read_kept(folder: Path) -> None:
+    def nothing() -> None:
+        pass
+
+    shelf = _shelf.Shelf(folder, {"scorers": "taylor", "device": "cpu"})
+    shelf.remembering(lambda number, batch: batch)(0, torch.ones(2, 3), "aa", nothing)
+    into = shelf.added({"sum": _Sum()})
+    if not into.holds(0, "aa"):
+        into.done("aa", nothing)
 
 
 def _pick(folder: Path) -> None:
@@ -388,6 +420,9 @@ KINDS: dict[str, Kind] = {
     "samples": Kind("scores.samples.safetensors", _beside_scores, _read_samples, mutated_header),
     "curvature": Kind("scores.curvature.safetensors", _beside_scores, _read_curvature, mutated_header),
     "outcome": Kind(f"outcomes/{KEY[:24]}.safetensors", _outcome, _read_outcome, mutated_header),
+    "call of scores": Kind("call.json", _kept, _read_kept),
+    "rows of scores": Kind("pass-1-from-0.safetensors", _kept, _read_kept, mutated_header, refuses=False),
+    "sums of scores": Kind("pass-2.safetensors", _kept, _read_kept, mutated_header, refuses=False),
     "pick": Kind("pick.json", _pick, lambda f: str(Pick.load(f / "pick.json"))),
     "run of a sweep": Kind("run.json", _run, _read_run),
     "latency table": Kind("latency.json", _latency, lambda f: str(LatencyTable.load(f / "latency.json"))),

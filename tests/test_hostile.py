@@ -423,7 +423,9 @@ def test_times_that_are_none_are_passed_over(tmp_path: Path) -> None:
     assert (tmp_path / "timings.csv").read_text().splitlines()[1] == '"r",0,,1.5,'
 
 
-@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", "\ud800", 5])
+@pytest.mark.parametrize(
+    "name", ["../other/model.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", "\ud800", 5]
+)
 def test_an_index_names_no_file_outside_of_its_folder(name: Any, tmp_path: Path) -> None:
     folder = bert(tmp_path / "model")
     (tmp_path / "other").mkdir()

@@ -143,7 +143,8 @@ class CandidateLosses:
             since = f" from batch {whole.number} on" if whole.number else ""
             why = str(error) or type(error).__name__
             note = f"Every setting had a whole pass of its own{since}, as passes could not be played back: {why}"
-            self.notes = tuple(dict.fromkeys((*self.notes, note)))
+            if not any(told.endswith(f": {why}") for told in self.notes):
+                self.notes = (*self.notes, note)
             return None
 
 

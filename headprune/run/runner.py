@@ -164,7 +164,9 @@ def _line(recipe: Recipe, journal: Journal, folder: Path, launch: Launch | None)
     once("base quality", lambda: subject.report(subject.model, "base", whole), _nothing)
     if recipe.report:
         once("attention", lambda: _attention(subject, folder), _nothing, (ATTENTION,))
-    scored = once("score", lambda: _score(subject, folder), lambda: _scores(subject, folder), _SCORES)
+    scored = once(
+        "score", lambda: _score(subject, folder, progress.work("score")), lambda: _scores(subject, folder), _SCORES
+    )
     plan = once("select", lambda: _select(subject, scored.chosen), lambda: _plan(journal))
     plan.save(folder / PLAN)
     once("compare", lambda: stages.compare_plans(subject, scored, plan), _nothing)
@@ -191,8 +193,8 @@ def _nothing() -> None:
     """For stages that leave nothing but notes."""
 
 
-def _score(subject: Subject, folder: Path) -> stages.Scored:
-    scored = stages.score_heads(subject)
+def _score(subject: Subject, folder: Path, work: Path | None) -> stages.Scored:
+    scored = stages.score_heads(subject, work=work)
     scored.chosen.save(folder / SCORES)
     if scored.magnitude is not None:
         scored.magnitude.save(folder / MAGNITUDE)

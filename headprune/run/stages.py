@@ -47,8 +47,11 @@ class Scored:
     random: tuple[HeadScores, ...]
 
 
-def score_heads(subject: Subject, first: HeadScores | None = None) -> Scored:
-    """Scores on calibration rows, by the chosen scorer, unless it has given ``first`` before, and by the baselines."""
+def score_heads(subject: Subject, first: HeadScores | None = None, work: Path | None = None) -> Scored:
+    """Scores on calibration rows, by the chosen scorer, unless it has given ``first`` before, and by the baselines.
+
+    What batches gave is kept in ``work``, and gone on with from there.
+    """
     wanted = subject.recipe.score
     seeds = [subject.recipe.seed + _RANDOM_SEEDS + i for i in range(wanted.random_draws)]
     weights = [configured(scoring.registry, "magnitude", {})] if wanted.magnitude else []
@@ -56,7 +59,7 @@ def score_heads(subject: Subject, first: HeadScores | None = None) -> Scored:
     batches = subject.data.batches("calibration", wanted.batch_size)
     if first is None:
         with nullcontext() if subject.launch is None else subject.launch.met(subject.model) as processes:
-            first = chosen_scores(subject, processes)
+            first = chosen_scores(subject, processes, work)
         if subject.launch is not None:
             subject.journal.note(hardware={"processes": subject.launch.size})
         subject.journal.tell(first.title)
@@ -70,7 +73,7 @@ def score_heads(subject: Subject, first: HeadScores | None = None) -> Scored:
     return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])
 
 
-def chosen_scores(subject: Subject, processes: Processes | None) -> HeadScores:
+def chosen_scores(subject: Subject, processes: Processes | None, work: Path | None = None) -> HeadScores:
     """The chosen scorer's scores on calibration rows, which all processes of the run share, if there are several."""
     wanted = subject.recipe.score
     return score(
@@ -80,6 +83,7 @@ def chosen_scores(subject: Subject, processes: Processes | None) -> HeadScores:
         sites=subject.sites,
         until=wanted.stopping,
         processes=processes,
+        folder=work,
         progress=subject.journal.progress,
     )
 

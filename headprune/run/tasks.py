@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.scores import HeadScores
 from headprune.run.base import Base, open_base
 from headprune.run.choosing import choose_heads
+from headprune.run.journal import WORK
 from headprune.run.outcome import SPLITS, Outcome, judge
 from headprune.run.recipe import Recipe
 from headprune.run.recovering import recover_once, seeded
@@ -161,7 +163,18 @@ def _make_scores(task: Task) -> None:
     wanted = subject.recipe.score
     scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     batches = subject.data.batches("calibration", wanted.batch_size)
-    score(subject.model, batches, scorer, sites=subject.sites, until=wanted.stopping, progress=False).save(task.path)
+    work = task.sweep / WORK / f"score-{task.key[:16]}"
+    found = score(
+        subject.model,
+        batches,
+        scorer,
+        sites=subject.sites,
+        until=wanted.stopping,
+        folder=work,
+        progress=False,
+    )
+    found.save(task.path)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _make_plan(task: Task) -> None:

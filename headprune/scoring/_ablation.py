@@ -40,7 +40,7 @@ def differences(problem: Problem, what: str, settings: Tensor, base: Tensor, rep
         found, start = losses(batch, settings, base, fill(batch), number)
         return (found - start).T.double().cpu()
 
-    return problem.rows(what, of_batch)
+    return problem.rows(what, of_batch, losses)
 
 
 class Replay:

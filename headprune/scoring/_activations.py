@@ -311,21 +311,21 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
             of_kind[number].rounding = rounding
             of_kind[number].add(examples % of_kind[number].blocks, x, counted.double())
 
-    every = [s for of_kind in statistics for s in of_kind]
+    every = list(enumerate(s for of_kind in statistics for s in of_kind))
 
     def own() -> dict[str, Tensor]:
         nonlocal first, size
         with reading(problem.model, bound, take) as begin:
-            for _, before, batch in problem.share("activations"):
+            for _, before, batch in problem.share("activations", problem.added(**{str(i): s for i, s in every})):
                 first, size = before, batch_size(batch)
                 begin(batch)
                 run(problem.model, batch, problem.loss)
-                for statistic in every:
+                for _, statistic in every:
                     statistic.end(torch.arange(first, first + size, device=statistic.count.device) % statistic.blocks)
         return {}
 
     problem.gathered("activations", own)
-    for statistic in every:
+    for _, statistic in every:
         if problem.crew.size > 1:
             statistic.join(problem.crew.exchanged(statistic.parts))  # one at a time: they may be large
         name = statistic.bound.site.name

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, overload
 
+import torch
 from torch import Tensor, nn
 
 from headprune.attention.sharded import check_whole
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature, Samples
-from headprune.core.scores import HeadScores
+from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.model.fingerprint import fingerprint, weights_digest
 from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
 from headprune.model.processes import Crew, Processes
-from headprune.model.running import undisturbed
-from headprune.model.sites import bind, unwrap
+from headprune.model.running import device_of, undisturbed
+from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring import registry
 from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._shelf import Shelf
 from headprune.scoring._stopping import Stable, read_until
 
 _LOAD = "Load the model into memory, or with a device_map and without preload_module_classes."
@@ -36,6 +39,7 @@ def score(
     sites: Iterable[AttentionSite] | None = ...,
     until: Stable | None = ...,
     processes: Processes | None = ...,
+    folder: str | Path | None = ...,
     progress: bool | None = ...,
 ) -> HeadScores: ...
 
@@ -50,6 +54,7 @@ def score(
     sites: Iterable[AttentionSite] | None = ...,
     until: Stable | None = ...,
     processes: Processes | None = ...,
+    folder: str | Path | None = ...,
     progress: bool | None = ...,
 ) -> tuple[HeadScores, ...]: ...
 
@@ -63,6 +68,7 @@ def score(
     sites: Iterable[AttentionSite] | None = None,
     until: Stable | None = None,
     processes: Processes | None = None,
+    folder: str | Path | None = None,
     progress: bool | None = None,
 ) -> HeadScores | tuple[HeadScores, ...]:
     """Measures how important each head is; the model is left exactly as it was.
@@ -80,6 +86,9 @@ def score(
             scores say after how many examples. The batches must come in random order.
         processes: ``hp.Processes()`` shares the batches among the processes of ``torch.distributed``; every process
             makes this call, with the same whole batches, and gets the scores of one process. None shares nothing.
+        folder: A folder for this call alone. What the batches gave is kept there now and then, up to 4 GiB, and the
+            same call goes on after it if it was killed, to the same scores; of a loss the name alone is compared,
+            and ``ggn`` begins anew. The folder stays until you take it away.
         progress: Show a progress bar; None shows it on a terminal.
 
     Returns:
@@ -92,6 +101,7 @@ def score(
         UnsupportedModel: no known attention in the model, or weights that are neither in memory nor offloaded by
             accelerate, module by module.
         ProcessFailed: another process failed, is gone, or did not answer in time.
+        NotWritten: there is no room in the folder, or no right to write there.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -123,7 +133,10 @@ def score(
             check_whole(model, "one whose weights are whole in every process, where they share batches")
             whole_mark = f"{mark.structure} {weights_digest(model)}"
             _check_alike(crew, whole_mark, batches, [(name, s.settings) for name, s in named], until)
-        problem = Problem(model, bound, batches, loss or default_loss, progress, crew=crew)
+        shelf = Shelf()
+        if folder is not None:
+            shelf = Shelf(Path(folder) / f"{crew.rank}-of-{crew.size}", _call(named, until, loss, mark, bound))
+        problem = Problem(model, bound, batches, loss or default_loss, progress, crew=crew, shelf=shelf)
         problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
         if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
@@ -148,6 +161,26 @@ def score(
         for (name, s), e in zip(named, estimates, strict=True)
     )
     return results[0] if isinstance(scorer, (str, Scorer)) else results
+
+
+def _call(
+    named: list[tuple[str, Scorer]],
+    until: Stable | None,
+    loss: Loss | None,
+    mark: ModelFingerprint,
+    bound: list[BoundSite],
+) -> dict[str, str]:
+    """What tells a call from others, but for its batches."""
+    of_loss = "" if loss is None else f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', type(loss))}"
+    return {
+        "scorers": repr([(name, scorer.settings) for name, scorer in named]),
+        "until": repr(until),
+        "loss": of_loss,
+        "the model": f"{mark.structure} {mark.weights}",
+        "sites": repr([(b.site.name, b.site.heads, b.site.units) for b in bound]),
+        "device": str(device_of(bound[0].module)),
+        "torch": torch.__version__,
+    }
 
 
 def _check_alike(crew: Crew, mark: str, batches: Any, *asked: Any) -> None:

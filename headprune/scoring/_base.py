@@ -23,6 +23,7 @@ from headprune.model.processes import Crew
 from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
 from headprune.model.sites import BoundSite
 from headprune.scoring._rows import room
+from headprune.scoring._shelf import Added, Kept, Shelf, Sums, Told
 
 #: Batches whose losses are looked at together.
 _LOOK = 4096
@@ -66,6 +67,7 @@ class Problem:
         progress: Show a bar; None shows it on a terminal only.
         before: Batches of the user's that came before these, which are numbered after them.
         crew: The processes that share the batches.
+        shelf: Where what batches give is kept, for a call that is cut off.
     """
 
     model: nn.Module
@@ -78,9 +80,11 @@ class Problem:
     shared: dict[Any, Any] = field(default_factory=dict)
     before: int = 0
     crew: Crew = field(default_factory=Crew)
+    shelf: Shelf = field(default_factory=Shelf)
     examples: int = field(default=0, init=False)  # of the last whole pass
     _order: bytes | None = field(default=None, init=False)  # of a whole pass
     _unseen: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # losses, by batch
+    _mark: str = field(default="", init=False)  # digest of all batches of a pass so far
 
     def losses(self, number: int, batch: Any) -> Tensor:
         """``[examples]``: the loss of a batch of ``passes``, which looks whether all are finite where it ends.
@@ -101,11 +105,20 @@ class Problem:
         unseen, self._unseen = self._unseen, []
         check_finite(unseen)
 
-    def passes(self, what: str) -> Iterator[tuple[int, Any]]:
+    def added(self, **sums: Sums) -> Added:
+        """For a pass whose batches go into sums and nothing else: where the call was cut off, they hold what they held
+        then, and the pass gives only the batches after that."""
+        return self.shelf.added(sums)
+
+    def passes(self, what: str, into: Added | None = None) -> Iterator[tuple[int, Any]]:
         """Yields ``(number, batch on the model's device)`` for one pass over the data, with a progress bar.
 
         All of it in every process, so that whatever is made of it needs no exchange; ``share``, ``rows`` and
         ``pieces`` are faster.
+
+        Args:
+            what: What it is for, in words.
+            into: What the batches are ``added`` to, if that is all that is made of them.
 
         Raises:
             InvalidValue: no data was given, there is no batch in it, an earlier pass gave other batches, or one of
@@ -113,43 +126,54 @@ class Problem:
         """
         device = device_of(self.model)
         for number, batch in self._read(what):
-            yield number, to_device(batch, device)
+            if into is None or not into.holds(number, self._mark):
+                yield number, to_device(batch, device)
+                if into is not None:
+                    into.done(self._mark, self._look)
 
-    def share(self, what: str) -> Iterator[tuple[int, int, Any]]:
+    def share(self, what: str, into: Added | None = None) -> Iterator[tuple[int, int, Any]]:
         """Yields ``(number, examples before it, batch)`` of this process's batches; see ``passes``.
 
         What is made of them is only a part: bring the parts of all processes together with ``gathered``.
         """
         device, first = device_of(self.model), 0
         for number, batch in self._read(what):
-            if self.crew.owns(number - self.before):
+            if self.crew.owns(number - self.before) and (into is None or not into.holds(number, self._mark)):
                 yield number, first, to_device(batch, device)
+                if into is not None:
+                    into.done(self._mark, self._look)
             first += batch_size(batch)
 
-    def rows(self, what: str, of_batch: Callable[[int, Any], Tensor]) -> Tensor:
+    def rows(self, what: str, of_batch: Callable[[int, Any], Tensor], told: Told | None = None) -> Tensor:
         """``[examples, ...]``, fp64 on the CPU: what ``of_batch(number, batch)`` gives, in the order of the data.
 
-        The processes share the batches, so that the rows must be all that it does.
+        The processes share the batches, so that the rows must be all that it does, but for the notes of ``told``.
         """
 
+        kept = self.shelf.remembering(of_batch, told)
+
         def own() -> dict[str, Tensor]:
-            return {str(number): of_batch(number, batch) for number, _, batch in self.share(what)}
+            return {str(number): self._kept(kept, number, batch) for number, _, batch in self.share(what)}
 
         return in_data_order(self.gathered(what, own))
 
-    def pieces(self, what: str, of_batch: Callable[[int, Any], Tensor], width: int) -> Iterator[Tensor]:
+    def pieces(
+        self, what: str, of_batch: Callable[[int, Any], Tensor], width: int, keep: bool = True
+    ) -> Iterator[Tensor]:
         """``rows`` of so many numbers each, a piece after the other, so that they need not all be in memory.
 
-        The pieces are the same whatever the number of processes, which exchange what they have after each.
+        The pieces are the same whatever the number of processes, which exchange what they have after each. Where the
+        rows are not all that ``of_batch`` makes, ``keep`` must be False.
         """
         device, reading, more = device_of(self.model), self._read(what), True
+        kept = (self.shelf if keep else Shelf()).remembering(of_batch)
 
         def own() -> dict[str, Tensor]:
             nonlocal more
             held, size = {}, 0
             for number, batch in reading:
                 if self.crew.owns(number - self.before):
-                    held[str(number)] = of_batch(number, to_device(batch, device))
+                    held[str(number)] = self._kept(kept, number, to_device(batch, device))
                 size += 8 * width * batch_size(batch)
                 if size > room() // 8:
                     return held
@@ -160,6 +184,9 @@ class Problem:
             parts = self.gathered(what, own)
             if any(parts):
                 yield in_data_order(parts)
+
+    def _kept(self, kept: Kept, number: int, batch: Any) -> Tensor:
+        return kept(number, batch, self._mark, self._look)
 
     def gathered(self, what: str, make: Callable[[], Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
         """The tensors that ``make`` makes of a ``share``, of all processes by rank.
@@ -189,6 +216,7 @@ class Problem:
             _refuse_caches(batch, count)
             digest.add(batch)
             order += digest.short()
+            self._mark = order[-8:].hex()
             if self._order is not None and self._order[len(order) - 8 : len(order)] != order[-8:]:
                 raise _other_batches(what, f"others from batch {count} on")
             yield count, batch
@@ -229,8 +257,10 @@ class Problem:
 def in_data_order(parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
     """Rows by the number of their batch, of all processes, one after the other; fp64 on the CPU."""
     by_number = {int(name): rows for part in parts for name, rows in part.items() if name.isdigit()}
-    # Once: every copy waits for the accelerator.
-    return torch.cat([by_number[number] for number in sorted(by_number)]).cpu().double()
+    rows = [by_number[number] for number in sorted(by_number)]
+    if len({r.device for r in rows}) > 1:  # some were kept in a folder
+        rows = [r.cpu() for r in rows]
+    return torch.cat(rows).cpu().double()  # once: every copy waits for the accelerator
 
 
 def added(parts: Iterable[Mapping[str, Tensor]], name: str) -> Tensor:

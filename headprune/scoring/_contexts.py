@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.contexts import Take, reading, watched, wide
+from headprune.model.running import device_of
 from headprune.model.sites import BoundSite
 from headprune.scoring._base import Problem
 
@@ -30,29 +31,42 @@ def mean_contexts(problem: Problem) -> dict[int, Tensor]:
         InvalidValue: batches of nothing but padding.
     """
     problem.keep()
-    totals: dict[int, Tensor] = {}
-    counts: dict[int, int] = {}
-
-    def take(site: int, x: Tensor, counted: Tensor | None) -> None:
-        tokens = x.flatten(0, -2) if counted is None else x[counted]  # chosen: attention may leave NaN at padding
-        total = tokens.to(wide(x)).sum(0)
-        totals[site] = totals[site] + total if site in totals else total
-        counts[site] = counts.get(site, 0) + len(tokens)
+    what, sums = "mean outputs of heads", _Totals()
 
     def own() -> dict[str, Tensor]:
-        what = "mean outputs of heads"
-        read_contexts(problem, ((number, batch) for number, _, batch in problem.share(what)), take)
-        return {str(site): torch.cat([total, total.new_tensor([counts[site]])]) for site, total in totals.items()}
+        read_contexts(problem, ((n, batch) for n, _, batch in problem.share(what, problem.added(sums=sums))), sums.take)
+        return sums.parts()
 
-    found: dict[int, Tensor] = {}
-    for part in problem.gathered("mean outputs of heads", own):
-        for name, sums in part.items():
-            found[int(name)] = found[int(name)] + sums if int(name) in found else sums
-    for site, sums in found.items():
-        if not sums[-1]:
+    sums.join(problem.gathered(what, own))
+    for site, total in sums.of_site.items():
+        if not total[-1]:
             name = problem.bound[site].site.name
             raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
-    return {site: (sums[:-1] / sums[-1]).to(totals.get(site, sums).device) for site, sums in found.items()}
+    return {site: (t[:-1] / t[-1]).to(device_of(problem.bound[site].module)) for site, t in sums.of_site.items()}
+
+
+class _Totals:
+    """Of every site ``[heads * width + 1]``: the sum of its contexts, and over how many tokens."""
+
+    def __init__(self) -> None:
+        self.of_site: dict[int, Tensor] = {}
+
+    def take(self, site: int, x: Tensor, counted: Tensor | None) -> None:
+        """Adds what a site read."""
+        tokens = x.flatten(0, -2) if counted is None else x[counted]  # chosen: attention may leave NaN at padding
+        total = tokens.to(wide(x)).sum(0)
+        more = torch.cat([total, total.new_tensor([len(tokens)])])
+        self.of_site[site] = self.of_site[site].to(more.device) + more if site in self.of_site else more
+
+    def parts(self) -> dict[str, Tensor]:
+        return {str(site): total for site, total in self.of_site.items()}
+
+    def join(self, parts: list[Mapping[str, Tensor]]) -> None:
+        found: dict[int, Tensor] = {}
+        for part in parts:
+            for name, total in part.items():
+                found[int(name)] = found[int(name)] + total if int(name) in found else total
+        self.of_site = found
 
 
 @contextmanager

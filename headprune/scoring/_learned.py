@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,7 @@ class LearnedScorer(Scorer):
     def estimate(self, problem: Problem) -> Estimate:
         problem.keep()
         training = _Training(self, problem)
-        while training.step < self.steps:
+        while training.step < self.steps or training.into.behind:
             training.go_through()
         return training.estimate()
 
@@ -79,19 +80,19 @@ class _Training:
         self.sizes = torch.tensor([len(u) for b in problem.bound for u in b.site.units], dtype=torch.float64)
         self.weights = self.distribution.initial(len(self.sizes)).double().requires_grad_()
         self.multipliers = torch.zeros(self.distribution.n_multipliers, dtype=torch.float64, requires_grad=True)
-        trained = [self.weights, self.multipliers] if len(self.multipliers) else [self.weights]
-        self.optimizer = torch.optim.Adam(trained, settings.learning_rate)
+        self._trained = [self.weights, self.multipliers] if len(self.multipliers) else [self.weights]
+        self.optimizer = torch.optim.Adam(self._trained, settings.learning_rate)
         by_size = Magnitude().estimate(problem).values.split(self.counts)
         self.ranks = [row.argsort(stable=True).argsort() for row in by_size]
         self.generator = torch.Generator().manual_seed(settings.seed)
-        self.step = self.filled = self.n_examples = 0
-        self.drawn = self.slopes = torch.zeros_like(self.sizes)
+        self.step = self.filled = self.n_read = 0
+        self.dealt = self.drawn = self.slopes = torch.zeros_like(self.sizes)
+        self.into = problem.added(training=self)
 
     def go_through(self) -> None:
         """One pass over the data, or what of it the steps still take."""
-        read = 0
-        for number, batch in self.problem.passes(self.distribution.name):
-            if self.n_examples and self.step == self.settings.steps:
+        for number, batch in self.problem.passes(self.distribution.name, self.into):
+            if self.problem.examples and self.step == self.settings.steps:
                 break  # the first pass goes to its end, for the digest of the data
             first, size = 0, batch_size(batch)
             while first < size and self.step < self.settings.steps:
@@ -100,24 +101,27 @@ class _Training:
                 first = last
                 if self.filled == self.settings.block:
                     self.update()
-            read += first
-        if self.filled:
+            self.n_read += first
+        if self.filled and not self.into.behind:
             self.update()
-        self.n_examples = max(self.n_examples, read)
 
     def add(self, number: int, batch: Any, some: slice) -> None:
         """Adds the slopes of some examples' losses in the gates of this block."""
         if not self.filled:
             noise = self.distribution.noise(len(self.sizes), self.generator).split(self.counts)
-            dealt = torch.cat([row[rank] for row, rank in zip(noise, self.ranks, strict=True)])
-            self.drawn = self.distribution.sample(self.weights, dealt, self.sizes, self.step)
+            self.dealt = torch.cat([row[rank] for row, rank in zip(noise, self.ranks, strict=True)])
             self.slopes = torch.zeros_like(self.sizes)
+            self.draw()
         gates = self.placed()
         with gated(self.problem.model, gates, sites_of(self.problem.bound)), recomputed(self.problem.model):
             losses = checked_losses(self.problem.loss, self.problem.model, batch, number)
             slopes = gate_slopes(self.problem, losses[some].sum(), gates)
         self.slopes += by_unit(self.problem, slopes).cpu().double()
         self.filled += some.stop - some.start
+
+    def draw(self) -> None:
+        """Gates from the noise that was dealt out."""
+        self.drawn = self.distribution.sample(self.weights, self.dealt, self.sizes, self.step)
 
     def placed(self) -> dict[str, Tensor]:
         """The drawn gates where the model wants them, one tensor ``[heads]`` a site, each the beginning of a graph."""
@@ -137,8 +141,32 @@ class _Training:
         self.optimizer.step()
         self.step, self.filled = self.step + 1, 0
 
+    def parts(self) -> dict[str, Tensor]:
+        """All that a training goes on from."""
+        counts = torch.tensor([self.step, self.filled, self.n_read])
+        own = {"counts": counts, "dealt": self.dealt, "slopes": self.slopes, "draws": self.generator.get_state()}
+        trained = {f"trained {i}": p.detach() for i, p in enumerate(self._trained)}
+        states = {i: self.optimizer.state[p] for i, p in enumerate(self._trained) if p in self.optimizer.state}
+        return own | trained | {f"adam {i} {name}": x for i, state in states.items() for name, x in state.items()}
+
+    def join(self, parts: list[Mapping[str, Tensor]]) -> None:
+        """Goes on from the only ones of ``parts``."""
+        (found,) = parts
+        self.step, self.filled, self.n_read = found["counts"].tolist()
+        self.dealt, self.slopes = found["dealt"], found["slopes"]
+        self.generator.set_state(found["draws"])
+        for i, p in enumerate(self._trained):
+            p.data.copy_(found[f"trained {i}"])
+            adam = {name.removeprefix(f"adam {i} "): x for name, x in found.items() if name.startswith(f"adam {i} ")}
+            if adam:
+                self.optimizer.state[p] = adam
+        if self.filled:
+            self.draw()
+
     def estimate(self) -> Estimate:
         weights = self.weights.detach()
         told = self.distribution.told(weights, self.sizes, self.step)
         note = "No standard error: the gates were trained together, not averaged over examples."
-        return Estimate(weights, n_examples=self.n_examples, seed=self.settings.seed, notes=(*told, note))
+        return Estimate(
+            weights, n_examples=min(self.n_read, self.problem.examples), seed=self.settings.seed, notes=(*told, note)
+        )

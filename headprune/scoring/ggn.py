@@ -82,7 +82,7 @@ class Ggn(Scorer):
                 total += _outer(rows)
             return rows.square().sum(1) / 2
 
-        samples = collected(problem.pieces("ggn", halves, n))
+        samples = collected(problem.pieces("ggn", halves, n, keep=False))
         parts = problem.gathered("ggn", lambda: {"total": total, "drawn": torch.tensor(drawn)})
         found = averaged(samples, seed=self.seed if any(bool(part["drawn"]) for part in parts) else None)
         found = with_curvature(found, n, lambda: added(parts, "total") / found.n_examples)

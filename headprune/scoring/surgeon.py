@@ -92,13 +92,15 @@ class Surgeon(Scorer):
         own = self.curvature or ("output" if problem.loss is default_loss else "loss")
         factors = {site: _Factors(b, self.blocks) for site, b in enumerate(problem.bound) if b.site.heads}
 
-        def of_share() -> dict[str, Tensor]:
-            drawn = False
-            for number, first, batch in problem.share("slopes of contexts"):
-                drawn |= self._slopes(problem, number, batch, own, factors, first)
-            return {"drawn": torch.tensor(drawn)}
+        seen = _Seen()
 
-        drawn = any(bool(part["drawn"]) for part in problem.gathered("slopes of contexts", of_share))
+        def of_share() -> dict[str, Tensor]:
+            into = problem.added(seen=seen, **{str(site): factor for site, factor in factors.items()})
+            for number, first, batch in problem.share("slopes of contexts", into):
+                seen.drawn |= self._slopes(problem, number, batch, own, factors, first)
+            return seen.parts()
+
+        seen.join(problem.gathered("slopes of contexts", of_share))
         for f in factors.values():
             if problem.crew.size > 1:
                 f.join(problem.crew.exchanged(f.parts))  # one at a time: they may be large
@@ -109,7 +111,7 @@ class Surgeon(Scorer):
         found = averaged(rows, first, row="example" if first == 1 else "block of examples")
         unasked = own == "output" and problem.loss is not default_loss
         notes = ("loss= was not asked: curvature='output' reads the output alone.",) if unasked else ()
-        return replace(found, seed=self.seed if drawn else None, notes=(*found.notes, *notes))
+        return replace(found, seed=self.seed if seen.drawn else None, notes=(*found.notes, *notes))
 
     @torch.inference_mode(False)
     @torch.enable_grad()
@@ -161,6 +163,18 @@ class Surgeon(Scorer):
             sites[s].remove_(u)
             left.update({(s, v): price for v, price in enumerate(sites[s].prices()) if (s, v) in left})
         return torch.tensor([found[place] for place in sorted(found)], dtype=torch.float64)
+
+
+class _Seen:
+    """Whether labels were drawn."""
+
+    drawn = False
+
+    def parts(self) -> dict[str, Tensor]:
+        return {"drawn": torch.tensor(self.drawn)}
+
+    def join(self, parts: list[Mapping[str, Tensor]]) -> None:
+        self.drawn = any(bool(part["drawn"]) for part in parts)
 
 
 class _Factors:
