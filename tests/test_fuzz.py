@@ -450,6 +450,28 @@ SLOW = {
 }
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_no_flipped_bit_of_a_training_is_gone_on_with(seed: int, tmp_path: Path) -> None:
+    """``torch.load`` compares no checksum, so that most of them would make other weights."""
+    draw, keeper = random.Random(seed), Keeper(tmp_path, 1, {"a": "b"})
+    weights = torch.randn(100, generator=torch.Generator().manual_seed(seed))
+    keeper.save({"weights": {"w": weights}, "step": 3})
+    whole, found = keeper.path.read_bytes(), []
+    for _ in range(100):
+        damaged, at = bytearray(whole), draw.randrange(len(whole))
+        damaged[at] ^= 1 << draw.randrange(8)
+        keeper.path.write_bytes(damaged)
+        try:
+            state = keeper.load()
+        except HeadPruneError:
+            found.append("refused")
+            continue
+        assert state is not None
+        assert torch.equal(state["weights"]["w"], weights)
+        assert state["step"] == 3
+    assert found
+
+
 class TooLong(BaseException):
     """No Exception: what takes any error for one of a damaged file must not take this one."""
 

@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -131,13 +132,12 @@ def staged(folder: str | Path) -> Iterator[Path]:
     folder = Path(folder)
     new = not folder.exists()
     home = folder.parent if new else folder  # inside, so that both are on one disk
-    place, hint, held = _part(home, folder.name), _AS_BEFORE, None
+    hint = _AS_BEFORE
     with writing(folder):
         home.mkdir(parents=True, exist_ok=True)
         _remove_dead(home, folder.name)
-        os.mkdir(place)
+        place, held = _held_part(home, folder.name)
     try:
-        held = _hold(place)
         yield place
         found = sorted(place.rglob("*"))
         for path in (*found, place):
@@ -174,6 +174,20 @@ def _open_to(path: Path, mode: int) -> None:
         os.chmod(path, wanted)
 
 
+def _held_part(home: Path, name: str) -> tuple[Path, int | None]:
+    """A new folder that is held; another one where somebody found it in the moment before and took it away."""
+    while True:
+        place = _part(home, name)
+        os.mkdir(place)
+        held = _hold(place)
+        if held is None:
+            time.sleep(0.05)  # it cannot be held here, or is on its way out
+        if place.exists():
+            return place, held
+        if held is not None:
+            os.close(held)
+
+
 def _hold(folder: Path) -> int | None:
     """Keeps others from taking a folder for a dead process's, as long as this process lives and what comes back is
     open; None where folders cannot be held."""
@@ -181,7 +195,10 @@ def _hold(folder: Path) -> int | None:
         return None
     import fcntl
 
-    handle = os.open(folder, os.O_RDONLY)
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import struct
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,11 @@ from headprune.model.fingerprint import sampled_bytes
 
 FILE = "finetune.pt"
 
+#: What a damaged file makes the readers of its parts raise.
+_UNREADABLE = (
+    *(pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError),
+    *(RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError),
+)
 _HINT = "Give another folder, or take that file away to begin anew."
 
 
@@ -98,9 +106,12 @@ class Keeper:
         if not self.path.is_file():
             return None
         try:
+            with zipfile.ZipFile(self.path) as file:
+                if (damaged := file.testzip()) is not None:  # torch.load looks at no checksum
+                    raise ValueError(f"the checksum of {damaged} is another")
             state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
             theirs = dict(state["identity"])
-        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, KeyError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             got = f"{type(error).__name__} on reading it"
             raise CheckpointError(str(self.path), "a checkpoint that a training left there", got, _HINT) from error
         differing = sorted(k for k in theirs.keys() | self.own.keys() if theirs.get(k) != self.own.get(k))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.core import files
 from headprune.core.errors import CheckpointError, HeadPruneError, NotWritten
 from headprune.core.files import append_line, atomic_paths, remove_parts, staged, write_atomic
 from headprune.core.heads import HeadMask
@@ -402,3 +403,22 @@ def test_the_walk_sees_what_it_must() -> None:
         assert _writes(ast.parse(text).body[0].value), text  # type: ignore[attr-defined]
     for text in ("open(p)", "open(p, 'rb')", "open(p, encoding='utf-8')", "save_pretrained(m, p)", "a.replace(b, c)"):
         assert not _writes(ast.parse(text).body[0].value), text  # type: ignore[attr-defined]
+
+
+def test_a_place_that_is_taken_away_before_it_is_held_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, taken = files._hold, []
+
+    def holding(folder: Path) -> int | None:
+        if not taken:
+            taken.append(folder)
+            folder.rmdir()  # by another process, which took it for a dead one's
+        return hold(folder)
+
+    monkeypatch.setattr(files, "_hold", holding)
+    with staged(tmp_path / "model") as place:
+        assert place not in taken
+        (place / "a").write_text("new")
+    assert (tmp_path / "model" / "a").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
