@@ -16,6 +16,10 @@ from tradeoff_others import natives, scoring, startup
 
 WAY, STAMP = ("dtype", "attention", "compiled"), ("created", "git_commit", "processor")
 PAGE, PICTURE = "tradeoff.md", "tradeoff.svg"
+#: What a task's rows do not say by themselves.
+ABOUT = {
+    "stsb": "The sentence encoder as it is, judged by cosines: nothing is trained on grades, so no way trains here."
+}
 TITLES = {"sst2": "SST-2, accuracy", "trec": "TREC, accuracy", "stsb": "STS-B, Spearman"}
 
 
@@ -47,9 +51,12 @@ def page(records: Path) -> str:
         "measured is said by the scripts: `benchmarks/tradeoff.py`, `native.py`, `scoring_cost.py`, `startup.py`.",
         "",
         "A speed is the time of the whole model over the time of the cut one, in the same run: 2 is twice as fast. In",
-        "brackets are 95 % intervals. *Limit* is what multiply-adds alone would allow. Norms, softmax and what else",
-        "does not count as multiply-adds keep a model below it; multiply-adds of attention that take longer than those",
-        "of the feed-forwards, as small matrices do, put it above.",
+        "brackets are 95 % intervals. *Limit* is what multiply-adds alone would give, and no bound: norms and what",
+        "else is as large as before keep a model below it; score matrices and softmax, which shrink with the heads and",
+        "count as few multiply-adds or none, put it above, most of all in eager attention at long inputs.",
+        "",
+        "Of a ViT, a GPT and whatever else was run from end to end: [recipes](recipe-runs.md). Of a translator, what",
+        "each kind of attention can spare: [translation](translation.md).",
     ]
     if drawable(found):
         lines += ["", f"![quality against speed, by heads kept]({PICTURE})", ""]
@@ -144,6 +151,7 @@ def accuracy(record: Record) -> list[str]:
         "95 % interval over examples.",
         "",
     ]
+    lines[:0] = [ABOUT[record["task"]], ""] if record["task"] in ABOUT else []
     body = []
     for way in distinct(rows, "way"):
         whole = of(record, "quality", way=way, kept=record["heads"])
@@ -363,23 +371,24 @@ def readme(records: Path) -> str:
         return "Speed against accuracy of encoders, by `benchmarks/tradeoff.py`: no record yet."
     words = []
     for record in found:
-        rows = shown(record)
+        rows, where = shown(record), record["hardware"]
         way = recovered(record) or distinct(of(record, "quality"), "way")[0]
         trained = "" if "finetune" in way else ", nothing trained"
         best = [word for row in rows if (word := _best(record, row, way))]
         words.append(
-            f"- {title(record)}, {record['base']:.3f} with all {record['heads']} heads; by `{way}`{trained}, at batch"
+            f"- {title(record)} ({where.get('gpu', where['processor'])}, {where['threads']} threads),"
+            f" {record['base']:.3f} with all {record['heads']} heads; by `{way}`{trained}, at batch"
             f" {rows[0]['batch']} of {rows[0]['length']} tokens: {'; '.join(best)}"
         )
-    return "\n".join(
-        [f"![quality against speed](docs/{PICTURE})", "", *words, "", f"All cells: [docs/{PAGE}](docs/{PAGE})."]
-    )
+    without = " ".join(studies.no_gpu(record["hardware"] for record in found)).strip()
+    words += ["", f"All cells: [docs/{PAGE}](docs/{PAGE}). {without}".strip()]
+    return "\n".join([f"![quality against speed](docs/{PICTURE})", "", *words])
 
 
 def _best(record: Record, row: Row, way: str) -> str:
     """What is left at a budget, and how fast."""
     draws = [r["quality"] for r in of(record, "quality", kept=row["kept"], way=way)]
-    return f"{row['kept']} heads {statistics.fmean(draws):.3f} at {ratio(row).replace(' ', 'x ', 1)}" if draws else ""
+    return f"{row['kept']} heads {studies.spread(draws)} at {ratio(row).replace(' ', 'x ', 1)}" if draws else ""
 
 
 def picture(records: list[Record], path: Path) -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from headprune.scoring import (
     SubsetTopk,
     Surgeon,
     Taylor,
+    _shelf,
     registry,
 )
 from tests.laws.support import Subject, examples_of, subject_of
@@ -81,6 +82,8 @@ def score_all(folder: Path, *counts: str) -> None:
     for number, scores in enumerate(bounded(hp.Processes(timeout=600))):
         scores.save(folder / f"bounded-{number}-{distributed.get_rank()}.json")
     offloaded(hp.Processes(timeout=600)).save(folder / f"offloaded-{distributed.get_rank()}.json")
+    for number, scores in enumerate(resumed(folder / "work", hp.Processes(timeout=600))):
+        scores.save(folder / f"resumed-{number}-{distributed.get_rank()}.json")
 
 
 def bounded(processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
@@ -91,6 +94,31 @@ def bounded(processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
         return hp.score(own.model, data, BOUNDED, loss=loss, processes=processes, progress=False)
     finally:
         samples.LIMIT = limit
+
+
+def resumed(folder: Path | None = None, processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
+    """After a first call that failed in the middle of its passes, of which every process had kept something."""
+    whole, scorers = batches(6), [Taylor(), Surgeon(blocks=2), LeaveOneOut(replacement="mean")]
+    given: dict[str, Any] = {"loss": loss, "processes": processes, "folder": folder, "progress": False}
+    if folder is not None:
+        _shelf.EVERY, _shelf._TIMES = 0.0, 0
+        with suppress(HeadPruneError, RuntimeError):
+            hp.score(subject().model, Failing(whole), scorers, **given)
+        assert len(list(folder.glob("*/*.safetensors"))) > 1
+    return hp.score(subject().model, whole, scorers, **given)
+
+
+class Failing(list[Any]):
+    """Batches that fail in their fourth pass, before its end."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for number, batch in enumerate(super().__iter__()):
+            if (self.passes, number) == (4, 4):
+                raise RuntimeError("cut off")
+            yield batch
 
 
 def offloaded(processes: hp.Processes | None = None) -> hp.HeadScores:

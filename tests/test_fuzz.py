@@ -227,11 +227,13 @@ def _read_kept(folder: Path) -> None:
     def nothing() -> None:
         pass
 
-    shelf = _shelf.Shelf(folder, {"scorers": "taylor", "device": "cpu"})
-    shelf.remembering(lambda number, batch: batch)(0, torch.ones(2, 3), "aa", nothing)
-    into = shelf.added({"sum": _Sum()})
-    if not into.holds(0, "aa"):
-        into.done("aa", nothing)
+    with _shelf.opened(folder, {"scorers": "taylor", "device": "cpu"}, [0.5, 1.0], 1e-5) as shelf:
+        shelf.rows(lambda number, batch: batch)(0, torch.ones(2, 3), "aa", nothing)
+        into = shelf.added({"sum": _Sum()})
+        into.begin()
+        if not into.holds(0, "aa"):
+            into.done("aa", nothing)
+        into.end("aa", nothing)
 
 
 def _pick(folder: Path) -> None:
@@ -421,8 +423,8 @@ KINDS: dict[str, Kind] = {
     "curvature": Kind("scores.curvature.safetensors", _beside_scores, _read_curvature, mutated_header),
     "outcome": Kind(f"outcomes/{KEY[:24]}.safetensors", _outcome, _read_outcome, mutated_header),
     "call of scores": Kind("call.json", _kept, _read_kept),
-    "rows of scores": Kind("pass-1-from-0.safetensors", _kept, _read_kept, mutated_header, refuses=False),
-    "sums of scores": Kind("pass-2.safetensors", _kept, _read_kept, mutated_header, refuses=False),
+    "rows of scores": Kind("rows-000001.safetensors", _kept, _read_kept, mutated_header, refuses=False),
+    "sums of scores": Kind("sums-2.safetensors", _kept, _read_kept, mutated_header, refuses=False),
     "pick": Kind("pick.json", _pick, lambda f: str(Pick.load(f / "pick.json"))),
     "run of a sweep": Kind("run.json", _run, _read_run),
     "latency table": Kind("latency.json", _latency, lambda f: str(LatencyTable.load(f / "latency.json"))),

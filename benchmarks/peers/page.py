@@ -14,7 +14,7 @@ from headprune.core.files import write_atomic
 PAGE = "peers.md"
 #: How peers are called that start from our cut model.
 TOGETHER = f"{REFERENCE} + "
-LOST = "**lost**"
+LOST, TRADE = "**lost**", "a trade"
 #: A base model that takes so many times the fastest one's time, in the same environment, was timed beside other work.
 SLOWER = 1.3
 
@@ -39,8 +39,7 @@ def text(records: list[dict[str, Any]]) -> str:
         "draws of calibration rows; *against headprune* is the paired difference in points with as many heads, mean",
         "over draws with its 95 % interval over rows, on test and on validation rows. *Loads back*: a process of its",
         "own that loads what was saved says the same. Memory is what that one (*to run*), and the one that scores and",
-        "cuts, took at most beyond what they had before the model. *Unpruned* is timed as two copies of one model: a",
-        "speed that is as close to 1 as theirs is no difference.",
+        "cuts, took at most beyond what they had before the model. *Unpruned* is timed as two copies of one model.",
         "",
         *(f"- **{name}**: {peer.about}." for name, peer in PEERS.items() if name in named),
     ]
@@ -53,8 +52,11 @@ def text(records: list[dict[str, Any]]) -> str:
 def in_order(record: dict[str, Any]) -> dict[str, Any]:
     """The record with its peers as the roster has them, whatever was measured first."""
     place = {name: number for number, name in enumerate(PEERS)}
-    ordered = {k: sorted(record.get(k, []), key=lambda row: place[row["peer"]]) for k in ("rows", "compared")}
-    return {**record, **ordered}
+
+    def rank(row: dict[str, Any]) -> tuple[int, int]:
+        return place[row["peer"]], -(row["kept"] or 0)
+
+    return {**record, **{k: sorted(record.get(k, []), key=rank) for k in ("rows", "compared")}}
 
 
 def section(record: dict[str, Any]) -> list[str]:
@@ -100,6 +102,9 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
             what = "CPU only" if all("runs on the CPU only" in error for error in errors) else "does not work"
             lines.append(f"| {name} | {what} |" + " - |" * (len(head) - 2))
     reasons = [f"- **{name}** failed: {error}" for name, error in failed.items()]
+    even = [name for name, peer in PEERS.items() if peer.even and any(row["peer"] == name for row in record["rows"])]
+    if even and kept is not None and not any(row["peer"] in even for row in rows):
+        reasons.append(f"- No row here have those that keep as many heads in every layer: {', '.join(even)}.")
     return [*lines, *([""] if reasons else []), *reasons]
 
 
@@ -141,18 +146,19 @@ def _rest(rows: list[dict[str, Any]], timed: list[dict[str, Any]]) -> list[str]:
 def verdict(record: dict[str, Any]) -> list[str]:
     """Every peer against ours, by paired accuracy and by speed together."""
     rows = {(row["peer"], row["kept"]): row for row in record["rows"] if "speed" in row}
-    body, answers = [], {}
+    noise = repeated(rows)
+    body, unbeaten = [], dict[str, dict[str, None]]()
     for line in record.get("compared", []):
         theirs = rows.get((line["peer"], line["kept"]))
         ours = rows.get((line["reference"], line["reference_kept"]))
         alone = not _ours(line["peer"]) and not line["peer"].startswith(TOGETHER)
         if theirs and ours and _ours(line["reference"]) and alone:
             kept = [str(n) if n is not None else "all" for n in (line["kept"], line["reference_kept"])]
-            speed = _faster(theirs, ours)
+            speed = _faster(theirs, ours, noise)
             outcome = _outcome(line["test"], speed)
             body.append([line["peer"], kept[0], line["reference"], kept[1], _points(line), speed or "-", outcome])
-            if outcome == LOST and PEERS[line["peer"]].answer:
-                answers[line["peer"]] = f"- Why **{line['peer']}** wins: {PEERS[line['peer']].answer}."
+            if outcome in (LOST, TRADE):
+                unbeaten.setdefault(line["peer"], {})[_best(rows, line["reference_kept"])] = None
     head = ["peer", "heads", "held to", "heads", "points", "the faster", "outcome for headprune"]
     added = []
     for (name, kept), row in rows.items():
@@ -167,16 +173,41 @@ def verdict(record: dict[str, Any]) -> list[str]:
         "",
         "### Accuracy and speed together",
         "",
-        "*The faster* is so for every shape, beyond the intervals; else none is. *Lost*: theirs is surely more",
-        "accurate and not slower, or faster and not surely less accurate. *Won* is the other way round. *A trade*: one",
-        "is surely more accurate, the other faster. *Tied*: neither can be told.",
+        "*The faster* is so for every shape, beyond the intervals and by more than models of one shape differ from",
+        f"row to row: up to {100 * noise:.1f} % here, by *unpruned*, and ours with and without a refit. *Lost*: theirs",
+        "is surely more accurate and not slower, or faster and not surely less accurate. *Won* is the other way round.",
+        "*A trade*: one is surely more accurate, the other faster. *Tied*: of one speed, and so close in accuracy that",
+        "the test rows cannot tell.",
         "",
         "| " + " | ".join(head) + " |",
         "| --- | ---: | --- | ---: | ---: | --- | --- |",
         *("| " + " | ".join(cells) + " |" for cells in body),
     ]
     words = f"What {REFERENCE} adds to others, for the last shape and the first draw: {'; '.join(added) or 'nothing'}."
-    return [*lines, "", *answers.values(), *([""] if answers else []), words]
+    answers = [
+        f"- Why **{name}** is not beaten: {PEERS[name].answer or 'it is not known why'}. Of ours the most accurate:"
+        f" {'; '.join(best)}."
+        for name, best in unbeaten.items()
+    ]
+    return [*lines, "", *answers, *([""] if answers else []), words]
+
+
+def repeated(rows: dict[tuple[str, int | None], dict[str, Any]]) -> float:
+    """The largest share by which the speed of models of one shape differs from row to row."""
+    found = [abs(cell["ratio"] - 1) for cell in rows.get(("unpruned", None), {}).get("speed", ())]
+    for (name, kept), row in rows.items():
+        if name == REFERENCE and (other := rows.get((f"{REFERENCE}, not refitted", kept))):
+            pairs = zip(row["speed"], other["speed"], strict=True)
+            found += [abs(a["ratio"] / b["ratio"] - 1) for a, b in pairs]
+    return max(found, default=0.0)
+
+
+def _best(rows: dict[tuple[str, int | None], dict[str, Any]], kept: int | None) -> str:
+    """Our most accurate model with so many heads."""
+    own = [row for (name, k), row in rows.items() if k == kept and _ours(name)]
+    best = max(own, key=lambda row: float(row["test"]))
+    speeds = " and ".join(f"{cell['ratio']:.2f}x" for cell in best["speed"])
+    return f"{kept} heads, *{best['peer']}*, {best['test']:.3f} at {speeds}"
 
 
 def _ours(name: str) -> bool:
@@ -184,24 +215,25 @@ def _ours(name: str) -> bool:
     return name == REFERENCE or name.startswith(f"{REFERENCE}, ")
 
 
-def _faster(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    if _slower(ours, theirs):
+def _faster(theirs: dict[str, Any], ours: dict[str, Any], noise: float) -> str:
+    if _slower(ours, theirs, noise):
         return "theirs"
-    return "ours" if _slower(theirs, ours) else ""
+    return "ours" if _slower(theirs, ours, noise) else ""
 
 
 def _outcome(points: dict[str, float], faster: str) -> str:
     """What a paired difference (theirs less ours) and the faster one come to, for us."""
     better = "theirs" if points["low"] > 0 else "ours" if points["high"] < 0 else ""
     if {better, faster} == {"theirs", "ours"}:
-        return "a trade"
+        return TRADE
     told = better or faster
     return {"theirs": LOST, "ours": "won", "": "tied"}[told]
 
 
-def _slower(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    """For every shape, beyond the intervals."""
-    return all(r["high"] < o["low"] for r, o in zip(row["speed"], other["speed"], strict=True))
+def _slower(row: dict[str, Any], other: dict[str, Any], noise: float) -> bool:
+    """For every shape, beyond the intervals and the noise between rows."""
+    pairs = list(zip(row["speed"], other["speed"], strict=True))
+    return all(r["high"] < o["low"] and r["ratio"] * (1 + noise) < o["ratio"] for r, o in pairs)
 
 
 def others(record: dict[str, Any]) -> list[str]:

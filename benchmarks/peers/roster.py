@@ -32,7 +32,8 @@ class Peer:
         draws: At most so many draws of calibration rows, where its result does not depend on them or training costs.
         trains: How many times the base model's training it has had in all, the base model's own counted; 0 is none
             of its own.
-        answer: Why it may do better than ours, and what would change that; printed where it does.
+        even: Keeps as many heads in every layer, so that it has rows where that divides.
+        answer: Why it may do better than ours, and what would change that; printed where ours is not better.
     """
 
     name: str
@@ -45,18 +46,22 @@ class Peer:
     cuts: bool = True
     draws: int | None = None
     trains: int = 0
+    even: bool = False
     answer: str = ""
 
 
 _REFIT = "`lstsq` with the feed-forward"
 _SURGEON, _TAYLOR = ({"scorer": name, "selector": "global_topk"} for name in ("surgeon", "taylor"))
 _INT8 = (
-    "it makes every linear layer cheaper, feed-forwards too, which make up most of an encoder's time and which cutting"
-    " heads leaves alone. Neither replaces the other: see what headprune adds to it"
+    "it keeps every head and rounds the weights, which costs little, and where integers are faster, every linear layer"
+    " is, feed-forwards too, which cutting heads leaves alone. What would change it: both together, see below"
+)
+_ENGINE = (
+    "it is the base model with all its heads, in another engine. What would change it: ours in the same one, see below"
 )
 _SMALLER = (
-    "it is trained on all labelled rows, from the weights before any fine-tuning, where ours saw the calibration rows"
-    " alone and was not trained. What would change it: training after the cut, as `headprune, trained` does"
+    "it is trained on all labelled rows, as the base model was, where ours saw the calibration rows alone and was not"
+    " trained. What would change it: training after the cut"
 )
 
 PEERS = {
@@ -109,10 +114,11 @@ PEERS = {
         Peer(
             "TextPruner",
             "text_pruner",
-            "its own iterative scores, uneven heads, feed-forwards left alone",
+            "its own iterative scores, as many heads a layer on average, feed-forwards left alone",
             environment="textpruner",
             settings={"iterations": 8},
             tasks=TEXT,
+            even=True,
         ),
         Peer(
             "Torch-Pruning, uniform",
@@ -120,6 +126,7 @@ PEERS = {
             "Taylor importance, the same number of heads in every layer",
             environment="torch-pruning",
             settings={"global": False},
+            even=True,
         ),
         Peer(
             "Torch-Pruning, global",
@@ -136,6 +143,7 @@ PEERS = {
             settings={"importance": "weights", "fuse": False},
             given="onnx",
             draws=1,
+            even=True,
         ),
         *(
             Peer(
@@ -145,13 +153,15 @@ PEERS = {
                 environment="onnx",
                 settings={"importance": importance, "fuse": True},
                 draws=draws,
+                even=True,
             )
             for importance, what, draws in (("weights", "weights", 1), ("wanda", "weights times activations", None))
         ),
         Peer(
             "smaller architecture",
             "smaller",
-            "fewer layers with as many multiply-adds, pretrained, then trained as the base model was: once in all",
+            "fewer layers with as many multiply-adds, of the weights before any fine-tuning, then trained as the base"
+            " model was: once in all",
             settings={"distill": 0.0},
             draws=1,
             trains=1,
@@ -178,7 +188,7 @@ PEERS = {
                 given="headprune.onnx" if start else "onnx",
                 cuts=bool(start),
                 draws=None if start or way == "static" else 1,
-                answer="" if start or way == "fp32" else _INT8,
+                answer="" if start else _ENGINE if way == "fp32" else _INT8,
             )
             for start in ("", "headprune + ")
             for title, way, about in (

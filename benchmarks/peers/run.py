@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     subject = subjects.subject(args)
     out: Path = args.out or RECORDS / f"peers-{args.task}{'-cuda' if args.device == 'cuda' else ''}.json"
     record = begin(args, subject, out)
-    for peer, kept, seed in wanted(args):
+    for peer, kept, seed in wanted(args, subject.layers):
         name = (peer.name, kept, seed)
         done = next((row for row in record["rows"] if key(row) == name), None)
         if done is not None and not (args.again and "error" in done):
@@ -141,11 +141,13 @@ def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
     return [(batch, length) for length in lengths for batch in args.batch_sizes]
 
 
-def wanted(args: argparse.Namespace) -> Iterator[tuple[Peer, int | None, int]]:
-    """Peer, heads kept and draw of every row; ours come before those that start from what they leave."""
+def wanted(args: argparse.Namespace, layers: int = 1) -> Iterator[tuple[Peer, int | None, int]]:
+    """Peer, heads kept and draw of every row; ours come before those that start from what they leave, and what keeps as
+    many heads in every layer has none where that is no whole number."""
     for peer in sorted((PEERS[name] for name in args.peers), key=lambda peer: (peer.given or "").startswith(REFERENCE)):
         if args.task in peer.tasks:
-            for kept in args.budgets if peer.cuts else [None]:
+            budgets = [kept for kept in args.budgets if not (peer.even and kept % layers)]
+            for kept in budgets if peer.cuts else [None]:
                 for seed in range(min(args.seeds, peer.draws or args.seeds)):
                     yield peer, kept, seed
 

@@ -70,6 +70,10 @@ class Subject:
         return int((config["image_size"] // config["patch_size"]) ** 2 + 1)
 
     @property
+    def layers(self) -> int:
+        return int(json.loads((self.base / "config.json").read_text())["num_hidden_layers"])
+
+    @property
     def base(self) -> Path:
         return self.folder / "base"
 

@@ -12,15 +12,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from headprune.attention.linear import effective_weight, is_conv1d
 from headprune.core.errors import InvalidValue
-from headprune.core.layout import STATE_ATTRIBUTE
-from headprune.gating.context import for_all_heads, multiplied, multiplied_output, spread
+from headprune.gating.context import multiplied, spread
+from headprune.gating.projections import Stand, output_gated, plain_weight
 from headprune.gating.rows import Path, form, largest_row, over_rows, repeated_along, with_rows
 from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
 from headprune.model.contexts import query_mask
@@ -31,14 +30,12 @@ from headprune.model.sites import BoundSite
 
 _T = TypeVar("_T")
 
-#: What stands in for the outputs of closed heads.
-Stand: TypeAlias = "Tensor | tuple[Tensor, ...]"
-
 #: Tokens that a pass should have at least, to keep all arithmetic units busy, by device.
 _TOKENS = {"cpu": 1024}
 _TOKENS_ELSEWHERE = 32768
 _EXAMPLES = 2  # that the proof runs on
 _AT_WORK = 8  # tensors of the largest recorded size that a pass holds at once, about
+_INEXACT = "inexact"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
 
 
@@ -114,6 +111,40 @@ class CandidateLosses:
             ``[settings, batch]`` and ``[batch]``.
         """
         base = settings.new_ones(settings.shape[-1]) if base is None else base
+        with exposed(self.bound):
+            whole = self._proven(batch, base, fill, number)
+            if self.replay and whole.known.exact:
+                found = self._guarded(whole, functools.partial(whole.in_parts, settings))
+                if found is not None:
+                    return found
+            return whole.naive(settings)
+
+    def told(self, batch: Any) -> list[str]:
+        """What a batch that is through leaves for later ones, in words; see ``catch_up``."""
+        return [*([] if self._known[form(batch)].exact else [_INEXACT]), *self.notes]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def catch_up(
+        self,
+        batch: Any,
+        told: Sequence[str],
+        base: Tensor,
+        fill: Mapping[int, Stand] | None = None,
+        number: int = 0,
+    ) -> None:
+        """Takes a batch for one that is through, without running its settings; how later ones run depends on it.
+
+        Args:
+            told: What ``told`` gave after the batch.
+        """
+        with exposed(self.bound):
+            whole = self._proven(batch, base, fill, number)
+        whole.known.exact = _INEXACT not in told
+        self.notes = tuple(note for note in told if note != _INEXACT)
+
+    def _proven(self, batch: Any, base: Tensor, fill: Mapping[int, Stand] | None, number: int) -> _Pass:
+        """A pass of the batch, after the proof where its form is a new one."""
         size, kind = batch_size(batch), form(batch)
         rows, examples = with_rows(batch, size), min(_EXAMPLES, size)
         known = self._known.get(kind)
@@ -121,16 +152,9 @@ class CandidateLosses:
         if known is None or new:
             known = self._known[kind] = _Known(rows if known is None else rows & known.rows, examples)
         whole = _Pass(self, batch, size, known, base, dict(fill or {}), number)
-        with exposed(self.bound):
-            if not self.replay:
-                return whole.naive(settings)
-            if new:
-                self._guarded(whole, whole.prove)
-            if known.exact:
-                found = self._guarded(whole, functools.partial(whole.in_parts, settings))
-                if found is not None:
-                    return found
-            return whole.naive(settings)
+        if new and self.replay:
+            self._guarded(whole, whole.prove)
+        return whole
 
     def _guarded(self, whole: _Pass, run: Callable[[], _T]) -> _T | None:
         """Runs what goes back to whole passes, with a note, where it fails."""
@@ -143,8 +167,7 @@ class CandidateLosses:
             since = f" from batch {whole.number} on" if whole.number else ""
             why = str(error) or type(error).__name__
             note = f"Every setting had a whole pass of its own{since}, as passes could not be played back: {why}"
-            if not any(told.endswith(f": {why}") for told in self.notes):
-                self.notes = (*self.notes, note)
+            self.notes = tuple(dict.fromkeys((*self.notes, note)))
             return None
 
 
@@ -294,7 +317,7 @@ class _Pass:
             gates, bound = rows[site], self.of.bound[site]
             gate = spread(gates.repeat_interleave(self.size, 0) if copies > 1 else gates[0], bound)
             if not bound.layout.gate:
-                return _output_gated(original(*args, **kwargs), gate, bound, self.fill.get(site))
+                return output_gated(original(*args, **kwargs), gate, bound, self.fill.get(site))
             context = args[0]
             given = multiplied(context, [gate])
             if site in self.fill:
@@ -323,7 +346,7 @@ class _Pass:
         moved = gates != before
         count = int(moved[0].sum())
         axis, context = bound.layout.batch_axis, call.given[0]
-        weight = _weight(bound) if axis == 0 and context.dtype in _TOLERANCE else None
+        weight = plain_weight(bound) if axis == 0 and context.dtype in _TOLERANCE else None
         if weight is None or not bool((moved.sum(1) == count).all()) or 2 * count > len(before):
             given = (repeated_along(context, copies, axis), *call.given[1:])
             whole: Tensor = caller(site, bound.gate.__dict__["forward"].__wrapped__, given, {})
@@ -338,31 +361,6 @@ class _Pass:
         base = call.output.reshape(1, -1, call.output.shape[-1]).expand(copies, -1, -1)
         out = torch.baddbmm(base, read.flatten(2), write.flatten(1, 2))
         return out.view(copies * call.output.shape[0], *call.output.shape[1:])
-
-
-def _output_gated(out: Any, gate: Tensor, bound: BoundSite, fill: Stand | None) -> Any:
-    """What an attention without an output projection returns under gates."""
-    state = getattr(bound.module, STATE_ATTRIBUTE, None)
-    found = multiplied_output(out, [gate], state)
-    if not isinstance(fill, Tensor):
-        return found
-    first = found if isinstance(out, Tensor) else found[0]
-    heads = for_all_heads(fill.to(first).unflatten(0, (gate.shape[-2], -1)), state)
-    first = first + multiplied(heads.flatten().expand_as(first), [1 - for_all_heads(gate, state)])
-    return first if isinstance(out, Tensor) else (first, *found[1:])
-
-
-def _weight(bound: BoundSite) -> Tensor | None:
-    """The output projection's weight ``[out, heads * width]``, if it does nothing but multiply by it."""
-    gate = bound.gate
-    own: Any = gate.__dict__["forward"].__wrapped__  # what stands there while a tape runs
-    linear = type(gate).forward is nn.Linear.forward
-    plain = linear or (is_conv1d(gate) and type(gate).__module__ == "transformers.pytorch_utils")
-    if not plain or getattr(own, "__func__", None) is not type(gate).forward:
-        return None
-    if gate._forward_hooks or gate._forward_pre_hooks or gate._compiled_call_impl is not None:
-        return None
-    return effective_weight(gate).detach()
 
 
 def _firsts(of: CandidateLosses, order: list[int], settings: Tensor, base: Tensor) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.files import write_atomic
+from headprune.core.locking import locked
 from headprune.core.plan import PruningPlan
 from headprune.core.record import RunRecord
 from headprune.core.scores import HeadScores
@@ -30,7 +31,6 @@ from headprune.run.journal import (
     to_stderr,
 )
 from headprune.run.launched import Launch
-from headprune.run.locking import locked
 from headprune.run.pictures import draw_attention
 from headprune.run.progress import Progress, take_folder
 from headprune.run.recipe import Recipe

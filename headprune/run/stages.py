@@ -83,7 +83,7 @@ def chosen_scores(subject: Subject, processes: Processes | None, work: Path | No
         sites=subject.sites,
         until=wanted.stopping,
         processes=processes,
-        folder=work,
+        folder=work if processes is None else None,  # the others do not know the folder
         progress=subject.journal.progress,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +12,20 @@ from time import perf_counter
 
 from headprune.core.errors import InvalidValue
 from headprune.core.files import append_line, remove_parts
+from headprune.core.locking import locked
 from headprune.core.plan import PruningPlan
 from headprune.core.sweeps import SweepTable
 from headprune.report.formats import duration
 from headprune.report.write import write_tradeoff
 from headprune.run.base import Base, ready_base
 from headprune.run.grid import Design, Grid, lay_out
-from headprune.run.journal import to_stderr
-from headprune.run.locking import locked
+from headprune.run.journal import WORK, to_stderr
 from headprune.run.outcome import Outcome
 from headprune.run.recipe import Recipe
 from headprune.run.runs import Run, SweepRun, outcome_key, runs_of
 from headprune.run.subject import quiet
 from headprune.run.tables import TIMINGS, table_of, write_surroundings, write_table, write_timings
-from headprune.run.tasks import Done, Kind, Task, close, file_of, load_plan, outcome_of, work
+from headprune.run.tasks import SCORING, Done, Kind, Task, close, file_of, load_plan, outcome_of, work
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,8 @@ class _Going:
                 for run in users[done.task.key]:
                     self._fail(run, done.error)
                     left.pop(run.key)
+        for folder in (self.folder / WORK).glob(f"{SCORING}*"):  # of killed tasks, whose key is another one now
+            shutil.rmtree(folder, ignore_errors=True)
         return left
 
     def _judge(self, left: dict[str, Run]) -> None:

@@ -27,6 +27,8 @@ from headprune.scoring._api import score
 from headprune.surgery.prune import prune_
 
 Kind = Literal["scores", "plans", "outcomes"]
+#: How folders begin in which unfinished scores keep what their batches gave.
+SCORING = "score-"
 _ENDINGS = {"scores": ".json", "plans": ".json", "outcomes": ".safetensors"}
 
 
@@ -163,7 +165,7 @@ def _make_scores(task: Task) -> None:
     wanted = subject.recipe.score
     scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     batches = subject.data.batches("calibration", wanted.batch_size)
-    work = task.sweep / WORK / f"score-{task.key[:16]}"
+    work = task.sweep / WORK / f"{SCORING}{task.key[:16]}"
     found = score(
         subject.model,
         batches,

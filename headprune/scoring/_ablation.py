@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.gating.candidates import CandidateLosses, Stand
+from headprune.gating.candidates import CandidateLosses
+from headprune.gating.projections import Stand
 from headprune.model.processes import Crew
 from headprune.model.running import device_of
 from headprune.scoring._base import Estimate, Problem
@@ -34,13 +35,27 @@ def unit_rows(problem: Problem) -> Tensor:
 
 def differences(problem: Problem, what: str, settings: Tensor, base: Tensor, replay: Replay, fill: Fill) -> Tensor:
     """``[examples, settings]``: each setting's loss minus the base's, in fp64 on the CPU."""
-    losses = replay.of(problem)
+    return problem.rows(what, _Differences(replay.of(problem), settings, base, fill))
 
-    def of_batch(number: int, batch: Any) -> Tensor:
-        found, start = losses(batch, settings, base, fill(batch), number)
+
+@dataclass(frozen=True)
+class _Differences:
+    """``[examples, settings]`` of a batch; how batches are run is found out on the first ones, so it is remembered."""
+
+    losses: CandidateLosses
+    settings: Tensor
+    base: Tensor
+    fill: Fill
+
+    def __call__(self, number: int, batch: Any) -> Tensor:
+        found, start = self.losses(batch, self.settings, self.base, self.fill(batch), number)
         return (found - start).T.double().cpu()
 
-    return problem.rows(what, of_batch, losses)
+    def told(self, batch: Any) -> list[str]:
+        return self.losses.told(batch)
+
+    def catch_up(self, number: int, batch: Any, told: Sequence[str]) -> None:
+        self.losses.catch_up(batch, told, self.base, self.fill(batch), number)
 
 
 class Replay:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, overload
 
@@ -15,6 +17,7 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature, Samples
 from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.core.version import __version__
 from headprune.model.fingerprint import fingerprint, weights_digest
 from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
@@ -23,7 +26,7 @@ from headprune.model.running import device_of, undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring import registry
 from headprune.scoring._base import Estimate, Problem, Scorer
-from headprune.scoring._shelf import Shelf
+from headprune.scoring._shelf import opened
 from headprune.scoring._stopping import Stable, read_until
 
 _LOAD = "Load the model into memory, or with a device_map and without preload_module_classes."
@@ -87,8 +90,10 @@ def score(
         processes: ``hp.Processes()`` shares the batches among the processes of ``torch.distributed``; every process
             makes this call, with the same whole batches, and gets the scores of one process. None shares nothing.
         folder: A folder for this call alone. What the batches gave is kept there now and then, up to 4 GiB, and the
-            same call goes on after it if it was killed, to the same scores; of a loss the name alone is compared,
-            and ``ggn`` begins anew. The folder stays until you take it away.
+            same call, with the same batches in the same order, goes on after it if it was killed, to the same scores.
+            Of a loss its name and what it makes of the first examples are compared; one that draws random numbers
+            draws others. What is not kept begins anew: ``ggn``, the pool of ``resample``, and scorers of your own that
+            iterate ``problem.passes``. The folder stays until you take it away.
         progress: Show a progress bar; None shows it on a terminal.
 
     Returns:
@@ -133,15 +138,14 @@ def score(
             check_whole(model, "one whose weights are whole in every process, where they share batches")
             whole_mark = f"{mark.structure} {weights_digest(model)}"
             _check_alike(crew, whole_mark, batches, [(name, s.settings) for name, s in named], until)
-        shelf = Shelf()
-        if folder is not None:
-            shelf = Shelf(Path(folder) / f"{crew.rank}-of-{crew.size}", _call(named, until, loss, mark, bound))
-        problem = Problem(model, bound, batches, loss or default_loss, progress, crew=crew, shelf=shelf)
+        problem = Problem(model, bound, batches, loss or default_loss, progress, crew=crew)
         problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
         if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
         problem.measure()
-        estimates = read_until(problem, named, until) if until else [s.estimate(problem) for s in scorers]
+        call = _call(model, named, until, loss, mark, bound)
+        with opened(_own_folder(folder, crew), call, problem.seen() if folder else [], _close(model)) as problem.shelf:
+            estimates = read_until(problem, named, until) if until else [s.estimate(problem) for s in scorers]
     results = tuple(
         HeadScores(
             sites=tuple(b.site for b in bound),
@@ -163,7 +167,17 @@ def score(
     return results[0] if isinstance(scorer, (str, Scorer)) else results
 
 
+def _own_folder(folder: str | Path | None, crew: Crew) -> Path | None:
+    """Where this process keeps what its batches give."""
+    if not isinstance(folder, str | Path | None) or folder == "":
+        raise InvalidValue("score(folder=)", "a folder's path", repr(folder))
+    where = "" if folder is None else str(Path(folder).absolute())
+    crew.agree("score(folder=)", "the same in every process", where, "Give all of them a folder that they share.")
+    return None if folder is None else Path(folder) / f"{crew.rank}-of-{crew.size}"
+
+
 def _call(
+    model: nn.Module,
     named: list[tuple[str, Scorer]],
     until: Stable | None,
     loss: Loss | None,
@@ -171,16 +185,32 @@ def _call(
     bound: list[BoundSite],
 ) -> dict[str, str]:
     """What tells a call from others, but for its batches."""
-    of_loss = "" if loss is None else f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', type(loss))}"
+    device = device_of(bound[0].module)
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "off"
+    kernels = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    versions = [f"headprune {__version__}", *(f"{name} {version(name)}" for name in ("torch", "transformers"))]
     return {
         "scorers": repr([(name, scorer.settings) for name, scorer in named]),
         "until": repr(until),
-        "loss": of_loss,
+        "the loss": _name(loss),
         "the model": f"{mark.structure} {mark.weights}",
         "sites": repr([(b.site.name, b.site.heads, b.site.units) for b in bound]),
-        "device": str(device_of(bound[0].module)),
-        "torch": torch.__version__,
+        "device": f"{device}, autocast {autocast}, attention {kernels}",
+        "versions": ", ".join(versions),
     }
+
+
+def _name(function: Any) -> str:
+    """What a function is called, with what it was given before."""
+    if isinstance(function, partial):
+        return f"{_name(function.func)} of {function.args!r}, {function.keywords!r}"
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _close(model: nn.Module) -> float:
+    """How far losses of one call may be apart, relative: threads add in another order."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds))
 
 
 def _check_alike(crew: Crew, mark: str, batches: Any, *asked: Any) -> None:

@@ -22,11 +22,14 @@ from headprune.model.losses import Loss, check_finite, default_loss, shaped_loss
 from headprune.model.processes import Crew
 from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
 from headprune.model.sites import BoundSite
+from headprune.scoring import _shelf
 from headprune.scoring._rows import room
-from headprune.scoring._shelf import Added, Kept, Shelf, Sums, Told
+from headprune.scoring._shelf import Added, Kept, Shelf, Sums
 
 #: Batches whose losses are looked at together.
 _LOOK = 4096
+#: Losses that a call is known by.
+_SEEN = 16
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,11 @@ class Problem:
                 the ``losses`` is not finite.
         """
         device = device_of(self.model)
-        for number, batch in self._read(what):
-            if into is None or not into.holds(number, self._mark):
+        for number, batch in self._into(into, self._read(what)):
+            if into is None or not into.holds(number, self._so_far):
                 yield number, to_device(batch, device)
                 if into is not None:
-                    into.done(self._mark, self._look)
+                    into.done(self._so_far, self._look)
 
     def share(self, what: str, into: Added | None = None) -> Iterator[tuple[int, int, Any]]:
         """Yields ``(number, examples before it, batch)`` of this process's batches; see ``passes``.
@@ -137,20 +140,29 @@ class Problem:
         What is made of them is only a part: bring the parts of all processes together with ``gathered``.
         """
         device, first = device_of(self.model), 0
-        for number, batch in self._read(what):
-            if self.crew.owns(number - self.before) and (into is None or not into.holds(number, self._mark)):
+        for number, batch in self._into(into, self._read(what)):
+            if self.crew.owns(number - self.before) and (into is None or not into.holds(number, self._so_far)):
                 yield number, first, to_device(batch, device)
                 if into is not None:
-                    into.done(self._mark, self._look)
+                    into.done(self._so_far, self._look)
             first += batch_size(batch)
 
-    def rows(self, what: str, of_batch: Callable[[int, Any], Tensor], told: Told | None = None) -> Tensor:
+    def _into(self, into: Added | None, batches: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """The batches of a pass, at whose ends sums are told of it."""
+        if into is not None:
+            into.begin()
+        yield from batches
+        if into is not None:
+            into.end(self._mark, self._look)
+
+    def rows(self, what: str, of_batch: Callable[[int, Any], Tensor] | _shelf.Rows) -> Tensor:
         """``[examples, ...]``, fp64 on the CPU: what ``of_batch(number, batch)`` gives, in the order of the data.
 
-        The processes share the batches, so that the rows must be all that it does, but for the notes of ``told``.
+        The processes share the batches, and what was kept is not made again, so that the rows must be all that it does
+        and depend on the batch alone; one that does more says what (``_shelf.Rows``).
         """
 
-        kept = self.shelf.remembering(of_batch, told)
+        kept = self.shelf.rows(of_batch)
 
         def own() -> dict[str, Tensor]:
             return {str(number): self._kept(kept, number, batch) for number, _, batch in self.share(what)}
@@ -166,7 +178,7 @@ class Problem:
         rows are not all that ``of_batch`` makes, ``keep`` must be False.
         """
         device, reading, more = device_of(self.model), self._read(what), True
-        kept = (self.shelf if keep else Shelf()).remembering(of_batch)
+        kept = (self.shelf if keep else Shelf()).rows(of_batch)
 
         def own() -> dict[str, Tensor]:
             nonlocal more
@@ -186,7 +198,12 @@ class Problem:
                 yield in_data_order(parts)
 
     def _kept(self, kept: Kept, number: int, batch: Any) -> Tensor:
-        return kept(number, batch, self._mark, self._look)
+        return kept(number, batch, self._so_far, self._look)
+
+    @property
+    def _so_far(self) -> str:
+        """Digest of the data of the last whole pass, and of all batches of this one."""
+        return f"{self.shelf.whole} {self._mark}"
 
     def gathered(self, what: str, make: Callable[[], Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
         """The tensors that ``make`` makes of a ``share``, of all processes by rank.
@@ -226,17 +243,13 @@ class Problem:
         if self._order is not None and len(order) < len(self._order):
             raise _other_batches(what, f"{len(order) // 8} batches after {len(self._order) // 8}")
         self.data, self._order, self.examples = digest.hexdigest(), bytes(order), examples
+        self.shelf.whole = self._mark
 
     def measure(self) -> None:
         """Measures what the model costs on the first example; on the first batch where it takes no single example."""
         if self.batches is None:
             return
-        iterator = iter(self.batches)
-        first = next(iterator, None)
-        if first is None:
-            raise InvalidValue("batches", "at least one batch", "an empty iterable")
-        if iterator is self.batches:  # a generator: put the batch back
-            self.batches = itertools.chain([first], iterator)
+        first = self._first()
         _refuse_caches(first, 0)
         loss = None if self.loss is default_loss else self.loss
         one = None if any(b.layout.batch_axis for b in self.bound) else _first_example(first)
@@ -247,6 +260,30 @@ class Problem:
             except Exception:  # what is wrong with the batch itself shows again below, as the user gave it  # nosec B110
                 pass
         self.costs = measure_costs(self.model, self.bound, first, loss)
+
+    def seen(self) -> list[float]:
+        """Losses of the first examples, which tell a call from one with other gates, precision or loss; none where the
+        batches have no labels for the loss."""
+        if self.batches is None:
+            return []
+        first, devices = to_device(self._first(), device_of(self.model)), range(torch.cuda.device_count())
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                found = self.loss(self.model, first)
+            return [float(x) for x in found.detach().double().flatten()[:_SEEN]]
+        except Exception:  # whatever is wrong shows again, where it is needed  # nosec B110
+            return []
+
+    def _first(self) -> Any:
+        """The first batch, which stays the first."""
+        assert self.batches is not None
+        iterator = iter(self.batches)
+        first = next(iterator, None)
+        if first is None:
+            raise InvalidValue("batches", "at least one batch", "an empty iterable")
+        if iterator is self.batches:  # a generator: put the batch back
+            self.batches = itertools.chain([first], iterator)
+        return first
 
     def keep(self) -> None:
         """Makes the data readable more than once."""

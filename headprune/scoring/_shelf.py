@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -18,11 +20,14 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.core.files import write_atomic
+from headprune.core.files import atomic_path, remove_parts, write_atomic
+from headprune.core.locking import locked
 
 #: Seconds between two writes, and how many times as long as a write took is waited for the next.
 EVERY, _TIMES = 30.0, 20
-#: Bytes of a file of rows, and of all that a call keeps; what comes after that is made again.
+#: Of sums at the end of a pass, which nobody asks for again: so many seconds for each of ``EVERY``.
+_AT_END = 1 / 30
+#: Bytes of rows that wait to be written, and of all that a call keeps; what comes after that is made again.
 _PIECE, LIMIT = 64 << 20, 4 << 30
 _CALL = "call.json"
 _HINT = "Give another folder, or take that one away to begin anew."
@@ -38,10 +43,17 @@ class Sums(Protocol):
         """Takes the sum of several ``parts`` in place of its own."""
 
 
-class Told(Protocol):
-    """What says something about how it went."""
+class Rows(Protocol):
+    """What makes rows of batches, and remembers of a batch more than these."""
 
-    notes: tuple[str, ...]
+    def __call__(self, number: int, batch: Any) -> Tensor:
+        """The rows of a batch."""
+
+    def told(self, batch: Any) -> list[str]:
+        """What a batch that is through leaves for later ones."""
+
+    def catch_up(self, number: int, batch: Any, told: Sequence[str]) -> None:
+        """Takes a batch for one that is through."""
 
 
 class Shelf:
@@ -49,80 +61,141 @@ class Shelf:
 
     Args:
         folder: For this call alone; None keeps nothing.
-        call: What two calls have in common if one can go on where the other was cut off, in words.
-
-    Raises:
-        InvalidValue: the folder holds what another call has kept.
     """
 
-    def __init__(self, folder: Path | None = None, call: Mapping[str, str] | None = None) -> None:
-        self._folder, self._n_passes, self._bytes = folder, 0, 0
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder, self._n_passes, self._bytes, self._full = folder, 0, 0, False
+        self.whole = ""  # digest of the data of the last whole pass: what later ones make may depend on all of it
+        self._due = self.written = monotonic()
+        self._due += EVERY
+        self._places: dict[str, Path] = {}
+        self._held: dict[str, _Batch] = {}
+        self._new: dict[str, _Batch] = {}
         if folder is None:
             return
-        own, path = dict(call or {}), folder / _CALL
-        try:
-            theirs = json.loads(path.read_bytes()) if path.is_file() else own
-            differing = sorted(name for name in {*theirs, *own} if theirs.get(name) != own.get(name))
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise InvalidValue(str(path), "what score(folder=) left there", "an unreadable file", _HINT) from error
-        if differing:
-            got = f"those of another, which differs in {', '.join(differing)[:500]}"
-            raise InvalidValue(f"score(folder={str(folder)!r})", "free, or with batches of this call", got, _HINT)
-        if not path.is_file():
-            write_atomic(path, json.dumps(own, indent=1, sort_keys=True).encode())
-        self._bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        remove_parts(folder)
+        for path in sorted(folder.glob("*.safetensors")):
+            self._bytes += path.stat().st_size
+            if path.name.startswith("rows-"):
+                self._places |= dict.fromkeys(_said(path) or (), path)
+        self._n_files = len(list(folder.glob("rows-*.safetensors")))
 
-    def remembering(self, of_batch: Callable[[int, Any], Tensor], told: Told | None = None) -> Kept:
-        """For one pass: ``of_batch``, asked only for batches whose rows were not kept, with what it has ``told``."""
-        return Kept(self, self._next(), of_batch, told)
+    def rows(self, of_batch: Callable[[int, Any], Tensor] | Rows) -> Kept:
+        """For one pass: ``of_batch``, asked only for batches whose rows were not kept."""
+        return Kept(self, self._next(), of_batch)
 
     def added(self, sums: Mapping[str, Sums]) -> Added:
         """For a pass, or several in turn, whose batches are added to ``sums``: what they held when they were kept."""
         return Added(self, self._next(), sums)
 
-    def _next(self) -> Path | None:
+    def _next(self) -> int:
         self._n_passes += 1
-        return None if self._folder is None else self._folder / f"pass-{self._n_passes}"
-
-    def write(self, path: Path, tensors: Mapping[str, Tensor], marks: Any) -> bool:
-        """Writes tensors and what is said of them, if there is room for them."""
-        from safetensors.torch import save
-
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        more = sum(tensor.nbytes for tensor in whole.values()) - (path.stat().st_size if path.is_file() else 0)
-        if self._bytes + more > LIMIT:
-            return False
-        said = json.dumps(marks)
-        write_atomic(path, save(whole, {"said": said, "sha256": _sha256(whole, said)}))
-        self._bytes += more
-        return True
-
-
-class _Clock:
-    """Says when it is time to write again: not often, and never for more than a small share of the time."""
-
-    def __init__(self) -> None:
-        self._due = monotonic() + EVERY
+        return self._n_passes
 
     def rings(self) -> bool:
+        """Whether it is time to write: not often, and never for more than a small share of the time."""
         return monotonic() >= self._due
 
-    def spent(self, start: float) -> None:
-        now = monotonic()
-        self._due = now + max(EVERY, _TIMES * (now - start))
+    def find(self, name: str) -> _Batch | None:
+        """What was kept of a batch."""
+        if name in self._places:
+            self._held |= dict(_rows_in(self._places[name]))
+            found = self._places[name]
+            self._places = {key: path for key, path in self._places.items() if path != found}
+        return self._held.pop(name, None)
+
+    def keep(self, name: str, batch: _Batch, check: Callable[[], None]) -> None:
+        """Has a batch's rows written, sooner or later."""
+        if self._full:
+            return
+        self._new[name] = batch
+        if self.rings() or sum(b.rows.nbytes for b in self._new.values()) > _PIECE:
+            check()
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the rows that wait for it."""
+        new, self._new = self._new, {}
+        if new and self.folder is not None:
+            self._n_files += 1
+            tensors = {name: batch.rows for name, batch in new.items()}
+            said = {name: [batch.mark, *batch.told] for name, batch in new.items()}
+            self.write(self.folder / f"rows-{self._n_files:06}.safetensors", tensors, said)
+
+    def write(self, path: Path, tensors: Mapping[str, Tensor], said: Any) -> None:
+        """Writes tensors and what is said of them, if there is room for them."""
+        from safetensors.torch import save_file
+
+        start = monotonic()
+        more = sum(tensor.nbytes for tensor in tensors.values()) - (path.stat().st_size if path.is_file() else 0)
+        self._full |= self._bytes + more > LIMIT
+        if not self._full:
+            whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+            words = json.dumps(said)
+            with atomic_path(path) as place:
+                save_file(whole, place, {"said": words, "sha256": _sha256(whole, words)})
+            self._bytes += more
+        self.written = monotonic()
+        self._due = self.written + max(EVERY, _TIMES * (self.written - start))
+
+
+@contextmanager
+def opened(folder: Path | None, call: Mapping[str, str], seen: Sequence[float], close: float) -> Iterator[Shelf]:
+    """The shelf of a call, for as long as the block lasts; no other process has it then.
+
+    Args:
+        folder: Where; None keeps nothing.
+        call: What two calls have in common if one can go on where the other was cut off, in words.
+        seen: Numbers that the model makes of its first batch: gates, precision or a loss of another kind show there.
+        close: How far such numbers of the same call may be apart, relative.
+
+    Raises:
+        InvalidValue: the folder holds what another call has kept, or another process has it.
+    """
+    if folder is None:
+        yield Shelf()
+        return
+    with locked(folder, "a call of score()", "Wait for it, or give another folder."):
+        path, own = folder / _CALL, {**call, "what the model makes of the first batch": list(seen)}
+        try:
+            theirs = json.loads(path.read_bytes()) if path.is_file() else own
+            differing = sorted(name for name in {*theirs, *own} if not _alike(theirs.get(name), own.get(name), close))
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidValue(str(path), "what score(folder=) left there", "an unreadable file", _HINT) from error
+        if differing:
+            got = f"those of another, which differs in {', '.join(differing)[:500]}"
+            raise InvalidValue(
+                f"score(folder={str(folder.parent)!r})", "free, or with batches of this call", got, _HINT
+            )
+        if not path.is_file():
+            write_atomic(path, json.dumps(own, indent=1, sort_keys=True).encode())
+        yield Shelf(folder)
+
+
+def _alike(a: Any, b: Any, close: float) -> bool:
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_near, a, b, [close] * len(a)))
+    return bool(a == b)
+
+
+def _near(a: Any, b: Any, close: float) -> bool:
+    return bool(a == b) or math.isclose(float(a), float(b), rel_tol=close, abs_tol=close) or (a != a and b != b)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What a batch gave: the digest of all batches up to it, its rows, and what it left for later ones."""
+
+    mark: str
+    rows: Tensor
+    told: tuple[str, ...]
 
 
 class Kept:
-    """Rows by the number of their batch; see ``Shelf.remembering``."""
+    """Rows of a pass; see ``Shelf.rows``."""
 
-    def __init__(
-        self, shelf: Shelf, place: Path | None, of_batch: Callable[[int, Any], Tensor], told: Told | None
-    ) -> None:
-        self._shelf, self._place, self._of_batch, self._told = shelf, place, of_batch, told
-        self._files = [] if place is None else _files(place)
-        self._held: dict[int, _Batch] = {}
-        self._new: dict[int, _Batch] = {}
-        self._clock = _Clock()
+    def __init__(self, shelf: Shelf, number: int, of_batch: Callable[[int, Any], Tensor] | Rows) -> None:
+        self._shelf, self._pass, self._of_batch = shelf, number, of_batch
 
     def __call__(self, number: int, batch: Any, mark: str, check: Callable[[], None]) -> Tensor:
         """The rows of a batch.
@@ -136,65 +209,52 @@ class Kept:
         Raises:
             InvalidValue: rows of this number were kept, of other batches.
         """
-        if self._place is None:
+        if self._shelf.folder is None:
             return self._of_batch(number, batch)
-        while self._files and self._files[0][0] <= number:
-            self._held |= _rows_in(self._files.pop(0)[1])
-        if number in self._held:
-            found = self._held.pop(number)
+        name, of_batch = f"{self._pass}/{number}", self._of_batch
+        found = self._shelf.find(name)
+        if found is not None:
             _same(found.mark, mark, number)
-            if self._told is not None:
-                self._told.notes = tuple(dict.fromkeys((*self._told.notes, *found.notes)))
+            if hasattr(of_batch, "catch_up"):
+                of_batch.catch_up(number, batch, found.told)
             return found.rows
-        rows = self._of_batch(number, batch)
-        self._new[number] = _Batch(mark, rows.detach(), () if self._told is None else self._told.notes)
-        if self._clock.rings() or sum(b.rows.nbytes for b in self._new.values()) > _PIECE:
-            check()
-            self._write()
+        rows = of_batch(number, batch)
+        told = tuple(of_batch.told(batch)) if hasattr(of_batch, "told") else ()
+        self._shelf.keep(name, _Batch(mark, rows.detach(), told), check)
         return rows
-
-    def _write(self) -> None:
-        assert self._place is not None
-        start, first = monotonic(), min(self._new)
-        tensors = {str(number): one.rows for number, one in self._new.items()}
-        said = {str(number): [one.mark, *one.notes] for number, one in self._new.items()}
-        self._shelf.write(self._place.with_name(f"{self._place.name}-from-{first}.safetensors"), tensors, said)
-        self._new = {}
-        self._clock.spent(start)
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """What a batch gave, and what had been said when it was through."""
-
-    mark: str
-    rows: Tensor
-    notes: tuple[str, ...]
 
 
 class Added:
-    """Sums, and how many batches they hold; see ``Shelf.added``."""
+    """Sums, and how far they are; see ``Shelf.added``.
 
-    def __init__(self, shelf: Shelf, place: Path | None, sums: Mapping[str, Sums]) -> None:
-        self._shelf, self._sums, self._clock = shelf, sums, _Clock()
-        self._path = None if place is None else place.with_name(f"{place.name}.safetensors")
-        self._n_seen, self._n_done, self._mark = 0, 0, ""
+    A place is the number of a pass and how many of its batches are through.
+    """
+
+    def __init__(self, shelf: Shelf, number: int, sums: Mapping[str, Sums]) -> None:
+        self._shelf, self._sums, self._begun = shelf, sums, monotonic()
+        self._path = None if shelf.folder is None else shelf.folder / f"sums-{number}.safetensors"
+        self._here, self._there = (0, 0), (0, 0)
+        self._mark, self._whole, self._saved = "", "", True
         found = None if self._path is None else _read(self._path)
         if found is None:
             return
         tensors, said = found
-        parts = {name: _under(name, tensors) for name in sums}
         try:
-            self._n_done, self._mark = int(said["batches"]), str(said["mark"])
+            self._there = int(said["pass"]), int(said["batches"])
+            self._mark, self._whole = str(said["mark"]), str(said["whole"])
             for name, one in sums.items():
-                one.join([parts[name]])
+                one.join([{k.removeprefix(f"{name}/"): x for k, x in tensors.items() if k.startswith(f"{name}/")}])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise InvalidValue(str(self._path), "sums of this call", "a file without them", _HINT) from error
 
     @property
     def behind(self) -> bool:
         """Whether batches are still passed over, because the sums hold them and more."""
-        return self._n_seen < self._n_done
+        return self._here < self._there
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._here = self._here[0] + 1, 0
 
     def holds(self, number: int, mark: str) -> bool:
         """Whether the next batch is in the sums already.
@@ -202,61 +262,83 @@ class Added:
         Raises:
             InvalidValue: others than those that have been read now.
         """
-        self._n_seen += 1
-        if self._n_seen == self._n_done:
+        self._here = self._here[0], self._here[1] + 1
+        if self._here == self._there:
             _same(self._mark, mark, number)
-        return self._n_seen <= self._n_done
+        return self._here <= self._there
 
     def done(self, mark: str, check: Callable[[], None]) -> None:
         """The batch is in the sums; now and then they are written."""
-        if self._path is None or not self._clock.rings():
+        self._mark, self._saved = mark, False
+        if self._shelf.rings():
+            self._write(check)
+
+    def end(self, mark: str, check: Callable[[], None]) -> None:
+        """A pass is through.
+
+        Raises:
+            InvalidValue: the sums hold more batches than it had, or others.
+        """
+        if self._here[0] == self._there[0] and self.behind:
+            _same("more", mark, self._here[1])
+        if self._here[0] < self._there[0]:
+            _same(self._whole, mark, self._here[1])
+        self._whole = mark
+        if not self._saved and monotonic() - max(self._begun, self._shelf.written) >= EVERY * _AT_END:
+            self._write(check)
+
+    def _write(self, check: Callable[[], None]) -> None:
+        if self._path is None:
             return
         check()
-        start = monotonic()
+        self._shelf.flush()
         tensors = {f"{name}/{part}": x for name, one in self._sums.items() for part, x in one.parts().items()}
-        self._shelf.write(self._path, tensors, {"batches": self._n_seen, "mark": mark})
-        self._clock.spent(start)
-
-
-def _under(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key.removeprefix(f"{name}/"): x for key, x in tensors.items() if key.startswith(f"{name}/")}
+        said = {"pass": self._here[0], "batches": self._here[1], "mark": self._mark, "whole": self._whole}
+        self._shelf.write(self._path, tensors, said)
+        self._saved = True
 
 
 def _same(theirs: str, mark: str, number: int) -> None:
     if theirs != mark:
-        got = f"others, up to batch {number}"
-        raise InvalidValue("score(folder=)", "a folder with what these batches gave", got, _HINT)
+        got = f"what others gave, up to batch {number}"
+        raise InvalidValue("score(folder=)", "a folder with what these batches gave, in this order", got, _HINT)
 
 
-def _files(place: Path) -> list[tuple[int, Path]]:
-    """A pass's files of rows, by the number of their first batch."""
-    begin = f"{place.name}-from-"
-    found = ((path.stem.removeprefix(begin), path) for path in place.parent.glob(f"{begin}*.safetensors"))
-    return sorted((int(number), path) for number, path in found if number.isdigit())
-
-
-def _rows_in(path: Path) -> Iterator[tuple[int, _Batch]]:
-    """Every batch in a file by its number; none where it is damaged."""
+def _rows_in(path: Path) -> Iterator[tuple[str, _Batch]]:
+    """Every batch in a file by its name; none where it is damaged."""
     tensors, said = _read(path) or ({}, {})
     for name, rows in tensors.items():
         told = said.get(name)
-        if name.isdigit() and isinstance(told, list) and told:
-            yield int(name), _Batch(str(told[0]), rows, tuple(map(str, told[1:])))
+        if isinstance(told, list) and told:
+            yield name, _Batch(str(told[0]), rows, tuple(map(str, told[1:])))
+
+
+def _said(path: Path) -> dict[str, Any] | None:
+    """What a file says of its tensors, which are not read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = json.loads((file.metadata() or {})["said"])
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError):
+        return None
+    return said if isinstance(said, dict) else None
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """A file of ours; None where there is none, or a damaged one: what it held is made again."""
     from safetensors import SafetensorError, safe_open
 
+    said = _said(path)
+    if said is None:
+        return None
     try:
         with safe_open(path, framework="pt") as file:
-            marks = file.metadata() or {}
+            marks = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
-        said = json.loads(marks["said"])
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError, RecursionError):
+    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError):
         return None
-    whole = marks.get("sha256") == _sha256(tensors, marks["said"]) and isinstance(said, dict)
-    return (tensors, said) if whole else None
+    return (tensors, said) if marks.get("sha256") == _sha256(tensors, marks["said"]) else None
 
 
 def _sha256(tensors: Mapping[str, Tensor], said: str) -> str:

@@ -69,6 +69,9 @@ def test_scores_of_several_processes_are_those_of_one(size: int, counts: tuple[i
     expected = processes_work.offloaded()
     for rank in range(size):
         equal(HeadScores.load(tmp_path / f"offloaded-{rank}.json"), expected)
+    for number, expected in enumerate(processes_work.resumed()):
+        for rank in range(size):
+            equal(HeadScores.load(tmp_path / f"resumed-{number}-{rank}.json"), expected)
 
 
 def test_every_scorer_is_among_them() -> None:

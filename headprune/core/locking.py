@@ -1,4 +1,4 @@
-"""One process at a time in a folder: the lock of runs and sweeps, which a dead process does not keep."""
+"""One process at a time in a folder: a lock that a dead process does not keep."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from headprune.core.errors import InvalidValue
 from headprune.core.files import writing
 
 LOCK = ".lock"
+_HINT = "Wait for it, or give another folder with --out."
 
 
 @contextmanager
-def locked(folder: Path, what: str) -> Iterator[None]:
-    """Keeps a second run or sweep out of a folder, which is made where it is not there.
+def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
+    """Keeps a second process out of a folder, which is made where it is not there.
 
     The lock is the operating system's and ends with its process, however that ends; only an empty file stays.
 
     Args:
         folder: The folder.
         what: What runs there, in words.
+        hint: What to try where another process has it.
 
     Raises:
         InvalidValue: another process has it, or it is a file.
@@ -29,13 +31,12 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     if folder.exists() and not folder.is_dir():
-        raise InvalidValue(str(folder), "a folder", "a file", "Give another one with --out.")
+        raise InvalidValue(str(folder), "a folder", "a file", "Give another one.")
     with ExitStack() as stack:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 stack.enter_context(FileLock(folder / LOCK, timeout=0))
             except Timeout:
-                hint = "Wait for it, or give another folder with --out."
                 raise InvalidValue(str(folder), "free", f"{what} that is running there", hint) from None
         yield
