@@ -262,7 +262,7 @@ def test_tradeoff_compares_by_the_most_draws(tradeoff: ModuleType) -> None:
     rows = [{**about, "against": "base", "draws": n, "difference": -n / 1000} for n in (1, 3, 2)]
     rows += [{**about, "against": "dense + finetune", "draws": n, "difference": n / 1000} for n in (1, 3)]
     draws = [{"what": "quality", "way": "surgeon", "kept": 6, "quality": 0.9} for _ in range(3)]
-    record = {"rows": rows + draws, "heads": 8, "base": 0.9, "judged": 20}
+    record = {"task": "sst2", "rows": rows + draws, "heads": 8, "base": 0.9, "judged": 20}
     text = "\n".join(page.accuracy(record))
     assert "| surgeon | 0.900 ± 0.000 (-0.3 [-2.0, +0.0]) |" in text
     assert text.endswith("Points against all heads trained as long: surgeon, 6 kept: +0.3 [-2.0, +0.0].")

@@ -344,6 +344,7 @@ EXCEPTIONS = {
     "run/sources.py _local": "a cache of its own for datasets, thrown away",
     "run/subject.py save_base": "to a folder that staged gave",
     "run/tables.py _columns": "to a path that atomic_path gave",
+    "scoring/_shelf.py write": "to a path that atomic_path gave",
     "surgery/export.py export_onnx": "to a folder that staged gave",
     "surgery/formats/building.py save_as": "to a folder that staged gave",
     "surgery/formats/companions.py save": "to a folder that staged gave",

@@ -82,7 +82,7 @@ def test_two_processes_go_on_where_one_ended(
 ) -> None:
     """Where the scores are there, the second process would else wait for ever; where not, they share the rest."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("power is gone")
 
     recipe, out = tmp_path / "tiny.yaml", tmp_path / "out"
