@@ -2,13 +2,14 @@
 
     python benchmarks/compatibility.py --work FOLDER
     python benchmarks/compatibility.py --work FOLDER --index https://download.pytorch.org/whl/cpu
+    python benchmarks/compatibility.py --work FOLDER --any-build
 
 A row is a virtual environment in ``--work``, made from an interpreter that is installed here, with one version of each,
 and the tests that say whether headprune works there: the laws on five layouts, checkpoints, cuts, stored values of
 every version (`tests/golden`). Without torch, what needs none is run: values, slabs, selectors. On Linux only builds of
 torch for processors alone are taken (``+cpu``), because the others bring gigabytes; ``--index`` names a package index
-that has them. What is not to be had is a row, too, and says what was missing. Rows stay in the record until they are
-run again, so that several machines may fill it.
+that has them, and ``--any-build`` takes the others where it has none. What is not to be had is a row, too, and says
+what was missing. Rows stay in the record until they are run again, so that several machines may fill it.
 """
 
 from __future__ import annotations
@@ -84,13 +85,15 @@ class Cell:
     def wanted(self) -> dict[str, str | None]:
         return {"python": self.python, "torch": self.torch, "transformers": self.transformers}
 
-    @property
-    def requirements(self) -> list[str]:
-        """What pip is asked for, beside the package."""
+    def requirements(self, any_build: bool) -> list[list[str]]:
+        """What pip is asked for, beside the package, in the order in which it is tried."""
         if self.torch is None:
-            return ["--no-deps", "-e", str(ROOT)]
-        build = "+cpu" if platform.system() == "Linux" else ""
-        return [f"torch=={self.torch}{build}", f"transformers=={self.transformers}", "-e", str(ROOT)]
+            return [["--no-deps", "-e", str(ROOT)]]
+        linux = platform.system() == "Linux"
+        builds = [*(["+cpu"] if linux else []), *([""] if any_build or not linux else [])]
+        return [
+            [f"torch=={self.torch}{build}", f"transformers=={self.transformers}", "-e", str(ROOT)] for build in builds
+        ]
 
 
 #: Oldest and newest of what pyproject.toml allows, both ends of each range met by both ends of the others.
@@ -114,6 +117,7 @@ def main(argv: Sequence[str] | None = None, cells: Sequence[Cell] = CELLS) -> Pa
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for the environments, which are used again")
     parser.add_argument("--index", action="append", default=[], help="a further package index")
+    parser.add_argument("--any-build", action="store_true", help="builds of torch with CUDA where there are no others")
     parser.add_argument("--only", help="cells whose name has this in it")
     parser.add_argument("--out", type=Path, default=RECORDS / "compatibility.json")
     args = parser.parse_args(argv)
@@ -121,7 +125,12 @@ def main(argv: Sequence[str] | None = None, cells: Sequence[Cell] = CELLS) -> Pa
     for cell in cells:
         if args.only and args.only not in cell.name:
             continue
-        row = {**cell.wanted, "created": now(), "git_commit": git_commit(), **tried(cell, args.work, args.index)}
+        row = {
+            **cell.wanted,
+            "created": now(),
+            "git_commit": git_commit(),
+            **tried(cell, args.work, args.index, args.any_build),
+        }
         record["rows"] = [r for r in record["rows"] if any(r[k] != v for k, v in cell.wanted.items())] + [row]
         order = [c.wanted for c in cells]
         record["rows"].sort(key=lambda r: _place(r, order))
@@ -135,11 +144,11 @@ def _place(row: dict[str, Any], order: list[dict[str, str | None]]) -> int:
     return order.index(wanted) if wanted in order else len(order)
 
 
-def tried(cell: Cell, work: Path, index: Sequence[str]) -> dict[str, Any]:
+def tried(cell: Cell, work: Path, index: Sequence[str], any_build: bool = False) -> dict[str, Any]:
     """The environment and what the tests said there; or what was missing."""
     found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}"}
     try:
-        python = environment(cell, work, index)
+        python = environment(cell, work, index, any_build)
     except Missing as missing:
         return {**found, "missing": str(missing)}
     script = "import importlib.metadata as m, json, platform\n"
@@ -152,7 +161,7 @@ def tried(cell: Cell, work: Path, index: Sequence[str]) -> dict[str, Any]:
     return {**found, "versions": versions, "tests": counts, "failed": failed, "seconds": round(perf_counter() - start)}
 
 
-def environment(cell: Cell, work: Path, index: Sequence[str]) -> Path:
+def environment(cell: Cell, work: Path, index: Sequence[str], any_build: bool = False) -> Path:
     """The interpreter of the cell's environment, made where it is not there yet.
 
     Raises:
@@ -166,10 +175,15 @@ def environment(cell: Cell, work: Path, index: Sequence[str]) -> Path:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pip += [word for url in index for word in ("--extra-index-url", url)]
     light = [] if cell.torch else list(LIGHT)
-    for wanted in (cell.requirements, ["pytest>=8.2", *light]):
-        done = subprocess.run([*pip, *wanted], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise Missing(why(done.stderr))
+    for ways in (cell.requirements(any_build), [["pytest>=8.2", *light]]):
+        tries = (subprocess.run([*pip, *way], capture_output=True, text=True, check=False) for way in ways)
+        said = []
+        for done in tries:
+            if done.returncode == 0:
+                break
+            said.append(why(done.stderr))
+        else:
+            raise Missing("; ".join(said))
     (folder / "complete").touch()
     return python
 
