@@ -93,10 +93,10 @@ def startup(records: Path) -> list[str]:
         lines += [
             machine(record),
             "",
-            "Medians of fresh processes. `libraries` imports torch and transformers, which every run needs. `run` is a",
-            f"whole run of `{record['settings']['recipe']}` with little of everything. `run, overhead` is what is left",
-            "of it without the stages that its record times: imports, `libraries` among them, reading and checking the",
-            "recipe, finding out versions and commit, and writing.",
+            "Medians of fresh processes. `libraries` imports torch and the base class of Transformers' models, which",
+            f"every run needs. `run` is a whole run of `{record['settings']['recipe']}` with little of everything.",
+            "`run, overhead` is what is left of it without the stages that its record times: imports, `libraries`",
+            "among them, reading and checking the recipe, finding out versions and commit, and writing.",
             "",
             *table(["", "seconds beyond an empty process", "aimed at, below"], body),
         ]

@@ -187,7 +187,12 @@ def test_a_model_that_was_compiled_and_run_before(subject: Subject) -> None:
     model, mask, site = subject.model, subject.ragged(), subject.sites[0]
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     base = subject.run()
-    assert_close(subject.run(compiled), base, **CLOSE)
+    try:
+        assert_close(subject.run(compiled), base, **CLOSE)
+    except torch._dynamo.exc.Unsupported:
+        if torch.__version__ >= "2.9":
+            raise
+        pytest.skip("this PyTorch cannot trace the model of Transformers, gates or not")
     before, ungated = picture(model), graphs[-1]
     with hp.gated(model, mask):
         expected = subject.run()
