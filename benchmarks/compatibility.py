@@ -58,6 +58,7 @@ VALUES = (
     "tests/unit/test_core_slabs.py",
     "tests/unit/test_golden.py",
     "tests/unit/test_selection.py",
+    "tests/unit/test_selection_answers.py",
     "tests/unit/test_selection_close.py",
     "tests/unit/test_selection_knapsack.py",
     "tests/unit/test_selection_quadratic.py",

@@ -113,13 +113,13 @@ def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:
 
 def _rules(problem: Problem) -> str:
     sites = problem.scores.sites
-    rules = f"min_heads={problem.min_heads}"
-    rules += f" and multiple_of={problem.multiple_of}" if problem.multiple_of > 1 else ""
-    rules += " and the heads that must stay" if problem.stay else ""
-    rest = " beside the parts that have no heads" if problem.fixed else ""
+    rules = [f"min_heads={problem.min_heads}"]
+    rules += [f"multiple_of={problem.multiple_of}"] if problem.multiple_of > 1 else []
+    rules += ["the heads that must stay"] if problem.stay else []
+    said = f"{' and '.join(rules)} {'take' if len(rules) > 1 else 'takes'} at {len(sites)} site{'s' * (len(sites) > 1)}"
     lonely = sum(site.least > problem.min_heads for site in sites)
-    alone = f", {lonely} of which cannot run without a head" if lonely else ""
-    return f"{rules} takes at {len(sites)} sites{alone}{rest}"
+    said += f", {lonely} of which cannot run without a head" if lonely else ""
+    return said + (" beside the parts that have no heads" if problem.fixed else "")
 
 
 def best_first(scores: HeadScores) -> list[ScoredUnit]:

@@ -136,3 +136,9 @@ def test_rich_shows_the_plain_text_of_the_grid():
 def test_an_empty_grid_is_its_title():
     assert text_grid("nothing", []) == rich_grid("nothing", []) == "nothing"
     assert Grid(html_grid("nothing", [])).rows == []
+
+
+def test_a_cell_of_a_plan_says_which_head_it_is_and_what_becomes_of_it():
+    plan = PruningPlan(HeadMask.from_keep({"a": [1]}, {"a": 2}))
+    assert [cell.title for row in plan.rows() for cell in row.cells] == ["a[0]: removed", "a[1]: kept"]
+    assert [cell.kept for row in plan.rows() for cell in row.cells] == [False, True]

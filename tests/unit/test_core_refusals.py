@@ -102,6 +102,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: PruningPlan(MASK, Budget(keep_heads=1), budgets=BOTH),
         "PruningPlan: must be given one of budget and budgets, got both",
     ),
+    "a mask of a site that is not there": (
+        lambda: HeadMask.from_keep({"b": [0]}, {"a": 6}),
+        "site 'b': must be a known attention site, got 'b'. Known: a.",
+    ),
+    "masks of other sites": (
+        lambda: MASK | HeadMask.full([replace(SITE, name="b")]),
+        "HeadMask: must be over the same sites and head counts ({'a': 6}), got {'b': 6}",
+    ),
     "two structures": (
         lambda: PruningPlan(MASK, model=ModelFingerprint("a", "w")).then(
             PruningPlan(MASK, model=ModelFingerprint("b", "w"))
