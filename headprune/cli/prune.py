@@ -189,9 +189,10 @@ def _write(
     from headprune.surgery.formats import companions
 
     formats = applicable_formats(found.model)
-    chosen, how = _chosen(format, formats), {"plan": found.plan, "example": found.example}
+    chosen, beside = _chosen(format, formats), companions.Beside(resolve_path(model, "--model"))
+    how: dict[str, Any] = {"plan": found.plan, "example": found.example, "processor": beside}
     save_pretrained(found.model, out, format=chosen, max_shard_size=max_shard_size, **how)
-    return chosen, formats, list(companions.copy(resolve_path(model, "--model"), out))
+    return chosen, formats, beside.copied
 
 
 def _check_source(sources: Mapping[str, object], with_data: Mapping[str, object]) -> None:

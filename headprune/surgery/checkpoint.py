@@ -87,9 +87,9 @@ def save_pretrained(
             own.write(model, bound, place, max_shard_size)
         else:
             _write_for_others(model, bound, place, format, example, max_shard_size)
+        write_card(model, [b.site for b in bound], folder, format, plan, place)
         if processor is not None:
             companions.save(processor, place)
-        write_card(model, [b.site for b in bound], folder, format, plan, place)
         written = {path.name for path in place.iterdir()}
     _remove_earlier(folder, written)
     return folder

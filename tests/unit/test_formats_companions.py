@@ -155,3 +155,27 @@ def test_prune_refuses_a_format_that_would_corrupt(base: Path) -> None:
     result = prune(base, "uneven", "--format", "gguf")
     assert result.exit_code == 2
     assert "--format: must be auto, headprune, transformers or remote-code, got 'gguf'" in result.output
+
+
+def test_what_lies_beside_the_weights_comes_with_them_or_nothing_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, plan, out = tmp_path / "source", tmp_path / "plan.json", tmp_path / "out"
+    model, _ = tiny("bert")
+    hp.save_pretrained(model, source, processor=tokenizer(), format="transformers")
+    first, *others = hp.find_sites(model)
+    heads = {s.name: s.n_query_heads for s in [first, *others]}
+    PruningPlan(HeadMask.from_keep({first.name: [1, 2, 3]}, heads)).save(plan)
+    command = ["prune", "--model", str(source), "--plan", str(plan), "--out", str(out)]
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(companions.shutil, "copyfile", fail)
+        done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "No space left on device" in done.stderr
+    assert not out.exists()
+    assert "tokenizer.json" in CliRunner().invoke(app, command).stdout
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def copy(source: str, folder: Path) -> list[str]:
     if (home / card.CARD).is_file() and (folder / card.CARD).is_file():
         card.carry(folder, home / card.CARD)
     return [name.as_posix() for name in names]
+
+
+@dataclass
+class Beside:
+    """What lies beside a model, as ``processor`` of ``save_pretrained``: copied as it is, when the folder is made."""
+
+    source: str
+    copied: list[str] = field(default_factory=list)
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.copied = copy(self.source, folder)
 
 
 def _matching(home: Path) -> Iterable[Path]:
