@@ -340,6 +340,26 @@ def policies() -> Iterator[tuple[str, Case]]:
     )
 
 
+def wide() -> Iterator[tuple[str, Case]]:
+    """Layers of more heads than all choices of which could be tried, whose heads stand in for each other."""
+    sites = [site("a", 14), site("b", 28, 14, kind="self"), site("c", 4)]
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        values = [list(map(int, rng.integers(0, 9, len(s.units)))) for s in sites]
+        ties = rng.integers(-2, 3, (32, 8))
+        scores = replace(make(sites, values), curvature=Curvature.of((ties @ ties.T + np.eye(32)).astype(float)))
+        told = {"must_keep": {"a": [3], "b": [5]}, "must_remove": {"a": [0, 9]}} if seed % 2 else {}
+        for share in (0.3, 0.5, 0.7):
+            for settings in ({}, {"min_heads": 0, "multiple_of": 2}):
+                said = f"{seed} {share} {'by twos' if settings else ''}".strip()
+                yield (
+                    said,
+                    lambda *_, s=scores, b=share, o=settings, t=told: select(  # type: ignore[misc]
+                        s, Budget(keep_heads=b), configured("quadratic", **o), **t
+                    ),
+                )
+
+
 def close() -> Iterator[tuple[str, Case]]:
     """Close calls and ties."""
     for seed in range(12):
@@ -369,6 +389,7 @@ GROUPS: dict[str, Callable[[], Iterator[tuple[str, Case]]]] = {
     "refusals": refusals,
     "before scores": before_scores,
     "policies": policies,
+    "wide layers": wide,
     "close calls": close,
 }
 
