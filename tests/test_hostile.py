@@ -405,7 +405,7 @@ def test_what_is_done_names_no_file_outside_of_its_folder(name: str, tmp_path: P
     sound = Finished("ab", FrozenDict({"scores.json": "0" * 64}), noted).save(tmp_path / ".work" / "score.json")
     sound.write_text(sound.read_text().replace('"scores.json"', json.dumps(name)))
     take_folder(tmp_path, False, Journal("a", {}, tmp_path, lambda line: None, progress=False))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".work", "record.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".work", "history.jsonl", "record.json"]
 
 
 def test_times_that_are_none_are_passed_over(tmp_path: Path) -> None:
@@ -700,14 +700,41 @@ def test_the_card_of_a_model_escapes_what_a_plan_says(tmp_path: Path) -> None:
     assert "![x]" not in card
 
 
+@pytest.mark.parametrize("text", [r"$\frac$", "$x_1$", "$", r"\$"])
+def test_pictures_draw_what_files_say_letter_by_letter(text: str, tmp_path: Path) -> None:
+    """To matplotlib ``$`` begins a formula, and one that it cannot read ends the picture."""
+    from matplotlib.figure import Figure
+
+    from headprune.report.agreement import draw_agreement
+    from headprune.report.tradeoff import draw_tradeoff
+
+    record = nasty_record(text)
+    table = sweep_table()
+    first = table.keys[0]
+    rows = [{**row, first: f"{row[first]}{text}"} for row in table.to_dict()["rows"]]
+    table = SweepTable.from_dict({**table.to_dict(), "name": text, "rows": rows})
+    measure = Measure(0.5)
+    found = Agreement((text, "b"), 2, 5, 0.95, (Pair(0, 1, measure, measure, measure),), (text,))
+    figure = Figure()
+    axes = figure.subplots(1, 2)
+    hp.plot.head_map(record.scores, record.plan, ax=axes[0])
+    hp.plot.tradeoff(table, ax=axes[1])
+    figure.savefig(tmp_path / "maps.png")
+    draw_agreement(found, tmp_path / "agreement.png")
+    draw_tradeoff(table, tmp_path / "tradeoff.svg")
+    drawn = [label.get_text() for label in axes[0].get_yticklabels()]
+    assert all(words.replace(r"\$", "$").endswith(text.replace(r"\$", "$")) for words in drawn)
+
+
 def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path: Path) -> None:
     from pyarrow import parquet
 
-    cells = ["=cmd|' /C calc'!A0", "@SUM(A1)", "+x", "-x", "\t=1", "-0.5", "taylor", None]
-    rows = [{"scorer": cell, "drop": -0.5} for cell in cells]
+    cells = ["=cmd|' /C calc'!A0", "@SUM(A1)", "+x", "-2+3+cmd|' /C calc'!A0", "\t=1", "-0.5", "taylor", None]
+    rows = [{"scorer": cell, "drop": -0.5, "=1": 3} for cell in cells]
     _columns(rows, tmp_path / "table")
-    lines = (tmp_path / "table.csv").read_text().splitlines()[1:]
+    head, *lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert head == '"scorer","drop","\'=1"'
     starts = [line.split(",")[0].strip('"')[:1] for line in lines]
     assert starts[:7] == ["'", "'", "'", "'", "'", "-", "t"]
-    assert all(line.endswith(",-0.5") for line in lines)
+    assert all(line.endswith(",-0.5,3") for line in lines)
     assert parquet.read_table(tmp_path / "table.parquet").to_pylist() == rows, "a table for programs is as it was"

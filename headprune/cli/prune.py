@@ -12,6 +12,7 @@ import typer
 
 from headprune.cli._shared import AsJson, Debug, Quiet, Settings, echo, emit, guarded, say, selector_names, watching
 from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.files import occupied
 
 if TYPE_CHECKING:
     from headprune.core.plan import Budget, PruningPlan
@@ -73,7 +74,7 @@ def prune(
     with guarded(debug):
         if format not in ("auto", "headprune", "transformers", "remote-code"):
             raise InvalidValue("--format", "auto, headprune, transformers or remote-code", repr(format))
-        if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        if occupied(out, () if data is None else ("run",)):  # a run on data may have been killed there
             raise InvalidValue("--out", "a new or an empty folder", str(out))
         amounts = {"--keep": keep, "--keep-params": keep_params, "--keep-macs": keep_macs, "--keep-kv": keep_kv}
         given = {option: amount for option, amount in amounts.items() if amount is not None}

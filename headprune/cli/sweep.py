@@ -39,7 +39,7 @@ def sweep(
     seeds: Annotated[int, typer.Option(help="Draws of calibration rows, and of random scorers.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the sweep; default runs/NAME-sweep.")] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Processes; -1 is one a core.")] = 1,
-    backend: Annotated[str, typer.Option(help="joblib backend: loky, dask, ray.")] = "loky",
+    backend: Annotated[str, typer.Option(help="joblib backend: loky, or dask for a cluster.")] = "loky",
     quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from headprune.core.errors import HeadPruneError, NotWritten
 
 #: How the name of what is not whole yet ends; it begins with a dot.
 PART = ".part"
+#: How it ends while what is in it takes its places, and the file there that says where, and what goes from there.
+_WHOLE, _EARLIER = ".whole" + PART, ".earlier" + PART
 
 _AS_BEFORE = "What was there before is as it was. Make room there, or give another place."
 _IN_PLACE = "Some of what is new may be in its place already. Make room there, and write it again."
@@ -119,15 +122,21 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
 
 
 @contextlib.contextmanager
-def staged(folder: str | Path) -> Iterator[Path]:
+def staged(folder: str | Path, alone: bool = False, in_place_of: Sequence[str] = ()) -> Iterator[Path]:
     """Gives a temporary folder; what is written there takes its place in ``folder`` when the block ends well.
 
     All of it is brought to the disk first. A folder that was not there appears whole, by one rename; in one that was,
-    files take their places one right after the other, and others stay. On an error nothing changes, but for one that
-    comes when they take their places, which says so. What killed processes left half written there goes.
+    files take their places one right after the other, and others stay; where a process is killed meanwhile, ``settle``
+    or the next call brings the rest of them there. On an error nothing changes, but for one that comes when they take
+    their places, which says so. What killed processes left half written there goes.
+
+    Args:
+        folder: The folder.
+        alone: Nothing else may be there in the end: not what another process put there in the meantime, either.
+        in_place_of: Patterns of files that go when these come, unless they are among them.
 
     Raises:
-        NotWritten: the system refused to write.
+        NotWritten: the system refused to write, or something is there.
     """
     folder = Path(folder)
     new = not folder.exists()
@@ -143,12 +152,20 @@ def staged(folder: str | Path) -> Iterator[Path]:
         for path in (*found, place):
             _open_to(path, place.stat().st_mode)
             _to_disk(path)
+        if alone and (there := occupied(folder)):
+            raise NotWritten(str(folder), "a new or an empty folder", f"one with {there[0]}", _AS_BEFORE)
         if new and not folder.exists():
             os.replace(place, folder)
             hint = _IN_PLACE
         else:
+            names = {path.relative_to(place) for path in found}
+            old = {path.relative_to(folder) for pattern in in_place_of for path in folder.glob(pattern)} - names
+            facts = {"into": os.path.relpath(folder, home), "gone": sorted(map(str, old))}
+            write_atomic(place / _EARLIER, json.dumps(facts).encode())
             hint = _IN_PLACE
-            _into_places(place, [path.relative_to(place) for path in found], folder)
+            os.replace(place, place := place.with_suffix(_WHOLE))
+            _to_disk(home)  # from here on these files are to come, whoever brings them
+            _into_places(place, home)
         _to_disk(home)
     except BaseException as error:
         told = not_written(folder, error, hint)
@@ -207,34 +224,61 @@ def _hold(folder: Path) -> int | None:
     return handle
 
 
+def settle(folder: Path) -> None:
+    """Brings to their places what a process was killed over while it put files into ``folder``; without the right to
+    do so the folder stays as it is."""
+    with contextlib.suppress(OSError):
+        _remove_dead(folder, folder.name)
+
+
 def _remove_dead(home: Path, name: str) -> None:
-    """Takes away folders for ``name`` that nobody holds, which may be as large as a model."""
+    """Takes away folders for ``name`` that nobody holds, which may be as large as a model. What is in a whole one comes
+    to its place first."""
+    known = rf"\.{re.escape(name)}\.[0-9a-f]{{8}}({re.escape(PART)}|{re.escape(_WHOLE)})"
     for path in home.glob(f".*{PART}"):
-        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}{re.escape(PART)}", path.name) and path.is_dir():
-            held = _hold(path)
-            if held is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(held)
+        if (found := re.fullmatch(known, path.name)) and path.is_dir() and (held := _hold(path)) is not None:
+            if found[1] == _WHOLE:
+                _into_places(path, home)
+                _to_disk(home)
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(held)
 
 
-def _into_places(place: Path, names: list[Path], folder: Path) -> None:
+def _into_places(place: Path, home: Path) -> None:
+    """What is in ``place`` goes where its facts say, and what they name goes from there; may be done twice."""
+    facts = json.loads((place / _EARLIER).read_bytes())
+    folder = home / facts["into"]
+    for name in facts["gone"]:
+        (folder / name).unlink(missing_ok=True)
+    names = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.name != _EARLIER]
     for name in names:
         if (place / name).is_dir():
             (folder / name).mkdir(parents=True, exist_ok=True)
         else:
             os.replace(place / name, folder / name)
-    for name in names:
+    for name in (Path(), *names):
         if (folder / name).is_dir():
             _to_disk(folder / name)
 
 
+def occupied(folder: Path, beside: Container[str] = ()) -> list[str]:
+    """What stands in the way of a new folder: all that is there, but for ``beside`` and what is not whole yet.
+
+    (Of another process, which ``staged(alone=True)`` then finds in its place; or of a dead one, which it takes away.)
+    """
+    if not folder.is_dir():
+        return [folder.name] if os.path.lexists(folder) else []
+    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(PART) and p.name not in beside)
+
+
 def append_line(path: str | Path, line: str) -> None:
     """Adds a line to a file of lines, on the disk when this returns; half a line of a killed process is ended first.
+    A link is not followed: what it names lies elsewhere, and is not ours to change.
 
     Raises:
         NotWritten: the system refused to write; the file is as it was.
     """
-    with writing(path), open(path, "ab+", buffering=0) as file:
+    with writing(path), open(path, "ab+", buffering=0, opener=_unlinked) as file:
         before = file.seek(0, os.SEEK_END)
         file.seek(max(0, before - 1))
         begun = file.read(1) not in (b"", b"\n")
@@ -244,8 +288,12 @@ def append_line(path: str | Path, line: str) -> None:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
-            os.truncate(path, before)
+            os.ftruncate(file.fileno(), before)
             raise
+
+
+def _unlinked(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def remove_parts(folder: Path) -> None:

@@ -25,13 +25,15 @@ def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
         hint: What to try where another process has it.
 
     Raises:
-        InvalidValue: another process has it, or it is a file.
+        InvalidValue: another process has it, it is a file, or its lock is a link.
         NotWritten: no right to write there, or no room.
     """
     from filelock import FileLock, Timeout
 
     if folder.exists() and not folder.is_dir():
         raise InvalidValue(str(folder), "a folder", "a file", "Give another one.")
+    if (folder / LOCK).is_symlink():  # some versions of filelock would empty what it names
+        raise InvalidValue(str(folder / LOCK), "a file", "a link to another place", "Take it away.")
     with ExitStack() as stack:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

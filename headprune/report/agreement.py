@@ -25,7 +25,7 @@ def draw_agreement(agreement: Agreement, path: str | Path) -> Path:
     kind = path.suffix.removeprefix(".").lower()
     if kind not in known:
         raise InvalidValue(str(path), f"a picture that ends in one of {', '.join(known)}", repr(path.suffix))
-    figure.suptitle(agreement.title, fontsize=10)
+    figure.suptitle(plot.plain(agreement.title), fontsize=10)
     plot.agreement(agreement, axes=figure.subplots(1, len(MEASURES), sharey=True))
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format=kind, dpi=150)

@@ -89,11 +89,11 @@ def head_map(
                 text = significant(value, 2) + ("" if error is None else f"\n±{significant(error, 1)}")
                 ax.text(x, y, text, ha="center", va="center", fontsize=6, color="white" if value > dark else "black")
     ax.set_xticks(range(grid.shape[1]))
-    ax.set_yticks(range(grid.shape[0]), [name for name, _, _ in rows])
+    ax.set_yticks(range(grid.shape[0]), [plain(name) for name, _, _ in rows])
     ax.tick_params(length=0, labelsize=8)
     ax.set_xlabel("head")
     if scores is not None:
-        ax.figure.colorbar(picture, ax=ax, label=scores.scorer, fraction=0.046, pad=0.02)
+        ax.figure.colorbar(picture, ax=ax, label=plain(scores.scorer), fraction=0.046, pad=0.02)
     return ax
 
 
@@ -152,7 +152,7 @@ def attention(
             panel.set_title(f"{one.head}{' ×' if gone else ''}", fontsize=7, pad=2)
             if gone:
                 panel.spines[:].set(color="#b2182b", linewidth=1.5, linestyle="--")
-        row[0].set_ylabel(site.site, fontsize=7, rotation=0, ha="right", va="center")
+        row[0].set_ylabel(plain(site.site), fontsize=7, rotation=0, ha="right", va="center")
     return axes
 
 
@@ -193,14 +193,15 @@ def tradeoff(
         elif series.role == "random":
             low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
             ax.fill_between(kept, low, high, color="0.85", linewidth=0)
-            ax.plot(kept, means, color="0.6", linestyle=":", marker=".", label=series.method)
+            ax.plot(kept, means, color="0.6", linestyle=":", marker=".", label=plain(series.method))
         else:
-            ax.errorbar(kept, means, spreads, marker="o", markersize=4, capsize=2, linewidth=1.2, label=series.method)
+            name = plain(series.method)
+            ax.errorbar(kept, means, spreads, marker="o", markersize=4, capsize=2, linewidth=1.2, label=name)
     metric = metrics.pop()
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("heads kept")
     lower = is_one_of(metric, (*RATIO, *LOWER))
-    ax.set_ylabel(f"{metric} on {split} rows" + (", lower is better" if lower else ""))
+    ax.set_ylabel(f"{plain(metric)} on {split} rows" + (", lower is better" if lower else ""))
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8, loc="upper right" if lower else "lower right")  # where many heads seldom end; no search
     return ax
@@ -231,7 +232,7 @@ def agreement(found: Agreement, *, axes: Any = None) -> Any:
         panel.set_xlabel(label, fontsize=9)
         panel.set_xlim(left - 0.05, 1.05)
         panel.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(range(n), [found.label(p) for p in found.pairs])
+    axes[0].set_yticks(range(n), [plain(found.label(p)) for p in found.pairs])
     axes[0].set_ylim(n - 0.5, -0.5)
     return axes
 
@@ -293,12 +294,16 @@ def _map(ax: Axes, grid: NDArray[np.float32]) -> None:
     ax.set_yticks([])
 
 
+def plain(text: str) -> str:
+    """Text that matplotlib draws letter by letter: ``$`` begins a formula, control characters have no picture."""
+    return "".join(c for c in text if c.isprintable()).replace("$", r"\$")
+
+
 def _words(ax: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:
-    """Tokens along the axes; ``$`` begins a formula to matplotlib, and control characters have no picture."""
+    """Tokens along the axes."""
     for words, ticks, turn in ((keys, ax.set_xticks, 90), (queries, ax.set_yticks, 0)):
         if len(words) <= _WORDS:
-            shown = ["".join(c for c in w if c.isprintable()).replace("$", r"\$") for w in words]
-            ticks(range(len(words)), shown, fontsize=7, rotation=turn)
+            ticks(range(len(words)), list(map(plain, words)), fontsize=7, rotation=turn)
     ax.tick_params(length=0)
 
 

@@ -12,6 +12,7 @@ from headprune.core.files import atomic_path
 from headprune.core.metrics import POINTS, RATIO, is_one_of
 from headprune.core.sweeps import SIZES, Setting, SweepTable, words
 from headprune.report.formats import count
+from headprune.report.plot import plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +38,7 @@ def draw_tradeoff(table: SweepTable, path: str | Path, by: str = "heads") -> Pat
             _panel(panel, table, front, split, by)
         panels[0].set_ylabel(_drop_label(table.metric))
         panels[0].legend(fontsize=8)
-        figure.suptitle(f"{table.name}: {len(table.rows)} runs", fontsize=11)
+        figure.suptitle(f"{plain(table.name)}: {len(table.rows)} runs", fontsize=11)
         kind = path.suffix.removeprefix(".")
         with atomic_path(path) as temporary:
             figure.savefig(temporary, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
@@ -59,9 +60,10 @@ def _panel(panel: Axes, table: SweepTable, front: Sequence[Setting], split: str,
         if _is_random(settings[0]):
             low, high = zip(*((m - s, m + s) for m, s in zip(means, sds, strict=True)), strict=True)
             panel.fill_between(sizes, low, high, color="0.85", linewidth=0)
-            panel.plot(sizes, means, color="0.6", linestyle="--", label=method)
+            panel.plot(sizes, means, color="0.6", linestyle="--", label=plain(method))
         else:
-            panel.errorbar(sizes, means, yerr=sds, marker="o", markersize=4, capsize=2, linewidth=1.2, label=method)
+            name = plain(method)
+            panel.errorbar(sizes, means, yerr=sds, marker="o", markersize=4, capsize=2, linewidth=1.2, label=name)
     places = [(s.size(by), scale * getattr(s, split).mean) for s in front]
     ring: dict[str, Any] = {"facecolors": "none", "edgecolors": "black", "s": 90, "linewidths": 1.2, "zorder": 3}
     panel.scatter(*zip(*places, strict=True), label="Pareto curve (validation)", **ring)
@@ -125,7 +127,7 @@ def sweep_view(table: SweepTable) -> SweepView:
         return tuple(_row(table, setting, sizes) for setting in settings)
 
     return SweepView(
-        title=f"{table.name}: {len(table.rows)} runs of {len(table.settings())} settings",
+        title=f"{plain(table.name)}: {len(table.rows)} runs of {len(table.settings())} settings",
         notes=(
             f"The uncut model: {table.metric} {values}; {counts}.",
             "Drops are means over calibration draws, ± one standard deviation; below zero is better than the uncut "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,12 @@ from typing import Any
 
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
+from headprune.core.files import append_line
 from headprune.core.record import RunRecord
+from headprune.core.version import __version__
 
 RECORD = "record.json"
+HISTORY = "history.jsonl"
 TABLE = "table.json"
 PLAN = "plan.json"
 SCORES = "scores.json"
@@ -76,6 +80,11 @@ class Journal:
         self.progress = sys.stderr.isatty() if progress is None else progress
         self._collected: RunRecord | None = None
 
+    def begin(self) -> None:
+        """The record of an attempt takes the place of an earlier one's, whose lines in the history stay."""
+        self.write()
+        self._tell_history()
+
     def write(self) -> None:
         """Writes the record as it is now, whole or not at all."""
         if self.folder is not None:
@@ -127,6 +136,15 @@ class Journal:
         """The end, however it came."""
         self.note(status=status, error=error)
         self.write()
+        self._tell_history()
+
+    def _tell_history(self) -> None:
+        """A line for every beginning and end of an attempt; nothing takes one away again."""
+        if self.folder is not None:
+            record, now = self.record, datetime.now(timezone.utc).isoformat(timespec="seconds")
+            said = {"at": now, "status": record.status, "stage": record.stage, "error": record.error}
+            line = {**said, "timings": dict(record.timings), "headprune": __version__}
+            append_line(self.folder / HISTORY, json.dumps(line, ensure_ascii=False))
 
 
 def _noted(record: RunRecord, noted: dict[str, Any]) -> RunRecord:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from torch import nn
 
+from headprune.core.codec import FrozenDict
 from headprune.core.record import RunRecord
 from headprune.run.guess import guess
-from headprune.run.journal import MODEL, to_stderr
+from headprune.run.journal import MODEL, RECORD, to_stderr
+from headprune.run.recipe import Recipe
 from headprune.run.runner import run_recipe
 from headprune.surgery.checkpoint import from_pretrained
 
@@ -32,7 +34,8 @@ def prune_on_data(
     Args:
         model: A model folder, hub name or ``package:NAME/FOLDER``.
         data: A file, a folder with train/validation/test files, or a hub name.
-        folder: Of the run: record, report, plan, scores and the cut model.
+        folder: Of the run: record, report, plan, scores and the cut model. One that was killed there is gone on with;
+            one by the same recipe that came to its end is taken as it is.
         task: Where the model's class and the columns do not say it.
         settings: ``dotted.key=value`` overrides of that recipe.
         say: Takes lines of progress.
@@ -48,5 +51,13 @@ def prune_on_data(
     recipe = found.recipe([*settings, f"out={folder}"])
     for line in found.why:
         say(line)
-    record = run_recipe(recipe, say=say, progress=progress)
+    record = _finished(recipe, folder) or run_recipe(recipe, say=say, progress=progress)
     return from_pretrained(folder / MODEL), record
+
+
+def _finished(recipe: Recipe, folder: Path) -> RunRecord | None:
+    """The record of such a run that came to its end, and whose model has not been taken from it yet."""
+    if not (folder / MODEL).is_dir() or not (folder / RECORD).is_file():
+        return None
+    record = RunRecord.load(folder / RECORD)
+    return record if record.status == "done" and record.recipe == FrozenDict(recipe.model_dump()) else None

@@ -181,7 +181,7 @@ def take_folder(folder: Path, overwrite: bool, journal: Journal) -> None:
         # It holds no lock, so one that says that it is running was killed.
         journal.say(f"going on with the {'killed' if status == 'running' else status} run in {folder}")
         kept = {WORK, *_vouched(folder)}
-    journal.write()
+    journal.begin()
     for name in FILES:
         if name not in (RECORD, *kept):
             (folder / name).unlink(missing_ok=True)

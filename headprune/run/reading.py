@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")  # YAML 1.2; PyYAML alone takes 1e-3 for a string
 
 
-_LONGEST, _DEEPEST = 200_000, 40  # characters of a text, and sections within sections: far above any recipe
+#: Characters of a text, sections within sections, digits of a whole number: far above any recipe.
+_LONGEST, _DEEPEST, _DIGITS = 200_000, 40, 100
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,14 +40,25 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
-                mark = node.value[i][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here again", mark)
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # which PyYAML refuses in words
+            if key in seen:
+                again = f"the key {key!r} stands here again"
+                raise yaml.constructor.ConstructorError(None, None, again, key_node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _DIGITS:
+            longer = f"a whole number of more than {_DIGITS} digits"
+            raise yaml.constructor.ConstructorError(None, None, longer, node.start_mark)
+        return int(super().construct_yaml_int(node))
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 

@@ -70,7 +70,7 @@ def sweep(
             ``headprune run``.
         out: The folder; default that of the recipe and ``-sweep``.
         jobs: Processes; -1 is one a core.
-        backend: Of joblib: ``loky``, or ``dask`` or ``ray`` for a cluster that sees the folder.
+        backend: Of joblib: ``loky``, or ``dask`` for a cluster that sees the folder.
         say: Takes a line a run.
 
     Returns:
@@ -238,22 +238,17 @@ def _parallel(tasks: Sequence[Task], jobs: int, backend: str) -> Iterator[Done]:
 
 
 def _join_cluster(backend: str) -> None:
-    """What Dask and Ray want before joblib may use them."""
+    """What Dask wants before joblib may use it. (Ray's backend for joblib gives no answers before it has them all.)"""
+    if backend != "dask":
+        return
     try:
-        if backend == "dask":
-            from distributed import Client, default_client
-
-            try:
-                default_client()
-            except ValueError:
-                Client(threads_per_worker=1)  # the scheduler of DASK_SCHEDULER_ADDRESS, or a cluster on this machine
-        elif backend == "ray":
-            from ray.util.joblib import register_ray
-
-            register_ray()
+        from distributed import Client, default_client
     except ImportError as error:
-        package = {"dask": "distributed", "ray": "ray"}[backend]
-        raise InvalidValue("backend", f"one whose package is installed: pip install {package}", backend) from error
+        raise InvalidValue("backend", "one whose package is installed: pip install distributed", backend) from error
+    try:
+        default_client()
+    except ValueError:
+        Client(threads_per_worker=1)  # the scheduler of DASK_SCHEDULER_ADDRESS, or a cluster on this machine
 
 
 def _threads(recipe: Recipe, jobs: int) -> int | None:

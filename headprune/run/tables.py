@@ -22,8 +22,8 @@ from headprune.run.runs import Run, SweepRun
 from headprune.run.surroundings import hardware, versions
 from headprune.run.tasks import file_of, outcome_of
 
-#: How text begins that spreadsheets take for a formula; a negative number is none.
-_FORMULA = re.compile(r"[=@\t\r]|[+-](?![0-9.])")
+#: How text begins that spreadsheets take for a formula, and numbers, which begin so and are none.
+_FORMULA, _NUMBER = re.compile(r"[=@+\-\t\r]"), re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
 TIMINGS = "timings.jsonl"
 SURROUNDINGS = "surroundings.json"
 
@@ -121,7 +121,8 @@ def _columns(rows: list[dict[str, Any]], stem: Path, endings: Sequence[str] = ("
         paths.append(stem.with_name(stem.name + ending))
         with atomic_path(paths[-1]) as temporary:
             if ending == ".csv":
-                csv.write_csv(pyarrow.table({k: list(map(_no_formula, v)) for k, v in columns.items()}), temporary)
+                marked = {_no_formula(name): list(map(_no_formula, column)) for name, column in columns.items()}
+                csv.write_csv(pyarrow.table(marked), temporary)
             else:
                 parquet.write_table(pyarrow.table(columns), temporary)
     return paths
@@ -129,7 +130,8 @@ def _columns(rows: list[dict[str, Any]], stem: Path, endings: Sequence[str] = ("
 
 def _no_formula(cell: Any) -> Any:
     """A cell that a spreadsheet does not compute: text that would be a formula gets the mark of text before it."""
-    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
+    text = isinstance(cell, str) and _FORMULA.match(cell) and not _NUMBER.fullmatch(cell)
+    return f"'{cell}" if text else cell
 
 
 def _one_type(values: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headprune.attention.sharded import check_whole
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnsupportedModel, VerificationFailed
-from headprune.core.files import staged
+from headprune.core.files import settle, staged
 from headprune.core.heads import AttentionSite
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.plan import PruningPlan
@@ -82,7 +82,7 @@ def save_pretrained(
         companions.check(processor)
     check_shard_size(max_shard_size)
     bound = bind(model, sites)
-    with staged(folder) as place:
+    with staged(folder, in_place_of=(MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING)) as place:
         if format == "headprune":
             own.write(model, bound, place, max_shard_size)
         else:
@@ -90,8 +90,6 @@ def save_pretrained(
         write_card(model, [b.site for b in bound], folder, format, plan, place)
         if processor is not None:
             companions.save(processor, place)
-        written = {path.name for path in place.iterdir()}
-    _remove_earlier(folder, written)
     return folder
 
 
@@ -153,6 +151,7 @@ def from_pretrained(
         CheckpointError: the folder is not one of ours, is incomplete or damaged, or is for another model.
     """
     folder = Path(folder)
+    settle(folder)
     manifest = own.read_manifest(folder)
     tensors = read(folder, manifest)
     if model is None:
@@ -226,14 +225,6 @@ def _write_for_others(
         return
     assert failure is not None
     raise failure
-
-
-def _remove_earlier(folder: Path, kept: set[str]) -> None:
-    """Removes what an earlier save in another form left, which would be taken for a part of this one."""
-    for pattern in (MANIFEST, WEIGHTS, INDEX, SHARDS, _MODELLING):
-        for path in folder.glob(pattern):
-            if path.name not in kept:
-                path.unlink()
 
 
 def _loading(model: nn.Module, format: Format, folder: Path) -> str:

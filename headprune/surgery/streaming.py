@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel
-from headprune.core.files import staged
+from headprune.core.files import occupied, settle, staged
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.model.classes import class_name_of, class_named
@@ -26,7 +26,7 @@ from headprune.model.cut import cut_, kept_rows_of
 from headprune.model.fingerprint import check_plan, sample_positions
 from headprune.model.sites import bind, find_sites
 from headprune.surgery.checkpoint import filled, write_card
-from headprune.surgery.formats import companions, own, slices
+from headprune.surgery.formats import companions, own, slices, weights
 from headprune.surgery.formats.building import no_memory
 from headprune.surgery.formats.foreign import check_folder, few_modules
 from headprune.surgery.formats.manifest import MANIFEST
@@ -84,6 +84,7 @@ def prune_checkpoint(
 
     Raises:
         InvalidValue: ``out`` is not empty.
+        NotWritten: the system refused to write, or something is in ``out`` by the time all is written.
         CheckpointError: a folder without such files, or a damaged one.
         PlanMismatch: the plan is for a model of another structure.
         UnsupportedModel: a model whose tensors have other names, packings or types in files than in memory, or a cut
@@ -91,8 +92,9 @@ def prune_checkpoint(
     """
     folder, out = Path(folder), Path(out)
     check_shard_size(max_shard_size)
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+    if occupied(out):
         raise InvalidValue("out", "a new or an empty folder", str(out))
+    settle(folder)
     stored = slices.stored_tensors(folder)
     model, tables = _skeleton(folder, stored)
     if not (folder / MANIFEST).is_file():
@@ -108,7 +110,7 @@ def prune_checkpoint(
     bound = bind(model, [b.site for b in bound])
     cut = {name: Slice(source, *rows.get(name, (0, None))) for name, source in sources.items()}
     _check(model, cut, tables)
-    with staged(out) as place:
+    with staged(out, alone=True) as place:
         own.write(model, bound, place, max_shard_size, cut)
         known = plan if isinstance(plan, PruningPlan) else None
         write_card(model, [b.site for b in bound], out, "headprune", known, place)
@@ -160,6 +162,7 @@ def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, froze
 def _cut_before(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, frozenset[str]]:
     """The same of a folder of ours; its buffers are read, for they are small and compared with a new model's."""
     manifest = own.read_manifest(folder)
+    weights.check(folder, manifest)
     model = own.build(folder, manifest)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors = {

@@ -99,6 +99,18 @@ def test_two_processes_give_the_same_table(recipe: Path, whole: Path, tmp_path: 
     assert "Warning" not in done.stderr
 
 
+@pytest.mark.long
+def test_a_cluster_gives_the_same_table(recipe: Path, whole: Path, tmp_path: Path) -> None:
+    """One of Dask's on this machine, which the command starts by itself; ``pip install "headprune[dask]"``."""
+    pytest.importorskip("distributed")
+    out = tmp_path / "cluster"
+    shutil.copytree(whole / "bases", out / "bases")
+    asked = command("sweep", recipe, *GRID, "--out", out, "--jobs", 2, "--backend", "dask")
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (out / "table.json").read_bytes() == (whole / "table.json").read_bytes()
+
+
 def test_its_page_is_drawn_anew(whole: Path, tmp_path: Path) -> None:
     result = call("report", whole, "--out", tmp_path, "--json")
     assert result.exit_code == 0, result.output
@@ -129,15 +141,15 @@ def test_bad_input(recipe: Path, whole: Path, tmp_path: Path, monkeypatch: pytes
         (["--grid", "keep=0.5", "--seeds", 0], "seeds"),
         (["--grid", "keep=0.5", "--backend", "loki"], "backend: must be one of joblib's, got 'loki'"),
         (
-            ["--grid", "keep=0.5", "--backend", "ray"],
-            "backend: must be one whose package is installed: pip install ray",
+            ["--grid", "keep=0.5", "--backend", "dask"],
+            "backend: must be one whose package is installed: pip install distributed",
         ),
     ):
         out = tmp_path / "out"
         if "--backend" in arguments:
             shutil.copytree(whole / "bases", out / "bases", dirs_exist_ok=True)
-        if "ray" in arguments:
-            monkeypatch.setitem(sys.modules, "ray", None)
+        if "dask" in arguments:
+            monkeypatch.setitem(sys.modules, "distributed", None)
         result = call("sweep", recipe, *arguments, "--out", out)
         assert result.exit_code == 2, result.output
         assert words in result.stderr

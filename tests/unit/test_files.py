@@ -16,9 +16,10 @@ import torch
 
 import headprune as hp
 from headprune.core import files
-from headprune.core.errors import CheckpointError, HeadPruneError, NotWritten
-from headprune.core.files import append_line, atomic_paths, remove_parts, staged, write_atomic
+from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, NotWritten
+from headprune.core.files import append_line, atomic_paths, occupied, remove_parts, staged, write_atomic
 from headprune.core.heads import HeadMask
+from headprune.core.locking import locked
 from tests import killing
 from tests.laws.support import subject_of
 
@@ -139,7 +140,7 @@ def test_who_may_read_is_for_the_umask_to_say(tmp_path: Path, mask: int) -> None
 def test_an_error_after_the_first_file_is_in_place_does_not_say_that_nothing_changed(
     tmp_path: Path, no_room: list[int]
 ) -> None:
-    for write, room in ((together, 2), (as_a_folder, 6)):  # the files, and what else comes before the renames
+    for write, room in ((together, 2), (as_a_folder, 7)):  # the files, and what else comes before the renames
         no_room[0] = 99
         out = tmp_path / write.__name__
         write(out, "ab")
@@ -192,6 +193,29 @@ def test_lines_are_added_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(NotWritten, match="No space left"):
             append_line(path, "three")
     assert path.read_text() == "one\nhalf of a li\ntwo\n"
+
+
+def test_what_stands_in_the_way_of_a_new_folder(tmp_path: Path) -> None:
+    assert occupied(tmp_path / "none") == occupied(tmp_path) == []
+    (tmp_path / ".out.0123abcd.part").mkdir()
+    assert occupied(tmp_path) == []
+    (tmp_path / "file").touch()
+    (tmp_path / "run").mkdir()
+    assert occupied(tmp_path) == ["file", "run"]
+    assert occupied(tmp_path, ("run",)) == ["file"]
+    assert occupied(tmp_path / "file") == ["file"]
+
+
+def test_no_link_leads_a_line_or_a_lock_to_another_place(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in ("lines", ".lock"):
+        (tmp_path / name).symlink_to(victim)
+    with pytest.raises(NotWritten, match="symbolic links"):
+        append_line(tmp_path / "lines", "one")
+    with pytest.raises(InvalidValue, match="must be a file, got a link"), locked(tmp_path, "a run"):
+        pass
+    assert victim.read_text() == "precious"
 
 
 def test_what_a_killed_process_left_half_is_taken_away(tmp_path: Path) -> None:

@@ -130,6 +130,18 @@ def test_a_damaged_piece_of_work_is_made_anew(failed: Path, whole: Path) -> None
     same_runs(failed, whole)
 
 
+def test_the_history_keeps_every_attempt(failed: Path) -> None:
+    before = (failed / "history.jsonl").read_text()
+    go(recipe(failed))
+    go(recipe(failed), overwrite=True)
+    text = (failed / "history.jsonl").read_text()
+    assert text.startswith(before)
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["status"] for line in lines] == ["running", "failed", "running", "done", "running", "done"]
+    assert (lines[1]["stage"], lines[1]["error"]) == ("bench", "RuntimeError: power is gone")
+    assert "score" in lines[1]["timings"]
+
+
 def test_overwrite_begins_anew(failed: Path, whole: Path) -> None:
     assert taken(go(recipe(failed), overwrite=True)) == []
     same_runs(failed, whole)

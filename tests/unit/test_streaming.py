@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import headprune as hp
 from headprune.cli.main import app
-from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnsupportedModel
+from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, NotWritten, UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.model.sites import find_sites
@@ -189,6 +189,47 @@ def test_bad_folders(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="float32 of shape"):
         prune_checkpoint(tmp_path / "model", mask, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_two_kinds_of_weights_is_refused(tmp_path: Path) -> None:
+    """Transformers would take the single file, whatever is in it."""
+    model = saved("BertForSequenceClassification", tmp_path / "model")
+    save_file(model.state_dict(), tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="left from an earlier save"):
+        prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["50GB", "15KB"])
+def test_a_flipped_bit_is_refused_where_there_are_hashes(size: str, tmp_path: Path) -> None:
+    model = saved("BertForSequenceClassification", tmp_path / "model")
+    hp.save_pretrained(model, tmp_path / "own", max_shard_size=size)
+    shard = sorted((tmp_path / "own").glob("*.safetensors"))[-1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    with pytest.raises(
+        CheckpointError, match=r"the file that headprune\.json describes .* got a file with other contents"
+    ):
+        prune_checkpoint(tmp_path / "own", ragged(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    shard.write_bytes(whole)
+    prune_checkpoint(tmp_path / "own", ragged(model), tmp_path / "out")
+
+
+def test_what_another_process_put_there_in_the_meantime_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved("BertForSequenceClassification", tmp_path / "model")
+    write = slices.save
+
+    def late(*arguments: Any) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "config.json").write_text("another's")
+        write(*arguments)
+
+    monkeypatch.setattr(slices, "save", late)
+    with pytest.raises(NotWritten, match=r"a new or an empty folder, got one with config\.json"):
+        prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
+    assert files(tmp_path / "out") == {"config.json": b"another's"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
 def test_slices_of_every_dimension_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,11 +108,17 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder's ``model.safetensors`` or of its shards; only their headers are read.
 
     Raises:
-        CheckpointError: no such files, a damaged one, a type of number that we do not know, or a name in two files.
+        CheckpointError: no such files, both kinds, a damaged one, a type of number that we do not know, or a name in
+            two files.
     """
     files = [folder / _WEIGHTS]
     if (folder / _INDEX).is_file():
-        files = [folder / name for name in files_of(folder / _INDEX)]
+        shards = [folder / name for name in files_of(folder / _INDEX)]
+        if not files[0].is_file():
+            files = shards
+        elif any(shard.is_file() for shard in shards):
+            hint = "One of the two is left from an earlier save: take it away."
+            raise CheckpointError(str(folder), f"a folder with {_WEIGHTS} or shards", "both", hint)
     elif not files[0].is_file():
         hint = "Other forms of weights are loaded and cut in memory, without --streaming."
         raise CheckpointError(str(folder), f"a folder with {_WEIGHTS}, or its shards and {_INDEX}", "neither", hint)

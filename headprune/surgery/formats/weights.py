@@ -116,15 +116,31 @@ def read(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is missing, damaged or another than the manifest describes.
     """
-    if not manifest.shards:
-        return _read_file(folder / WEIGHTS, manifest.weights_sha256)
-    _check(folder / INDEX, manifest.weights_sha256)
     tensors: dict[str, Tensor] = {}
+    for path, sha256 in _files(folder, manifest):
+        tensors.update(_read_file(path, sha256))
+    return tensors
+
+
+def check(folder: Path, manifest: Manifest) -> None:
+    """Reads the files of the tensors, a piece at a time, and compares their hashes.
+
+    Raises:
+        CheckpointError: a file is missing, or another than the manifest describes.
+    """
+    for path, sha256 in _files(folder, manifest):
+        _check(path, sha256)
+
+
+def _files(folder: Path, manifest: Manifest) -> list[tuple[Path, str]]:
+    """The files of the tensors, with their hashes."""
+    if not manifest.shards:
+        return [(folder / WEIGHTS, manifest.weights_sha256)]
+    _check(folder / INDEX, manifest.weights_sha256)
     for shard in manifest.shards:
         if Path(shard.file).name != shard.file:
             raise CheckpointError(str(folder / MANIFEST), "a manifest of files in its folder", shard.file)
-        tensors.update(_read_file(folder / shard.file, shard.sha256))
-    return tensors
+    return [(folder / shard.file, shard.sha256) for shard in manifest.shards]
 
 
 def _read_file(path: Path, sha256: str) -> dict[str, Tensor]:
@@ -144,7 +160,8 @@ def _read_file(path: Path, sha256: str) -> dict[str, Tensor]:
 
 def _check(path: Path, sha256: str) -> None:
     if not path.is_file():
-        raise CheckpointError(str(path), "the index of the model's weights", "no such file", _AGAIN)
+        what = "the index of the model's weights" if path.name == INDEX else "the model's weights"
+        raise CheckpointError(str(path), what, "no such file", _AGAIN)
     if sha256_file(path) != sha256:
         must = f"the file that {MANIFEST} describes (SHA-256 {sha256[:12]}...)"
         raise CheckpointError(str(path), must, "a file with other contents", _AGAIN)
