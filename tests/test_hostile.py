@@ -93,6 +93,9 @@ HOSTILE_YAML = {
     "two documents": "a: 1\n---\nb: 2",
     "a zero byte": "a: \0",
     "a key that is a list": "? [a]\n: b",
+    "a number without end": f"seed: 0x{'f' * 5000}",
+    "a number by sixties": f"seed: 1{':59' * 5000}",
+    "thousands of keys": f"{{{', '.join(f'a{i}' for i in range(20_000))}}}",
 }
 
 
@@ -106,7 +109,7 @@ def test_hostile_yaml_is_refused_in_words_and_soon(
     with pytest.raises(HeadPruneError) as refusal:
         load_recipe(tmp_path / "recipe.yaml")
     assert time.monotonic() - start < 5
-    assert 0 < len(str(refusal.value)) < 5000
+    assert 0 < len(str(refusal.value)) < 20_000
     result = call("validate", tmp_path / "recipe.yaml")
     assert result.exit_code == 2
     assert "Traceback" not in result.output

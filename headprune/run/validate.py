@@ -19,6 +19,8 @@ from headprune.run.recipe import BudgetSection, LatencySection, Recipe
 from headprune.run.sense import data_problems, model_problems, section_in
 from headprune.selection._inner import CALLABLES
 
+#: So many errors are told of one by one.
+_SHOWN = 50
 #: What strings must look like, by key.
 _PATTERNS = {"name": "made of letters, digits, '.', '_' and '-', a letter or digit first"}
 
@@ -32,7 +34,9 @@ class RecipeError(InvalidValue):
 
     def __str__(self) -> str:
         count = f"{len(self.problems)} error{'' if len(self.problems) == 1 else 's'}"
-        return "\n  ".join([f"{self.where}: {count}", *map(str, self.problems)])
+        more = len(self.problems) - _SHOWN
+        lines = [*map(str, self.problems[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
+        return "\n  ".join([f"{self.where}: {count}", *lines])
 
 
 def load_recipe(recipe: str | Path, settings: Iterable[str] = ()) -> Recipe:

@@ -205,7 +205,7 @@ def test_inspect_says_why_a_module_is_not_taken(monkeypatch: pytest.MonkeyPatch)
 
 def test_run_leaves_everything_and_prints_the_record(finished: Path) -> None:
     names = {p.name for p in finished.iterdir()}
-    files = {"record.json", "rows.json", "plan.json", "scores.json", "scores.samples.safetensors"}
+    files = {"record.json", "history.jsonl", "rows.json", "plan.json", "scores.json", "scores.samples.safetensors"}
     files |= {"report.html", "report.md", "recipe.yaml", "attention.json", "scores-magnitude.json"}
     assert names - {".lock"} == files | {"model", "base"}  # which the system may keep, or not
     assert call("report", finished / "record.json", "--out", finished.parent / "again").exit_code == 0

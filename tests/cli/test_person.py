@@ -15,6 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 import headprune as hp
+import headprune.cli.prune
 from headprune.cli.main import COMMANDS, app
 from headprune.core.codec import EMPTY
 from headprune.core.difference import PlanDifference, RecordDifference
@@ -22,6 +23,7 @@ from headprune.core.errors import HeadPruneError, PlanMismatch
 from headprune.core.explanation import Explanation, explain
 from headprune.core.record import RunRecord
 from headprune.core.scores import ModelFingerprint
+from headprune.run import stages
 from headprune.run.dry import DryRun
 from headprune.run.guess import guess
 from headprune.run.validate import load_recipe
@@ -50,6 +52,29 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [f"{' '.join(draw.choices(WORDS, k=6))} {i},{i % 3}" for i in range(90)]
     (folder / "rows.csv").write_text("\n".join(["text,label", *rows]))
     return folder
+
+
+@pytest.mark.parametrize("where", ["bench", "save"])
+def test_a_cut_on_data_that_ended_early_goes_on(
+    where: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of its run, or between its run and the folder that comes of it."""
+    arguments = ("--model", home / "classifier", "--data", home / "rows.csv", "--keep", "0.5", "--out", tmp_path / "a")
+    short = ("--set", "bench.seconds=0.05", "--set", "score.random_draws=1")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("power is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((stages, "bench", fail) if where == "bench" else (headprune.cli.prune, "_write", fail)))
+        assert "power is gone" in call("prune", *arguments, *short).stderr
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"run"}
+    result = call("prune", *arguments, *short)
+    assert result.exit_code == 0, result.output
+    assert ("[score] was done before" in result.stderr) == (where == "bench")
+    assert ("[score]" in result.stderr) == (where == "bench")
+    assert len(hp.find_sites(hp.from_pretrained(tmp_path / "a"))[0].heads) < 4
+    assert call("prune", *arguments, *short).exit_code == 2, "a model is there now"
 
 
 @pytest.fixture(scope="module")

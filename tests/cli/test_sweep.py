@@ -101,7 +101,7 @@ def test_two_processes_give_the_same_table(recipe: Path, whole: Path, tmp_path: 
 
 @pytest.mark.long
 def test_a_cluster_gives_the_same_table(recipe: Path, whole: Path, tmp_path: Path) -> None:
-    """One of Dask's on this machine, which the command starts by itself; ``pip install "headprune[dask]"``."""
+    """One of Dask's on this machine, which the command starts by itself; ``pip install distributed``."""
     pytest.importorskip("distributed")
     out = tmp_path / "cluster"
     shutil.copytree(whole / "bases", out / "bases")
