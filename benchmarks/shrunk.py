@@ -1,6 +1,6 @@
 """Tiny random models of any model type of Transformers: its default configuration with every size shrunk, and a batch.
 
-Heuristics by the names of settings and inputs. They fail for some types; ``coverage.py`` lists which.
+Heuristics by the names of settings and inputs. They fail for some types; ``family_coverage.py`` lists which.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "pee
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import compatibility
 import concepts
-import coverage
+import family_coverage
 import findings
 import kv_groups
 import learned_gates
@@ -54,7 +54,7 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "run-*.json": recipe_runs.draw,
     "peers-*.json": lambda records, docs: importlib.import_module("page").write(records, docs),  # of benchmarks/peers
     "coverage.json": lambda records, docs: write_atomic(
-        docs / "coverage.md", coverage.table(json.loads((records / "coverage.json").read_text())).encode()
+        docs / "coverage.md", family_coverage.table(json.loads((records / "coverage.json").read_text())).encode()
     ),
 }
 #: Pages that say other things, too, and have blocks as the README has.
@@ -136,7 +136,7 @@ def demo(records: Path) -> str:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "tradeoff": tradeoff_page.readme,
     "pipelines": pipelines.readme,
-    "coverage": coverage.readme,
+    "coverage": family_coverage.readme,
     "trec": trec,
     "demo": demo,
     "scale-paper": scale.paper,

@@ -77,10 +77,10 @@ def test_numbers_of_the_readme_are_those_of_the_tables() -> None:
 
 def test_coverage_is_that_of_its_record_and_good_enough() -> None:
     record = json.loads((ROOT / "benchmarks" / "records" / "coverage.json").read_text())
-    coverage = benchmark("coverage")
+    coverage = benchmark("family_coverage")
     assert (DOCS / "coverage.md").read_text() == coverage.table(record)
     rows = record["rows"]
-    assert not {r["model_type"] for r in rows} & coverage.known_types(), "run `python benchmarks/coverage.py`"
+    assert not {r["model_type"] for r in rows} & coverage.known_types(), "run `python benchmarks/family_coverage.py`"
     assert len({r["model_type"] for r in rows}) == len(rows) == 20
     assert {r["status"] for r in rows} <= {"exact", "refused"}
     assert sum(r["status"] == "exact" for r in rows) >= 14

@@ -326,14 +326,14 @@ def test_startup_takes_off_what_the_stages_took(monkeypatch: pytest.MonkeyPatch,
     ],
 )
 def test_coverage_examines_one_class(model_type: str, status: str, reason: str) -> None:
-    row = benchmark("coverage").examine(model_type)
+    row = benchmark("family_coverage").examine(model_type)
     assert row["status"] == status, row
     assert reason in row["reason"]
     assert (row["difference"] is not None and row["difference"] < 1e-10) == (status == "exact")
 
 
 def test_coverage_draws_the_same_classes_for_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    coverage = benchmark("coverage")
+    coverage = benchmark("family_coverage")
     row = {"class": "X", "sites": 1, "unreached": 0, "layouts": ["bert"], "difference": 1e-15, "status": "exact"}
     monkeypatch.setattr(
         coverage, "examine_apart", lambda model_type, seconds: {"model_type": model_type, "reason": "", **row}

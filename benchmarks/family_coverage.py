@@ -1,8 +1,8 @@
 """Twenty model classes that no layout was written for: is each cut exactly, or refused in words, and none wrongly?
 
-    python benchmarks/coverage.py            # the draw; writes docs/coverage.md and benchmarks/records/coverage.json
-    python benchmarks/coverage.py --all      # every model type of Transformers; prints, and writes nothing
-    python benchmarks/coverage.py --only bert,clip
+    python benchmarks/family_coverage.py          # the draw; writes docs/coverage.md and its record
+    python benchmarks/family_coverage.py --all    # every model type of Transformers; prints, and writes nothing
+    python benchmarks/family_coverage.py --only bert,clip
 
 A class is drawn from the base models of Transformers whose model type no registered layout names as a family, and is
 built with random weights from its own default configuration, every size of it shrunk. What cannot be built or run this
@@ -226,7 +226,7 @@ def table(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     apart = ", ".join(f"{r['model_type']} ({r['class']})" for r in without) or "none"
     redrawn = "\n".join(f"- {r['model_type']}: {r['reason']}" for r in record["redrawn"]) or "None."
-    return f"""<!-- Written by `python benchmarks/coverage.py`; do not edit. -->
+    return f"""<!-- Written by `python benchmarks/family_coverage.py`; do not edit. -->
 # Coverage: model classes that no layout was written for
 
 {len(rows)} classes with attention, drawn from the model types of Transformers that no [layout](layouts.md) names (seed
