@@ -218,6 +218,13 @@ def refusals() -> Iterator[tuple[str, Case]]:
         "one measurement": {"selector": lambda: configured("local_search", max_losses=1)},
         "none at once": {"selector": lambda: configured("local_search", at_once=0)},
         "a margin below zero": {"selector": lambda: configured("local_search", margin=-0.5)},
+        "a margin as text": {"selector": lambda: configured("local_search", margin="2")},
+        "a loss that is no number": {
+            "selector": "local_search",
+            "loss": lambda masks: np.full((len(masks), 4), np.nan),
+        },
+        "a loss of one example": {"selector": "local_search", "loss": lambda masks: np.zeros((len(masks), 1))},
+        "a loss of two examples": {"selector": "local_search", "loss": lambda masks: np.zeros((len(masks), 2))},
         "no inner selector": {"selector": lambda: configured("iterative", inner="topk")},
         "an inner selector that asks": {"selector": lambda: configured("iterative", inner="local_search")},
         "an inner selector by number": {"selector": lambda: configured("iterative", inner=3)},
