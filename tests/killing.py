@@ -77,6 +77,23 @@ def the_frame_anew(out: str) -> None:
     the_frame(out, overwrite=True)
 
 
+def cut_model(seed: int) -> Any:
+    """A tiny BERT of its own weights, of whose first layer so many heads are gone."""
+    import headprune as hp
+    from headprune.layouts import registry
+
+    model, _ = registry.get("bert").tiny(seed)
+    hp.prune_heads_(model.eval(), {0: list(range(seed))})
+    return model
+
+
+def the_save(out: str) -> None:
+    """A model over an earlier one that is there."""
+    import headprune as hp
+
+    hp.save_pretrained(cut_model(1), out)
+
+
 def begun(work: Callable[[str], None], out: Path, calls: int | None = None) -> Any:
     """A process that does the work; with ``calls`` it kills itself at that call which touches a file in ``out``."""
     process = _context.Process(target=_do, args=(work, str(out), calls))

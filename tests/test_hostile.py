@@ -29,6 +29,7 @@ from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
 from headprune.core.explanation import explain
+from headprune.core.files import settle
 from headprune.core.record import RunRecord
 from headprune.core.scores import ModelFingerprint
 from headprune.core.sweeps import SweepTable
@@ -602,6 +603,29 @@ def test_a_mask_of_a_billion_heads_is_refused() -> None:
         hp.HeadMask.from_json(text)
 
 
+@pytest.mark.parametrize("gone", ['["../victim"]', '["/victim"]', '{"a": 1}', "[" * 5000, "[3]", "not JSON", '[".."]'])
+def test_what_a_save_was_killed_over_touches_nothing_outside(gone: str, tmp_path: Path) -> None:
+    """A folder may bring such leftovers along."""
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a").write_text("precious")
+    place = tmp_path / "model" / ".model.0123abcd.whole.part"
+    (place / "sub").mkdir(parents=True)
+    (place / "sub" / "a").write_text("evil")
+    (place / ".gone.part").write_text(gone)
+    settle(tmp_path / "model")
+    (tmp_path / "model" / "sub").symlink_to(tmp_path / "elsewhere")
+    (place / ".gone.part").write_text("[]")
+    settle(tmp_path / "model")
+    place.rename(tmp_path / "elsewhere" / "whole")
+    place.symlink_to(tmp_path / "elsewhere" / "whole")
+    (tmp_path / "model" / "sub").unlink()
+    settle(tmp_path / "model")
+    assert (tmp_path / "victim").read_text() == (tmp_path / "elsewhere" / "a").read_text() == "precious"
+    assert (tmp_path / "elsewhere" / "whole" / "sub" / "a").read_text() == "evil", "where it was"
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {place.name}
+
+
 # ---------------------------------------------------------------- what is shown
 
 
@@ -709,7 +733,7 @@ def test_pictures_draw_what_files_say_letter_by_letter(text: str, tmp_path: Path
     from matplotlib.figure import Figure
 
     from headprune.report.agreement import draw_agreement
-    from headprune.report.tradeoff import draw_tradeoff
+    from headprune.report.tradeoff import draw_tradeoff, sweep_view
 
     record = nasty_record(text)
     table = sweep_table()
@@ -725,6 +749,7 @@ def test_pictures_draw_what_files_say_letter_by_letter(text: str, tmp_path: Path
     figure.savefig(tmp_path / "maps.png")
     draw_agreement(found, tmp_path / "agreement.png")
     draw_tradeoff(table, tmp_path / "tradeoff.svg")
+    assert sweep_view(table).title.startswith(f"{text}: "), "a page has it as it is"
     drawn = [label.get_text() for label in axes[0].get_yticklabels()]
     assert all(words.replace(r"\$", "$").endswith(text.replace(r"\$", "$")) for words in drawn)
 

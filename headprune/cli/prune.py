@@ -74,7 +74,9 @@ def prune(
     with guarded(debug):
         if format not in ("auto", "headprune", "transformers", "remote-code"):
             raise InvalidValue("--format", "auto, headprune, transformers or remote-code", repr(format))
-        if occupied(out, () if data is None else ("run",)):  # a run on data may have been killed there
+        from headprune.run.journal import RUN
+
+        if occupied(out, () if data is None else (RUN,)):  # a run on data may have been killed there
             raise InvalidValue("--out", "a new or an empty folder", str(out))
         amounts = {"--keep": keep, "--keep-params": keep_params, "--keep-macs": keep_macs, "--keep-kv": keep_kv}
         given = {option: amount for option, amount in amounts.items() if amount is not None}
@@ -171,8 +173,8 @@ def _by_plan(model: str, plan: PruningPlan) -> _Cut:
 
 def _on_data(model: str, data: str, out: Path, task: str | None, settings: list[str], quiet: bool) -> _Cut:
     from headprune.model.examples import example_batch
-    from headprune.run.journal import MODEL
-    from headprune.run.on_data import RUN, prune_on_data
+    from headprune.run.journal import MODEL, RUN
+    from headprune.run.on_data import prune_on_data
 
     folder = out / RUN
     cut, record = prune_on_data(model, data, folder, task=task, settings=settings, **watching(quiet))

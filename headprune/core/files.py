@@ -22,8 +22,8 @@ from headprune.core.errors import HeadPruneError, NotWritten
 
 #: How the name of what is not whole yet ends; it begins with a dot.
 PART = ".part"
-#: How it ends while what is in it takes its places, and the file there that says where, and what goes from there.
-_WHOLE, _EARLIER = ".whole" + PART, ".earlier" + PART
+#: How it ends while what is in it takes its places, and the file there that names what goes for it.
+_WHOLE, _GONE = ".whole" + PART, ".gone" + PART
 
 _AS_BEFORE = "What was there before is as it was. Make room there, or give another place."
 _IN_PLACE = "Some of what is new may be in its place already. Make room there, and write it again."
@@ -144,6 +144,7 @@ def staged(folder: str | Path, alone: bool = False, in_place_of: Sequence[str] =
     hint = _AS_BEFORE
     with writing(folder):
         home.mkdir(parents=True, exist_ok=True)
+        settle(folder)
         _remove_dead(home, folder.name)
         place, held = _held_part(home, folder.name)
     try:
@@ -160,12 +161,13 @@ def staged(folder: str | Path, alone: bool = False, in_place_of: Sequence[str] =
         else:
             names = {path.relative_to(place) for path in found}
             old = {path.relative_to(folder) for pattern in in_place_of for path in folder.glob(pattern)} - names
-            facts = {"into": os.path.relpath(folder, home), "gone": sorted(map(str, old))}
-            write_atomic(place / _EARLIER, json.dumps(facts).encode())
+            gone = sorted(map(str, old))
+            if not new:  # from here on these files are to come, whoever brings them
+                write_atomic(place / _GONE, json.dumps(gone).encode())
+                os.replace(place, place := place.with_suffix(_WHOLE))
+                _to_disk(home)
             hint = _IN_PLACE
-            os.replace(place, place := place.with_suffix(_WHOLE))
-            _to_disk(home)  # from here on these files are to come, whoever brings them
-            _into_places(place, home)
+            _into_places(place, folder, gone)
         _to_disk(home)
     except BaseException as error:
         told = not_written(folder, error, hint)
@@ -226,39 +228,60 @@ def _hold(folder: Path) -> int | None:
 
 def settle(folder: Path) -> None:
     """Brings to their places what a process was killed over while it put files into ``folder``; without the right to
-    do so the folder stays as it is."""
+    do so the folder stays as it is.
+
+    Folders come from anywhere: nothing outside of this one is touched, whatever lies in it.
+    """
     with contextlib.suppress(OSError):
-        _remove_dead(folder, folder.name)
+        for place in _dead(folder, r".*", _WHOLE):
+            gone = _names(place / _GONE)
+            into = [folder / path.relative_to(place) for path in place.rglob("*") if path.is_dir()]
+            if gone is not None and not any(path.is_symlink() for path in into):
+                _into_places(place, folder, gone)
+                _to_disk(folder)
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _names(path: Path) -> list[str] | None:
+    """Names of files beside each other, as a file has them; None where it has others, or anything else."""
+    try:
+        names = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    plain = isinstance(names, list) and all(isinstance(n, str) and n == Path(n).name and "\0" not in n for n in names)
+    return names if plain else None
+
+
+def _dead(home: Path, name: str, ending: str) -> Iterator[Path]:
+    """Hidden folders of this ending, for a ``name`` by pattern, that nobody holds; held while they are looked at."""
+    for path in home.glob(f".*{ending}"):
+        known = re.fullmatch(rf"\.{name}\.[0-9a-f]{{8}}{re.escape(ending)}", path.name)
+        if known and path.is_dir() and not path.is_symlink() and (held := _hold(path)) is not None:
+            try:
+                yield path
+            finally:
+                os.close(held)
 
 
 def _remove_dead(home: Path, name: str) -> None:
-    """Takes away folders for ``name`` that nobody holds, which may be as large as a model. What is in a whole one comes
-    to its place first."""
-    known = rf"\.{re.escape(name)}\.[0-9a-f]{{8}}({re.escape(PART)}|{re.escape(_WHOLE)})"
-    for path in home.glob(f".*{PART}"):
-        if (found := re.fullmatch(known, path.name)) and path.is_dir() and (held := _hold(path)) is not None:
-            if found[1] == _WHOLE:
-                _into_places(path, home)
-                _to_disk(home)
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(held)
+    """Takes away folders for ``name`` that nobody holds, which may be as large as a model."""
+    for path in _dead(home, re.escape(name), PART):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _into_places(place: Path, home: Path) -> None:
-    """What is in ``place`` goes where its facts say, and what they name goes from there; may be done twice."""
-    facts = json.loads((place / _EARLIER).read_bytes())
-    folder = home / facts["into"]
-    for name in facts["gone"]:
+def _into_places(place: Path, folder: Path, gone: Sequence[str]) -> None:
+    """What is in ``place`` goes into ``folder``, and files of other names go from there; may be done twice."""
+    for name in gone:
         (folder / name).unlink(missing_ok=True)
-    names = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.name != _EARLIER]
-    for name in names:
-        if (place / name).is_dir():
-            (folder / name).mkdir(parents=True, exist_ok=True)
+    paths = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.name != _GONE]
+    for path in paths:
+        if (place / path).is_dir():
+            (folder / path).mkdir(parents=True, exist_ok=True)
         else:
-            os.replace(place / name, folder / name)
-    for name in (Path(), *names):
-        if (folder / name).is_dir():
-            _to_disk(folder / name)
+            os.replace(place / path, folder / path)
+    for path in (Path(), *paths):
+        if (folder / path).is_dir():
+            _to_disk(folder / path)
 
 
 def occupied(folder: Path, beside: Container[str] = ()) -> list[str]:

@@ -36,7 +36,7 @@ def draw_tradeoff(table: SweepTable, path: str | Path, by: str = "heads") -> Pat
         panels = figure.subplots(1, 2, sharex=True, sharey=True)
         for panel, split in zip(panels, _SPLITS, strict=True):
             _panel(panel, table, front, split, by)
-        panels[0].set_ylabel(_drop_label(table.metric))
+        panels[0].set_ylabel(plain(_drop_label(table.metric)))
         panels[0].legend(fontsize=8)
         figure.suptitle(f"{plain(table.name)}: {len(table.rows)} runs", fontsize=11)
         kind = path.suffix.removeprefix(".")
@@ -127,7 +127,7 @@ def sweep_view(table: SweepTable) -> SweepView:
         return tuple(_row(table, setting, sizes) for setting in settings)
 
     return SweepView(
-        title=f"{plain(table.name)}: {len(table.rows)} runs of {len(table.settings())} settings",
+        title=f"{table.name}: {len(table.rows)} runs of {len(table.settings())} settings",
         notes=(
             f"The uncut model: {table.metric} {values}; {counts}.",
             "Drops are means over calibration draws, ± one standard deviation; below zero is better than the uncut "

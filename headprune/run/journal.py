@@ -30,6 +30,8 @@ LATENCY = "latency.json"
 RECIPE = "recipe.yaml"
 ATTENTION = "attention.json"
 MAGNITUDE = "scores-magnitude.json"
+#: The folder of a run inside that of the model which comes of it: ``headprune prune --data``.
+RUN = "run"
 #: What a run is in the middle of; gone when it is done.
 WORK = ".work"
 #: What may lie beside the scores.

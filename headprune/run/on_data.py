@@ -15,9 +15,6 @@ from headprune.run.recipe import Recipe
 from headprune.run.runner import run_recipe
 from headprune.surgery.checkpoint import from_pretrained
 
-#: The folder of the run, inside that of the model.
-RUN = "run"
-
 
 def prune_on_data(
     model: str,

@@ -143,8 +143,9 @@ def score(
         if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
         problem.measure()
-        call = _call(model, named, until, loss, mark, bound)
-        with opened(_own_folder(folder, crew), call, problem.seen() if folder else [], _close(model)) as problem.shelf:
+        own = _own_folder(folder, crew)
+        call = _call(model, named, until, loss, mark, bound) if own else {}
+        with opened(own, call, problem.seen() if own else [], _close(model)) as problem.shelf:
             estimates = read_until(problem, named, until) if until else [s.estimate(problem) for s in scorers]
     results = tuple(
         HeadScores(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -523,45 +521,3 @@ def test_a_body_that_does_not_come_back_is_not_kept(tmp_path: Path, monkeypatch:
     with pytest.raises(VerificationFailed, match="LlamaModel out of the written folder"):
         hp.save_pretrained(model, tmp_path / "small", format="remote-code")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a copy of this process")
-def test_a_kill_while_files_take_their_places_leaves_the_old_model_or_the_new_one(tmp_path: Path) -> None:
-    """Over an earlier save in several files; after every single rename."""
-    models = {name: model_and_batch(seed=seed)[0] for name, seed in (("old", 0), ("new", 1))}
-    hp.prune_heads_(models["new"], {0: [1]})
-    hp.save_pretrained(models["old"], tmp_path / "old", max_shard_size="20KB")
-    whole = {name: {k: t.clone() for k, t in model.state_dict().items()} for name, model in models.items()}
-    seen = []
-    for moment in itertools.count(1):
-        folder = Path(shutil.copytree(tmp_path / "old", tmp_path / str(moment)))
-        if not killed_at(moment, lambda folder=folder: hp.save_pretrained(models["new"], folder)):  # type: ignore[misc]
-            break
-        state = hp.from_pretrained(folder).state_dict()
-        seen += [n for n, own in whole.items() if all(k in state and torch.equal(state[k], t) for k, t in own.items())]
-        assert len(seen) == moment, "neither the one nor the other"
-        hp.save_pretrained(models["new"], folder)
-        assert {path.name for path in folder.iterdir()} == {WEIGHTS, MANIFEST, "config.json", "README.md"}
-    assert seen == sorted(seen, reverse=True), "first the old one, then the new one"
-    assert set(seen) == {"old", "new"}
-
-
-def killed_at(moment: int, work: Callable[[], object]) -> bool:
-    """Does something in a process that dies after so many renames; whether it died."""
-    process = os.fork()
-    if process:
-        return os.waitpid(process, 0)[1] != 0
-    rename, left = os.replace, [moment]
-
-    def replace(*arguments: Any) -> None:
-        rename(*arguments)
-        left[0] -= 1
-        if not left[0]:
-            os._exit(9)
-
-    os.replace = replace  # type: ignore[assignment]
-    try:
-        work()
-    except BaseException:
-        os._exit(1)
-    os._exit(0)

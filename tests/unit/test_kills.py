@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import headprune as hp
 from headprune.core.record import RunRecord
 from tests import killing
 
@@ -126,3 +129,24 @@ def test_a_run_in_stages_killed_at_six_moments(gradual_run: Whole, tmp_path: Pat
 @pytest.mark.parametrize("number", range(5))
 def test_a_sweep_killed_at_five_moments(sweep: Whole, tmp_path: Path, number: int) -> None:
     _killed(killing.the_sweep, sweep, tmp_path / "out", number, 3, killing.same_sweeps)
+
+
+def test_a_save_over_an_earlier_one_killed_at_every_file_call_leaves_the_one_or_the_other(tmp_path: Path) -> None:
+    whole = {name: killing.cut_model(seed).state_dict() for name, seed in (("old", 0), ("new", 1))}
+    hp.save_pretrained(killing.cut_model(0), tmp_path / "old", max_shard_size="20KB")
+    _, calls = killing.undisturbed(killing.the_save, Path(shutil.copytree(tmp_path / "old", tmp_path / "whole")))
+    seen = []
+    for call in range(1, calls + 1):
+        folder = Path(shutil.copytree(tmp_path / "old", tmp_path / str(call)))
+        process = killing.begun(killing.the_save, folder, call)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        state = hp.from_pretrained(folder).state_dict()
+        seen += [n for n, own in whole.items() if all(k in state and torch.equal(state[k], t) for k, t in own.items())]
+        assert len(seen) == call, "neither the one nor the other"
+        hp.save_pretrained(killing.cut_model(1), folder)
+        assert {p.name for p in folder.iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+    assert seen == sorted(seen, reverse=True), "first the old one, then the new one"
+    assert set(seen) == {"old", "new"}
+    names = {"model.safetensors", "headprune.json", "config.json", "README.md"}
+    assert {p.name for p in (tmp_path / "whole").iterdir()} == names
