@@ -143,9 +143,8 @@ class AttentionSite(Value):
             if head not in self.heads:
                 raise UnknownName(f"head {head} of {self.name}", f"one of the present heads {list(self.heads)}", head)
         left = [(group, sum(h in keep for h in group)) for group in self.groups]
-        where, hint = f"keep for {self.name}", ""
-        if self.group_size > 1 and self.policy != "free":
-            hint = "Or find the sites with policy='balanced' or 'free', where the layout allows it."
+        where = f"keep for {self.name}"
+        hint = "Or find the sites with policy='balanced' or 'free', where the layout allows it."
         for group, n_kept in left:
             if self.policy == "group" and 0 < n_kept < len(group):
                 must = f"whole groups of {len(group)} query heads that share a key/value head"

@@ -120,8 +120,7 @@ class Terrain:
         while len(left := np.flatnonzero(self.free[span] & ~gone)):
             order.append(int(left[np.argmin((block @ gone + np.diag(block) / 2)[left])]))
             gone[order[-1]] = True
-        ranking = [(site, unit) for unit in [*range(len(span)), *order[::-1]] if unit not in order]
-        ranking += [(site, unit) for unit in order[::-1]]
+        ranking = [(site, unit) for unit in [*(u for u in range(len(span)) if u not in order), *order[::-1]]]
         states = self.problem.states([*ranking, *(p for p in self.places if p[0] != site)])[site]
         return np.array([[float(unit not in kept) for unit in range(len(span))] for kept in states.values()])
 

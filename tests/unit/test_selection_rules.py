@@ -10,12 +10,15 @@ import pytest
 
 import headprune as hp
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
-from headprune.core.heads import HeadMask
+from headprune.core.heads import HeadId, HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
-from headprune.core.scores import HeadScores
+from headprune.core.samples import Samples
+from headprune.core.scores import Cost, HeadScores
 from headprune.selection import Problem, Selector, registry
 from headprune.selection._base import Position
+from headprune.selection._groups import part
+from headprune.selection._units import bundled
 from tests.selection_problems import (
     CURRENCIES,
     SELECTORS,
@@ -289,6 +292,23 @@ def test_an_outside_selector_that_breaks_a_rule_is_stopped(answer: tuple[Positio
     scores = make([site("a", 4)], [[1, 2, 3, 4]])
     with pytest.raises(InvalidValue, match=f"lawful, got {words}"):
         hp.select(scores, HALF, Lawless(answer, multiple_of=2), must_keep={"a": [0]}, must_remove={"a": [2]})
+
+
+def test_heads_are_bundled_by_rank_those_that_must_stay_first_and_those_that_must_go_last() -> None:
+    sites = [site("a", 6, 2, policy="balanced")]
+    scores = make(sites, [[1, 2, 3, 6, 5, 4]])
+    assert bundled(scores).sites[0].bundles == ((2, 3), (1, 4), (0, 5))
+    stay, go = frozenset({HeadId("a", 0)}), frozenset({HeadId("a", 3)})
+    assert bundled(scores, stay, go).sites[0].bundles == ((0, 4), (2, 5), (1, 3))
+
+
+def test_scores_of_a_part_say_what_those_of_all_did() -> None:
+    whole = make([site("a", 2), site("b", 3)], [[1, 2], [3, 4, 5]])
+    whole = replace(whole, notes=("noted",), samples=Samples.of([[1.0, 2, 3, 4, 5]] * 2))
+    found = part(whole, [1])
+    assert (found.sites, found.values, found.notes, found.samples) == (whole.sites[1:], ((3, 4, 5),), ("noted",), None)
+    assert found.costs is not None
+    assert found.costs.total == Cost.sum(found.costs.units[0])
 
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, True])

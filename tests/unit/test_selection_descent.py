@@ -1,0 +1,162 @@
+"""What the selector ``quadratic`` is made of, each part by itself against its definition written out."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import headprune as hp
+from headprune.core.samples import Curvature
+from headprune.core.scores import HeadScores
+from headprune.selection import Problem, _terrain
+from headprune.selection._budget import pose
+from headprune.selection._descent import Descent
+from tests.selection_problems import make, site, unit_cost
+
+Units = frozenset[int]
+
+
+def descent_of(seed: int, sizes: Any, keep_heads: int, dear: bool = False, ties: bool = False, **rules: Any) -> Descent:
+    """Of random scores whose heads are tied to each other; with ``ties`` of small whole numbers."""
+    rng = np.random.default_rng(seed)
+    n = sum(sizes)
+    factors = rng.integers(-1, 2, size=(n // 2, n)) if ties else rng.normal(size=(2 * n, n))
+    matrix = (factors.T @ factors).astype(np.float64)
+    sites = [site(f"s{i}", size) for i, size in enumerate(sizes)]
+    costs = [[unit_cost(int(rng.integers(1, 5))) for _ in s.units] for s in sites] if dear else None
+    values = np.split(np.diag(matrix) / 2, np.cumsum(sizes)[:-1])
+    scores: HeadScores = replace(make(sites, values, costs), curvature=Curvature.of(matrix))
+    budget = hp.Budget(keep_params=keep_heads / n) if dear else hp.Budget(keep_heads=keep_heads)
+    return Descent(replace(pose(scores, budget, None), **rules), matrix)
+
+
+def objective(descent: Descent, gone: Units) -> float:
+    return sum(descent.matrix[i, j] for i in gone for j in gone) / 2
+
+
+def flags(descent: Descent, gone: Units) -> Any:
+    return np.array([i in gone for i in range(len(descent.on.places))])
+
+
+def units(gone: Any) -> Units:
+    return frozenset(map(int, np.flatnonzero(gone)))
+
+
+def allowed(problem: Problem, descent: Descent, gone: Units) -> bool:
+    keep = frozenset(p for i, p in enumerate(descent.on.places) if i not in gone)
+    return problem.lawful(keep) and problem.fits(keep)
+
+
+RULES: tuple[dict[str, Any], ...] = (
+    {},
+    {"min_heads": 2},
+    {"multiple_of": 2, "min_heads": 2},
+    {"stay": frozenset({(0, 0)}), "go": frozenset({(1, 1)})},
+)
+
+
+def test_the_value_is_half_of_the_quadratic_form() -> None:
+    descent = descent_of(0, (4, 3), 3)
+    for gone in map(frozenset, itertools.combinations(range(7), 3)):
+        assert descent.value(flags(descent, gone)) == pytest.approx(objective(descent, gone))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_worn_down_takes_out_what_raises_it_least_for_its_cost(seed: int, rules: Any) -> None:
+    descent = descent_of(seed, (6, 5, 4), 6 + seed % 3, dear=seed % 2 == 1, **rules)
+    problem, places = descent.problem, descent.on.places
+    gone: Units = frozenset(i for i, p in enumerate(places) if p in problem.go)
+    while not allowed(problem, descent, gone):
+        rates = []
+        for i in range(len(places)):
+            kept, fewer = (frozenset(p for j, p in enumerate(places) if j not in out) for out in (gone, gone | {i}))
+            saved = problem.cost(kept) - problem.cost(fewer)
+            here = {p for p in fewer if p[0] == places[i][0]}
+            lawful = problem.heads(places[i][0], {u for _, u in here}) in problem.counts[places[i][0]]
+            if i not in gone and places[i] not in problem.stay and lawful and saved > 0:
+                rates.append(((objective(descent, gone | {i}) - objective(descent, gone)) / saved, i))
+        if not rates:
+            assert descent.worn_down() is None
+            return
+        gone |= {min(rates)[1]}
+    found = descent.worn_down()
+    assert found is not None
+    assert units(found) == gone
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_large_site_has_a_choice_for_every_number_of_heads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unit after unit goes, always the one that is missed least beside those that are gone."""
+    monkeypatch.setattr(_terrain, "ENUMERATED", 3)
+    rules = RULES[seed % 4]
+    descent = descent_of(seed, (7, 6, 3), 6, **rules)
+    for number, (span, choices) in enumerate(zip(descent.on.spans, descent.on.choices, strict=True)):
+        free = [int(i) for i in span if descent.on.free[i]]
+        if len(free) <= 3:
+            continue
+        gone = frozenset(int(i) for i in span if descent.on.places[i] in descent.problem.go)
+        expected = {gone}
+        while left := [i for i in free if i not in gone]:
+            gone |= {min(left, key=lambda i: (objective(descent, gone | {i}), i))}
+            expected.add(gone)
+        counts = descent.problem.counts[number]
+        expected = {out for out in expected if len(span) - len(out) in counts}
+        found = [frozenset(int(span[u]) for u in np.flatnonzero(row)) for row in choices.rows]
+        assert set(found) == expected
+        assert choices.own.tolist() == pytest.approx([objective(descent, out) for out in found])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("most", [1, 2, 40])
+def test_the_best_move_is_the_best_of_the_shortlist(seed: int, most: int) -> None:
+    descent = descent_of(seed, (20, 20), 20, ties=seed % 2 == 1)
+    rng = np.random.default_rng(seed)
+    gone = units(rng.permutation(40) < 22)
+    now = objective(descent, gone)
+    outs = sorted(set(range(40)) - gone, key=lambda i: (objective(descent, gone | {i}), i))[:most]
+    backs = sorted(gone, key=lambda i: (objective(descent, gone - {i}), i))[:most]
+    moves = [
+        (objective(descent, (gone | {a}) - {b}) - now, (a, b))
+        for a in [*sorted(outs), -1]
+        for b in [*sorted(backs), -1]
+        if (a, b) != (-1, -1) and allowed(descent.problem, descent, (gone | {a}) - {b} - {-1})
+    ]
+    rise, out, back = descent._best_move(flags(descent, gone), descent.on.free, most)
+    best = min(r for r, _ in moves)
+    assert rise == pytest.approx(best)
+    first = next(m for r, m in moves if r <= best + 1e-9)
+    assert (*units(out), *units(back)) == tuple(i for i in first if i >= 0), "of equals the first"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_rearrangement_puts_units_in_by_rising_diagonal_of_equals_the_first(seed: int) -> None:
+    """Sites wide enough that an unstable sort shows; Kwon's order written out."""
+    descent = descent_of(seed, (40, 36), 38, ties=True)
+    gone = units(np.random.default_rng(seed).permutation(76) < 38)
+    expected = gone
+    for span in descent.on.spans:
+        out = [int(i) for i in span if i in gone]
+        for unit in sorted((int(i) for i in span if i not in gone), key=lambda i: (descent.matrix[i, i], i)):
+            out = sorted([*out, unit])
+            least = min(out, key=lambda i: (objective(descent, frozenset(out) - {i}), i))
+            out.remove(least)
+        expected = expected - {int(i) for i in span} | set(out)
+    assert units(descent.rearranged(flags(descent, gone))) == expected
+
+
+@pytest.mark.parametrize(
+    ("costs", "values", "kept"),
+    [
+        ([1, 2, 3], [3.0, 2.0, 1.0], [0, 1, 2]),
+        ([1, 2, 3], [3.0, 3.0, 1.0], [0, 2]),
+        ([2, 2, 1], [1.0, 1.0, 2.0], [2, 0]),
+        ([1, 2], [1.0, 5.0], [0]),
+    ],
+)
+def test_the_cheapest_points_are_beaten_by_none(costs: list[int], values: list[float], kept: list[int]) -> None:
+    assert _terrain.cheapest(np.array(costs), np.array(values)).tolist() == kept
