@@ -241,5 +241,5 @@ def test_it_needs_a_curvature() -> None:
     with pytest.raises(InvalidValue, match=r"carry their curvature.*'fake' without.*'fisher'\) gives it"):
         select(scores, hp.Budget(keep_heads=3), "quadratic")
     lost = replace(scores, notes=("a first note", "the curvature was taken away", "a last note"))
-    with pytest.raises(InvalidValue, match="without. the curvature was taken away$"):
+    with pytest.raises(InvalidValue, match=r"without. the curvature was taken away$"):
         select(lost, hp.Budget(keep_heads=3), "quadratic")
