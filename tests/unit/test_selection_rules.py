@@ -17,6 +17,7 @@ from headprune.core.samples import Samples
 from headprune.core.scores import Cost, HeadScores
 from headprune.selection import Problem, Selector, registry
 from headprune.selection._base import Position
+from headprune.selection._budget import best_first, minimum, pose
 from headprune.selection._groups import part
 from headprune.selection._units import bundled
 from tests.selection_problems import (
@@ -292,6 +293,27 @@ def test_an_outside_selector_that_breaks_a_rule_is_stopped(answer: tuple[Positio
     scores = make([site("a", 4)], [[1, 2, 3, 4]])
     with pytest.raises(InvalidValue, match=f"lawful, got {words}"):
         hp.select(scores, HALF, Lawless(answer, multiple_of=2), must_keep={"a": [0]}, must_remove={"a": [2]})
+
+
+def test_what_no_budget_names_keeps_to_multiples_too() -> None:
+    scores = make([site("a", 5, kind="self"), site("b", 4, kind="cross")], [[5, 1, 2, 3, 4], [1, 2, 3, 4]])
+    twos = configured("global_topk", multiple_of=2)
+    kept = [hp.select(scores, {"cross": HALF}, twos, must_remove={"a": gone}).mask.kept("a") for gone in ([0], [0, 1])]
+    assert kept == [(1, 2, 3, 4), (3, 4)]
+
+
+def test_where_fewer_heads_are_slower_the_least_are_not_the_cheapest() -> None:
+    """Of a, one head takes longer than two; b takes a second without any; what is fixed takes another."""
+    scores = make([site("a", 3), site("b", 2)], [[1, 2, 3], [1, 2]])
+    rows = (SiteLatency("a", (2.0, 3.0, 1.0, 4.0)), SiteLatency("b", (1.0, 2.0, 3.0)))
+    table = LatencyTable(8.0, rows, 8, 16, "a clock of ours", "float32")
+    problem = replace(pose(scores, Budget(speedup=8 / 3), table), min_heads=0)
+    assert minimum(problem, best_first(scores)) == {(0, 1), (0, 2)}
+    for row, nearest in ((2.5, "1.6"), (0.0, "2.285714")):
+        rows = (SiteLatency("a", (row, 3.0, 3.5, 4.0)), SiteLatency("b", (1.0, 2.5, 3.0)))
+        table = LatencyTable(8.0, rows, 8, 16, "a clock of ours", "float32")
+        with pytest.raises(InfeasibleBudget, match=f"at most {nearest}.*Less would not leave one head"):
+            hp.select(scores, Budget(speedup=3.9), configured("global_topk", min_heads=0), latency=table)
 
 
 def test_heads_are_bundled_by_rank_those_that_must_stay_first_and_those_that_must_go_last() -> None:

@@ -138,7 +138,8 @@ def test_steps_that_lead_into_a_corner_are_taken_back() -> None:
     plan = select(scores, budget, Iterative(steps=3, inner="knapsack"), rescore=rescore)
     assert [mask.kept("a") for mask in rescore.masks] == [(0,)]
     assert (plan.mask.kept("a"), plan.mask.n_kept) == ((1,), 2)
-    assert any("could not meet the budget with what was left" in note for note in plan.notes)
+    said = "step 2 of 3 could not meet the budget with what was left: the rest was chosen at once, 1 plans back; "
+    assert plan.notes[-1] == f"knapsack in steps, of which {said}scored anew 1 times."
 
 
 def test_bundles_and_groups_are_scored_in_their_own_units() -> None:
@@ -222,6 +223,18 @@ def test_measurements_are_bounded_and_never_repeated(most: int, at_once: int) ->
     allowed = len(start.kept(lowest.site)) > 1 or lowest.site == highest.site
     assert not allowed or swaps[0] == (start - _one(start, lowest)) | _one(start, highest)
     assert select(scores_of(), hp.Budget(keep_heads=6), selector, loss=loss) == plan
+
+
+def test_a_swap_is_sure_by_the_standard_error_of_paired_differences() -> None:
+    """Differences of mean -1 and of sample variance 4/3 at four examples: a standard error of 1/sqrt(3)."""
+    losses = np.array([[5.0, 6.0, 7.0, 8.0], [5.0, 5.0, 5.0, 7.0], [4.0, 5.0, 8.0, 5.0]])
+    losses[1] = losses[0] + [-2.0, 0.0, -2.0, 0.0]
+    edge = 3**0.5
+    assert LocalSearch(margin=edge * 0.999)._lower(losses[:2]) == 0
+    assert LocalSearch(margin=edge * 1.001)._lower(losses[:2]) is None
+    losses[2] = losses[0] - 3
+    assert LocalSearch(margin=2.0)._lower(losses) == 1
+    assert LocalSearch(margin=0.0)._lower(losses[[0, 0]]) is None
 
 
 def test_where_nothing_can_be_swapped_the_loss_is_still_said() -> None:
