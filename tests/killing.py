@@ -94,6 +94,25 @@ def the_save(out: str) -> None:
     hp.save_pretrained(cut_model(1), out)
 
 
+def sampled_scores(seed: int) -> Any:
+    """Scores with their per-example numbers and a curvature."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from headprune.core.samples import Curvature, Samples
+    from tests.selection_problems import make, site
+
+    numbers = np.random.default_rng(seed).normal(size=(9, 4))
+    scores = make([site("a", 4)], [numbers.mean(0)])
+    return replace(scores, samples=Samples.of(numbers), curvature=Curvature.of(numbers.T @ numbers))
+
+
+def the_scores(out: str) -> None:
+    """Scores over earlier ones that are there."""
+    sampled_scores(1).save(Path(out) / "scores.json")
+
+
 def begun(work: Callable[[str], None], out: Path, calls: int | None = None) -> Any:
     """A process that does the work; with ``calls`` it kills itself at that call which touches a file in ``out``."""
     process = _context.Process(target=_do, args=(work, str(out), calls))

@@ -9,11 +9,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from headprune.core.arrays import packed
 from headprune.core.errors import InvalidValue
+from headprune.core.files import PART
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +34,7 @@ class StoredMatrix(ABC):
     Two are equal when their numbers are: what is compared, hashed and written into JSON is the SHA-256 of the matrix.
     The matrix itself, fp64 and never changed, is read when it is needed, for ``<name>.json`` from
     ``<name>.<kind>.safetensors`` beside it, or from whichever such file in that folder says that it holds this hash, so
-    that a JSON file may be renamed.
+    that a JSON file may be renamed, and that a process may be killed before the matrix is in its place.
     """
 
     sha256: str
@@ -84,7 +86,8 @@ class StoredMatrix(ABC):
             hint = "JSON text holds their hash alone: HeadScores.load(path) finds them beside the file. " + self.hint
             raise InvalidValue(self.kind, must, "scores that come from no file", hint)
         expected, got = self._companion(path), "no such file"
-        for candidate in dict.fromkeys([expected, *sorted(path.parent.glob(f"*.{self.kind}.safetensors"))]):
+        others = (sorted(path.parent.glob(f"*.{self.kind}.safetensors{end}")) for end in ("", f".*{PART}"))
+        for candidate in dict.fromkeys([expected, *chain(*others)]):
             found = self._load(candidate)
             if not isinstance(found, str):
                 return found

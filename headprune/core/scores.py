@@ -151,13 +151,14 @@ class HeadScores(Value):
         with a warning.
         """
         with atomic_paths() as beside:
+            place = beside(path)  # it takes its place first: what a kill leaves of the others is found by its hash
             for stored, what in ((self.samples, "per-example numbers"), (self.curvature, "curvature")):
                 if stored is not None:
                     try:
                         stored.write(path, beside)
                     except InvalidValue as error:
                         warnings.warn(f"{path} is written without {what}: {error}", stacklevel=2)
-            beside(path).write_bytes(self.to_json().encode())
+            place.write_bytes(self.to_json().encode())
         return Path(path)
 
     @classmethod

@@ -150,3 +150,22 @@ def test_a_save_over_an_earlier_one_killed_at_every_file_call_leaves_the_one_or_
     assert set(seen) == {"old", "new"}
     names = {"model.safetensors", "headprune.json", "config.json", "README.md"}
     assert {p.name for p in (tmp_path / "whole").iterdir()} == names
+
+
+def test_scores_saved_over_earlier_ones_killed_at_every_file_call_have_their_own_numbers(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    whole = [killing.sampled_scores(seed) for seed in (0, 1)]
+    whole[0].save(tmp_path / "old" / "scores.json")
+    _, calls = killing.undisturbed(killing.the_scores, Path(shutil.copytree(tmp_path / "old", tmp_path / "whole")))
+    seen = []
+    for call in range(1, calls + 1):
+        folder = Path(shutil.copytree(tmp_path / "old", tmp_path / str(call)))
+        process = killing.begun(killing.the_scores, folder, call)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        found = hp.HeadScores.load(folder / "scores.json")
+        seen.append(whole.index(found))
+        assert (found.samples.matrix == whole[seen[-1]].samples.matrix).all()  # type: ignore[union-attr]
+        assert (found.curvature.matrix == whole[seen[-1]].curvature.matrix).all()  # type: ignore[union-attr]
+    assert seen == sorted(seen), "first the old ones, then the new ones"
+    assert set(seen) == {0, 1}
