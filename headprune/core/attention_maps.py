@@ -173,7 +173,7 @@ class AttentionMaps:
             return cls._of_file(arrays, json.loads(marks["facts"]))
         except HeadPruneError:
             raise
-        except (LookupError, TypeError, ValueError, RecursionError) as error:  # words of a file that fit no such arrays
+        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:  # no such words fit
             got = f"one whose words do not fit its numbers ({type(error).__name__}: {error})"
             raise CheckpointError(str(path), must, got, _HINT) from error
 

@@ -137,6 +137,6 @@ class Registry:
         if name not in self._own():
             return (self.get(name).__doc__ or "").strip().partition("\n")[0]
         spec = importlib.util.find_spec(f"{self.package}.{name}")
-        if spec is None or spec.origin is None:
-            return ""
+        assert spec is not None
+        assert spec.origin is not None
         return (ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or "").partition("\n")[0]

@@ -26,11 +26,10 @@ from headprune.selection.global_topk import GlobalTopk
 
 def measure_table(subject: Subject) -> None:
     """Measures the latency table of a budget of speed, and refuses one that no choice of heads can meet."""
-    table = subject.latency
-    if table is None:
-        return
-    if subject.journal.folder is not None:
-        table.save(subject.journal.folder / LATENCY)
+    table, folder = subject.latency, subject.journal.folder
+    assert table is not None
+    assert folder is not None
+    table.save(folder / LATENCY)
     for line in (*str(table).split("\n")[:2], *table.notes):
         subject.journal.tell(line.strip())
     wanted = subject.recipe.select

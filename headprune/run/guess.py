@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
+
+import yaml
 
 from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.model.classes import class_name_of
 from headprune.run.models import model_config
 from headprune.run.reading import override, parse_yaml
 from headprune.run.recipe import UNLABELLED, DataSection, Recipe, Task
-from headprune.run.sources import Source, load_source
+from headprune.run.sources import Source, load_source, undecoded
 from headprune.run.validate import check_recipe
 
 #: The task of a model by the end of its class's name; other classes have no head for a task.
@@ -113,8 +116,10 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
     config = model_config(model)
     kind = class_name_of(config) or type(config).__name__
     found = next((t for end, t in _BY_CLASS.items() if kind.endswith(end)), None)
-    if found == "text_classification" and (config.num_labels == 1 or config.problem_type == "regression"):
-        found = "regression"
+    if found == "text_classification":
+        found = _by_config(kind, config)
+    if not kind.isidentifier():  # it comes out of a file, and stands in a comment
+        kind = repr(kind)
     chosen: Any = task or found or _task_of(columns, data)
     if chosen is None:
         must = f"given: neither {kind} nor the columns of {data} ({', '.join(columns.names)}) say it"
@@ -132,16 +137,27 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
     return Guess(_text(model, data, chosen, lines, about, found == chosen, keep), tuple(about))
 
 
+def _by_config(kind: str, config: Any) -> Task:
+    """What a class for whole sequences is for: Transformers has the same names for text and for sound."""
+    from transformers.models.auto import modeling_auto
+
+    if kind in modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES.values():
+        return "audio_classification"
+    grades = config.num_labels == 1 or config.problem_type == "regression"
+    return "regression" if grades else "text_classification"
+
+
 def _columns(rows: Any) -> Columns:
     """What the columns hold, by the first row that has something."""
     found: dict[str, list[str]] = {name: [] for name in Columns.__dataclass_fields__}
     for name in rows.column_names:
-        value = next((v for v in rows[name][:100] if v is not None), None)
+        stored = undecoded(rows, name)
+        value = next((v for v in stored[name][:100] if v is not None), None)
         if isinstance(value, str):
             found["texts"].append(name)
         elif hasattr(value, "convert") or (isinstance(value, list) and value and isinstance(value[0], list)):
             found["images"].append(name)
-        elif isinstance(value, Mapping) and "sampling_rate" in value:
+        elif stored is not rows or (isinstance(value, Mapping) and "sampling_rate" in value):
             found["sounds"].append(name)
         elif isinstance(value, list) and value:
             found["words" if isinstance(value[0], str) else "ids"].append(name)
@@ -173,7 +189,8 @@ def _data_lines(task: Task, columns: Columns, data: str) -> tuple[list[str], lis
     if task == "image_classification":
         inputs = {"image": _only(columns.images, "image", "images", data)}
     elif task == "token_classification":
-        inputs = {"text": _only(columns.words, "text", "lists of words", data)}
+        words = tuple(name for name in columns.words if name not in _LABELS)  # tags may be words too
+        inputs = {"text": _only(words, "text", "lists of words", data)}
     elif task == "causal_lm":
         if not columns.texts and len(columns.ids) >= 1:
             name = next((n for n in columns.ids if n == "input_ids"), columns.ids[0])
@@ -218,6 +235,8 @@ def _label(columns: Columns, taken: Sequence[str], data: str) -> str:
     if found := next((name for name in _LABELS if name in free), None):
         return found
     rest = [name for name in (*columns.others, *columns.ids) if name not in taken]
+    if taken and not rest:
+        rest = [name for name in columns.texts if name not in taken]
     return _only(tuple(rest), "label", "labels", data)
 
 
@@ -253,10 +272,10 @@ def _unclear(key: str, must: str, names: Sequence[str], data: str) -> InvalidVal
 def _quoted(name: str) -> str:
     """A string as YAML takes it: as it is, where nothing in it has a meaning of its own."""
     try:
-        plain = parse_yaml(f"- {name}", "a name") == [name] and "#" not in name and name == name.strip()
+        plain = parse_yaml(f"- {name}\n- [{name}]", "a name") == [name, [name]] and "#" not in name
     except InvalidValue:
         plain = False
-    return name if plain else json.dumps(name)
+    return name if plain else yaml.safe_dump(name, default_style='"', width=math.inf).strip()
 
 
 def _noted(line: str, note: str, indent: int = 0) -> str:
@@ -268,7 +287,7 @@ def _text(
     model: str, data: str, task: Task, columns: list[str], why: list[str], trained: bool, keep: str
 ) -> str:  # fmt: skip
     """The commented recipe."""
-    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in Path(model.rstrip("/")).name).strip("-._") or "mine"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(model.rstrip("/")).name).strip("-._")[:90] or "mine"
     training = [
         _noted("train:", "the head is new: the model is trained before anything is scored"),
         "  epochs: 2",

@@ -142,11 +142,11 @@ class Journal:
 
     def _tell_history(self) -> None:
         """A line for every beginning and end of an attempt; nothing takes one away again."""
-        if self.folder is not None:
-            record, now = self.record, datetime.now(timezone.utc).isoformat(timespec="seconds")
-            said = {"at": now, "status": record.status, "stage": record.stage, "error": record.error}
-            line = {**said, "timings": dict(record.timings), "headprune": __version__}
-            append_line(self.folder / HISTORY, json.dumps(line, ensure_ascii=False))
+        assert self.folder is not None
+        record, now = self.record, datetime.now(timezone.utc).isoformat(timespec="seconds")
+        said = {"at": now, "status": record.status, "stage": record.stage, "error": record.error}
+        line = {**said, "timings": dict(record.timings), "headprune": __version__}
+        append_line(self.folder / HISTORY, json.dumps(line, ensure_ascii=False))
 
 
 def _noted(record: RunRecord, noted: dict[str, Any]) -> RunRecord:

@@ -217,8 +217,8 @@ def kept_place(stage: str) -> str:
 
 def put_by(subject: Subject, pruned: nn.Module, place: str) -> None:
     """Saves the cut model for a run that has to go on from here."""
-    if subject.journal.folder is not None:
-        save_pretrained(pruned, subject.journal.folder / place, subject.sites)
+    assert subject.journal.folder is not None
+    save_pretrained(pruned, subject.journal.folder / place, subject.sites)
 
 
 def reopened(subject: Subject, place: str) -> nn.Module:

@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from typer.testing import CliRunner
 
 import headprune as hp
+from headprune.cli._shared import guarded
 from headprune.cli.main import app
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
@@ -462,6 +465,42 @@ def test_console_script_reports_errors_without_traceback(tmp_path: Path) -> None
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: recipe: must be")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
+def test_a_reader_that_went_away_is_no_error_to_tell_of() -> None:
+    """``headprune ls | head``: the first line is all that is read."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", "from headprune.cli.main import main; main()", "ls"]
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.filterwarnings("default")  # as outside of the tests, where a warning is no error
+def test_only_warnings_that_are_for_users_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with guarded(False):
+        warnings.warn("the weights are others", UserWarning, stacklevel=1)
+        warnings.warn("this will go", DeprecationWarning, stacklevel=1)
+    assert capsys.readouterr().err == "warning: the weights are others\n"
+
+
+def test_an_interrupt_is_said_in_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, guarded(True):
+        raise KeyboardInterrupt
+    assert (ended.value.exit_code, capsys.readouterr().err) == (1, "interrupted\n")
+
+
+def test_bench_takes_threads(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    short = ("--seconds", 0.01, "--batch", 1, "--length", 4)
+    assert call("bench", bert, bert, *short, "--threads", 3).exit_code == 0
+    assert taken == [3]
+    assert call("bench", bert, bert, *short, "--threads", 0).exit_code == 2
 
 
 def test_bench_beyond_what_a_model_can_read(bert: Path) -> None:

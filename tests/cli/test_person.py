@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -24,9 +25,9 @@ from headprune.core.explanation import Explanation, explain
 from headprune.core.record import RunRecord
 from headprune.core.scores import ModelFingerprint
 from headprune.run import stages
-from headprune.run.dry import DryRun
+from headprune.run.dry import DryRun, dry_run
 from headprune.run.guess import guess
-from headprune.run.validate import load_recipe
+from headprune.run.validate import check_recipe, load_recipe
 from tests.scripts import WORDS, tiny_encoder
 from tests.terminals import on_terminal
 
@@ -129,6 +130,16 @@ def test_init_writes_a_recipe_that_runs(home: Path, tmp_path: Path) -> None:
     assert yaml.safe_load(printed.stdout)["select"] == {"keep_heads": 3}
 
 
+def test_init_as_json_has_the_recipe_and_why(home: Path, tmp_path: Path) -> None:
+    where = ("--model", home / "classifier", "--data", home / "rows.csv", "--json")
+    for out, told in (("-", None), (tmp_path / "mine.yaml", str(tmp_path / "mine.yaml"))):
+        data = json.loads(call("init", *where, "--out", out).stdout)
+        assert data["out"] == told
+        assert data["why"][0].startswith("the task is text_classification: ")
+        assert check_recipe(data["recipe"]).data.text == "text"
+    assert load_recipe(tmp_path / "mine.yaml") == check_recipe(data["recipe"])
+
+
 def test_a_model_without_a_head_is_trained_first(home: Path) -> None:
     found = guess(str(home / "model"), str(home / "rows.csv"))
     assert "has no head for it" in found.why[0]
@@ -189,6 +200,17 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path) ->
     assert weights == 8 * found.parameters
     assert found.memory["gradients and both moments of AdamW"] == 12 * found.parameters
     assert str(found).endswith("nothing was trained, cut or written")
+
+
+def test_a_dry_run_counts_learned_gates_by_their_steps_and_takes_latency_at_its_word() -> None:
+    short = ["data.calibration=64", "data.holdout=100", "data.test_holdout=200", "model.config.num_hidden_layers=2"]
+    speed = ["select.keep_heads=null", "select.speedup=1.2", "select.latency.seconds=7", "train=null", "bench=null"]
+    gates = ["score.scorer=hard_concrete", "score.settings={steps: 12, warmup: 1, block: 16}", "recover=[]"]
+    found = dry_run("digits-vit", [*short, *speed, *gates], say=lambda line: None)
+    stages = {stage.stage: stage for stage in found.stages}
+    assert list(stages) == ["score", "quality", "latency"]
+    assert (stages["latency"].seconds, stages["latency"].basis) == (14, "as long as the recipe says")
+    assert stages["score"].basis == "12 steps of 16 rows"
 
 
 # ---------------------------------------------------------------- prune on data
@@ -269,6 +291,21 @@ def test_what_a_score_alone_does_not_say() -> None:
         explain(other, scores)
 
 
+def test_explain_says_of_scores_that_the_plan_was_not_made_from_them(small: tuple[Path, Any], tmp_path: Path) -> None:
+    run = small[0] / "run"
+    scores, plan = hp.HeadScores.load(run / "scores.json"), hp.PruningPlan.load(run / "plan.json")
+    plan.save(tmp_path / "plan.json")
+    said = "holds other scores than those that the plan was made from"
+    plain = call("explain", tmp_path / "plan.json", "--scores", run / "scores.json")
+    assert said not in plain.stderr
+    assert "what was measured" not in plain.stdout, "no record lies beside it"
+    values = tuple(tuple(2 * value for value in row) for row in scores.values)
+    dataclasses.replace(scores, values=values).save(tmp_path / "scores.json")
+    result = call("explain", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert f"warning: {tmp_path / 'scores.json'} {said}" in result.stderr
+
+
 def test_explain_asks_for_scores(tmp_path: Path) -> None:
     hp.PruningPlan(hp.HeadMask.from_keep({}, {"a": 2})).save(tmp_path / "plan.json")
     result = call("explain", tmp_path / "plan.json")
@@ -298,6 +335,12 @@ def test_diff_of_plans_and_of_records(small: tuple[Path, Any], tmp_path: Path) -
     mixed = call("diff", tmp_path / "x.json", tmp_path)
     assert mixed.exit_code == 2
     assert "a PruningPlan and a RunRecord" in mixed.stderr
+    for text, got in (("{", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "KeyError")):
+        (tmp_path / "z.json").write_text(text)
+        other = call("diff", tmp_path / "x.json", tmp_path / "z.json")
+        assert other.exit_code == 2
+        assert f"z.json: must be a plan, a record or the folder of a run, got {got}" in other.stderr
+    assert "got FileNotFoundError" in call("diff", tmp_path / "x.json", tmp_path / "none.json").stderr
 
 
 # ---------------------------------------------------------------- terminals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typer.testing import CliRunner
 
 import headprune as hp
 from headprune.cli.main import app
+from headprune.core.scores import ModelFingerprint
 from headprune.layouts import registry
+from headprune.model.fingerprint import fingerprint
 from headprune.run.models import open_model
 from tests.laws.support import shaken
 
@@ -259,3 +262,72 @@ def test_a_folder_that_runs_code_is_opened_by_no_command(stories: Path, tmp_path
     result = call("score", stories / "tiny.yaml", "--set", f"model.path={tmp_path / 'out'}")
     assert result.exit_code == 2
     assert "model.path: must be a model that Transformers or headprune opens by itself" in result.stderr
+
+
+# ---------------------------------------------------------------- models that no inputs can be made up for
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Any:
+    """A tiny Whisper, which takes spectrograms."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    torch.manual_seed(0)
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sizes = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_mel_bins": 4, "vocab_size": 20}
+    config = WhisperConfig(max_source_positions=8, max_target_positions=8, **sizes, **sides, **ends)
+    model = WhisperForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    return model
+
+
+def test_a_cut_that_nothing_can_be_compared_with_says_so(listener: Any, tmp_path: Path) -> None:
+    mask = planned(tmp_path, listener)
+    result = prune(tmp_path)
+    assert result.exit_code == 0, result.output
+    said = "no inputs could be made up for this model; the cut is not compared with the gated model"
+    assert result.stderr.count(f"warning: {said}") == 1
+    assert hp.find_sites(hp.from_pretrained(tmp_path / "out"))[1].heads == mask.kept("model.encoder.layers.1.self_attn")
+
+
+def test_bench_needs_inputs(listener: Any, tmp_path: Path) -> None:
+    result = call("bench", tmp_path / "base", tmp_path / "base")
+    assert result.exit_code == 2
+    assert "ORIGINAL: must be a model that takes tokens, images or waves, got WhisperForCond" in result.stderr
+
+
+# ---------------------------------------------------------------- from file to file
+
+
+def test_streaming_needs_a_folder(tmp_path: Path) -> None:
+    hp.PruningPlan(hp.HeadMask.from_keep({}, {"a": 2})).save(tmp_path / "plan.json")
+    given = ("--plan", tmp_path / "plan.json", "--out", tmp_path / "out", "--streaming")
+    result = call("prune", "--model", "someone/something", *given)
+    assert result.exit_code == 2
+    assert "--model: must be a folder with --streaming, got 'someone/something'. Download it first: hf" in result.stderr
+
+
+def test_streaming_as_json_and_with_what_a_user_should_know(tmp_path: Path) -> None:
+    model = saved(tmp_path, "llama")
+    mask = planned(tmp_path, model)
+    (tmp_path / "base" / "LICENSE").write_text("free")
+    result = prune(tmp_path, "--streaming", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert hp.PruningPlan.from_dict(data["plan"]).mask == mask
+    assert (data["format"], data["copied"], data["out"]) == ("headprune", ["LICENSE"], str(tmp_path / "out"))
+    report = data["report"]
+    assert report["params_after"] < report["params_before"]
+    assert report["warnings"] == []
+    hp.PruningPlan(mask, model=ModelFingerprint(*other_weights(model))).save(tmp_path / "plan.json")
+    shutil.rmtree(tmp_path / "out")
+    result = prune(tmp_path, "--streaming")
+    assert result.exit_code == 0, result.output
+    assert "warning: " in result.stderr
+    assert f"wrote {tmp_path / 'out'} (format headprune, LICENSE)" in result.stdout
+
+
+def other_weights(model: nn.Module) -> tuple[str, str]:
+    """The model's structure, with weights that it does not have."""
+    return fingerprint(model, hp.find_sites(model)).structure, "0" * 16

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.core import attention_maps
+from headprune.core.arrays import packed
 from headprune.core.attention_maps import AttentionMaps, Pattern, SiteMaps
-from headprune.core.errors import CheckpointError, InvalidValue, UnknownName, UnsupportedModel
+from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnknownName, UnsupportedModel
 from headprune.core.heads import HeadId
 
 
@@ -93,6 +98,14 @@ def test_a_translator_has_words_of_both_languages() -> None:
     assert maps.shown(HeadId(by_kind["cross"].site, 0), 1).shape == (2, 3)
 
 
+def test_a_model_without_heads_is_refused(bert: Any) -> None:
+    model = copy.deepcopy(bert)
+    names = {s.name: s.n_query_heads for s in hp.find_sites(model)}
+    hp.prune_(model, hp.HeadMask.from_keep(dict.fromkeys(names, ()), names))
+    with pytest.raises(UnsupportedModel, match="the model: must be one with a head left, got no head at any site"):
+        hp.attention_maps(model, padded())
+
+
 def test_what_shows_no_map_is_refused() -> None:
     layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     with pytest.raises((UnsupportedModel, InvalidValue)):
@@ -124,6 +137,36 @@ def test_they_are_stored_and_damage_is_seen(bert: Any, tmp_path: Path) -> None:
         AttentionMaps.load(path)
     with pytest.raises(CheckpointError, match="a file of attention maps"):
         AttentionMaps.load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "facts", "words"),
+    [
+        ({"0.weights": np.ones((1, 1, 2, 2))}, {}, "numbers of type BOOL, F64"),
+        ({}, {"sites": [["x", "upwards", [0]]]}, "the site 'x' is described by other things than words and heads"),
+        ({}, {"sites": [["x", "self", [0.0]]]}, "the site 'x' is described by other things"),
+        ({}, {"sites": [["x", "self", [0, 1]]]}, r"x has 2 heads and weights \[1, 1, 2, 2\]"),
+        ({"0.keys": np.ones((1, 3), bool)}, {}, r"x has 1 heads and weights \[1, 1, 2, 2\]"),
+        ({}, {"sites": [["x", "self", [0]], ["y", "self", [0]]]}, "KeyError: '1.weights'"),
+        ({}, {"image": [math.inf, 1]}, "OverflowError"),
+        ({}, {"image": [1]}, "IndexError"),
+        ({}, {"tokens": 3}, "TypeError"),
+        ({}, {"tokens": [["a", "b"], ["c"]]}, "AttentionMaps"),
+    ],
+)
+def test_a_file_whose_words_do_not_fit_its_numbers(tmp_path: Path, arrays: Any, facts: Any, words: str) -> None:
+    """Somebody else's: its hash is right."""
+    masks = {f"0.{name}": np.ones((1, 2), bool) for name in ("queries", "keys")}
+    found = {"0.weights": np.full((1, 1, 2, 2), 0.5, np.float32), **masks, **arrays}
+    whole = {"sites": [["x", "self", [0]]], "tokens": [], "targets": [], "image": None}
+    text = json.dumps({**whole, **facts})
+    marks = {"headprune": attention_maps._MARK, "facts": text, "sha256": attention_maps._digest(found, text)}
+    (tmp_path / "maps.safetensors").write_bytes(packed(found, marks))
+    with pytest.raises(HeadPruneError, match=words):
+        AttentionMaps.load(tmp_path / "maps.safetensors")
+    (tmp_path / "maps.safetensors").write_bytes(packed(found if not arrays else masks, {**marks, "headprune": "x"}))
+    with pytest.raises(CheckpointError, match="got a file of something else"):
+        AttentionMaps.load(tmp_path / "maps.safetensors")
 
 
 # ---------------------------------------------------------------------------------------------- words

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headprune.core.attention_maps import AttentionMaps, SiteMaps
-from headprune.core.attention_patterns import SAME_POSITIONS, find_patterns, main_pattern
+from headprune.core.attention_patterns import ONE_KEY, SAME_POSITIONS, find_patterns, main_pattern
 from headprune.core.attention_pictures import MEAN, AttentionPictures, ShownExample
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId
@@ -92,6 +92,12 @@ def test_damage_is_seen(tmp_path: Path) -> None:
         ShownExample("x", pixels="AA==", height=1, width=1)
     with pytest.raises(InvalidValue, match="must be of 0 examples"):
         AttentionPictures((), (site,))
+    with pytest.raises(InvalidValue, match=r"the sizes of .*: must be counts >= 0, got \(-3, -3\)"):
+        replace(site, sizes=((-3, -3),))
+    with pytest.raises(InvalidValue, match=r"AttentionPictures.sites: must be at least one, got none"):
+        AttentionPictures((ShownExample("x"),), ())
+    with pytest.raises(InvalidValue, match=r"AttentionPictures.image: must be rows and columns of patches, both >= 1"):
+        AttentionPictures((), (), image=(0, 3))
 
 
 # ---------------------------------------------------------------------------------------------- patterns
@@ -102,6 +108,15 @@ def shifted(n: int, shift: int, share: float = 0.8) -> np.ndarray:
     weights = np.full((n, n), (1 - share) / n)
     weights[np.arange(n), (np.arange(n) + shift) % n] += share
     return weights
+
+
+def test_positions_of_a_cut_off_text_and_of_an_image_that_a_text_looks_at_are_not_told() -> None:
+    """Causal maps with more keys than queries, and cross attention to patches: which is whose neighbour is unknown."""
+    assert find_patterns([np.full((2, 3), 1 / 3)], "causal", (), None) == ()
+    across = find_patterns([np.full((2, 4), 0.25)], "cross", (), (2, 2))
+    assert {pattern.name for pattern in across} == {ONE_KEY}
+    with_class = find_patterns([np.full((2, 5), 0.2)], "cross", (), (2, 2))
+    assert {pattern.name for pattern in with_class} == {ONE_KEY, "class token"}
 
 
 def test_where_only_positions_are_alike_that_is_what_is_said() -> None:

@@ -220,6 +220,24 @@ def test_on_cuda_the_clock_stops_only_when_the_work_is_done(clock, monkeypatch):
     assert clock.log == ["sync", "o", "sync", "sync", "p", "sync", "sync", "p", "sync", "sync", "o", "sync"]
 
 
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_every_accelerator_is_waited_for(monkeypatch, kind):
+    waited = []
+    for name in ("cuda", "mps", "xpu"):
+        monkeypatch.setattr(getattr(torch, name), "synchronize", lambda *_, name=name: waited.append(name))
+    latency.synchronize(torch.device(kind))
+    assert waited == [kind]
+
+
+def test_a_garbage_collector_that_was_off_stays_off(clock):
+    gc.disable()
+    try:
+        compare(Timed(clock, "o", 1.0), Timed(clock, "p", 1.0), warmup=0, seconds=0, min_rounds=2)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_a_cpu_is_not_synchronised(clock, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("no accelerator here"))
     compare(Timed(clock, "o", 1.0), Timed(clock, "p", 1.0), warmup=0, seconds=0, min_rounds=2)

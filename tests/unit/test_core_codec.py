@@ -5,6 +5,8 @@ import dataclasses
 import json
 import math
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -230,6 +232,33 @@ def test_json_of_another_shape_is_refused(text, got):
         Budget.from_json(text)
 
 
+def nested(depth):
+    return {"a": nested(depth - 1)} if depth else [1]
+
+
+@pytest.mark.parametrize(
+    ("value", "change", "message"),
+    [
+        (DIFFERENT, put("names", ["a", "b", "c"]), "PlanDifference.names: must be a list of 2 items, got 3 items"),
+        (PLAN, put("settings", nested(52)), "PruningPlan.settings: must be nested at most 50 deep, got deeper data"),
+        (PLAN, put("settings", {"a": 10**40}), "PruningPlan: must be valid JSON, got a whole number of 41 digits"),
+    ],
+    ids=["items", "deep", "digits"],
+)
+def test_more_than_any_value_of_ours_has_is_refused(value, change, message):
+    data = json.loads(value.to_json())
+    change(data)
+    with pytest.raises(InvalidValue) as caught:
+        type(value).from_json(json.dumps(data))
+    assert str(caught.value) == message
+
+
+def test_what_is_just_short_of_that_is_taken():
+    settings = {"a": 10**39, "b": nested(49)}
+    data = {**json.loads(PLAN.to_json()), "settings": settings}
+    assert PruningPlan.from_json(json.dumps(data)).settings == FrozenDict(settings)
+
+
 def test_errors_derive_from_the_library_and_from_the_built_in():
     with pytest.raises(HeadPruneError):
         Budget.from_json("{")
@@ -292,6 +321,41 @@ def test_a_frozen_dict_is_immutable_hashable_and_a_copy():
 def test_a_frozen_dict_holds_json_data_only(value):
     with pytest.raises(InvalidValue, match="a stored value: must be JSON data"):
         FrozenDict({"a": [value]})
+
+
+def test_a_path_is_stored_as_its_text():
+    assert FrozenDict({"model": Path("a") / "b", "list": [Path("c")]}) == {"model": str(Path("a/b")), "list": ("c",)}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_mapping_that_spells_a_number_comes_back_as_a_mapping(depth):
+    """Only as a value of a field that may be anything: a mapping of settings is one, whatever it looks like."""
+    value = "nan"
+    for _ in range(depth):
+        value = {"float": value}
+    settings = FrozenDict({"a": value, "b": [value], "c": math.inf})
+    again = PruningPlan.from_json(dataclasses.replace(PLAN, settings=settings).to_json()).settings
+    assert again == settings
+    assert again["a"] == value
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio(Value):
+    """A value that anything may be put into, and that its own numbers can confuse."""
+
+    above: int
+    below: int
+    what: Any = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "share", self.above / self.below)
+
+
+def test_a_constructor_that_its_values_confuse_is_told_in_words():
+    assert Ratio.from_json(Ratio(1, 2, FrozenDict({"x": [math.inf]})).to_json()).what == {"x": [math.inf]}
+    text = Ratio(1, 2).to_json().replace("2", "0")
+    with pytest.raises(InvalidValue, match=r"Ratio: must be a sound Ratio, got one that makes no sense: ZeroDivision"):
+        Ratio.from_json(text)
 
 
 def test_a_mapping_that_looks_like_a_spelled_float_does_not_break_loading():

@@ -5,13 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from headprune.core.codec import EMPTY
+from headprune.core.difference import plan_difference
 from headprune.core.errors import HeadPruneError, InvalidValue
-from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.explanation import explain
+from headprune.core.heads import AttentionSite, HeadId, HeadMask
+from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.core.plan import Budget, PruningPlan, SiteBudget, allowance
-from headprune.core.scores import ModelFingerprint
-from headprune.core.slabs import HeadGeometry, check_slab, freed_groups, infer_geometry, kept_rows, rows_of, used_groups
+from headprune.core.samples import Samples
+from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.core.slabs import (
+    MOST_HEADS,
+    HeadGeometry,
+    check_slab,
+    freed_groups,
+    infer_geometry,
+    kept_rows,
+    rows_of,
+    used_groups,
+)
 
 SITE = AttentionSite("a", "llama", "causal", 6, 2, 8, 8, (0, 1, 2, 3, 4, 5))
 PAIRS = AttentionSite("a", "llama", "causal", 4, 2, 8, 8, (0, 1, 2, 3))
@@ -19,7 +34,37 @@ MASK = HeadMask.full([SITE])
 HINT = "Or find the sites with policy='balanced' or 'free', where the layout allows it."
 BOTH = (SiteBudget("self", Budget(keep_heads=1)),)
 
+
+def scores_of(site: AttentionSite) -> HeadScores:
+    """Scores without standard errors."""
+    return HeadScores((site,), ((1.0, 2.0),), None, "taylor", EMPTY, 3, ModelFingerprint("s", "w"))
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "more heads than any model has": (
+        lambda: HeadGeometry(MOST_HEADS + 1, 1, 8, 8),
+        f"n_query_heads: must be at most {MOST_HEADS:,}, got {MOST_HEADS + 1}",
+    ),
+    "no policies": (
+        lambda: AttentionLayout("mine", "o", (HeadSlab("o", "in", "context"),), 8, policies=()),
+        "layout 'mine'.policies: must be some of group, balanced, free, got ()",
+    ),
+    "a policy that there is not": (
+        lambda: AttentionLayout("mine", "o", (HeadSlab("o", "in", "context"),), 8, policies=("any",)),  # type: ignore[arg-type]
+        "layout 'mine'.policies: must be some of group, balanced, free, got ('any',)",
+    ),
+    "plans for other sites": (
+        lambda: plan_difference(PruningPlan(MASK), PruningPlan(HeadMask.full([PAIRS])), ("x", "y")),
+        "plans: must be about the same sites with the same head counts, got two that differ at 'a'",
+    ),
+    "scores of other sites": (
+        lambda: explain(PruningPlan(MASK), scores_of(replace(SITE, name="b"))),
+        "scores: must be of sites that the plan is for, got 'b', which it lacks",
+    ),
+    "an interval of scores without errors": (
+        lambda: replace(scores_of(SITE), samples=Samples.of(np.ones((3, 2)))).interval(HeadId("a", 0)),
+        "HeadScores.interval: must be called on scores with standard errors, got 'taylor' without",
+    ),
     "counts": (
         lambda: HeadGeometry(-1, 1, 8, 8),
         "HeadGeometry: must be made of counts >= 0 and widths >= 1, got HeadGeometry(n_query_heads=-1, n_kv_heads=1, "

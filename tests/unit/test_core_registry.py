@@ -8,7 +8,7 @@ import pytest
 
 import headprune as hp
 from headprune.core.codec import EMPTY
-from headprune.core.errors import NameClash, UnknownName
+from headprune.core.errors import InvalidValue, NameClash, UnknownName
 from headprune.core.registry import Registry, camel_case
 from headprune.core.scores import ModelFingerprint
 from headprune.selection import registry as selectors
@@ -121,6 +121,15 @@ def test_one_entry_point_seen_twice_is_no_clash(registry, monkeypatch):
 def test_camel_case():
     assert camel_case("global_topk") == "GlobalTopk"
     assert camel_case("taylor2") == "Taylor2"
+
+
+def test_an_entry_must_be_of_the_kind_that_is_asked_for(registry):
+    class Gadget:
+        pass
+
+    with pytest.raises(InvalidValue, match=r"gadget 'quick': must be a class derived from fake_entries\.Gadget, got <"):
+        registry.resolve("quick", Gadget, "here")
+    assert registry.resolve("quick", registry.get("quick"), "here")[0] == "quick"
 
 
 def test_an_installed_selector_is_found_by_name_and_by_value(tmp_path, monkeypatch):

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from headprune.core.codec import EMPTY, FrozenDict
+from headprune.core.difference import record_difference
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
+from headprune.core.explanation import explain
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SpeedRow
@@ -228,3 +230,31 @@ def test_a_record_tells_its_story():
         "  logits: |gated - pruned| <= 1.50e-07 (allowed 1.00e-05)",
         "  error: OSError: disk full",
     ]
+
+
+def test_a_record_without_figures_is_its_title():
+    plain = RunRecord("demo", "running", "data", "2024-01-01")
+    assert [str(part) for part in plain.__rich__().renderables] == [plain.title] == [str(plain)]
+
+
+def test_records_are_set_side_by_side_with_plans_for_the_same_sites_alone():
+    first, other = (
+        RunRecord("demo", "done", "save", "2024-01-01", plan=PruningPlan(HeadMask.from_keep({}, {name: 4})))
+        for name in ("a", "b")
+    )
+    beside = record_difference(first, first, ("x", "y"))
+    assert beside.plans is not None
+    assert "plans\n  " in str(beside)
+    for second in (other, replace(first, plan=None)):
+        beside = record_difference(first, second, ("x", "y"))
+        assert beside.plans is None
+        assert str(beside).splitlines() == ["x -> y", "figures", "  status: done -> done"]
+
+
+def test_a_share_of_importance_is_told_where_no_score_is_below_zero():
+    site = AttentionSite("a", "bert", "self", 3, 3, 4, 4, (0, 1, 2))
+    plan = PruningPlan(HeadMask.from_keep({"a": [1, 2]}, {"a": 3}))
+    for values, told in (((1.0, 2.0, 5.0), ["12.5 % of all importance goes"]), ((-1.0, 2.0, 5.0), [])):
+        scores = HeadScores((site,), (values,), None, "taylor", EMPTY, 3, ModelFingerprint("s", "w"))
+        lines = explain(plan, scores).expected()
+        assert [line.partition(", by")[0] for line in lines if "importance" in line] == told

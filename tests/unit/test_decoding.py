@@ -78,5 +78,7 @@ def test_what_cannot_be_timed_is_refused(model: LlamaForCausalLM) -> None:
         compare_decoding(model, model, new_tokens=0)
     with pytest.raises(InvalidValue, match="pruned: must be a causal language model"):
         compare_decoding(model, hp.MultiHeadAttention(8, 2))
+    with pytest.raises(InvalidValue, match="pruned: must be on cpu, where the original is, got meta"):
+        compare_decoding(model, copy.deepcopy(model).to("meta"))
     with pytest.raises(RecipeError, match=r"bench.new_tokens: must be left out"):
         load_recipe("digits-vit", ["bench.new_tokens=3"])

@@ -430,16 +430,17 @@ def test_the_walk_sees_what_it_must() -> None:
         assert not _writes(ast.parse(text).body[0].value), text  # type: ignore[attr-defined]
 
 
-def test_a_place_that_is_taken_away_before_it_is_held_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("held", [False, True], ids=["before it is held", "when it is held"])
+def test_a_place_that_is_taken_away_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
     hold, taken = files._hold, []
 
     def holding(folder: Path) -> int | None:
-        if not taken:
-            taken.append(folder)
-            folder.rmdir()  # by another process, which took it for a dead one's
-        return hold(folder)
+        if taken:
+            return hold(folder)
+        taken.append(folder)
+        handle = hold(folder) if held else None
+        folder.rmdir()  # by another process, which took it for a dead one's
+        return handle if held else hold(folder)
 
     monkeypatch.setattr(files, "_hold", holding)
     with staged(tmp_path / "model") as place:
@@ -447,3 +448,15 @@ def test_a_place_that_is_taken_away_before_it_is_held_is_made_anew(
         (place / "a").write_text("new")
     assert (tmp_path / "model" / "a").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_where_folders_cannot_be_held_they_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(files.sys, "platform", "win32")
+        assert files._hold(tmp_path) is None
+    monkeypatch.setattr(files, "_hold", lambda folder: None)
+    as_a_folder(tmp_path / "out", "a")
+    assert contents(tmp_path / "out").keys() == {"a", "sub/a"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune import layouts
 from headprune.bench import latency_tables
 from headprune.bench.latency_tables import _smoothed, latency_table
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
@@ -146,6 +147,14 @@ def test_counts_are_those_that_the_policy_can_leave(policy: Any, counts: tuple[i
         assert tuple(n for n, seconds in enumerate(table.row(s.name)) if seconds is not None) == counts
     assert table.row(sites[0].name) == table.row(sites[1].name), "built alike, so measured once"
     table.check(sites)
+
+
+def test_a_layer_that_must_keep_a_head_is_not_measured_without() -> None:
+    model, batch = layouts.registry.get("diffusers").tiny(0, "diffusers-style")
+    table = latency_table(model, batch, seconds=0)
+    for site in hp.find_sites(model):
+        assert site.least == 1
+        assert [seconds is None for seconds in table.row(site.name)] == [True] + [False] * len(site.heads)
 
 
 def test_a_cache_does_not_grow_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,11 +91,23 @@ def test_one_head_has_its_tokens_beside_it() -> None:
         hp.plot.attention(found, head, example=2)
 
 
+def test_more_tokens_than_can_be_read_are_left_out() -> None:
+    weights, mask = np.full((1, 1, 41, 3), 1 / 3, np.float32), np.ones((1, 41), bool)
+    words = (tuple(f"key {i}" for i in range(3)),), (tuple(f"query {i}" for i in range(41)),)
+    found = AttentionMaps((SiteMaps("a", "cross", (0,), weights, mask, mask[:, :3]),), *words)
+    panel = hp.plot.attention(found, HeadId("a", 0))
+    assert [t.get_text() for t in panel.get_xticklabels()] == ["key 0", "key 1", "key 2"]
+    assert [t.get_text() for t in panel.get_yticklabels()] == []
+
+
 def test_all_heads_are_small_multiples() -> None:
     panels = hp.plot.attention(maps())
     assert panels.shape == (2, 3)
     assert [[p.get_title() for p in row if p.get_visible()] for row in panels] == [["0", "1", "2"], ["0", "2"]]
     assert hp.plot.attention(maps(), "a.b").shape == (1, 3)
+    own = Figure().subplots(2, 3)
+    assert hp.plot.attention(maps(), axes=own) is own
+    assert own[1][0].get_title() == "0"
     mask = hp.HeadMask.from_keep({"a.b": [0, 2], "a.c": [0, 1, 2]}, {"a.b": 3, "a.c": 3})
     marked = hp.plot.attention(maps(), plan=hp.PruningPlan(mask))
     assert [p.get_title() for p in marked[0]] == ["0", "1 ×", "2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from headprune.core.answers import exact_match, f1
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import default_loss
 from headprune.run import questions, run_recipe
+from headprune.run.data import encode_rows, load_rows
+from headprune.run.models import Preparation
 from headprune.run.outcome import Outcome, judge
 from headprune.run.questions import BEYOND
 from headprune.run.runner import prepared
@@ -69,6 +72,13 @@ def test_the_best_lawful_piece_is_the_answer() -> None:
     assert said([0, 0, 0, 0, 3, 0, 0], [0, 0, 0, 0, 3, 0, 0], nothing=0) == "two"
     assert said([4, 0, 0, 0, 3, 0, 0], [4, 0, 0, 0, 3, 0, 0], nothing=0) == ""
     assert said([4, 0, 0, 0, 3, 0, 0], [4, 0, 0, 0, 3, 0, 0]) == "two"  # it has to answer
+
+
+def test_a_question_whose_context_was_cut_off_whole_gets_no_answer() -> None:
+    questions = [Question("one two six", (), spans) for spans in ((None,) * 7, SPANS)]
+    logits = [[0.0, 0, 0, 0, 3, 0, 0]] * 2
+    batch = {"input_ids": torch.zeros(2, 7, dtype=torch.long)}
+    assert answer(Pointer(logits, logits), [batch], questions) == ["", "two"]
 
 
 def rows(count: int, seed: int, silent: bool = False) -> list[dict[str, Any]]:
@@ -127,6 +137,8 @@ def test_answers_are_found_among_the_tokens(tmp_path: Path, monkeypatch: pytest.
     assert (found.metric, found.n_examples, len(found.amounts)) == ("f1", 12, 12)
     words = answer(subject.model, batches, asked)
     assert all(text in question.context for text, question in zip(words, asked, strict=True))
+    with pytest.raises(InvalidValue, match="questions: must be one for each of 12 examples, got 11"):
+        evaluate_answers(subject.model, batches, asked[:-1])
     assert found.more == {"exact_match": sum(exact_match(w, q.answers) for w, q in zip(words, asked, strict=True)) / 12}
 
 
@@ -142,6 +154,25 @@ def test_what_is_cut_off_is_said_and_gives_no_loss(tmp_path: Path) -> None:
     assert [loss == 0 for loss in losses] == [e["start_positions"] == BEYOND for e in examples["test"]]
     with pytest.raises(InvalidValue, match=r"data\.max_length: must be above 4, for every question and some"):
         prepared(recipe(tmp_path, max_length=4), say=lambda line: None)
+
+
+def test_a_length_that_no_answer_fits_in(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"data\.max_length: must be long enough for the answer of some train row"):
+        prepared(recipe(tmp_path, max_length=5), say=lambda line: None)  # one word, which never is the answer
+
+
+@pytest.mark.parametrize(
+    ("has", "silent", "words"),
+    [
+        ({"is_fast": False}, False, r"model\.path: must be a model with a fast tokenizer, .* got SimpleNamespace"),
+        ({"is_fast": True, "cls_token_id": None}, True, r"data: must be questions with an answer: .* no \[CLS\] token"),
+    ],
+)
+def test_tokenizers_that_cannot_serve(tmp_path: Path, has: dict[str, Any], silent: bool, words: str) -> None:
+    chosen = recipe(tmp_path, silent)
+    raw = load_rows(chosen)
+    with pytest.raises(InvalidValue, match=words):
+        encode_rows(chosen, raw, Preparation(SimpleNamespace(**has)))
 
 
 def test_questions_without_an_answer_point_at_cls(tmp_path: Path) -> None:

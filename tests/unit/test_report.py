@@ -21,6 +21,7 @@ from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from headprune.report import Beside, render_html, render_markdown, write_report
+from headprune.report.attention import attention_view
 from headprune.report.formats import count, counts, duration, fixed, signed, times
 from headprune.report.repeat import python_lines
 from headprune.scoring._agreement import agreement
@@ -295,6 +296,20 @@ def test_no_base_row_means_no_differences(record: RunRecord) -> None:
     without = replace(record, quality=record.quality[1:])
     assert "against base" not in render_markdown(without)
     assert "accuracy 0.969 before recovery, 0.974 after" in render_markdown(without)
+    assert "; accuracy 0.969 after the cut" in render_markdown(replace(record, quality=record.quality[1:2]))
+    chance = replace(record, quality=record.quality[2:3])
+    assert "accuracy" not in render_markdown(chance).partition("## ")[0]
+
+
+def test_a_run_that_measured_only_the_base_says_so(record: RunRecord) -> None:
+    assert "accuracy 0.976 before the cut" in render_markdown(replace(record, quality=record.quality[:1]))
+
+
+def test_heads_of_one_score_have_the_colour_in_the_middle(record: RunRecord) -> None:
+    assert record.scores is not None
+    alike = tuple(tuple(0.25 for _ in row) for row in record.scores.values)
+    page = Page(render_html(replace(record, scores=replace(record.scores, values=alike))))
+    assert {re.findall(r"\bs(\d)\b", cell["class"] or "")[0] for cell in page.cells()} == {"4"}
 
 
 def nasty_beside(record: RunRecord) -> Beside:
@@ -492,6 +507,7 @@ def test_no_torch_is_imported() -> None:
 def test_formats() -> None:
     assert [signed(v, 1) for v in (1.0, -1.0, 0.01, -0.01)] == ["+1.0", "−1.0", "0.0", "0.0"]
     assert fixed(float("-inf"), 2) == "−∞"
+    assert [count(v) for v in (float("inf"), float("-inf"), float("nan"))] == ["∞", "−∞", fixed(float("nan"), 0)]
     assert [count(v) for v in (512, 9_999_999, 10_000_000, 2.5e12)] == ["512", "9,999,999", "10 M", "2.5 T"]
     assert [times(v) for v in (1.0, 1.004, 1.126)] == ["1.00×", "1.004×", "1.13×"]
     assert [duration(v) for v in (0.0421, 59.96, 3599.7)] == ["0.042 s", "60.0 s", "1 h 0 min"]
@@ -573,6 +589,21 @@ def test_an_image_is_seen_from_its_mean_its_class_token_and_its_patches(record: 
     assert options[:3] == ["mean over all queries", "class token", "patch in row 1, column 1"]
     assert options[10] == "patch in row 3, column 3"
     assert "test row 0, label 7" in html
+
+
+def test_an_image_that_is_shown_in_part_says_so(record: RunRecord) -> None:
+    pictures = replace(image_pictures_of(record), whole=False)
+    shown = "of every map the mean over all queries and the view from the tokens before the patches"
+    assert f"To keep this file small it shows {shown}" in render_html(record, Beside(pictures))
+
+
+def test_heads_that_no_plan_is_for_are_neither_kept_nor_removed(record: RunRecord) -> None:
+    other = PruningPlan(HeadMask.from_keep({}, {"another site": 8}))
+    for plan in (None, other):
+        view = attention_view(replace(record, plan=plan), pictures_of(record))
+        assert view is not None
+        assert view.planned == (plan is not None)
+        assert {line.state for line in view.heads} == {""}
 
 
 def test_144_heads_and_8_examples_stay_under_a_megabyte_and_a_half() -> None:

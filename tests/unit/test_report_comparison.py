@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headprune.core.codec import FrozenDict
+from headprune.core.display import escape
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadId
 from headprune.core.record import RunRecord
@@ -235,6 +236,11 @@ def test_records_of_folders_are_compared_under_names_that_tell_them_apart(pair: 
     assert (html.name, markdown.name) == ("comparison.html", "comparison.md")
     assert markdown.read_text().startswith("# half · quarter\n")
     assert "How far scorers agree" in html.read_text()
+    named = [tmp_path / name / "half" / "record.json" for name in ("a", "b")]
+    for path, column in zip(named, pair, strict=True):
+        column.record.save(path)
+    _, markdown = compare_runs(named, tmp_path / "out")
+    assert markdown.read_text().startswith(f"# {' · '.join(map(escape, named))}\n")
     with pytest.raises(InvalidValue, match="different from one another"):
         compare_runs([tmp_path / "half", tmp_path / "half" / "record.json"], tmp_path / "out")
     paths = write_comparison(pair, tmp_path / "again")

@@ -345,3 +345,41 @@ def test_row_numbers_are_found_by_their_digest(tmp_path: Path) -> None:
     for purpose, part in numbers.items():
         assert (part["digest"], part["from"]) == (raw.facts[purpose]["digest"], "train")
         assert [rows[i]["text"] for i in part["rows"]] == list(raw.splits[purpose]["text"])
+
+
+# --- what is no data -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("splits", "words"),
+    [
+        ({"test": 20}, r"data\.train_split: must be a split of someone/something, got only test"),
+        ({}, r"data\.train_split: must be a split of someone/something, got only none"),
+        ({"train": 20, "test": 0}, "data: test: must be at least one row in someone/something, got an empty split"),
+    ],
+)
+def test_a_hub_data_set_without_rows(monkeypatch: pytest.MonkeyPatch, splits: dict[str, int], words: str) -> None:
+    import datasets
+
+    rows = Dataset.from_list(questions(20))
+    found = datasets.DatasetDict({name: rows.select(range(count)) for name, count in splits.items()})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
+    with pytest.raises(InvalidValue, match=words):
+        load_rows(recipe("someone/something"))
+
+
+def test_scikit_learn_has_one_data_set_of_ours() -> None:
+    with pytest.raises(InvalidValue, match=r"data\.path: must be 'sklearn:digits', .*, got 'sklearn:iris'"):
+        load_rows(recipe("sklearn:iris", "image_classification"))
+
+
+def test_an_image_of_no_numbers(tmp_path: Path) -> None:
+    pictures = [[[float(i), 1.0]] for i in range(9)] + [[[float("nan"), 1.0]]]
+    Dataset.from_dict({"image": pictures, "label": [0, 1] * 5}).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(InvalidValue, match="data: train row 9: must be an image of finite numbers, got NaN"):
+        load_rows(recipe(tmp_path, "image_classification"))
+
+
+def test_a_batch_of_nothing() -> None:
+    with pytest.raises(InvalidValue, match="batch: must be made of examples, got none"):
+        Collate()([])

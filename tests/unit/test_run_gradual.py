@@ -17,7 +17,7 @@ from headprune.model.losses import default_loss
 from headprune.recovery import Finetune
 from headprune.recovery._api import carry_out
 from headprune.recovery._base import Job
-from headprune.run import prune_gradually_, runner
+from headprune.run import gradual, prune_gradually_, runner
 from headprune.run import recipe as recipes
 from headprune.run.gradual import GradualReport, stage_budget
 from headprune.run.validate import RecipeError, check_recipe
@@ -331,3 +331,43 @@ def test_a_recipe_says_what_is_wrong_with_it(tmp_path):
         "recover.0.settings.checkpoint_every",
     }
     assert recipes.GradualSection().stages == 8
+    steps = [{"method": "mean_fold"}]
+    with pytest.raises(RecipeError) as error:
+        check_recipe(raw(tmp_path, gradual={}, select={"speedup": 1.2, "selector": "iterative", "recover": steps}))
+    assert {problem.where for problem in error.value.problems} == {"select.recover", "select.speedup"}
+
+
+@pytest.mark.parametrize("selector", ["iterative", "local_search"])
+def test_a_selector_that_looks_at_the_model_looks_at_every_stages(selector, monkeypatch):
+    model, batches = build()
+    left = []
+
+    def looking(make):
+        def made(subject, *args, **kwargs):
+            left.append(sum(len(site.heads) for site in hp.find_sites(subject)))
+            return make(subject, *args, **kwargs)
+
+        return made
+
+    for name in ("loss_of", "rescorer"):
+        monkeypatch.setattr(gradual, name, looking(getattr(gradual, name)))
+    done = prune_gradually_(
+        model, batches, hp.Budget(keep_heads=0.5), stages=2, finetune=replace(TINY, steps=2), selector=selector
+    )
+    before = done.stages[0].plan.mask
+    assert left == [before.n_heads, before.n_kept]
+    assert done.plan.selector == selector
+
+
+def test_batches_that_are_read_once_are_too_few():
+    class Once(list):
+        def __iter__(self):
+            while self:
+                yield self.pop()
+
+    model, batches = build()
+    with pytest.raises(InvalidValue, match="batches: must be readable more than once, got none on a second reading"):
+        prune_gradually_(
+            model, Once(batches), hp.Budget(keep_heads=0.5), stages=1, finetune=TINY, scorer="magnitude",
+            calibration=batches,
+        )  # fmt: skip

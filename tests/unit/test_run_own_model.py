@@ -13,9 +13,12 @@ import torch
 
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.files import sha256_file
 from headprune.run import pick, prepared, run_recipe, sweep
 from headprune.run.example_model import LAYOUT, row_transformer
+from headprune.run.imported import source_files
 from headprune.run.reading import override
+from headprune.run.recipe import ModelSection
 from headprune.run.validate import RecipeError, check_recipe
 from tests.tiny_recipe import TINY
 
@@ -99,6 +102,14 @@ def test_sweeps_and_picks(tmp_path: Path, module: Path) -> None:
             "import_path",
             r"gives logits \[batch, 10\], for image_classification, got logits \[8, 4\]",
         ),
+        (
+            "import torch\nclass Own(torch.nn.Linear):\n"
+            "    def forward(self, pixel_values): return {'hidden': pixel_values}\n"
+            "def build(**k): return Own(8, 10)",
+            [],
+            "import_path",
+            r"gives logits \[batch, 10\], for image_classification, got NoneType",
+        ),
         (BUILD, ["model.layouts=my_model:x"], "layouts", "got 'x'"),
         (
             f"{BUILD}\nLAYOUT = 'odd'",
@@ -136,3 +147,9 @@ def test_recipes_that_make_no_sense(settings: list[str], where: str, words: str)
 def test_a_model_without_a_layout_says_what_was_seen() -> None:
     with pytest.raises(UnsupportedModel, match="RowAttention"):
         prepared(own("model.layouts=null"), say=lambda line: None)
+
+
+def test_only_modules_with_a_file_tell_two_versions_apart(module: Path) -> None:
+    (module / "my_model.py").write_text(BUILD)
+    found = source_files(ModelSection(import_path="my_model:build", layouts="sys:exit"))
+    assert found == {"my_model": sha256_file(module / "my_model.py")}

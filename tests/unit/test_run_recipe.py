@@ -205,6 +205,13 @@ def test_all_errors_at_once_each_with_path_and_suggestion() -> None:
         ({"train": {"lr": 1}}, "train.lr", "a known key"),
         ({"recover": [{"settings": {}}]}, "recover.0.method", "given"),
         ({"recover": {"method": "mean_fold"}}, "recover", "list"),
+        ({"score__settings": [1]}, "score.settings", "a section with keys of its own"),
+        ({"preset": "kwon2022", "score": 3}, "score", "a section with keys of its own"),
+        (
+            {"select__selector": "local_search", "select__settings": {"inner": "nope"}},
+            "select.settings",
+            "a registered selector, got 'nope'",
+        ),
         ({"threads": 0}, "threads", "greater than or equal to 1"),
         ({"data__holdout": 0}, "data.holdout", "greater than"),
     ],

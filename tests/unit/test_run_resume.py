@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 import headprune as hp
 from headprune.core.errors import CheckpointError, InvalidValue, NotWritten
 from headprune.recovery import Finetune
-from headprune.run import Recipe, gradual, prune_gradually_, runner, stages, subject
+from headprune.run import Recipe, gradual, identity, prune_gradually_, runner, stages, subject
 from headprune.run.identity import made_of
 from headprune.run.journal import WORK
 from tests.killing import same_runs
@@ -231,6 +232,16 @@ def test_every_file_of_a_models_folder_counts(tmp_path: Path, name: str) -> None
         found.append(made_of(chosen, {}))
     assert found[0] != found[1] == found[2]
     assert found[3] == found[0]
+
+
+def test_a_model_of_the_hub_is_told_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Recipe.model_validate({**TINY, "model": {"path": "someone/something"}, "train": None})
+    found = [made_of(chosen, {})]  # it cannot be reached, which is said when it is loaded
+    for commit in ("a", "b", "a"):
+        monkeypatch.setattr(identity, "model_config", lambda path, commit=commit: SimpleNamespace(_commit_hash=commit))
+        found.append(made_of(chosen, {}))
+    assert len(set(found)) == 3
+    assert found[1] == found[3]
 
 
 def test_a_finished_run_keeps_no_work(whole: Path) -> None:

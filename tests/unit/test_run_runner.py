@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import random
 from pathlib import Path
@@ -12,13 +14,23 @@ import safetensors.torch
 import torch
 
 import headprune as hp
+from headprune import layouts
 from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
 from headprune.run import runner, stages
 from headprune.run.data import load_rows
 from headprune.run.labels import number_labels
-from headprune.run.models import build_model, load_model, longest_input, open_model, resolve_device, resolve_path
+from headprune.run.models import (
+    build_model,
+    load_model,
+    longest_input,
+    open_model,
+    prepare,
+    resolve_device,
+    resolve_path,
+)
 from headprune.run.recipe import Recipe
 from headprune.run.validate import check_recipe, load_recipe
+from tests.tiny_models import llama
 
 WORDS = [f"w{i}" for i in range(20)]
 
@@ -260,6 +272,13 @@ def test_open_model_tells_what_is_wrong(tmp_path: Path, bert: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_folder_of_adapters_is_opened_with_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidValue, match=r"PEFT adapters\. Install it: pip install peft"):
+        open_model(str(tmp_path), "--model")
+
+
 def test_cuda_without_a_gpu() -> None:
     with pytest.raises(InvalidValue, match="torch sees no GPU"):
         resolve_device("cuda")
@@ -321,6 +340,41 @@ def test_unnamed_classes_are_said(bert: Path, tmp_path: Path) -> None:
     raw = number_labels(chosen, load_rows(chosen))
     assert raw.labels == ("a", "b")
     assert "does not name its classes" in raw.warnings[0]
+
+
+@pytest.mark.parametrize("names", [{0: "neg", 2: "pos"}, {0: "neg", 1: "neg"}])
+def test_names_that_number_no_classes_are_none(bert: Path, tmp_path: Path, names: dict[int, str]) -> None:
+    from transformers import BertConfig
+
+    BertConfig(id2label=names, label2id={n: i for i, n in names.items()}).save_pretrained(tmp_path / "model")
+    chosen = named(recipe(bert, tmp_path, train=None, model={"path": str(tmp_path / "model")}), ["pos", "neg"])
+    raw = number_labels(chosen, load_rows(chosen))
+    assert (raw.labels, raw.label_ids) == (("neg", "pos"), {"neg": 0, "pos": 1})
+    assert "does not name its classes; those of the data were numbered in sorted order" in raw.warnings[0]
+
+
+def test_a_checked_recipe_takes_no_settings(bert: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"settings: must be left out for a Recipe, which is checked already"):
+        runner.prepared(recipe(bert, tmp_path), ["seed=1"])
+
+
+def test_a_policy_that_the_models_layout_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = dataclasses.replace(layouts.registry.get("llama"), policies=("group",))
+    monkeypatch.setitem(layouts.registry._loaded, "llama", alone)
+    select = {"keep_heads": 0.5, "policy": "free"}
+    raw = {**recipe(tmp_path, tmp_path, "causal_lm").model_dump(), "train": None, "select": select}
+    chosen = check_recipe({**raw, "model": {"path": str(llama(tmp_path / "model"))}})
+    with pytest.raises(InvalidValue, match=r"select\.policy: must be one that model.* has, got 'free'") as caught:
+        runner.prepared(chosen, say=lambda line: None)
+    assert "There it must be found with a policy that layout 'llama' allows: group." in str(caught.value)
+
+
+@pytest.mark.parametrize(("task", "hint"), [("text_classification", False), ("causal_lm", True)])
+def test_text_needs_a_tokenizer(bert: Path, tmp_path: Path, task: str, hint: bool) -> None:
+    model = {"class_name": "LlamaForCausalLM", "config": {}}
+    with pytest.raises(InvalidValue, match=rf"model\.path: must be given, because {task} on text") as caught:
+        prepare(recipe(bert, tmp_path, task, model=model))
+    assert ("Or train one: data.tokenizer." in str(caught.value)) == hint
 
 
 def classed(chosen: Recipe, names: list[str], folder: Path) -> Recipe:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headprune as hp
+from headprune.bench.latency import compare_latency
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnknownName
 from headprune.core.latency import LatencyTable
 from headprune.report.repeat import python_lines
-from headprune.run import runner, subject
+from headprune.run import choosing, runner, subject
 from headprune.run.recipe import Recipe
 from headprune.run.validate import RecipeError, check_recipe, load_recipe
 from tests.steady_clock import steady_table
@@ -85,6 +87,35 @@ def test_a_run_measures_chooses_and_measures_again(tmp_path: Path, clocked: list
     assert list(record.timings)[:4] == ["data", "model", "train", "latency"]
     assert "latency=table" in python_lines(record)
     assert hp.RunRecord.load(tmp_path / "out" / "record.json") == record
+
+
+def test_a_run_that_goes_on_takes_the_table_that_was_measured(
+    tmp_path: Path, clocked: list[LatencyTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    chosen = recipe(tmp_path, {"speedup": 1.4, "latency": {"batch_size": 3, "length": 5, "seconds": 0.01}})
+    rows = []
+
+    def fast(*args: Any, **kwargs: Any) -> Any:
+        """As fast as was asked for, within what can be told."""
+        rows.extend(replace(row, ratio=1.3, low=1.1, high=1.5) for row in compare_latency(*args, **kwargs))
+        return rows
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("power is gone")
+
+    monkeypatch.setattr(choosing, "compare_latency", fast)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "choose_heads", fail)
+        with pytest.raises(RuntimeError, match="power is gone"):
+            runner.run_recipe(chosen, say=said.append)
+    record = runner.run_recipe(chosen, say=said.append)
+    assert "[latency] was done before" in said
+    assert len(clocked) == 1
+    assert record.plan is not None
+    assert record.plan.mask.n_kept == 5, "by the times of that table"
+    assert record.speed == tuple(rows)
+    assert not [w for w in record.warnings if "slower than" in w]
 
 
 def test_a_speedup_that_cannot_be_is_refused_before_scores(tmp_path: Path, clocked: list[LatencyTable]) -> None:

@@ -18,6 +18,7 @@ from numpy.testing import assert_allclose
 
 import headprune as hp
 from headprune.core import samples as samples_module
+from headprune.core.arrays import packed
 from headprune.core.codec import EMPTY
 from headprune.core.errors import InvalidValue, UnknownName
 from headprune.core.heads import AttentionSite, HeadId
@@ -129,6 +130,7 @@ def test_scores_stay_usable_without_the_file(tmp_path: Path) -> None:
         (damaged, "a damaged file"),
         (lambda p: p.write_bytes(b"{}"), "a damaged file"),
         (lambda p: shutil.copy(_others(tmp_path / "others"), p), "the numbers of other scores"),
+        (lambda p: _in_single_precision(p, scores), "a damaged file"),
         (Path.unlink, "no such file"),
     ):
         spoil(beside)
@@ -145,6 +147,13 @@ def test_scores_stay_usable_without_the_file(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"written without per-example numbers.*no such file"):
         loaded.save(tmp_path / "elsewhere" / "b.json")
     assert HeadScores.load(tmp_path / "elsewhere" / "b.json") == scores
+
+
+def _in_single_precision(path: Path, scores: HeadScores) -> None:
+    """Under the hash of the numbers in double precision."""
+    assert scores.samples is not None
+    matrix = scores.samples.matrix.astype(np.float32)
+    path.write_bytes(packed({"samples": matrix}, {"sha256": scores.samples.sha256}))
 
 
 def test_text_alone_has_no_numbers() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import headprune as hp
 from headprune.core.errors import InvalidValue
-from headprune.run import run_recipe
+from headprune.run import run_recipe, sound
 from headprune.run.data import load_rows
 from headprune.run.features import Collate
 from headprune.run.identity import facts_of
@@ -77,6 +77,19 @@ def test_what_is_no_sound(tmp_path: Path, value: Any, words: str) -> None:
         clip_of(value, "row 3", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("width", "rate", "words"),
+    [(5, 8000, "1 channels of 5 bytes, 8000 samples"), (2, 0, "2 bytes, 0 samples a second")],
+)
+def test_a_wav_file_that_nobody_records(monkeypatch: pytest.MonkeyPatch, width: int, rate: int, words: str) -> None:
+    """Without soundfile, which would be asked next, it says what the file is."""
+    data = bytearray(in_wav(bytes(10), 2))
+    data[24:28], data[34:36] = rate.to_bytes(4, "little"), (8 * width).to_bytes(2, "little")
+    monkeypatch.setattr(sound.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidValue, match=rf"wav file of whole numbers, got 'a' \(.*{words}.*pip install soundfile"):
+        clip_of({"bytes": bytes(data), "path": "a"}, "here", Path())
+
+
 def test_compressed_sound_is_read_where_soundfile_is_installed(tmp_path: Path) -> None:
     soundfile = pytest.importorskip("soundfile", reason="reads compressed sound")
     soundfile.write(tmp_path / "a.flac", tone(5, rate=8000), 8000)
@@ -97,6 +110,30 @@ def test_clips_are_cut_filled_and_normalised_as_the_extractor_does(tmp_path: Pat
     torch.testing.assert_close(batch, padded["input_values"])
     with pytest.raises(InvalidValue, match=r"data\.seconds: must be given, because clips differ in length"):
         Sounds(tmp_path, extractor).encode(values)
+
+
+def test_without_an_extractor_samples_stay_as_they_are() -> None:
+    values = [{"array": tone(3, s), "sampling_rate": 100} for s in (0.2, 0.8)]
+    short, long = (example["input_values"] for example in Sounds(Path(), None, 0.5).encode(values))
+    assert torch.equal(short, torch.cat([torch.from_numpy(tone(3, 0.2)), torch.zeros(30)]))
+    assert torch.equal(long, torch.from_numpy(tone(3, 0.8)[:50]))
+
+
+def test_extractors_that_cannot_serve() -> None:
+    class Spectra:
+        """Makes features of as many columns as the clip is long, as extractors of spectrograms do."""
+
+        sampling_rate = 100
+
+        def __call__(self, samples: np.ndarray, **_: Any) -> dict[str, torch.Tensor]:
+            return {"input_features": torch.zeros(1, 4, len(samples))}
+
+    values = [{"array": tone(3, s), "sampling_rate": 100} for s in (0.2, 0.8)]
+    with pytest.raises(InvalidValue, match=r"data\.seconds: must be at most the shortest clip, 0\.2: Spectra makes no"):
+        Sounds(Path(), Spectra(), 0.5).encode(values)
+    assert len(Sounds(Path(), Spectra(), 0.2).encode(values)) == 2
+    with pytest.raises(InvalidValue, match=r"model\.path: must be a model of sound, .* got dict"):
+        Sounds(Path(), {}).encode(values)
 
 
 def recipe(folder: Path, **changes: Any) -> Any:

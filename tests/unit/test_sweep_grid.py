@@ -105,6 +105,12 @@ def test_budgets_of_speed_are_refused() -> None:
         lay_out("digits-vit", ["select.keep_heads=null", "select.speedup=1.2"], ["scorer=taylor,fisher"])
 
 
+def test_a_sweep_cuts_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        lay_out("digits-vit", ["gradual={stages: 2}"], ["keep=0.5"])
+    assert [problem.where for problem in caught.value.problems] == ["gradual"]
+
+
 def test_a_recipe_takes_no_settings() -> None:
     with pytest.raises(InvalidValue, match="checked already"):
         lay_out(check_recipe(RAW), ["seed=1"], ["keep=0.5"])

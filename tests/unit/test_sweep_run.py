@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import headprune as hp
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, VerificationFailed
 from headprune.core.files import PART
+from headprune.core.scores import ModelFingerprint
 from headprune.core.sweeps import SweepTable
 from headprune.run import picking, runs, sweeping, tasks
+from headprune.run.base import Base, open_base
 from headprune.run.outcome import Outcome
 from headprune.run.recipe import Recipe
 from headprune.run.runs import SweepRun
@@ -257,6 +261,119 @@ def test_a_base_model_that_was_exchanged_is_refused(copied: Path) -> None:
         sweep(copied, ["keep=0.25"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"rows": FrozenDict()}, InvalidValue, "must be the data that the base model saw, got other rows"),
+        (
+            {"model": ModelFingerprint("s", "w")},
+            CheckpointError,
+            "the model that was saved there, got one with another",
+        ),
+    ],
+)
+def test_what_a_base_model_says_of_itself_is_checked_when_it_is_opened(
+    swept: sweeping.SweepResult, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    (mark,) = (swept.folder / "bases").glob("*/base.json")
+    with pytest.raises(error, match=words):
+        open_base(dataclasses.replace(Base.load(mark), **changes), swept.folder, tiny())
+
+
+def test_a_base_model_in_the_folder_of_another_is_refused(copied: Path) -> None:
+    (mark,) = (copied / "bases").glob("*/base.json")
+    base = Base.load(mark)
+    dataclasses.replace(base, made_of=f"{base.made_of[:-1]}x").save(mark)
+    with pytest.raises(CheckpointError, match="must be made of what its name says, got another base model"):
+        sweep(copied)
+
+
+def test_a_base_model_that_cannot_be_judged_ends_the_sweep(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(task: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    shutil.rmtree(copied / "outcomes")
+    monkeypatch.setitem(tasks._MAKERS, "outcomes", broken)
+    with pytest.raises(InvalidValue, match="the base model: must be one that can be judged, got RuntimeError: out of"):
+        sweep(copied)
+
+
+def test_a_model_that_cannot_be_judged_fails_its_runs_alone(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tasks._MAKERS["outcomes"]
+
+    def broken(task: Any) -> None:
+        if task.recipe.select.keep_heads == 0.25:
+            raise RuntimeError("out of memory")
+        real(task)
+
+    monkeypatch.setitem(tasks._MAKERS, "outcomes", broken)
+    table = sweep(copied, ["scorer=random", "keep=0.625,0.25", "recover=none"], seeds=1).table
+    assert [row["keep"] for row in table.rows] == [0.625]
+    assert [(row["keep"], row["error"]) for row in table.failed] == [(0.25, "RuntimeError: out of memory")]
+
+
+def test_a_task_that_another_process_did_in_the_meantime_is_not_done_again(
+    swept: sweeping.SweepResult, counted: list[str]
+) -> None:
+    (mark,) = (swept.folder / "bases").glob("*/base.json")
+    plan = next((swept.folder / "plans").iterdir())
+    task = tasks.Task("plans", plan.stem, swept.folder, Base.load(mark), tiny())
+    assert tasks.work(task).error is None
+    assert counted == []
+
+
+def test_work_of_killed_tasks_goes_and_long_plans_are_told_of(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, lines = copied / ".work" / f"{tasks.SCORING}killed", []
+    left.mkdir(parents=True)
+    ticks = itertools.count(0, 2)
+    monkeypatch.setattr(tasks, "perf_counter", lambda: next(ticks))  # two seconds each
+    sweep(copied, ["scorer=random", "keep=0.375"], lines, seeds=1)
+    assert not left.exists()
+    assert [line for line in lines if line.startswith("[plans] ")] == [
+        "[plans] scorer random, keep 0.375, seed 0: 2.0 s"
+    ]
+
+
+def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping.os, "cpu_count", lambda: 7)
+    plain = tiny(threads=None)
+    assert [sweeping._threads(plain, jobs) for jobs in (1, 2, 9)] == [None, 3, 1]
+    assert sweeping._threads(tiny(), 2) == 1, "the recipe's own"
+
+
+def test_a_cluster_that_is_joined_already_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = pytest.importorskip("distributed", reason="a backend of sweeps")
+    started: list[dict[str, int]] = []
+    monkeypatch.setattr(distributed, "Client", lambda **settings: started.append(settings))
+    monkeypatch.setattr(distributed, "default_client", lambda: "the cluster")
+    sweeping._join_cluster("loky")
+    sweeping._join_cluster("dask")
+    assert started == []
+
+    def none() -> None:
+        raise ValueError("No clients found")
+
+    monkeypatch.setattr(distributed, "default_client", none)
+    sweeping._join_cluster("dask")
+    assert started == [{"threads_per_worker": 1}]
+
+
+@pytest.mark.parametrize("damage", ["another type", "a column is missing"])
+def test_an_outcome_of_other_numbers_is_none(swept: sweeping.SweepResult, tmp_path: Path, damage: str) -> None:
+    path = next((swept.folder / "outcomes").iterdir())
+    with safe_open(path, "np") as file:
+        key = file.metadata()["key"]
+    found = Outcome.find(path, key)
+    assert found is not None
+    if damage == "another type":
+        arrays = {name: array.astype("float32") for name, array in found.arrays.items()}
+    else:
+        arrays = {name: array for name, array in found.arrays.items() if name != "test.losses"}
+    again = dataclasses.replace(found, arrays=arrays).save(tmp_path / "outcome.safetensors", key)
+    assert Outcome.find(again, key) is None
+    assert Outcome.find(found.save(again, key), key) is not None
+
+
 def test_failures_are_kept_and_stop_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     done = sweep(copied, ["keep=1,0.5", "scorer=taylor,random", "recover=none"], lines, seeds=1)
@@ -420,6 +537,13 @@ def test_bad_picks(swept: sweeping.SweepResult, tmp_path: Path) -> None:
             hp.run.pick(swept, **settings)
     with pytest.raises(InvalidValue, match="a sweep that was stopped has no table yet"):
         hp.run.pick(tmp_path, max_drop=0.1)
+
+
+def test_a_pick_needs_a_finished_run(swept: sweeping.SweepResult, copied: Path) -> None:
+    table = SweepTable.load(copied / "table.json")
+    dataclasses.replace(table, rows=()).save(copied / "table.json")
+    with pytest.raises(InvalidValue, match=r"must be a sweep with a finished run, got none\. The table's failed runs"):
+        hp.run.pick(copied, max_drop=0.1)
 
 
 def test_a_language_model_is_judged_by_perplexity(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,6 +137,36 @@ def test_the_bound_of_a_loss_repeats_the_worst_example_of_each_model() -> None:
         again = [answers(np.append(a.amounts, a.amounts[worst]), "mse") for a in (base, other)]
         drops = resampled_drops(again[0], again[1:], 200, 0)
         assert bound == pytest.approx(np.quantile(drops, 0.9, method="inverted_cdf"))
+
+
+def test_without_models_there_is_nothing_to_say() -> None:
+    base = Answers("accuracy", np.ones(3), np.ones(3))
+    assert paired_drops(base, []) == upper_bounds(base, [], 0.95) == ()
+
+
+def test_a_loss_of_nothing_has_no_ratio() -> None:
+    assert math.isnan(drop("perplexity", 0.0, 1.0))
+    assert drop("loss", 0.0, 1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"base": {"test_rows": None}}, r"base\.test_rows: must be a number, got None"),
+        ({"row": {"keep": None}}, r"rows\[0\]: must be complete \(with keep\), got a row without"),
+        ({"failed": {"error": None}}, r"failed\[0\]: must be complete \(with error\)"),
+    ],
+)
+def test_a_table_that_no_sweep_has_left(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    def changed(row: FrozenDict, changes: dict[str, None]) -> FrozenDict:
+        return FrozenDict({key: value for key, value in row.items() if key not in changes})
+
+    table = sweep_table()
+    rows = (changed(table.rows[0], changes.get("row", {})), *table.rows[1:])
+    failed = (changed(table.failed[0], changes.get("failed", {})),)
+    wrong = replace(table, base=changed(table.base, changes.get("base", {})), rows=rows, failed=failed)
+    with pytest.raises(InvalidValue, match=words):
+        SweepTable.load(wrong.save(tmp_path / "table.json"))
 
 
 def test_models_that_cannot_be_paired_are_refused() -> None:

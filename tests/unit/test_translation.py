@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import random
@@ -25,12 +26,14 @@ from headprune.core.paired import Answers, paired_drops, resampled_drops, upper_
 from headprune.run import prepared
 from headprune.run.base import open_base, ready_base
 from headprune.run.data import load_rows
+from headprune.run.models import prepare
 from headprune.run.order import LikeLengths
 from headprune.run.outcome import Outcome, judge
 from headprune.run.reading import override
 from headprune.run.recipe import Recipe
 from headprune.run.validate import RecipeError, check_recipe
 from headprune.run.vocabulary import train_tokenizer
+from tests.tiny_models import bert
 
 MULTI30K = Path(__file__).resolve().parents[3] / "shared" / "data" / "multi30k"
 WORDS = ["cat", "dog", "house", "tree", "sun", "moon", "red", "blue"]
@@ -56,6 +59,11 @@ def test_byte_pairs_give_every_text_back_and_end_it(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert [again(t)["input_ids"] for t in TEXTS] == [tokenizer(t)["input_ids"] for t in TEXTS]
+
+
+def test_byte_pairs_without_a_count_learn_all_that_there_is() -> None:
+    texts = ["low lower lowest"] * 3
+    assert len(train_tokenizer("bpe", texts)) > len(train_tokenizer("bpe", texts, 260))
 
 
 def test_characters_are_tokens(tmp_path: Path) -> None:
@@ -84,6 +92,13 @@ def test_bleu_is_sacrebleus(seed: int) -> None:
     counts, reference = counts_of(said, true)
     ours = float(bleu(counts.sum(0), reference.sum()))
     assert_close(100 * ours, BLEU().corpus_score(said, [true]).score, rtol=0.0, atol=1e-9)
+
+
+def test_bleu_needs_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = check_recipe(RECIPE)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidValue, match=r"task: .* got no package sacrebleu\. Install it: pip install sacrebleu"):
+        prepared(recipe, say=lambda line: None)
 
 
 def test_bleu_has_a_direction_and_a_paired_bootstrap() -> None:
@@ -231,6 +246,33 @@ def test_a_text_is_cut_into_rows_and_its_end_is_held_out(tmp_path: Path) -> None
         load_rows(check_recipe({**raw, "data": {**raw["data"], "test_holdout": 40}}))
     with pytest.raises(InvalidValue, match=r"data\.text: must be a column"):
         load_rows(check_recipe({**raw, "data": {**raw["data"], "text": "txt"}}))
+
+
+def test_blocks_of_data_with_a_test_file_take_none_from_the_end_of_train(tmp_path: Path) -> None:
+    for name, count in (("train", 40), ("test", 10)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name[1]}{i:03d}\n" for i in range(count)))
+    data = {"path": str(tmp_path), "text": "text", "tokenizer": "characters", "block": 25, "holdout": 2}
+    raw = {**RECIPE, "task": "causal_lm", "model": {"class_name": "LlamaForCausalLM", "config": {}}, "data": data}
+    rows = load_rows(check_recipe(raw)).splits
+    assert "".join(rows["test"]["text"]) == (tmp_path / "test.txt").read_text()
+    assert [len(rows[name]) for name in ("train", "validation", "test")] == [6, 2, 2]
+
+
+def test_blocks_are_cut_of_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": i}) for i in range(40)))
+    data = {"path": str(tmp_path / "rows.jsonl"), "text": "text", "tokenizer": "characters", "block": 25}
+    raw = {**RECIPE, "task": "causal_lm", "model": {"class_name": "LlamaForCausalLM", "config": {}}, "data": data}
+    with pytest.raises(InvalidValue, match="data: train: must be rows of text, to be cut into blocks"):
+        load_rows(check_recipe(raw))
+
+
+def test_what_a_translators_preparation_needs(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match=r"prepare\(texts=\): must be given for data\.tokenizer"):
+        prepare(check_recipe(RECIPE))
+    given = ["data.tokenizer=null", "data.vocabulary=null", f"model={{path: {bert(tmp_path)}}}"]
+    must = r"model\.path: must be a model whose configuration has a decoder_start_token_id"
+    with pytest.raises(InvalidValue, match=must):
+        prepare(check_recipe(override(RECIPE, given)))
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "pad_token_id", "decoder_start_token_id"])

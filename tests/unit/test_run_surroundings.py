@@ -1,0 +1,49 @@
+"""What a record says of the machine, where a machine does not say all of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headprune.run import surroundings
+from headprune.run.surroundings import hardware, in_short
+
+CPU = torch.device("cpu")
+
+
+def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "transformers":
+            raise surroundings.importlib.metadata.PackageNotFoundError(name)
+        return "1.2"
+
+    monkeypatch.setattr(surroundings.importlib.metadata, "version", version)
+    lines = [line.split() for line in in_short().splitlines()]
+    assert ["transformers", "not", "installed"] in lines
+    assert ["torch", "1.2"] in lines
+
+
+def test_memory_and_processor_where_linux_does_not_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hardware(CPU)["memory_gib"] > 0
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise FileNotFoundError("/proc/cpuinfo")
+
+    monkeypatch.setattr(surroundings.Path, "read_text", fail)
+    monkeypatch.setattr(surroundings.os, "sysconf_names", {})
+    monkeypatch.setattr(surroundings.platform, "processor", lambda: "")
+    monkeypatch.setattr(surroundings.platform, "machine", lambda: "some machine")
+    found = hardware(CPU)
+    assert found["processor"] == "some machine"
+    assert "memory_gib" not in found
+
+
+def test_a_gpu_is_named_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="a GPU", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    found = hardware(torch.device("cuda"))
+    assert (found["gpu"], found["gpu_memory_gib"], found["cuda"]) == ("a GPU", 80.0, torch.version.cuda)
+    assert "gpu" not in hardware(CPU)
