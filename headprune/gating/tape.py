@@ -136,8 +136,9 @@ class Tape:
         self._stack = [_Frame()]
         with self._instead(functools.partial(self._playing, self.gates[site], site, changed, call_gate, repeat)):
             result = run()
-        if self._stack:
-            raise CannotReplay(f"the gate of {self.bound[site].site.name}", "reached", "a pass that never called it")
+            if self._stack:
+                where = f"the gate of {self.bound[site].site.name}"
+                raise CannotReplay(where, "reached", "a pass that never called it")
         return result
 
     def _recording(

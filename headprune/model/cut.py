@@ -198,8 +198,8 @@ def _shortenings(cuts: Iterable[_Cut]) -> Iterator[Shortening]:
     for cut in cuts:
         for owner, dimensions in () if isinstance(cut.target, nn.ModuleList) else cut.dimensions():
             for name, dimension in dimensions.items() if offloaders(owner) else ():
-                tensor = own_tensors(owner)[name]
-                if tensor.is_meta:
+                tensor = own_tensors(owner).get(name)  # None: a plain attribute, which stays where it is
+                if tensor is not None and tensor.is_meta:
                     yield Away(owner, name, tensor), dimension, cut.rows
 
 

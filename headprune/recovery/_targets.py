@@ -120,7 +120,7 @@ def find(
     Args:
         model: The model.
         teacher: Its teacher.
-        pairs: Sites of both.
+        pairs: Sites of both; one of the model's has lost heads.
         batch: For the passes.
         run: Runs a model on a batch.
         feed_forward: Those of feed-forwards too.
@@ -131,8 +131,6 @@ def find(
             lost heads and does not run.
     """
     targets = sites_as_targets(pairs)
-    if not any(t.gone for t in targets):
-        return Found(())
     extra = _linear(model, teacher, pairs) if feed_forward else []
     everything = [*targets, *extra]
     seen = [_dry_run(m, everything, own, batch, run) for m, own in ((model, "ours"), (teacher, "theirs"))]

@@ -40,10 +40,14 @@ def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
     positions = [site.heads.index(h) for h in unit]
     groups = used_groups(site.geometry, positions)
     size = torch.ones((), dtype=torch.float64)
+    apart = any("value" in slab.units for slab in bound.slabs)
     for slab in bound.slabs:
         target = lookup(bound.module, slab.path)
         if isinstance(target, nn.ModuleList):  # one module a head: its value's weights are among its own
-            weights = [whole(p.detach()).double().flatten() for h in positions for p in target[h].parameters()]
+            if apart and "value" not in slab.units:
+                continue
+            heads = groups if apart else positions
+            weights = [whole(p.detach()).double().flatten() for h in heads for p in target[h].parameters()]
             size = size * torch.cat(weights).norm().cpu()
             continue
         weight = whole(target) if isinstance(target, Tensor) else effective_weight(target)

@@ -254,8 +254,6 @@ def _summed(name: str, args: Any, factors: list[Tensor], probabilities: int | No
     if name != "einsum":
         other = factors[1 - probabilities] if probabilities is not None else factors[0]
         return int(other.shape[-2 if probabilities == 1 else -1])
-    if not isinstance(args[0], str):
-        return None
     inputs, _, output = args[0].replace(" ", "").partition("->")
     names = [_lengths(t, f) for t, f in zip(inputs.split(","), factors, strict=False)]
     if probabilities is None:

@@ -114,9 +114,8 @@ def numbers(module: nn.Module) -> dict[str, int]:
 def _batches(given: tuple[int, ...], n: int) -> list[tuple[int, bool]]:
     """Where the examples may lie in the output projection's input, and whether in windows."""
     axes = [axis for axis in (0, 1) if len(given) > axis and given[axis] == n and (axis == 0 or len(given) > 2)]
-    if axes:
-        return [(axis, False) for axis in axes]
-    return [(0, len(given) > 2 and given[0] % n == 0)]
+    windows = len(given) > 2 and given[0] != n and given[0] % n == 0
+    return [*((axis, False) for axis in axes), *([(0, windows)] if windows or not axes else [])]
 
 
 def _sizes(core: Core, gate: Projection, n_query: int) -> Iterator[_Sizes]:

@@ -146,22 +146,20 @@ def cut_difference(scratch: Scratch, sites: Sites, mask: HeadMask, gradients: bo
         undo.restore()
 
 
-def prove(scratch: Scratch, sites: Sites, by_example: bool = True) -> float:
+def prove(scratch: Scratch, sites: Sites) -> float:
     """The largest |gated - pruned| over all masks.
 
     Args:
         scratch: The model.
         sites: Those to prove, all of them together.
-        by_example: Whether a gate an example must work too.
 
     Raises:
         VerificationFailed: gates without effect or on the wrong example, or a cut that is not the gated model.
     """
     if all(len(s.units) < 2 for s in sites):
         raise VerificationFailed("the sites", "some with a unit to remove and one to keep", "one unit each")
-    if by_example:
-        _check_examples(scratch, sites)
     _check_effects(scratch, sites)
+    _check_examples(scratch, sites)
     worst = 0.0
     for index, mask in enumerate(masks(sites)):
         difference = cut_difference(scratch, sites, mask, gradients=index < 2)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+import headprune as hp
 from headprune.attention import (
     KVCache,
     MultiHeadAttention,
@@ -22,6 +23,24 @@ from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from tests.unit.test_attention import EXACT, F64, make, rand
 
 # ---------------------------------------------------------------- pruning
+
+
+@pytest.mark.parametrize("n_kv", [1, 2, 4])
+@pytest.mark.parametrize("keep", [[0, 1, 2, 3], [0, 1], [1, 2], [3], []])
+def test_the_geometry_says_which_heads_share(n_kv: int, keep: list[int]) -> None:
+    module = MultiHeadAttention(8, 4, n_kv_heads=n_kv)
+    (site,) = hp.find_sites(module, policy="free")
+    hp.prune_(module, hp.HeadMask.from_keep({"": keep}, {"": 4}), sites=[site])
+    kv = [h // (4 // n_kv) for h in keep]
+    found = module.geometry
+    assert (found.n_query_heads, found.n_kv_heads) == (len(keep), len(set(kv))) == (module.n_heads, module.n_kv_heads)
+    shared = found.kv_of or [i * found.n_kv_heads // len(keep) for i in range(len(keep))]
+    assert list(shared) == [sorted(set(kv)).index(g) for g in kv]
+
+
+def test_no_examples_have_no_lengths() -> None:
+    module, x = MultiHeadAttention(8, 4), torch.randn(0, 3, 8)
+    assert module(x, valid_lens=torch.zeros(0, dtype=torch.long)).shape == (0, 3, 8)
 
 
 @pytest.mark.parametrize("compatibility", ["scaled_dot_product", "additive"])

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.gating.candidates import CandidateLosses
+from headprune.gating.tape import CannotReplay, Tape
 from headprune.layouts import registry
 from headprune.model.double import Doubled
 from headprune.model.running import batch_size, call, outputs
@@ -122,6 +123,37 @@ def test_a_model_whose_calls_depend_on_the_batch_size_has_whole_passes_and_a_not
     torch.manual_seed(0)
     model = Counting().double()
     assert "as passes could not be played back" in held(model, [{"x": torch.randn(5, 3, 8, dtype=torch.float64)}])[0]
+
+
+class Split(nn.Module):
+    """What comes after a first attention depends on which examples, or how many, there are."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.two = (Block() for _ in range(2))
+        self.how, self.passes = how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        if self.how == "longer" and len(x) > 2:
+            return self.two(torch.cat([x, x[:1]]))[: len(x)]
+        if self.how == "sums":  # the same examples, but not a row an example
+            self.two.feed(torch.arange(8.0).double().expand(len(x) + 1, 1, 8))
+        return self.two(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("longer", "a recorded tensor: must be longer on one axis for more examples, got (2, 3, 8) and (5, 3, 8)"),
+        ("sums", "a recorded tensor: must be longer on one axis for more examples, got (3, 1, 8) and (5, 1, 8)"),
+    ],
+)
+def test_outputs_that_have_no_row_an_example_are_told(how: str, words: str) -> None:
+    torch.manual_seed(0)
+    (note,) = held(Split(how).double(), [{"x": torch.randn(4, 3, 8, dtype=torch.float64)}])
+    assert "as passes could not be played back" in note
+    assert words in note
 
 
 def test_an_input_changed_in_place_is_not_confused() -> None:
@@ -242,6 +274,43 @@ def test_a_projection_in_the_middle_that_is_not_linear() -> None:
     model = net()
     model.layers[1].attention.W_o.__class__ = Rounding
     assert held(model, [inputs(3)]) == ()
+
+
+def test_a_projection_with_a_hook_of_the_users() -> None:
+    model = net()
+    model.layers[2].attention.W_o.register_forward_hook(lambda m, args, out: out.tanh())
+    assert held(model, [{**inputs(3), "weights": None}]) == ()
+
+
+def test_passes_that_are_not_the_recorded_one_are_refused() -> None:
+    model, x = net(), inputs(3)["x"]
+    tape = Tape(model, bind(model))
+
+    def call(site: int, original: Any, args: Any, kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    def play(run: Any) -> Any:
+        return tape.play(run, 1, lambda gate: gate.output, call, lambda key, tensor: tensor)
+
+    recorded = tape.record(lambda: model(x), call)
+    assert_close(play(lambda: model(x)), recorded)
+    with pytest.raises(CannotReplay, match=r"the gate of layers\.1\.attention: must be reached, got a pass that never"):
+        play(lambda: model.layers[0](x))
+    with pytest.raises(CannotReplay, match="the call of a Sequential: must be made in the recorded pass too"):
+        play(lambda: model(model.layers[0].feed(x)))
+    assert_close(model(x), recorded)
+
+
+def test_a_last_layer_that_large_batches_leave_out() -> None:
+    class Short(Net):
+        def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+            for layer in self.layers[: 3 if len(x) > 4 else 4]:
+                x = layer(x)
+            return self.out(x.mean(1))
+
+    torch.manual_seed(0)
+    (note,) = held(Short().double().eval(), [inputs(3)])
+    assert "the gate of layers.3.attention: must be reached, got a pass that never called it" in note
 
 
 def test_a_projection_whose_forward_someone_replaced() -> None:

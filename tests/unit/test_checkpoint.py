@@ -126,6 +126,11 @@ def test_a_tensor_of_another_shape(folder: Path) -> None:
     refuses(folder, r"classifier\.bias: must be of shape \[3\], got \[4\]")
 
 
+def test_a_tensor_of_another_kind_of_number(folder: Path) -> None:
+    rewrite(folder, lambda t: t.update({"classifier.bias": t["classifier.bias"].long()}))
+    refuses(folder, r"classifier\.bias: must be of a type like torch\.float32, got torch\.int64")
+
+
 # ---------------------------------------------------------------- manifest
 
 

@@ -15,7 +15,7 @@ import headprune as hp
 from headprune.core.errors import UnknownName, UnsupportedModel
 from headprune.model import cut
 from headprune.model.sites import bind
-from tests.laws.support import EXACT, Subject, picture
+from tests.laws.support import EXACT, Subject, picture, subject_of
 from tests.unit.test_sites import ODD, odd_model
 
 
@@ -100,6 +100,19 @@ def test_undo_of_a_second_cut_goes_back_to_the_first(subject: Subject) -> None:
     undo = cut.cut_(subject.model, bind(subject.model), subject.mask({s.name: [] for s in subject.sites}))
     undo.restore()
     assert picture(subject.model) == before
+
+
+def test_undo_puts_back_what_was_frozen_or_not_in_the_meantime() -> None:
+    model, _ = odd_model()
+    model[2].norm.weight.requires_grad_(False)
+    undo = cut.Undo()
+    undo.remember(model)
+    needed = [p.requires_grad for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+    undo.restore()
+    assert [p.requires_grad for p in model.parameters()] == needed
+    assert needed.count(False) == 1
 
 
 def test_undo_of_bare_tensors_in_the_attention_itself() -> None:
@@ -229,6 +242,22 @@ def test_two_sites_that_share_a_parameter_are_cut_alike_or_not_at_all() -> None:
     prune_pair(model, {"attention": [1], "twin": [1]})
     assert model.twin.W_q.weight is model.attention.W_q.weight
     assert model.twin.W_q.weight.shape == (4, 8)
+
+
+def test_a_projection_that_a_layout_names_twice() -> None:
+    model, x = odd_model()
+    layout = replace(ODD, slabs=(*ODD.slabs, ODD.slabs[2]))
+    sites, before = hp.find_sites(model, layouts=[layout]), picture(model)
+    with pytest.raises(UnsupportedModel, match=r"0\.temperature: must be a projection of its own, got one shared"):
+        hp.prune_(model, hp.HeadMask.from_keep({"0": [2, 3]}, {"0": 6, "2": 6}), x, sites)
+    assert picture(model) == before
+
+
+def test_rows_of_heads_that_are_modules_are_told_by_nobody() -> None:
+    subject = subject_of("head_list")
+    bound, mask = bind(subject.model, subject.sites), subject.ragged()
+    with pytest.raises(UnsupportedModel, match=r"got a list of modules\. Load the model and cut it with prune_"):
+        cut.kept_rows_of(subject.model, bound, mask)
 
 
 def test_what_is_shared_but_stays_is_no_hindrance() -> None:

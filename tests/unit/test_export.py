@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,21 @@ def test_a_file_that_differs_is_removed(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(VerificationFailed, match=r"the ONNX file: must be the model up to .* got 1\.0"):
         export.export_onnx(model, batch, tmp_path / "small.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_does_not_take_the_inputs_is_named_with_their_shapes() -> None:
+    class Session:
+        def get_inputs(self) -> list[Any]:
+            return [SimpleNamespace(name="input_ids")]
+
+        def run(self, names: None, given: Any) -> None:
+            raise RuntimeError("Got invalid dimensions\n for input: input_ids")
+
+    _, model, batch = cut("llama")
+    inputs = {"input_ids": batch["input_ids"]}
+    words = r"the ONNX file: must be the model for \{'input_ids': \[3, 7\]\}, got Got invalid dimensions for"
+    with pytest.raises(VerificationFailed, match=words):
+        export._difference(Session(), model, inputs, [])
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from torch import nn
 
 import headprune as hp
-from headprune.model.fingerprint import check_plan, fingerprint
+from headprune.model.fingerprint import check_plan, fingerprint, sample_positions, weights_digest
 from tests.laws.support import Subject, objective, subject_of
 
 
@@ -80,6 +82,47 @@ def test_class_sites_and_widths_are_structure() -> None:
     wide, narrow = hp.MultiHeadAttention(8, 2, head_dim=4), hp.MultiHeadAttention(8, 2, head_dim=2)
     marks = {fingerprint(m, hp.find_sites(m)).structure for m in (wide, narrow, nn.Sequential(wide))}
     assert len(marks) == 3
+
+
+def test_every_byte_of_every_tensor_is_in_the_digest() -> None:
+    """The fingerprint leaves most values of large tensors out; nothing may differ where processes share the work."""
+    model = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100))
+    first, sampled = weights_digest(model), fingerprint(model, ())
+    assert weights_digest(copy.deepcopy(model)) == weights_digest(torch.compile(model, backend="eager")) == first
+    seen = {first}
+    with torch.no_grad():
+        place = next(i for i in range(10_000) if i not in sample_positions(10_000))
+        model[0].weight.view(-1)[place] += 1e-6
+        assert fingerprint(model, ()) == sampled
+        seen.add(weights_digest(model))
+        model[1].running_mean[7] += 1
+        seen.add(weights_digest(model))
+    seen.add(weights_digest(nn.Sequential(model[0], nn.Identity(), model[1])))
+    seen.add(weights_digest(copy.deepcopy(model).bfloat16()))
+    model[0].weight = nn.Parameter(model[0].weight.detach().view(50, 200))
+    seen.add(weights_digest(model))
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+def test_the_digest_of_an_offloaded_model_is_that_in_memory(kind: str, tmp_path: Path) -> None:
+    subject = subject_of("llama")
+    first = weights_digest(subject.model)
+    model = cpu_offload(subject.copy()) if kind == "cpu" else disk_offload(subject.copy(), tmp_path)
+    assert weights_digest(model) == first
+    assert fingerprint(model, subject.sites) == fingerprint(subject.model, subject.sites)
+
+
+def test_what_is_no_tensor_is_left_out() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> object:
+            return {"no": "tensor"}
+
+    plain, extra = nn.Linear(3, 3), Extra(3, 3)
+    extra.load_state_dict(plain.state_dict(), strict=False)
+    assert list(extra.state_dict()) != list(plain.state_dict())
+    assert fingerprint(extra, ()).weights == fingerprint(plain, ()).weights
+    assert weights_digest(extra) == weights_digest(plain)
 
 
 def test_check_plan_goes_by_original_heads(subject: Subject) -> None:

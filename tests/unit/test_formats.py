@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel, VerificationFailed
+from headprune.core.errors import CheckpointError, InvalidValue, NotWritten, UnsupportedModel, VerificationFailed
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
 from headprune.surgery import checkpoint
@@ -213,6 +213,67 @@ def test_an_unknown_format_and_no_example(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(InvalidValue, match=r"example: must be a batch the model takes.* none can be made up"):
         hp.save_pretrained(model, tmp_path / "small", format="transformers")
     hp.save_pretrained(model, tmp_path / "small", format="transformers", example=batch)
+
+
+def test_a_made_up_example_that_the_model_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = cut("vit", UNIFORM)
+    monkeypatch.setattr(proof, "example_batch", lambda model: {"words": torch.zeros(1)})
+    with pytest.raises(InvalidValue, match=r"got none, and ViTFor\w+ does not take a made-up one \(.*NoneType.*\)"):
+        hp.save_pretrained(model, tmp_path / "small", format="transformers")
+
+
+@pytest.mark.parametrize("name", ["classifier", "attributes", "modules", "auto"])
+def test_what_the_modelling_file_cannot_say_is_refused(name: str, tmp_path: Path) -> None:
+    model, _ = cut("bert", UNEVEN)
+    attention = model.bert.encoder.layer[0].attention
+    if name == "classifier":
+        model.classifier = nn.Linear(model.config.hidden_size, 7)
+        words = r"tensors that the class has, cut inside of attentions, got classifier\.weight"
+    elif name == "attributes":
+        attention.sizes = (1, [2, None])
+        hp.save_pretrained(model, tmp_path / "said", format="remote-code")
+        config = json.loads((tmp_path / "said" / "config.json").read_text())
+        assert config["headprune_heads"]["bert.encoder.layer.0.attention"]["attributes"]["sizes"] == [1, [2, None]]
+        attention.sizes = (1, [2, object()])
+        words = r"attributes that JSON holds, got bert\.encoder\.layer\.0\.attention\.sizes"
+    elif name == "modules":
+        attention.extra = nn.Identity()
+        words = r"modules that the class has, got bert\.encoder\.layer\.0\.attention\.extra"
+    else:
+        model = hf.GPT2DoubleHeadsModel(hf.GPT2Config(n_embd=16, n_head=4, n_layer=1, vocab_size=20))
+        words = "one of Transformers' Auto classes loads, got GPT2DoubleHeadsModel"
+    assert name == "auto" or applicable_formats(model)["headprune"] is None
+    with pytest.raises(UnsupportedModel, match=words):
+        hp.save_pretrained(model, tmp_path / "small", format="remote-code")
+    assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize(
+    ("fails", "kind", "words"),
+    [
+        (OSError(28, "No space left on device"), NotWritten, "got No space left on device"),
+        (ValueError("no\nconversion"), VerificationFailed, "must be what was saved, got no model: no conversion"),
+        (None, VerificationFailed, r"got missing keys: \['model\.norm\.weight'\]"),
+    ],
+)
+def test_what_is_not_written_or_not_whole_is_not_kept(
+    fails: Exception | None, kind: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = cut("llama", UNIFORM)
+
+    def lossy(*arguments: Any) -> None:
+        if fails is not None:
+            raise fails
+        building.save_as(*arguments)
+        *_, folder, _, _ = arguments
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        del tensors["model.norm.weight"]
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(proof, "save_as", lossy)
+    with pytest.raises(kind, match=words):
+        hp.save_pretrained(model, tmp_path / "small", format="transformers")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("corrupt", ["first time", "always"])

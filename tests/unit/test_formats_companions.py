@@ -52,6 +52,20 @@ def test_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> None
     assert all((out / name).read_bytes() == (source / name).read_bytes() for name in copied)
 
 
+def test_files_of_a_model_on_the_hub_are_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def downloaded(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        tokenizer().save_pretrained(tmp_path / "cache")
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
+    assert "tokenizer.json" in companions.copy("someone/model", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert asked == [("someone/model", [*companions.PATTERNS, "README.md"])]
+
+
 # ---------------------------------------------------------------- the model card
 
 

@@ -116,6 +116,7 @@ def test_wavlm_does_not_attend_to_padding() -> None:
         expected, unmasked = subject.run(), subject.run(attention_mask=everything)
     assert_close(subject.run(small), expected, **CLOSE)
     assert_close(subject.run(small, attention_mask=everything), unmasked, **CLOSE)
+    assert_close(subject.run(small, attention_mask=None), unmasked, **CLOSE)
     assert (expected - unmasked)[-1].abs().min() > 1e-4
 
 

@@ -10,7 +10,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 
 from headprune.core.errors import UnsupportedModel
-from headprune.layouts import _proofs
+from headprune.layouts import _once, _proofs
 from headprune.layouts._once import once
 from headprune.layouts._tiny_textbook import Annotated, Processed, Processor
 from headprune.model.sites import bind, find_sites
@@ -85,6 +85,16 @@ def test_a_forward_of_the_instance_is_refused_and_hooks_are_not() -> None:
     for module in third.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     assert [s.name for s in find_sites(nn.ModuleList([first, second, third]))] == ["0", "2"]
+
+
+def test_more_structures_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_once, "_MANY", 2)
+    asked: list[int] = []
+    proof = once(lambda module, n: asked.append(n) or n % 2 == 0)  # type: ignore[func-returns-value]
+    module = nn.Dropout()
+    for n in (1, 2, 1, 2, 3, 3, 4, 1, 1):
+        assert proof(module, n) == (n % 2 == 0)
+    assert asked == [1, 2, 3, 4, 1]
 
 
 def test_what_cannot_be_compared_is_proved_every_time() -> None:

@@ -149,6 +149,19 @@ def test_native_layers_on_nested_tensors(gone: dict[int, list[int]], monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_attend_to_themselves_alone() -> None:
+    module = attention(batch_first=True)
+    hp.prune_(module, hp.HeadMask.from_keep({"": [0, 2]}, {"": 4}))
+    x = torch.nested.nested_tensor([torch.randn(3, 12, dtype=torch.float64), torch.randn(5, 12, dtype=torch.float64)])
+    other = torch.nested.nested_tensor([t.clone() for t in x.unbind()])
+    for arguments, more in (((x, other, x), {}), ((x, x, other), {}), ((x, x, x), {"attn_mask": torch.ones(5, 5)})):
+        with pytest.raises(RuntimeError, match="A nested tensor attends to itself and without masks"):
+            module(*arguments, **more)
+    for example, whole in zip(module(x, x, x, need_weights=False)[0].unbind(), x.unbind(), strict=True):
+        assert_close(example, module(*[whole[None]] * 3, need_weights=False)[0][0], **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_gate_gradients_through_nested_tensors() -> None:
     model, batch = shaken(Encoder(nested=True)).double().eval(), Encoder.tiny()[1]
     batch["x"] = batch["x"].double()

@@ -40,6 +40,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "attention on attention": {"attn_on_attn": True},
     "latent": {"attn_use_latent_kv": True, "attn_dim_latent_kv": 8},
     "selective": {"attn_selective": True},
+    "some heads rotated": {"rotary_pos_emb": True, "rotary_emb_dim": 4, "rotate_num_heads": 3, "attn_kv_heads": None},
 }
 REFUSED_BY_A_CUT: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_pos_bias": True},

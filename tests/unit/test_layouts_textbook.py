@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import UnsupportedModel
-from headprune.layouts._tiny_textbook import D2l, Prepared, Projected, SideBySide
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.layouts._tiny_textbook import D2l, Head, Prepared, Projected, SideBySide
+from headprune.layouts.head_list import head_width
 from headprune.model.sites import find_sites
 from tests.laws.support import CLOSE, shaken
 
@@ -203,6 +204,27 @@ def test_lists_of_projections_with_a_layout_of_ones_own(keep: list[int]) -> None
     hp.prune_(small, mask, sites=sites)
     assert_close(small(x), expected, **CLOSE)
     assert [len(x) for x in (small[0].queries, small[0].keys, small[0].values)] == [len(keep)] * 3
+
+
+def test_magnitude_of_lists_is_that_of_values_and_output() -> None:
+    model = shaken(nn.Sequential(Own())).double()
+    found = hp.score(model, scorer="magnitude", sites=find_sites(model, layouts=[OWN]))
+    for head, value in enumerate(found.values[0]):
+        own = torch.cat([p.flatten() for p in model[0].values[head].parameters()]).norm()
+        out = model[0].out.weight[:, 3 * head : 3 * head + 3].norm()
+        assert_close(value, float((own * out).detach()), rtol=1e-12, atol=0)
+
+
+def test_heads_of_unlike_widths_are_no_list_of_heads() -> None:
+    class Unlike(SideBySide):
+        def __init__(self) -> None:
+            super().__init__(12, 4)
+            self.heads[2] = Head(12, 5)
+
+    with pytest.raises(InvalidValue, match=r"heads: must be made of projections to one width, got \[3, 5\]"):
+        head_width(Unlike(), "")
+    with pytest.raises(UnsupportedModel, match="fit no layout"):
+        find_sites(nn.Sequential(Unlike()))
 
 
 def test_compiles_with_the_class_put_in_front() -> None:

@@ -238,6 +238,16 @@ def test_an_answer_that_was_cut_off_does_not_count() -> None:
     assert_close(found[3], ends[3] / 2, **F64)
 
 
+def test_an_answer_may_come_without_a_mask() -> None:
+    model = bert("BertForQuestionAnswering")
+    ends = {"start_positions": torch.tensor([0, 2, 1, 4]), "end_positions": torch.tensor([5, 5, 3, 4])}
+    bare = {**{k: v for k, v in TEXT.items() if k != "attention_mask"}, **ends}
+    expected = default_loss(model, {**bare, "attention_mask": torch.ones_like(MASK)})
+    assert_close(default_loss(model, bare), expected, **F64)
+    with torch.no_grad():
+        assert not torch.equal(default_loss(model, bare), default_loss(model, {**TEXT, **ends}))
+
+
 def test_an_example_without_labels_has_no_loss() -> None:
     model = bert("BertForTokenClassification", num_labels=3)
     found = default_loss(model, {**TEXT, "labels": tokens(5, 0, 3, 2, n=3)})

@@ -86,6 +86,16 @@ def test_what_lstsq_keeps_changes_no_number() -> None:
         assert torch.equal(found[0][name], found[1][name]), name
 
 
+def test_no_rows_change_nothing() -> None:
+    rows, x = Rows(), torch.randn(3, 2, dtype=torch.float64)
+    for part in (x[:0], x[:2], x[:0], x[2:]):
+        rows.add(part)
+    mean, error = rows.mean_and_error
+    assert rows.count == 3
+    torch.testing.assert_close(rows.samples, x)
+    torch.testing.assert_close((mean, error), (x.mean(0), x.std(0) / 3**0.5))
+
+
 GRADIENTS: list[Any] = [
     Taylor(),
     Taylor(reduce="batch", block=7),

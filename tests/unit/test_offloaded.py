@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import ChainMap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from headprune.model import cut, offloaded_cut
 from headprune.model.offloaded import count_parameters, offloaded, state_of, tied
 from headprune.surgery import prune
 from tests.laws.support import CLOSE, EXACT, Subject, logits, picture, ragged, subject_of
+from tests.unit.test_sites import ODD, odd_model
 
 KINDS = ["cpu", "disk", "some on disk"]
 MODELS = ["bert", "gpt2", "llama"]
@@ -183,6 +185,67 @@ def test_an_error_in_a_pass_sends_weights_back(subject: Subject, kind: str, tmp_
     assert picture(model) == before
 
 
+def test_an_error_inside_a_module_sends_its_weights_back(subject: Subject, kind: str, tmp_path: Path) -> None:
+    model = away(subject.model, kind, tmp_path)
+    before = picture(model)
+    wrong = {**subject.batch, "input_ids": torch.full_like(subject.batch["input_ids"], 10_000)}
+    with pytest.raises(IndexError):
+        hp.score(model, [wrong], "taylor", progress=False)
+    assert picture(model) == before
+
+
+def test_bare_tensors_of_an_attention_are_cut_where_they_are() -> None:
+    """Its parameters are away; its buffer and its plain tensor stay in memory."""
+    plain, x = odd_model()
+    model = cpu_offload(copy.deepcopy(plain))
+    assert model[0].temperature.is_meta
+    assert not model[0].slopes.is_meta
+    sites = hp.find_sites(model, layouts=[ODD])
+    assert hp.prune_(model, ragged(sites), x, sites) == hp.prune_(plain, ragged(sites), x, sites)
+    with torch.no_grad():
+        assert_close(model(x), plain(x), **EXACT)
+    assert model[0].temperature.is_meta
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (hp.MultiHeadAttention(8, 2, dtype=torch.float64) for _ in range(2))
+        self.two.W_q.weight = self.one.W_q.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.two(self.one(x))
+        return out
+
+
+def test_what_is_shared_in_memory_stays_shared() -> None:
+    plain, x = Pair(), torch.randn(2, 3, 8, dtype=torch.float64)
+    model = cpu_offload(copy.deepcopy(plain))
+    mask = hp.HeadMask.from_keep({"one": [1], "two": [1]}, {"one": 2, "two": 2})
+    assert hp.prune_(model, mask, x) == hp.prune_(plain, mask, x)
+    kept = [offloaded(model)[f"{name}.W_q.weight"].read() for name in ("one", "two")]
+    assert kept[0].data_ptr() == kept[1].data_ptr()
+    assert_close(kept[0], plain.one.W_q.weight.detach(), **EXACT)
+
+
+def test_what_accelerate_ties_itself_is_refused(tmp_path: Path) -> None:
+    model = dispatch_model(Pair(), {"one": "disk", "two": "disk"}, main_device="cpu", offload_dir=tmp_path)
+    before = picture(model)
+    mask = hp.HeadMask.from_keep({"one": [1], "two": [1]}, {"one": 2, "two": 2})
+    with pytest.raises(UnsupportedModel, match="a parameter of its own, got one that accelerate offloads as tied"):
+        hp.prune_(model, mask)
+    assert picture(model) == before
+
+
+def test_a_place_where_a_tied_parameter_was_is_not_taken() -> None:
+    """For accelerate it would be that parameter."""
+    tensor = torch.arange(5.0)
+    assert offloaded_cut._elsewhere_than((), tensor) is tensor
+    other = offloaded_cut._elsewhere_than({tensor.data_ptr()}, tensor)
+    assert other.data_ptr() != tensor.data_ptr()
+    assert_close(other, tensor, **EXACT)
+
+
 # --- Transformers -----------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +341,21 @@ def test_weights_in_another_mapping_are_refused() -> None:
     model = cpu_offload(subject.copy(), state_dict=ChainMap(subject.model.state_dict()))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModel, match=r"a dictionary or an OffloadedWeightsLoader.*got a ChainMap"):
         hp.prune_(model, subject.ragged())
+
+
+def test_a_cut_that_makes_a_parameter_anew_is_refused() -> None:
+    plain, _ = odd_model()
+    model = cpu_offload(plain)
+
+    def adapt(module: nn.Module, whole: nn.Module) -> None:
+        module.norm.weight = nn.Parameter(torch.ones(7, dtype=torch.float64))
+
+    sites = hp.find_sites(model, layouts=[replace(ODD, adapt=adapt)])
+    before = picture(model)
+    words = r"0\.norm\.weight: must be one whose cut leaves rows and columns away, .* got one that is made anew"
+    with pytest.raises(UnsupportedModel, match=words):
+        hp.prune_(model, ragged(sites), sites=sites)
+    assert picture(model) == before
 
 
 def test_recovery_and_filling_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.model.losses import default_loss
+from headprune.model.recompute import recomputed
 from headprune.scoring import HardConcrete, IntegratedGradients
 from tests.laws.support import EXACT, labelled_subject, picture
 from tests.scripts import benchmark
@@ -61,6 +62,19 @@ def test_scores_are_those_without(name: str) -> None:
         assert_close(b.values, a.values, **EXACT, msg=a.scorer)
         assert b.notes == a.notes
     assert picture(model) == before
+
+
+def test_without_gradients_layers_run_once_and_have_their_cache() -> None:
+    subject = labelled_subject("llama")
+    model, seen = checkpointed(subject.model), []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: seen.append(1))
+    ids = {"input_ids": subject.batch["input_ids"], "use_cache": True}
+    with recomputed(model):
+        with torch.no_grad():
+            cached = model(**ids).past_key_values
+        model(**ids).logits.sum().backward()
+    assert cached.get_seq_length() == ids["input_ids"].shape[1]
+    assert len(seen) == 3
 
 
 def test_offloaded_layers_are_sent_back_after_they_ran_again() -> None:

@@ -121,6 +121,21 @@ def distillation(teacher, calls, temperature):
     return logits_gap(calls, answer(teacher, calls), temperature)
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (3, 4, 5), (3, 4, 2, 5)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_distance_of_logits_is_one_number_an_example(shape, masked):
+    """Of tokens that are no padding, where the logits are of tokens; of all, where they are of several for each."""
+    ours, theirs = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
+    found = logits_gap([((), {"attention_mask": mask} if masked else {}, ours)], theirs, 2.0)
+    each = kl(theirs, ours, 2.0)
+    if masked and len(shape) == 3:
+        expected = torch.stack([row[kept].mean() for row, kept in zip(each, mask.bool(), strict=True)])
+    else:
+        expected = each.flatten(1).mean(1) if each.ndim > 1 else each
+    torch.testing.assert_close(found, expected)
+
+
 def test_distillation_adds_the_teachers_logits():
     teacher, batches = build(dropout=True)
     model = build()[0].double()

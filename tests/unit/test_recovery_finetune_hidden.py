@@ -219,11 +219,35 @@ def test_layers_that_return_no_states_or_others_are_refused():
             comparison.model(torch.randn(2, 3, 8))
         return comparison.gaps()
 
-    assert run(lambda x: (x, None), lambda x: (x, None))["hidden_states"] > 0
+    torch.manual_seed(0)
+    plain = run(lambda x: (x, None), lambda x: (x, None))["hidden_states"]
+    assert plain > 0
+    torch.manual_seed(0)
+    assert run(lambda x: {"states": x, "more": 1}, lambda x: x)["hidden_states"] == plain
     with pytest.raises(InvalidValue, match="used where 0 returns hidden states first, got list"):
         run(lambda x: ["nothing"], lambda x: x)
     with pytest.raises(InvalidValue, match=r"a teacher whose 0 returns \[2, 3, 8\], got \[2, 2, 8\]"):
         run(lambda x: x, lambda x: x[:, :2])
+
+
+def test_layers_that_do_not_all_run_in_both_are_refused():
+    class Early(nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.layers = nn.ModuleList(hp.MultiHeadAttention(8, 2) for _ in range(3))
+            self.depth = depth
+
+        def forward(self, x):
+            for layer in self.layers[: self.depth]:
+                x = x + layer(x)
+            return x
+
+    for ours, theirs in ((2, 3), (0, 0)):
+        comparison = Comparison(Early(ours), Early(theirs), hidden="all")
+        with comparison.listening():
+            comparison.model(torch.randn(2, 3, 8))
+        with pytest.raises(InvalidValue, match=rf"the same layers \(layers\.0, .*, got {ours} and {theirs} states"):
+            comparison.gaps()
 
 
 def test_a_distance_that_is_not_finite_names_the_step():

@@ -193,6 +193,29 @@ def test_what_reads_weights_past_adapters_is_refused_or_told():
     assert report.notes == ("No gradient reached the adapters of passed: they changed nothing.",)
 
 
+def test_without_targets_there_must_be_projections_in_layers_that_are_known():
+    class Scaled(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.register_buffer("scale", torch.ones(1))
+
+    x, loss = torch.randn(4, 3, 16), lambda m, x: m(x).square().mean((1, 2))
+    unknown = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    words = r"lora_targets: must be given for a model without known attention.*Name the projections: lora_targets"
+    with pytest.raises(UnsupportedModel, match=words):
+        hp.recover_(unknown, [x], Finetune(lora_rank=1), loss=loss)
+    alone = nn.Sequential(nn.MultiheadAttention(16, 4), nn.ReLU())
+    words = "lora_targets: must be given, or a model with projections in its layers, got none there. Train the weights"
+    with pytest.raises(UnsupportedModel, match=words):
+        hp.recover_(alone, [x], Finetune(lora_rank=1), loss=lambda m, x: m[0](x, x, x)[0].square().mean((1, 2)))
+    known = nn.ModuleList(nn.ModuleList([hp.MultiHeadAttention(16, 4), Scaled(16, 16)]) for _ in range(2))
+    known = nn.Sequential(*(nn.Sequential(*layer) for layer in known))
+    report = hp.recover_(known, [x], Finetune(steps=1, lora_rank=1), loss=loss)
+    assert report.changed == tuple(f"{i}.0.{name}.weight" for i in range(2) for name in ("W_q", "W_k", "W_v", "W_o"))
+    with pytest.raises(UnsupportedModel, match=r"lora_targets: 0\.1: must be a projection .*, got Scaled with scale"):
+        hp.recover_(known, [x], Finetune(lora_rank=1, lora_targets=("0.1",)), loss=loss)
+
+
 def test_a_model_with_adapters_is_not_given_more():
     model, batch = build()
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["query"]), model)

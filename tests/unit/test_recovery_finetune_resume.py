@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import headprune as hp
-from headprune.core.errors import CheckpointError, InvalidValue
+from headprune.core.errors import CheckpointError, InvalidValue, NotWritten
 from headprune.recovery import Finetune, MeanFold
 from headprune.recovery._checkpoint import FILE
 from headprune.recovery._traces import random_states, set_random_states
@@ -205,15 +205,16 @@ def test_a_damaged_checkpoint_is_refused(killed, damage):
         train(SETTINGS["plain"], "in order", killed)
 
 
-def test_a_checkpoint_is_written_whole_or_not_at_all(killed, monkeypatch):
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_a_checkpoint_is_written_whole_or_not_at_all(kind, killed, monkeypatch):
     before = (killed / FILE).read_bytes()
 
     def half(what, path):
         path.write_bytes(b"half")
-        raise OSError("disk full")
+        raise kind("disk full\nin PyTorchStreamWriter")
 
     monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(NotWritten, match="got disk full"):
         train(SETTINGS["plain"], "in order", killed)
     assert (killed / FILE).read_bytes() == before
     assert [p.name for p in killed.iterdir()] == [FILE]

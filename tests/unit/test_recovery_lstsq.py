@@ -525,7 +525,10 @@ def test_a_teacher_that_shares_frozen_weights_is_refused() -> None:
         recovered(model, batches, "lstsq", subject.model)
 
 
-@pytest.mark.parametrize("settings", [{"ridge": -1.0}, {"ridge": "1"}, {"prior": "mean"}, {"precision": "bfloat16"}])
+BAD = [{"ridge": -1.0}, {"ridge": "1"}, {"prior": "mean"}, {"precision": "bfloat16"}]
+
+
+@pytest.mark.parametrize("settings", [*BAD, {"max_bytes": -1}, {"max_bytes": True}, {"max_bytes": 1e9}])
 def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match=f"Lstsq.{next(iter(settings))}"):
         Lstsq(**settings)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.model.running import tensors
 from headprune.recovery import Lstsq, _playback
 from tests.laws.support import family_subject
 
@@ -139,6 +141,48 @@ def test_a_layer_runs_once_a_batch_after_its_projection_is_done() -> None:
     assert playing.run(None, 2) == [0, 1, 2]
     playing.playback.forget()
     assert playing.run("a", 2) == [0, 1, 2]
+
+
+class Boxed(nn.Module):
+    """A layer that returns more than a tensor."""
+
+    def __init__(self, box: Any) -> None:
+        super().__init__()
+        self.linear, self.box, self.ran = nn.Linear(2, 2), box, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.ran += 1
+        return self.box(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("box", "runs"),
+    [
+        (lambda x: {"states": x, "more": (None, "words", 1.5)}, 1),
+        (lambda x: [x, [x.mean()]], 1),
+        (lambda x: (x, object()), 3),
+        (lambda x: {"states": x, "cache": {"kept": object()}}, 3),
+    ],
+    ids=["mapping", "lists", "an object", "an object within"],
+)
+@torch.no_grad()
+def test_only_tensors_and_constants_are_played_back(box: Any, runs: int) -> None:
+    layer, last, x = Boxed(box), nn.Linear(2, 2), torch.ones(1, 2)
+    playback = _playback.Playback([layer], [layer.linear, last], 2**20)
+
+    def run() -> Any:
+        found = layer(x)
+        last(x)
+        return found
+
+    playback.learn(run)
+    layer.ran = 0
+    seen = []
+    for _ in range(3):
+        with playback.before("a batch", 1):
+            seen.append(run())
+    assert layer.ran == runs
+    assert_close([list(tensors(found)) for found in seen], [list(tensors(box(layer.linear(x))))] * 3)
 
 
 @torch.no_grad()

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+import headprune as hp
 from headprune.core.errors import InvalidValue
+from headprune.model.contexts import rows_of
+from headprune.model.examples import example_batch
 from headprune.model.running import (
     DataDigest,
     batch_size,
@@ -22,6 +26,7 @@ from headprune.model.running import (
     token_mask,
     undisturbed,
 )
+from headprune.model.sites import bind
 from tests.laws.support import EXACT, picture, subject_of
 
 
@@ -84,6 +89,44 @@ def test_to_device_copies_containers_and_leaves_the_rest() -> None:
     assert batch["a"].device.type == "cpu"
     assert device_of(nn.Linear(1, 1, device="meta")).type == "meta"
     assert device_of(nn.Identity()).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "expected"),
+    [
+        ((3, 8), 3, (3, 1, 8)),  # one token an example
+        ((5, 8), 3, (1, 5, 8)),  # one example
+        ((3, 5, 8), 3, (3, 5, 8)),
+        ((3, 2, 5, 8), 3, (3, 10, 8)),
+    ],
+)
+def test_rows_of_what_a_projection_reads(shape: tuple[int, ...], batch: int, expected: tuple[int, ...]) -> None:
+    (bound,) = bind(hp.MultiHeadAttention(8, 2))
+    x = torch.arange(torch.Size(shape).numel()).view(shape)
+    found = rows_of(bound, x, torch.zeros(batch, 1))
+    assert torch.equal(found, x.view(expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "expected"),
+    [
+        ("BertModel", {"vocab_size": 7}, {"input_ids": (2, 12), "attention_mask": (2, 12)}),
+        ("T5Model", {"vocab_size": 7}, {"input_ids": (2, 12), "attention_mask": (2, 12), "decoder_input_ids": (2, 5)}),
+        ("ViTModel", {"image_size": 8}, {"pixel_values": (2, 3, 8, 8)}),
+        ("Wav2Vec2Model", {}, {"input_values": (2, 4000)}),
+        ("WhisperModel", {}, None),
+    ],
+)
+def test_made_up_batches_are_what_a_configuration_says(kind: str, sizes: Any, expected: Any) -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    model.config = getattr(transformers, kind).config_class(**sizes)
+    model.main_input_name = getattr(transformers, kind).main_input_name
+    found = example_batch(model)
+    assert (None if found is None else {name: tuple(t.shape) for name, t in found.items()}) == expected
+    for name, tensor in (found or {}).items():
+        assert tensor.dtype == (torch.bfloat16 if "values" in name else torch.long)
+        assert "ids" not in name or int(tensor.max()) < 7
+    assert example_batch(nn.Linear(2, 2)) is None
 
 
 def test_batch_size_is_that_of_the_first_tensor_with_a_dimension() -> None:

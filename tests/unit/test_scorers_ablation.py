@@ -91,6 +91,33 @@ def test_leave_one_out_with_means_is_the_loop(subject: Subject) -> None:
     assert_close(flat(score(subject, LeaveOneOut(replacement="mean"))), slow, **EXACT)
 
 
+@pytest.mark.parametrize("gone", [[], [1]])
+def test_means_take_the_place_of_heads_that_have_no_output_projection(gone: list[int]) -> None:
+    subject = subject_of("head_list_bare")
+    first = subject.sites[0]
+    hp.prune_(subject.model, subject.without({first.name: gone}), sites=subject.sites)
+    sites, (batch,) = hp.find_sites(subject.model), [subject.batch]
+    found = score(subject, LeaveOneOut(replacement="mean"), sites=sites)
+    whole = own_loss(subject.model, batch)
+    for site, row in zip(sites, found.values, strict=True):
+        module, seen = subject.model.get_submodule(site.name), []
+        handle = module.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out))
+        own_loss(subject.model, batch)
+        handle.remove()
+        for head, value in zip(site.heads, row, strict=True):
+            columns = slice(head * site.value_dim, (head + 1) * site.value_dim)
+
+            def replaced(m: Any, a: Any, out: Tensor, at: slice = columns, seen: Any = seen) -> Tensor:
+                out = out.clone()
+                out[..., at] = seen[0][..., at].flatten(0, -2).mean(0)
+                return out
+
+            handle = module.register_forward_hook(replaced)
+            expected = (own_loss(subject.model, batch) - whole).mean()
+            handle.remove()
+            assert_close(value, float(expected.detach()), **EXACT)
+
+
 def test_leave_one_out_with_other_examples_is_the_loop(subject: Subject) -> None:
     """With a pool of two, which other example it is does not depend on the draw."""
     loss, batch, columns = loss_of(subject), split(subject.batch, 2)[0], []
@@ -241,6 +268,13 @@ def test_resampling_needs_two_unlike_examples() -> None:
         score(subject, LeaveOneOut(replacement="resample"), [one])
 
 
+def test_means_need_a_token_that_is_no_padding() -> None:
+    subject = subject_of("bert")
+    blank = {**subject.batch, "attention_mask": torch.zeros_like(subject.batch["attention_mask"])}
+    with pytest.raises(InvalidValue, match=r"no padding, got only padding at bert\.encoder\.layer\.0\.attention"):
+        score(subject, LeaveOneOut(replacement="mean"), [blank])
+
+
 def test_what_the_numbers_cannot_say_is_said() -> None:
     subject, _ = small_game()
     one = {"input": subject.batch["input"][:1]}
@@ -287,6 +321,7 @@ def test_settings_are_checked() -> None:
         (lambda: LeaveOneOut(max_bytes=0), "LeaveOneOut.max_bytes"),
         (lambda: Shapley(method="exact"), "Shapley.method"),
         (lambda: Shapley(orders=0), "Shapley.orders"),
+        (lambda: Shapley(step=0), "Shapley.step"),
         (lambda: Shapley(truncation=1.0), "Shapley.truncation"),
         (lambda: AddOneIn(max_bytes=0), "AddOneIn.max_bytes"),
         (lambda: Shapley(max_bytes=0), "Shapley.max_bytes"),

@@ -18,6 +18,7 @@ from headprune.model.double import Doubled
 from headprune.model.running import call, outputs
 from headprune.scoring import ActivationNorm, Attattr, Confidence, Entropy, Fluctuation, Obs, Wanda
 from headprune.scoring._activations import jackknife
+from headprune.scoring._maps import eager
 from tests.laws.support import Subject, family_subject, picture, set_implementation
 from tests.laws.support import examples_of as data
 from tests.reference import activations as reference
@@ -140,6 +141,79 @@ def test_statistics_of_maps_are_those_of_literal_loops(family: tuple[str, str]) 
             assert_close(list(mine.values[number]), rows.mean(0).tolist(), rtol=1e-6, atol=1e-8)
             errors = (rows.double().std(0) / 2).tolist()
             assert_close(list(mine.standard_errors[number]), errors, rtol=1e-5, atol=1e-7)
+
+
+def test_maps_of_windows_are_those_of_their_image() -> None:
+    subject = family_subject("swin", "swin")
+    size, scorers = len(subject.batch["pixel_values"]), [Entropy(), Confidence(exclude=())]
+    scores = score(subject, scorers)
+    set_implementation(subject.model, "eager")
+    with torch.no_grad():
+        seen: list[Tensor] = []
+        handles = [
+            subject.model.get_submodule(s.name).register_forward_hook(lambda m, a, out: seen.append(out[1]))
+            for s in subject.sites
+        ]
+        subject.model(**subject.batch)
+    for handle in handles:
+        handle.remove()
+    for number, found in enumerate(seen):
+        assert len(found) > size
+        for mine, rows in zip(scores, (found.xlogy(found).sum(-1), found.amax(-1)), strict=True):
+            expected = rows.unflatten(0, (size, -1)).mean((1, 3))
+            assert_close(list(mine.values[number]), expected.mean(0).tolist(), rtol=1e-9, atol=1e-12)
+    attributed = score(subject, Attattr(steps=2), loss=own_loss)
+    close(score(subject, Attattr(steps=2), split(subject.batch, 1), loss=own_loss), attributed)
+
+
+def test_what_an_attention_is_attributed_is_over_all_its_runs() -> None:
+    """With one step, by the gradient of the answer with respect to the maps that the model itself returns."""
+    subject = family_subject("albert", "albert")
+    batch = {**subject.batch, "attention_mask": torch.ones_like(subject.batch["attention_mask"])}
+    found = score(subject, Attattr(steps=1), [batch], loss=own_loss)
+    set_implementation(subject.model, "eager")
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    out = subject.model(**inputs, output_attentions=True)
+    answer = torch.exp(-0.3 * out.logits.flatten(1).logsumexp(-1)).sum()
+    slopes = torch.autograd.grad(answer, out.attentions)
+    assert len(slopes) > 1
+    best = torch.stack([(a * g).amax((2, 3)) for a, g in zip(out.attentions, slopes, strict=True)]).amax(0).mean(0)
+    assert_close(list(found.values[0]), best.tolist(), rtol=1e-7, atol=1e-12)
+
+
+def test_the_parts_of_a_model_take_their_softmax_in_the_open_and_have_their_kernels_back() -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+    config = CLIPConfig(text_config=sizes, vision_config={**sizes, "image_size": 8, "patch_size": 4})
+    holder = nn.Module()
+    holder.config = CLIPModel(config).config  # of a model whose parts have no configurations of their own
+    parts = [holder.config, holder.config.text_config, holder.config.vision_config]
+    parts[1]._attn_implementation = "flash_attention_2"
+    before = [part._attn_implementation for part in parts]
+    with eager(holder):
+        assert [part._attn_implementation for part in parts] == ["eager"] * 3
+    assert [part._attn_implementation for part in parts] == before == ["sdpa", "flash_attention_2", "sdpa"]
+
+
+def test_confidence_leaves_nothing_out_where_there_are_no_ids() -> None:
+    subject = family_subject("bert", "bert")
+    batch = data(subject, 3)
+    embedded = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
+    embedded["inputs_embeds"] = subject.model.get_input_embeddings()(batch["input_ids"]).detach()
+    gone = Confidence(exclude=(int(batch["input_ids"][0, 2]),))
+    assert score(subject, gone, [embedded]).values == score(subject, Confidence(exclude=()), [embedded]).values
+
+
+def test_confidence_knows_what_a_decoder_reads_from_labels() -> None:
+    subject = family_subject("t5", "t5")
+    batch = data(subject, 3)
+    labels = batch.pop("decoder_input_ids")
+    shifted = subject.model.prepare_decoder_input_ids_from_labels(labels)
+    gone = Confidence(exclude=(int(labels[0, 1]),))
+    found = score(subject, gone, [{**batch, "labels": labels}])
+    close(found, score(subject, gone, [{**batch, "labels": labels, "decoder_input_ids": shifted}]))
+    assert found.values != score(subject, Confidence(exclude=()), [{**batch, "labels": labels}]).values
 
 
 def test_confidence_leaves_tokens_out_on_both_sides() -> None:
@@ -480,6 +554,31 @@ def test_a_map_that_is_not_in_use_is_refused() -> None:
         hp.score(model, [torch.randn(3, 4, 8).double()], Attattr(steps=1), loss=loss, progress=False)
 
 
+def test_a_map_that_has_another_use_besides_is_refused() -> None:
+    class Twice(MultiHeadAttention):  # type: ignore[misc]
+        def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            out, weights = super().forward(query, *args, **{**kwargs, "need_weights": True})
+            return out + weights.square().sum((1, 3))[..., None], weights
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Twice(8, 2)).double(), torch.randn(3, 4, 8).double()
+
+    def first(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        return (out[0] if isinstance(out, tuple) else out).square().mean((1, 2))
+
+    with pytest.raises(UnsupportedModel, match="gradient is not the gate's"):
+        hp.score(model, [x], Attattr(steps=1), loss=first, progress=False)
+    with pytest.raises(InvalidValue, match="the loss: must be one that depends on 0, got no dependence on it"):
+        hp.score(
+            nn.Sequential(MultiHeadAttention(8, 2)).double(),
+            [x],
+            Attattr(steps=1),
+            loss=lambda m, x: m(x).new_ones(len(x)),
+            progress=False,
+        )
+
+
 def test_tokens_that_do_not_vary() -> None:
     subject = family_subject("bert", "bert")
     batch = {"input_ids": torch.full((3, 1), 5), "attention_mask": torch.ones(3, 1, dtype=torch.long)}
@@ -491,9 +590,9 @@ def test_tokens_that_do_not_vary() -> None:
 def test_nothing_but_padding() -> None:
     subject = family_subject("bert", "bert")
     batch = {**subject.batch, "attention_mask": torch.zeros(3, 7, dtype=torch.long)}
-    for scorer in (Wanda(), Entropy()):
+    for scorer in (Wanda(), Entropy(), Attattr(steps=1)):
         with pytest.raises(InvalidValue, match="with a token that"):
-            score(subject, scorer, [batch])
+            score(subject, scorer, [batch], loss=own_loss)
 
 
 def test_numbers_that_are_not_finite() -> None:
@@ -502,6 +601,49 @@ def test_numbers_that_are_not_finite() -> None:
         subject.model.bert.encoder.layer[0].attention.self.value.bias[0] = torch.nan
     with pytest.raises(InvalidValue, match="finite"):
         score(subject, Wanda())
+    subject = family_subject("bert", "bert")
+    ids = subject.batch["input_ids"]
+    odd = next(int(i) for i in ids[1, :3] if i not in ids[0])
+    with torch.no_grad():
+        subject.model.bert.embeddings.word_embeddings.weight[odd] = torch.nan
+    with pytest.raises(InvalidValue, match="the attention maps of example 1: must be finite"):
+        score(subject, Entropy(), loss=own_loss)
+
+
+def test_maps_of_no_whole_examples_are_refused() -> None:
+    class Others(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = MultiHeadAttention(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean((1, 2)) + self.attention(x[1:]).mean()
+
+    x = torch.randn(3, 4, 8)
+    with pytest.raises(UnsupportedModel, match=r"attention: must be run on 3 examples, got a map of 2 rows"):
+        hp.score(Others().double(), [x.double()], Entropy(), loss=lambda m, x: m(x), progress=False)
+
+
+def test_batches_in_which_a_site_does_not_run_do_not_count_for_it() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (MultiHeadAttention(8, 2) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.one(x)
+            return self.two(x) if x.shape[1] > 3 else x
+
+    torch.manual_seed(0)
+    model = Late().double()
+    long, short = torch.randn(3, 4, 8).double(), torch.randn(2, 3, 8).double()
+
+    def scored(*batches: Tensor) -> Any:
+        return hp.score(model, batches, ActivationNorm(), loss=lambda m, x: m(x).square().mean((1, 2)), progress=False)
+
+    both, alone = scored(short, long, short), scored(long)
+    assert_close(both.values[1], alone.values[1])
+    assert both.values[0] != alone.values[0]
 
 
 def test_a_site_that_never_runs() -> None:

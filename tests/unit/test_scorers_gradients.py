@@ -308,6 +308,20 @@ def test_ggn_reads_no_labels(bert: Subject) -> None:
     assert score(bert, "ggn", loss=None).values == expected[0].values
 
 
+def test_ggn_of_answers_in_texts_without_a_mask() -> None:
+    from transformers import BertConfig, BertForQuestionAnswering
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model, ids = BertForQuestionAnswering(BertConfig(vocab_size=20, **sizes)).eval(), torch.randint(20, (3, 5))
+    mask = torch.ones_like(ids)
+    bare, whole = (
+        hp.score(model, [b], "ggn") for b in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask})
+    )
+    assert bare.values == whole.values
+    mask[1:, 2:] = 0
+    assert hp.score(model, [{"input_ids": ids, "attention_mask": mask}], "ggn").values != whole.values
+
+
 def test_ggn_does_not_vanish_on_fitted_examples() -> None:
     """A squared error of 0: the loss's slope is 0, its curvature is not, and is what removal costs."""
     model, x = Linear().double().eval(), torch.randn(6, 5, 8, dtype=torch.float64)

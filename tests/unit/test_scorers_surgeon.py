@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.contexts import query_mask
 from headprune.model.double import Doubled
 from headprune.model.losses import default_loss, inputs_of
@@ -180,6 +180,30 @@ def test_nothing_but_padding() -> None:
     batch = {**subject.batch, "attention_mask": torch.zeros(3, 7, dtype=torch.long)}
     with pytest.raises(InvalidValue, match="with a token that"):
         hp.score(subject.model, [batch], "surgeon", progress=False)
+
+
+def test_sums_beyond_the_range_of_numbers() -> None:
+    subject = family_subject("bert", "bert")
+    layer = subject.model.bert.encoder.layer[0].attention
+    with torch.no_grad():
+        for own in layer.self.value.parameters():
+            own *= 1e-200
+        layer.output.dense.weight *= 1e200  # so that the model computes the same
+    with pytest.raises(InvalidValue, match=r"what bert\.encoder\.layer\.0\.attention gives Surgeon: must be finite"):
+        hp.score(subject.model, [subject.batch], "surgeon", progress=False)
+
+
+def test_an_attention_that_runs_on_no_whole_examples() -> None:
+    class Others(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = hp.MultiHeadAttention(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean((1, 2)) + self.attention(x[1:]).mean()
+
+    with pytest.raises(UnsupportedModel, match=r"attention: must be run on 3 examples, got 2 rows\. Leave this site"):
+        hp.score(Others(), [torch.randn(3, 4, 8)], "surgeon", loss=lambda m, x: m(x), progress=False)
 
 
 def test_a_site_that_never_runs() -> None:

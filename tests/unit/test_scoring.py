@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ import headprune as hp
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
 from headprune.model.costs import measure_costs
 from headprune.model.losses import default_loss
-from headprune.model.running import call
+from headprune.model.running import batch_size, call
 from headprune.model.sites import bind
 from headprune.scoring import LeaveOneOut, Magnitude, Random, Taylor, gate_gradients
+from headprune.scoring._base import Estimate, Problem, Scorer
 from tests.laws.support import Subject, logits, picture, subject_of
 from tests.laws.support import examples_of as data
 from tests.reference import scores as reference
@@ -115,6 +117,19 @@ def test_one_example_has_no_standard_error(scorer: Any) -> None:
     assert found.standard_errors is None
 
 
+def test_a_scorer_of_yours_that_says_nothing_of_its_error() -> None:
+    @dataclass(frozen=True)
+    class Own(Scorer):
+        def estimate(self, problem: Problem) -> Estimate:
+            rows = problem.rows("own", lambda number, batch: torch.ones(batch_size(batch), 12))
+            return Estimate(rows.mean(0), n_examples=len(rows))
+
+    subject = subject_of("bert")
+    one = {k: v[:1] for k, v in subject.batch.items()}
+    assert score(subject, Own(), [one]).notes == ("No standard error: the scores rest on a single example.",)
+    assert score(subject, Own(), [subject.batch]).notes == ()
+
+
 def test_one_block_has_no_standard_error() -> None:
     found = score(subject_of("bert"), Taylor(reduce="batch"))
     assert (found.n_examples, found.standard_errors) == (3, None)
@@ -204,6 +219,19 @@ def value_rows(module: Any, site: Any, group: int) -> Tensor:
     if site.layout not in names and not hasattr(module, "v_proj"):
         pytest.skip(f"this test does not know where {site.layout} keeps its values")
     return module.get_submodule(names.get(site.layout, "v_proj")).weight[rows]
+
+
+@pytest.mark.parametrize("layout", ["head_list", "head_list_bare"])
+def test_magnitude_of_heads_that_are_modules_is_that_of_all_their_weights(layout: str) -> None:
+    subject = subject_of(layout)
+    found = hp.score(subject.model, scorer="magnitude", sites=subject.sites)
+    for site, row in zip(subject.sites, found.values, strict=True):
+        module = subject.model.get_submodule(site.name)
+        for unit, value in zip(site.units, row, strict=True):
+            own = torch.cat([p.flatten() for h in unit for p in module.heads[h].parameters()]).norm()
+            if layout == "head_list":
+                own = own * torch.cat([module.proj.weight[:, reference.columns(site, h)] for h in unit], 1).norm()
+            assert_close(torch.tensor(value, dtype=torch.float64), own.detach(), **EXACT)
 
 
 def test_random_is_seeded_and_its_own() -> None:
@@ -354,6 +382,8 @@ def test_batches_that_change_between_passes_are_refused() -> None:
         loader = Changing(batches, batches, second)  # the first pass measures costs
         with pytest.raises(InvalidValue, match=rf"batches: must be the same in every pass.*{words}.*does not shuffle"):
             score(subject, ["taylor", LeaveOneOut(replay=False)], loader)
+    with pytest.raises(InvalidValue, match="batches: must be at least one batch, got an empty iterable"):
+        score(subject, "taylor", Changing(batches, []))
     generator = torch.Generator().manual_seed(0)
     rows = [reference.example(data(subject), i) for i in range(7)]
     loader = torch.utils.data.DataLoader(rows, 1, shuffle=True, generator=generator, collate_fn=lambda r: r[0])

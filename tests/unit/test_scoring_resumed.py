@@ -295,6 +295,81 @@ def test_no_more_is_kept_than_there_is_room_for(bert: Subject, tmp_path: Path, m
     assert not list(folder.rglob("*.part"))
 
 
+def test_a_call_without_data_or_labels_has_a_folder_too(bert: Subject, tmp_path: Path) -> None:
+    hp.score(bert.model, None, "magnitude", folder=tmp_path / "magnitude")
+    bare = [{k: v for k, v in batch.items() if k != "labels"} for batch in split(data(bert, 3), 1)]
+    whole = hp.score(bert.model, bare, "surgeon", progress=False)
+    for _ in range(2):
+        again = hp.score(bert.model, bare, "surgeon", folder=tmp_path / "surgeon", progress=False)
+        assert told(again) == told(whole)
+    for name in ("magnitude", "surgeon"):
+        said = json.loads((tmp_path / name / "0-of-1" / "call.json").read_text())
+        assert said["what the model makes of the first batch"] == []
+
+
+class Total:
+    """The simplest sums."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(1)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def join(self, parts: Any) -> None:
+        (found,) = parts
+        self.total = found["total"]
+
+
+def passes(added: _shelf.Added, *marks: list[str], sums: Total) -> None:
+    """Passes over batches that are told by these marks, each the digest of all batches up to it."""
+    for of_pass in marks:
+        added.begin()
+        for number, mark in enumerate(of_pass):
+            if not added.holds(number, mark):
+                sums.total = sums.total + 1
+                added.done(mark, lambda: None)
+        added.end(of_pass[-1], lambda: None)
+
+
+def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -> None:
+    sums = Total()
+    passes(_shelf.Shelf(tmp_path).added({"own": sums}), ["a", "ab"], ["a", "ab"], sums=sums)
+    assert sums.total == 4
+    again = Total()
+    passes(_shelf.Shelf(tmp_path).added({"own": again}), ["a", "ab"], ["a", "ab"], sums=again)
+    assert again.total == 4, "nothing was added twice"
+    for first, second in ((["x", "xy"], ["a", "ab"]), (["a"], ["a", "ab"]), (["a", "ab"], ["a", "ax"])):
+        other = Total()
+        with pytest.raises(InvalidValue, match=r"a folder with what these batches gave, in this order.*up to batch"):
+            passes(_shelf.Shelf(tmp_path).added({"own": other}), first, second, sums=other)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"pass": "one", "batches": 1, "mark": "a", "whole": ""},
+        {"pass": 1, "batches": 2, "mark": "ab", "whole": ""},
+    ],
+)
+def test_sums_of_another_kind_are_refused(said: dict[str, Any], tmp_path: Path) -> None:
+    _shelf.Shelf(tmp_path).write(tmp_path / "sums-1.safetensors", {"other/total": torch.zeros(1)}, said)
+    with pytest.raises(InvalidValue, match=r"sums-1\.safetensors: must be sums of this call, got a file without them"):
+        _shelf.Shelf(tmp_path).added({"own": Total()})
+
+
+def test_rows_of_which_nothing_is_said_are_made_again(tmp_path: Path) -> None:
+    said = {"1/0": [], "1/1": "ab", "1/2": ["abc"]}
+    rows = {name: torch.ones(1, 2) for name in said}
+    _shelf.Shelf(tmp_path).write(tmp_path / "rows-000001.safetensors", rows, said)
+    asked: list[int] = []
+    kept = _shelf.Shelf(tmp_path).rows(lambda number, batch: (asked.append(number), torch.zeros(1, 2))[1])
+    found = [kept(number, None, mark, lambda: None) for number, mark in enumerate(["a", "ab", "abc"])]
+    assert asked == [0, 1]
+    assert [float(rows.sum()) for rows in found] == [0, 0, 2]
+
+
 def test_a_loss_that_is_not_finite_is_not_kept(bert: Subject, tmp_path: Path) -> None:
     batches = split(data(bert, 4), 1)
     wrong = dict(batches[2], pixels=torch.zeros(1))

@@ -9,7 +9,8 @@ import time
 import pytest
 
 import headprune as hp
-from headprune.core.errors import InfeasibleBudget
+from headprune.core.errors import InfeasibleBudget, InvalidValue
+from headprune.core.latency import LatencyTable, SiteLatency
 from headprune.core.plan import Budget
 from headprune.core.scores import Cost, HeadScores
 from headprune.selection import Knapsack
@@ -29,6 +30,25 @@ def worth(problem: Problem, keep: frozenset[tuple[int, int]]) -> tuple[float, in
     units = [u for u in problem.scores.units() if (u.site, u.unit) in keep]
     positive, negative = sum(max(u.value, 0) for u in units), sum(min(u.value, 0) for u in units)
     return positive, sum(len(u.heads) for u in units), negative, -problem.cost(keep)
+
+
+def test_costs_beyond_64_bits_are_refused_and_large_units_are_none() -> None:
+    wide = [[Option(0, 0), Option(2**61, 5), Option(2**61 + 1, 6)]] * 2
+    with pytest.raises(InvalidValue, match=r"costs of a knapsack: must be below 2\^62 together, got \d+\. Use a"):
+        best_choice(wide, 2**62)
+    assert best_choice([[Option(0, 0), Option(2**70, 5), Option(2**71, 6)]] * 2, 2**71) == [1, 1]
+
+
+def test_a_head_stays_where_none_would_be_slower() -> None:
+    """By a table that says so, and the nearest budget is not one that would leave a head more."""
+    scores = make([site("a", 2)], [[1.0, 2.0]])
+    table = LatencyTable(1.0, (SiteLatency("a", (0.5, 0.1, 0.4)),), 8, 4, "a clock of ours", "float32")
+    plan = hp.select(scores, Budget(speedup=1 / 0.7), "knapsack", latency=table)
+    assert plan.mask.kept("a") == (1,)
+    with pytest.raises(InfeasibleBudget) as caught:
+        hp.select(scores, Budget(speedup=2.0), "knapsack", latency=table)
+    assert "at most 1.42857" in str(caught.value)
+    assert "leave one head" not in str(caught.value)
 
 
 @pytest.mark.parametrize("dear", [False, True], ids=["alike", "dear"])

@@ -129,6 +129,9 @@ def test_a_layout_given_once_is_tried_before_the_registered_ones() -> None:
         ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("temperature", 1, "head"))}, "a dimension of the tensor [6]"),
         ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("qkv", 0, "head"))}, "because it is a projection"),
         ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("norm", "out", "head"))}, "a projection or a tensor"),
+        ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("qkv", "list", "head"))}, "and only for one, got 'list' of a Linear"),
+        ({"head_dim": 0}, "Odd.odd: must be a head width >= 1, got 0"),
+        ({"value_dim": lambda module: 1.5}, "Odd.odd: must be a head width >= 1, got 1.5"),
         ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("table", 0, "head"))}, "must be 6"),
     ],
 )
@@ -138,6 +141,14 @@ def test_a_layout_that_does_not_fit_says_why(change: dict[str, Any], words: str)
     assert words in str(reason_against(layout, model[0]))
     with pytest.raises(UnsupportedModel):
         hp.find_sites(model, layouts=[layout])
+
+
+def test_key_value_heads_that_serve_no_whole_number_of_query_heads() -> None:
+    layout = replace(ODD, slabs=ODD.slabs[:2], grouping="interleaved", untouched=("norm", "temperature", "table"))
+    module = nn.Module()
+    module.qkv, module.out, module.norm = nn.Linear(10, 6 * 4 + 4 * 7), nn.Linear(18, 10), nn.LayerNorm(10)
+    module.temperature, module.head_dim, module.value_dim, module.n_heads, module.n_kv = nn.Identity(), 4, 3, 6, 4
+    assert "n_kv_heads: must be a divisor of the 6 query heads, got 4" in str(reason_against(layout, module))
 
 
 def test_a_flag_that_is_off_counts_as_absent() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -418,6 +418,18 @@ def test_a_call_leaves_no_trace() -> None:
 def test_settings_are_checked(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidValue, match=words):
         Stable(**settings)
+
+
+def test_a_scorer_without_a_number_an_example_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Blind(Columns):
+        def estimate(self, problem: Problem) -> Estimate:
+            return replace(super().estimate(problem), samples=None)
+
+    with pytest.raises(InvalidValue, match=r"got 'blind': it has no per-example numbers\. Leave until= out"):
+        read_until(problem_of(draw(3, 100, False).split(10)), [("blind", Blind())], Stable(k=3))
+    with pytest.raises(InvalidValue, match="batches: must be at least one batch, got an empty iterable"):
+        read_until(problem_of([]), [("columns", Columns())], Stable(k=3))
 
 
 def test_bad_calls_are_refused() -> None:

@@ -23,6 +23,7 @@ from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue,
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.model.sites import find_sites
+from headprune.surgery import streaming
 from headprune.surgery.formats import slices
 from headprune.surgery.streaming import prune_checkpoint
 from tests.scripts import benchmark
@@ -191,6 +192,79 @@ def test_bad_folders(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_bad_shards(tmp_path: Path) -> None:
+    model = saved("BertForSequenceClassification", tmp_path / "model")
+    first, second = sorted((tmp_path / "model").glob("*.safetensors"))[:2]
+    kept = second.read_bytes()
+    save_file({**load_file(second), **load_file(first)}, second, metadata={"format": "pt"})
+    name = next(iter(load_file(first)))
+    with pytest.raises(CheckpointError, match=rf"must be the only file with \S+, got {first.name} has it too"):
+        prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
+    header = json.dumps({name: {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    second.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    with pytest.raises(CheckpointError, match=rf"{second.name}: {name}: must be one of U64, .*, got F8_E8M0"):
+        prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
+    second.write_bytes(kept)
+    stored = slices.stored_tensors(tmp_path / "model")
+    last = max((s for s in stored.values() if s.path == second), key=lambda s: s.start)
+    second.write_bytes(kept[:-1])
+    with pytest.raises(CheckpointError, match=rf"{second.name}: must be left alone while it is read, got a file that"):
+        slices.read(last)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_read_whole_is_what_was_stored(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.arange(6).view(2, 3).to(d) for i, d in enumerate(slices._TYPES.values())}
+    tensors |= {f"{name}-empty": t[:0].clone() for name, t in tensors.items()} | {"one": torch.tensor(3)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = {name: slices.read(s) for name, s in slices.stored_tensors(tmp_path).items()}
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].tolist() == tensor.tolist(), name
+
+
+def test_models_whose_tensors_are_others_in_memory_are_refused(tmp_path: Path) -> None:
+    model = saved("T5ForConditionalGeneration", tmp_path / "t5", torch.float16)
+    words = "one type in memory, got T5ForConditionalGeneration, which keeps some in float32"
+    with pytest.raises(UnsupportedModel, match=words):
+        prune_checkpoint(tmp_path / "t5", ragged(model), tmp_path / "out")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24}
+    nomic: Any = transformers.NomicBertModel(transformers.NomicBertConfig(**sizes, num_hidden_layers=2)).eval()
+    nomic.save_pretrained(tmp_path / "nomic")
+    with pytest.raises(UnsupportedModel, match=r"whose tensors are those of the model, got '.*Wqkv.*', one of several"):
+        prune_checkpoint(tmp_path / "nomic", ragged(nomic), tmp_path / "out")
+    llama = saved("LlamaForCausalLM", tmp_path / "llama")
+    hp.prune_(llama, ragged(llama))
+    hp.save_pretrained(llama, tmp_path / "code", format="remote-code")
+    config = json.loads((tmp_path / "code" / "config.json").read_text())
+    for kind, words in (
+        (config["architectures"], r"no class of Transformers is named in its architectures: \['HeadPrunedLlama"),
+        (["LlamaForCausalLM"], "it runs the modelling file beside its weights"),
+    ):
+        (tmp_path / "code" / "config.json").write_text(json.dumps({**config, "architectures": kind}))
+        with pytest.raises(CheckpointError, match=words):
+            prune_checkpoint(tmp_path / "code", ragged(llama), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cut_that_makes_tensors_anew_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a layout would be which gives a module a table for its heads."""
+    model, cut = saved("BertForSequenceClassification", tmp_path / "model"), streaming.cut_
+
+    def new(model: Any) -> None:
+        model.bert.register_buffer("table", torch.zeros(2))
+
+    def longer(model: Any) -> None:
+        model.classifier.bias = torch.nn.Parameter(torch.zeros(7))
+
+    for change, name in ((new, "bert.table"), (longer, "classifier.bias")):
+        monkeypatch.setattr(streaming, "cut_", lambda m, *rest, change=change: (cut(m, *rest), change(m))[0])
+        with pytest.raises(UnsupportedModel, match=f"rows and columns away, got one that makes or changes {name} in"):
+            prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_with_two_kinds_of_weights_is_refused(tmp_path: Path) -> None:
     """Transformers would take the single file, whatever is in it."""
     model = saved("BertForSequenceClassification", tmp_path / "model")
@@ -314,11 +388,11 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the most memory a process held is told by Linux")
 def test_a_cut_on_disk_never_holds_much_more_than_a_shard(tmp_path: Path) -> None:
     """In a process of its own: above the libraries at most a tenth more than the largest of five shards."""
-    streaming = benchmark("streaming")
+    script = benchmark("streaming")
     sizes = ["--layers", "8", "--width", "1024", "--vocabulary", "2048", "--shard", "60000000"]
     arguments = ["--work", str(tmp_path), *sizes]
-    streaming.checkpoint(streaming.arguments(arguments))
-    command = [sys.executable, str(streaming.__file__), *arguments, "--way", "streamed"]
+    script.checkpoint(script.arguments(arguments))
+    command = [sys.executable, str(script.__file__), *arguments, "--way", "streamed"]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
     shards = [path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")]
     assert len(shards) >= 5, "one shard of a model is the model"

@@ -141,7 +141,9 @@ def sampled(stored: Stored, positions: Sequence[int]) -> bytes:
 def read(stored: Stored) -> Tensor:
     """A whole tensor, for small ones."""
     data = bytearray(b"".join(Slice(stored).pieces()))
-    return torch.frombuffer(data, dtype=stored.dtype).reshape(stored.shape) if data else torch.empty(stored.shape)
+    if not data:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    return torch.frombuffer(data, dtype=stored.dtype).reshape(stored.shape)
 
 
 def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:

@@ -1,0 +1,124 @@
+"""What a projection puts out is followed to what it is added to, and no further than that is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from headprune.recovery._follow import Trail, follow
+
+EXACT = {"rtol": 0.0, "atol": 0.0}
+Use = Callable[[Tensor], object]
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def followed(use: Use, *shape: int, calls: int = 1, expected: int | None = None) -> list[Trail]:
+    """The trails of so many calls of one projection, what it puts out being used like this; ``shape`` is that."""
+    projection, given = nn.Linear(4, shape[-1], dtype=torch.float64), drawn(*shape[:-1], 4)
+
+    def run() -> None:
+        for _ in range(calls):
+            use(projection(given.clone()))
+
+    with torch.no_grad():
+        found = follow(run, {0: projection}, expected)
+        for trail in found:
+            assert_close(trail.given, given, **EXACT)
+            assert_close(trail.output, projection(given), **EXACT)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "there"),
+    [
+        ((2, 3, 6), lambda y: y.transpose(0, 1)),
+        ((2, 3, 6), lambda y: y.permute(2, 0, 1)),
+        ((2, 3, 6), lambda y: y.permute(-1, 0, -2)),
+        ((5, 6), lambda y: y.t()),
+        ((2, 3, 6), lambda y: y.roll((1, 2), (0, 1))),
+        ((2, 3, 6), lambda y: y.flatten(0, 1).unsqueeze(1)),
+        ((1, 3, 6), lambda y: y.squeeze(0)),
+        ((2, 3, 6), lambda y: y.clone().detach()[:].expand(2, 3, 6).reshape(9, 4)),
+        ((2, 3, 6), lambda y: y.transpose(0, 2).roll(1, 0).permute(1, 0, 2).flatten(1)),
+    ],
+    ids=["transpose", "permute", "from behind", "t", "roll", "rows", "squeeze", "the same", "one after another"],
+)
+def test_what_is_added_comes_back_to_its_place(shape: tuple[int, ...], there: Callable[[Tensor], Tensor]) -> None:
+    places = there(torch.arange(torch.Size(shape).numel()).view(shape))
+    added = drawn(*places.shape)
+    (trail,) = followed(lambda y: there(y) + added, *shape)
+    assert trail.summed
+    assert trail.added
+    expected = trail.output.flatten().index_add(0, places.flatten(), added.flatten()).view(shape)
+    assert_close(trail.stream(True), expected, **EXACT)
+    assert_close(trail.stream(False), trail.output, **EXACT)
+
+
+def test_a_sum_in_place_leaves_the_output_as_it_was() -> None:
+    added = drawn(2, 3, 6)
+    (trail,) = followed(lambda y: y.add_(added), 2, 3, 6)
+    assert (trail.summed, trail.added) == (True, True)
+    assert_close(trail.stream(True), trail.output + added, **EXACT)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y + y,
+        lambda y: y.relu() + 1,
+        lambda y: y[:1] + drawn(1, 3, 6),
+        lambda y: y[:, :1].expand(2, 5, 6) + drawn(2, 5, 6),
+        lambda y: y + drawn(4, 2, 3, 6),  # the sum has more axes
+        lambda y: torch.add(drawn(2, 3, 6), y, alpha=2),
+        lambda y: y + 1.0,
+        lambda y: y.mul_(2) + drawn(2, 3, 6),
+    ],
+    ids=["itself", "another kind", "a part", "expanded", "broadcast", "twice it", "a number", "changed in place"],
+)
+def test_what_is_no_sum_of_it_alone_ends_the_trail(use: Use) -> None:
+    (trail,) = followed(use, 2, 3, 6)
+    assert not trail.summed
+    assert_close(trail.stream(False), trail.output, **EXACT)
+
+
+def test_a_bias_is_added_but_is_no_activation() -> None:
+    bias = nn.Parameter(drawn(6))
+    (trail,) = followed(lambda y: y + bias, 2, 3, 6)
+    assert (trail.summed, trail.added) == (True, False)
+
+
+def test_a_trail_ends_once() -> None:
+    """A pass that is left after two trails has seen two calls, though both ways of the first ended."""
+    seen: list[Tensor] = []
+
+    def use(y: Tensor) -> Tensor:
+        seen.append(y)
+        return (y + y).relu()
+
+    assert len(followed(use, 2, 3, 6, calls=4, expected=2)) == 2
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("kind", ["given", "output", "view", "sum"])
+def test_what_is_overwritten_afterwards_is_kept_as_it_was(kind: str) -> None:
+    projection, x, other = nn.Linear(4, 6, dtype=torch.float64), drawn(2, 3, 4), drawn(2, 3, 6)
+    given = x.clone()
+    expected = projection(x).detach()
+
+    def run() -> None:
+        y = projection(given)
+        total = y + other
+        total.relu()  # the trail ends
+        for tensor in {"given": [given], "output": [y], "view": [y.view(-1)[3:]], "sum": [total]}[kind]:
+            tensor.zero_()
+
+    with torch.no_grad():
+        (trail,) = follow(run, {0: projection})
+    assert_close((trail.given, trail.output, trail.stream(True)), (x, expected, expected + other), **EXACT)

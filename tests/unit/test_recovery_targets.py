@@ -1,0 +1,193 @@
+"""Which projections a layer-wise refit takes, which it leaves and says so, and what it refuses half way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.layouts._tiny_textbook import SideBySide
+from headprune.model.cut import Undo
+from headprune.recovery import Lstsq
+from headprune.recovery._replaced import Replaced
+from headprune.recovery._targets import Target
+from headprune.recovery._taught import Taught, key_of
+
+
+class Stack(nn.Module):
+    """Attentions and feed-forwards that add to a stream, so many times over."""
+
+    def __init__(self, feed_forward: bool = True) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(hp.MultiHeadAttention(8, 2) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(2 if feed_forward else 0))
+        self.rounds = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.rounds if len(x) > 2 else 1):
+            for number, attention in enumerate(self.attention):
+                x = x + attention(x)
+                for down in self.down[number : number + 1]:
+                    x = x + down(x.relu())
+        return x
+
+
+def cut(teacher: nn.Module) -> Any:
+    torch.manual_seed(0)
+    model = copy.deepcopy(teacher)
+    hp.prune_(model, hp.HeadMask.from_keep({"attention.0": [1]}, {s.name: 2 for s in hp.find_sites(model)}))
+    return model
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(2, 6, 8), torch.randn(5, 6, 8)]
+
+
+def test_attentions_without_a_feed_forward_are_named() -> None:
+    teacher = Stack(feed_forward=False)
+    report = hp.recover_(cut(teacher), batches(), Lstsq(feed_forward=True), teacher)
+    must = "no plain linear layer that is added to the stream was found there"
+    assert report.notes == (f"No feed-forward refitted after attention.0.W_o, attention.1.W_o: {must}.",)
+
+
+def tied(model: Stack) -> None:
+    model.other = nn.Linear(8, 8)
+    model.other.weight = model.down[0].weight
+
+
+def hooked(model: Stack) -> None:
+    model.down[0].register_buffer("scale", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(tied, "is shared by ['down.0', 'other']"), (hooked, "is Linear with scale")],
+)
+def test_a_feed_forward_that_cannot_be_refitted_stays_and_is_named(change: Any, words: str) -> None:
+    torch.manual_seed(0)
+    teacher = Stack()
+    change(teacher)
+    model = cut(teacher)
+    before = model.down[0].weight.detach().clone()
+    report = hp.recover_(model, batches(), Lstsq(feed_forward=True), teacher)
+    assert f"Left as they are: down.0 ({words})." in report.notes
+    assert list(report.metrics["errors"]) == ["attention.0.W_o", "attention.1.W_o", "down.1"]
+    assert_close(model.down[0].weight, before, rtol=0, atol=0)
+
+
+def test_a_feed_forward_of_another_shape_or_kind_than_the_teachers_stays() -> None:
+    teacher = Stack()
+    model = cut(teacher)
+    teacher.down[0] = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8))  # type: ignore[assignment]
+    report = hp.recover_(model, batches(), Lstsq(feed_forward=True), teacher)
+    assert list(report.metrics["errors"]) == ["attention.0.W_o", "attention.1.W_o", "down.1"]
+
+
+def test_an_attention_without_an_output_projection_that_lost_nothing_is_no_hindrance() -> None:
+    torch.manual_seed(0)
+    teacher = nn.ModuleDict({"attention": nn.ModuleList([hp.MultiHeadAttention(12, 2)]), "bare": SideBySide(12, 4)})
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        return model["bare"](x + model["attention"][0](x)).square().mean((1, 2))
+
+    model = copy.deepcopy(teacher)
+    sites = {s.name: s.n_query_heads for s in hp.find_sites(model)}
+    hp.prune_(model, hp.HeadMask.from_keep({"attention.0": [1]}, sites))
+    report = hp.recover_(model, [torch.randn(3, 5, 12)], Lstsq(), teacher, loss=run)
+    assert list(report.metrics["errors"]) == ["attention.0.W_o"]
+
+
+# --- what goes wrong half way -----------------------------------------------------------------------------------------
+
+
+def test_models_that_run_differently_often_later_on_are_refused() -> None:
+    teacher = Stack()
+    model = cut(teacher)
+    model.rounds = 2
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedModel, match=r"attention\.0\.W_o: .*every batch, got 2 runs, and 1 of the teacher's"):
+        hp.recover_(model, batches(), "lstsq", teacher)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class Changing(list):  # type: ignore[type-arg]
+    """A loader that gives something else each time."""
+
+    def __init__(self, *times: list[Tensor]) -> None:
+        super().__init__(times[0])
+        self.times = iter(times)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(next(self.times))
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        ([[]], "batches: must be at least one batch, got an empty iterable"),
+        ([[torch.full((2, 6, 8), torch.nan)]], "what model and teacher write at attention.0.W_o: must be finite"),
+        (
+            [[torch.ones(2, 6, 8)], [torch.ones(2, 6, 8)], [torch.full((2, 6, 8), torch.nan)]],
+            "what model and teacher write at attention.0.W_o: must be finite",
+        ),
+    ],
+    ids=["nothing", "NaN", "NaN after the errors were measured"],
+)
+def test_a_loader_that_changes_is_refused_and_nothing_is_left(later: list[Any], words: str) -> None:
+    torch.manual_seed(0)
+    teacher = Stack()
+    model = cut(teacher)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InvalidValue) as caught:
+        hp.recover_(model, Changing([torch.ones(2, 6, 8)], *later), "lstsq", teacher)
+    assert words in str(caught.value)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_change_beyond_the_range_of_half_precision_is_refused() -> None:
+    linear = nn.Linear(4, 6).half()
+    before = linear.weight.detach().clone()
+    replaced = Replaced(Undo())
+    with pytest.raises(InvalidValue, match=r"out\.weight: must be within the range of torch\.float16, got an infinite"):
+        replaced.add_(Target("out", linear, linear), "weight", torch.full((4, 6), 1e6, dtype=torch.float64))
+    assert_close(linear.weight, before, rtol=0, atol=0)
+
+
+# --- which tokens count, and which batch is which ---------------------------------------------------------------------
+
+
+def test_tokens_of_a_feed_forward_in_any_shape() -> None:
+    linear, mask = nn.Linear(4, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    target, batch = Target("down", linear, linear), {"attention_mask": mask}
+    for shape in ((2, 3, 4), (6, 4), (2, 3, 1, 4)):
+        counted = target.counted(linear, torch.zeros(shape), batch)
+        assert counted is not None
+        assert counted.tolist() == [True, True, False, True, False, False]
+    assert target.counted(linear, torch.zeros(3, 2, 4), batch).tolist() == [True, True, True, False, False, False]  # type: ignore[union-attr]
+    assert target.counted(linear, torch.zeros(5, 4), batch) is None  # packed: no row is a token of a known place
+
+
+def test_batches_are_told_apart_by_all_they_hold() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    batches = [x, y, {"a": x}, {"b": x}, [x, y], [y, x], (x, "left"), (x, "right"), (x, None), (x, 1), (x, 1.5), (x,)]
+    keys = [key_of(b) for b in batches]
+    assert len(set(keys)) == len(batches)
+    assert keys == [key_of(copy.deepcopy(b)) for b in batches]
+    assert key_of((x, object())) is None
+
+
+def test_what_has_no_key_is_not_learnt_and_the_first_time_counts() -> None:
+    taught = Taught(room=100)
+    taught.learn(None, [[torch.ones(2)]])
+    assert (taught.room, taught.calls(None, 0), taught.streams(None, 0)) == (100, None, None)
+    taught.learn("a", [[torch.ones(2)]])
+    taught.learn("a", [[torch.zeros(2), torch.zeros(2)]])
+    assert (taught.room, taught.calls("a", 0)) == (92, 1)
+    assert_close(taught.streams("a", 0), [torch.ones(2)])
