@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import headprune as hp
 from headprune.cli.main import app
 from headprune.core.agreement import Agreement, Measure, Pair
+from headprune.core.attention_patterns import Pattern
 from headprune.core.codec import FrozenDict
 from headprune.core.display import clean
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
@@ -35,6 +36,7 @@ from headprune.core.scores import ModelFingerprint
 from headprune.core.sweeps import SweepTable
 from headprune.recovery._checkpoint import FILE, Keeper
 from headprune.report import render_html, render_markdown
+from headprune.report.attention import attention_view
 from headprune.run.base import Base
 from headprune.run.dry import dry_run
 from headprune.run.journal import Journal
@@ -48,7 +50,7 @@ from headprune.run.validate import load_recipe
 from headprune.surgery.formats import foreign
 from headprune.surgery.formats.foreign import check_config
 from headprune.surgery.streaming import prune_checkpoint
-from tests.report_records import plan_of, record_of, sweep_table
+from tests.report_records import pictures_of, plan_of, record_of, sweep_table
 from tests.tiny_models import bert
 from tests.tiny_recipe import TINY
 
@@ -106,10 +108,10 @@ def test_hostile_yaml_is_refused_in_words_and_soon(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(HOSTILE_YAML[what], encoding="utf-8")
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(HeadPruneError) as refusal:
         load_recipe(tmp_path / "recipe.yaml")
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert 0 < len(str(refusal.value)) < 20_000
     result = call("validate", tmp_path / "recipe.yaml")
     assert result.exit_code == 2
@@ -310,6 +312,42 @@ def test_adapters_that_name_a_module_are_refused(inside: dict[str, str], tmp_pat
     config = {"peft_type": "LORA", "base_model_name_or_path": str(bert(tmp_path / "base")), "megatron_core": "evil"}
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "megatron_config": inside}))
     with pytest.raises(InvalidValue, match="must be adapters that need no Megatron"):
+        open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_modules", "(([a-z.0-9]+)+)+!"),
+        ("target_modules", "(a|a)" * 30),
+        ("target_modules", "a?" * 30),
+        ("target_modules", ".*" * 6 + "!"),
+        ("target_modules", "(?:){1000000000}"),
+        ("target_modules", "(" * 5000 + ")" * 5000),
+        ("target_modules", "a" * 200_000 + "+"),
+        ("exclude_modules", "(([a-z.0-9]+)+)+!"),
+        ("feedforward_modules", "(?i:(Ab|aB)*)!"),
+        ("modules_to_save", ["classifier", "(([a-z.0-9]+)+)+!"]),
+        ("modules_to_save", [".*.*!"] * 2000),
+        ("rank_pattern", {"(([a-z.0-9]+)+)+!": 4}),
+        ("rank_pattern", {"([a-z.]+)+!)(x": 4}),
+        ("alpha_pattern", {"query": 4, "(.+)+!": 4}),
+        ("layers_pattern", "(.+)+!"),
+    ],
+)
+def test_adapters_whose_patterns_search_for_ever_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base"), "target_modules": ["query"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(CheckpointError, match=rf"{key}: must be names of modules, or patterns that are soon searched"):
+        open_model(str(tmp_path))
+
+
+def test_adapters_that_name_other_folders_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    config = {"peft_type": "XLORA", "base_model_name_or_path": str(tmp_path / "base"), "adapters": {"a": "/elsewhere"}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidValue, match="must be adapters that can be merged"):
         open_model(str(tmp_path))
 
 
@@ -699,7 +737,7 @@ def test_what_is_printed_in_colour_holds_no_colours_of_a_file() -> None:
 
 
 def test_pages_and_notebooks_escape_what_files_say() -> None:
-    text = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'](javascript:alert(1))"
+    text = f"<script>alert(1)</script><img src=x onerror=alert(1)>\"'](javascript:alert(1)){STEERING}"
     record = nasty_record(text)
     assert record.scores is not None
     assert record.plan is not None
@@ -707,12 +745,25 @@ def test_pages_and_notebooks_escape_what_files_say() -> None:
     found = Agreement((text, "b"), 2, 5, 0.95, (Pair(0, 1, measure, measure, measure),), (text,))
     parts = [record.scores._repr_html_(), record.plan._repr_html_(), found._repr_html_()]
     for page in (*parts, render_html(record)):
+        assert clean(page) == page
         assert "<script>alert" not in page
         assert "<img" not in page
     markdown = render_markdown(record)
     outside = "\n".join(part for i, part in enumerate(markdown.split("```")) if i % 2 == 0)
     assert "<script" not in outside.replace("\\<script", "")
     assert not re.search(r"(?<!\\)\]\(javascript", outside)
+
+
+def test_pictures_of_attention_hold_no_characters_that_steer() -> None:
+    record = record_of()
+    pictures = pictures_of(record)
+    odd = Pattern(f"previous{STEERING}", 0.5, 0.1)
+    sites = tuple(replace(s, kind=f"self{STEERING}", patterns=tuple(odd for _ in s.heads)) for s in pictures.sites)
+    view = attention_view(record, replace(pictures, sites=sites))
+    assert view is not None
+    for site in json.loads(view.data)["sites"]:
+        for text in (site["kind"], *site["words"]):
+            assert clean(text) == text
 
 
 def test_the_card_of_a_model_escapes_what_a_plan_says(tmp_path: Path) -> None:
@@ -754,15 +805,56 @@ def test_pictures_draw_what_files_say_letter_by_letter(text: str, tmp_path: Path
     assert all(words.replace(r"\$", "$").endswith(text.replace(r"\$", "$")) for words in drawn)
 
 
+def test_pictures_hand_no_name_to_tex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``text.usetex`` a name would be LaTeX, which reads files; here it would fail, or not be installed."""
+    import matplotlib
+    from matplotlib import texmanager
+    from matplotlib.figure import Figure
+
+    from headprune.report.agreement import draw_agreement
+    from headprune.report.tradeoff import draw_tradeoff
+    from tests.report_records import maps_of
+
+    def made(_: object, tex: str, *__: object, **___: object) -> None:
+        given.append(tex)
+        raise RuntimeError("LaTeX was asked")
+
+    given: list[str] = []
+    for name in ("make_tex", "make_dvi", "make_png", "get_text_width_height_descent"):
+        monkeypatch.setattr(texmanager.TexManager, name, made)
+    text = r"\input{secret}"
+    record, maps, measure = nasty_record(text), maps_of(record_of(), 1, 4), Measure(0.5)
+    maps = replace(maps, sites=tuple(replace(site, site=f"{site.site}{text}") for site in maps.sites))
+    found = Agreement((text, "b"), 2, 5, 0.95, (Pair(0, 1, measure, measure, measure),), (text,))
+    table = replace(sweep_table(), name=text, metric=text)
+    with matplotlib.rc_context({"text.usetex": True}):
+        figure = Figure()
+        axes = figure.subplots(3, 3)
+        hp.plot.head_map(record.scores, record.plan, ax=axes[0, 0])
+        hp.plot.tradeoff(table, ax=axes[0, 1])
+        hp.plot.attention(maps, next(iter(maps)), ax=axes[0, 2])
+        hp.plot.attention(maps, maps.sites[0].site, axes=axes[1:2])
+        hp.plot.agreement(found, axes=axes[2])
+        draw_agreement(found, tmp_path / "agreement.png")
+        draw_tradeoff(table, tmp_path / "tradeoff.svg")
+    texts = [t for t in figure.findobj(matplotlib.text.Text) if "secret" in t.get_text()]
+    assert len(texts) >= 5
+    assert not any(t.get_usetex() for t in texts)
+    assert not given
+
+
 def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path: Path) -> None:
     from pyarrow import parquet
 
-    cells = ["=cmd|' /C calc'!A0", "@SUM(A1)", "+x", "-2+3+cmd|' /C calc'!A0", "\t=1", "-0.5", "taylor", None]
+    wide = [f"{sign}1" for sign in "\uff1d\uff0b\uff0d\uff20"]
+    cells = ["=cmd|' /C calc'!A0", "@SUM(A1)", "+x", "-2+3+cmd|' /C calc'!A0", "\t=1", *wide, "-0.5", "taylor", None]
     rows = [{"scorer": cell, "drop": -0.5, "=1": 3} for cell in cells]
     _columns(rows, tmp_path / "table")
-    head, *lines = (tmp_path / "table.csv").read_text().splitlines()
+    head, *lines = (tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()
     assert head == '"scorer","drop","\'=1"'
     starts = [line.split(",")[0].strip('"')[:1] for line in lines]
-    assert starts[:7] == ["'", "'", "'", "'", "'", "-", "t"]
+    assert starts[:11] == ["'"] * 9 + ["-", "t"]
     assert all(line.endswith(",-0.5,3") for line in lines)
     assert parquet.read_table(tmp_path / "table.parquet").to_pylist() == rows, "a table for programs is as it was"
+    _columns([{"scorer": "\n=1"}, {"scorer": "\r=1"}], tmp_path / "broken", (".csv",))
+    assert (tmp_path / "broken.csv").read_bytes() == b'"scorer"\n"\'\n=1"\n"\'\r=1"\n'

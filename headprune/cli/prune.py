@@ -192,7 +192,8 @@ def _write(
     from headprune.surgery.formats import companions
 
     formats = applicable_formats(found.model)
-    chosen, beside = _chosen(format, formats), companions.Beside(resolve_path(model, "--model"))
+    chosen = _chosen(format, formats)
+    beside = companions.Beside(resolve_path(model, "--model"), code=chosen != "remote-code")
     how: dict[str, Any] = {"plan": found.plan, "example": found.example, "processor": beside}
     save_pretrained(found.model, out, format=chosen, max_shard_size=max_shard_size, **how)
     return chosen, formats, beside.copied

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headprune.core.codec import Value
-from headprune.core.display import rich_table
+from headprune.core.display import html_text, rich_table
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 
 if TYPE_CHECKING:
@@ -129,8 +128,8 @@ class Agreement(Value):
 
     def _repr_html_(self) -> str:
         def line(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+            return "<tr>" + "".join(f"<{tag}>{html_text(c)}</{tag}>" for c in cells) + "</tr>"
 
         body = "".join(line(row, "td") for row in self.rows())
-        notes = "".join(f"<p>{html.escape(n)}</p>" for n in self.notes)
-        return f"<table><caption>{html.escape(self.title)}</caption>{line(self.header, 'th')}{body}</table>{notes}"
+        notes = "".join(f"<p>{html_text(n)}</p>" for n in self.notes)
+        return f"<table><caption>{html_text(self.title)}</caption>{line(self.header, 'th')}{body}</table>{notes}"

@@ -91,13 +91,20 @@ def _freeze(value: Any) -> Any:
 def _thaw(value: Any) -> Any:
     if _spells(value):  # a mapping that says what a number is spelt as gets one more around it
         return {"float": _plain(value)}
+    if isinstance(value, str):
+        return _writable(value)
     if isinstance(value, Mapping):
-        return {k: _thaw(v) for k, v in value.items()}
+        return {_writable(k): _thaw(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
         return [_thaw(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(float(value))}  # float(): NumPy spells its own repr
     return value
+
+
+def _writable(text: str) -> str:
+    """Text as a file can hold it: bytes of a file's name that are no UTF-8 as what Python shows for them."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _spells(value: Any) -> bool:
@@ -199,7 +206,7 @@ def _encode(hint: Any, value: Any) -> Any:
         items = next((get_args(o) for o in options if get_origin(o) is tuple), (Any, ...))
         return [_encode(h, v) for h, v in zip(_item_hints(items, len(value)), value, strict=True)]
     if isinstance(value, FrozenDict) and FrozenDict in options:  # read as a mapping, whatever it looks like
-        return {k: _thaw(v) for k, v in value.items()}
+        return {_writable(k): _thaw(v) for k, v in value.items()}
     if type(value) is int and float in options and int not in options:
         return float(value)  # 1 and 1.0 are equal, so they must have one stored form and one digest
     return _thaw(value)

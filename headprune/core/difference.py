@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ def _figures(record: RunRecord) -> dict[str, Scalar]:
     found |= {f"{_role(record, row)}, {row.split} {row.metric}": row.value for row in record.quality}
     found |= {f"{row.name}, pruned": row.pruned for row in record.size}
     found |= {f"speed, batch {row.batch} x {row.length}": row.ratio for row in record.speed}
-    found |= {f"seconds of {name}": seconds for name, seconds in record.timings.items()}
+    found |= {f"seconds of {name}": seconds for name, seconds in _flat(record.timings).items()}
     return found
 
 
@@ -172,7 +173,8 @@ def _changes(first: Mapping[str, Scalar], second: Mapping[str, Scalar], every: b
 
 def _word(value: Scalar) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.4g}"
+        whole = math.isfinite(value) and value == int(value) and abs(value) >= 10
+        return f"{value:,.0f}" if whole else f"{value:.4g}"
     return "none" if value is None else str(value)
 
 

@@ -40,6 +40,15 @@ def escape(text: object) -> str:
     return _SPECIAL.sub(r"\\\1", " ".join(clean(str(text)).split()))
 
 
+def html_text(text: str) -> str:
+    """Text that HTML shows as it is, in an attribute too.
+
+    >>> html_text("<i>\\x1b[1m")
+    '&lt;i&gt;'
+    """
+    return html.escape(clean(text))
+
+
 @dataclass(frozen=True)
 class Cell:
     """One head: its importance from 0 to 1 (None: unknown), whether it stays, and what a pointer over it says."""
@@ -140,15 +149,15 @@ def html_grid(title: str, rows: Sequence[Row]) -> str:
         if not cell.kept:
             look = "background:repeating-linear-gradient(45deg,#bbb 0 2px,#fff 2px 6px);color:#555;"
         style = f"{look}padding:2px 6px;text-align:center;border:1px solid #999"
-        return f'<td style="{style}" title="{html.escape(cell.title, quote=True)}">{cell.head}</td>'
+        return f'<td style="{style}" title="{html_text(cell.title)}">{cell.head}</td>'
 
     def label(row: Row) -> str:
-        return html.escape(row.label) + (f" <i>{html.escape(row.kind)}</i>" if row.kind else "")
+        return html_text(row.label) + (f" <i>{html_text(row.kind)}</i>" if row.kind else "")
 
     body = "".join(
         f'<tr><th scope="row" style="text-align:right;padding-right:8px;font-weight:normal">{label(r)}</th>'
         f"{''.join(map(paint, r.cells))}</tr>"
         for r in rows
     )
-    caption = f'<caption style="text-align:left">{html.escape(title)}</caption>'
+    caption = f'<caption style="text-align:left">{html_text(title)}</caption>'
     return f'<table style="border-collapse:collapse;font-family:monospace">{caption}{body}</table>'

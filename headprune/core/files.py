@@ -296,7 +296,8 @@ def occupied(folder: Path, beside: Container[str] = ()) -> list[str]:
 
 def append_line(path: str | Path, line: str) -> None:
     """Adds a line to a file of lines, on the disk when this returns; half a line of a killed process is ended first.
-    A link is not followed: what it names lies elsewhere, and is not ours to change.
+    A link is not followed: what it names lies elsewhere, and is not ours to change. Half of a surrogate pair, which no
+    file can hold, is spelt as in JSON.
 
     Raises:
         NotWritten: the system refused to write; the file is as it was.
@@ -306,7 +307,7 @@ def append_line(path: str | Path, line: str) -> None:
         file.seek(max(0, before - 1))
         begun = file.read(1) not in (b"", b"\n")
         try:
-            left = ("\n" * begun + line + "\n").encode()
+            left = ("\n" * begun + line + "\n").encode(errors="backslashreplace")
             while left:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())

@@ -5,8 +5,9 @@ A head keeps the index it had in the full model for ever: after a cut the heads 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from headprune.core.codec import Value
@@ -173,6 +174,19 @@ class AttentionSite(Value):
         heads = f"{self.n_query_heads} heads{kv} of width {self.head_dim}{present}"
         policy = "" if self.policy == "group" else f", {self.policy}"
         return f"{self.name}: {heads} ({self.layout}, {self.kind}{policy})"
+
+
+def places(sites: Sequence[AttentionSite], wanted: str) -> tuple[int, ...]:
+    """Places of the sites of a kind, of the one that is named so, or of those whose names fit a pattern.
+
+    >>> sites = [AttentionSite(name, "bert", "self", 2, 2, 4, 4, (0, 1)) for name in ("a[0]", "a0", "b0")]
+    >>> places(sites, "self"), places(sites, "a[0]"), places(sites, "?0")
+    ((0, 1, 2), (0,), (1, 2))
+    """
+    if wanted in KINDS:
+        return tuple(i for i, site in enumerate(sites) if site.kind == wanted)
+    named = tuple(i for i, site in enumerate(sites) if site.name == wanted)
+    return named or tuple(i for i, site in enumerate(sites) if fnmatchcase(site.name, wanted))
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 
 from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.display import Cell, Row, html_grid, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, PlanMismatch
-from headprune.core.heads import KINDS, POLICIES, AttentionSite, HeadMask, Policy
+from headprune.core.heads import POLICIES, AttentionSite, HeadMask, Policy, places
 from headprune.core.scores import ModelFingerprint
 
 _KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv", "speedup")
@@ -96,7 +96,7 @@ class SiteBudget(Value):
     """A budget of some sites alone: its fractions are of what the heads of those sites cost together.
 
     Args:
-        sites: A kind of attention (``self``, ``causal``, ``cross``), or a pattern over the sites' names.
+        sites: A kind of attention (``self``, ``causal``, ``cross``), a site's name, or a pattern over names.
         budget: What may stay there.
 
     >>> print(SiteBudget("*decoder*", Budget(keep_heads=0.5)))
@@ -106,9 +106,9 @@ class SiteBudget(Value):
     sites: str
     budget: Budget
 
-    def covers(self, site: AttentionSite) -> bool:
-        """Whether a site is one of those."""
-        return site.kind == self.sites if self.sites in KINDS else fnmatchcase(site.name, self.sites)
+    def places(self, sites: Sequence[AttentionSite]) -> tuple[int, ...]:
+        """Which of a model's sites are those."""
+        return places(sites, self.sites)
 
     def __str__(self) -> str:
         return f"{self.sites}: {self.budget}"

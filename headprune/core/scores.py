@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from headprune.core.codec import FrozenDict, Value
-from headprune.core.display import Cell, Row, clean, html_grid, levels, rich_grid, text_grid
+from headprune.core.display import Cell, Row, clean, html_grid, html_text, levels, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import atomic_paths
-from headprune.core.heads import KINDS, AttentionSite, HeadId
+from headprune.core.heads import AttentionSite, HeadId, places
 from headprune.core.samples import Curvature, Samples, if_there
 from headprune.core.uncertainty import Stability, half_width, lowest_shares, rank_bounds, stability
 
@@ -181,30 +179,26 @@ class HeadScores(Value):
 
         Args:
             sites: A kind of attention (``self``, ``causal``, ``cross``: an encoder-decoder's encoder, decoder and
-                cross attention), or a pattern over the sites' names.
+                cross attention), a site's name, or a pattern over names.
 
         Raises:
             UnknownName: no such site.
         """
-        places = [
-            i
-            for i, site in enumerate(self.sites)
-            if (site.kind == sites if sites in KINDS else fnmatchcase(site.name, sites))
-        ]
-        if not places:
+        those = places(self.sites, sites)
+        if not those:
             kinds = dict.fromkeys(site.kind for site in self.sites)
             hint = did_you_mean(sites, [*kinds, *(s.name for s in self.sites)])
             hint = hint if hint.startswith("Did") else f"The scored sites are of kind {' and '.join(kinds)}."
             raise UnknownName("HeadScores.of", "a kind or a pattern of the scored sites", repr(sites), hint)
-        costs = None if self.costs is None else replace(self.costs, units=_chosen(self.costs.units, places))
-        units = [i for i, unit in enumerate(self.units()) if unit.site in places]
+        costs = None if self.costs is None else replace(self.costs, units=_chosen(self.costs.units, those))
+        units = [i for i, unit in enumerate(self.units()) if unit.site in those]
         samples, lost = (None, ()) if self.samples is None else if_there(partial(self.samples.columns, units))
         curvature, gone = (None, ()) if self.curvature is None else if_there(partial(self.curvature.part, units))
         return replace(
             self,
-            sites=_chosen(self.sites, places),
-            values=_chosen(self.values, places),
-            standard_errors=None if self.standard_errors is None else _chosen(self.standard_errors, places),
+            sites=_chosen(self.sites, those),
+            values=_chosen(self.values, those),
+            standard_errors=None if self.standard_errors is None else _chosen(self.standard_errors, those),
             costs=costs,
             samples=samples,
             notes=(*self.notes, *lost, *gone),
@@ -340,8 +334,8 @@ class HeadScores(Value):
         return "\n".join([rich_grid(f"HeadScores: {self.title}", self.rows()), *notes])
 
     def _repr_html_(self) -> str:
-        return html_grid(self.title, self.rows()) + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return html_grid(self.title, self.rows()) + "".join(f"<p>{html_text(note)}</p>" for note in self.notes)
 
 
-def _chosen(rows: tuple[_T, ...], places: list[int]) -> tuple[_T, ...]:
+def _chosen(rows: tuple[_T, ...], places: tuple[int, ...]) -> tuple[_T, ...]:
     return tuple(rows[i] for i in places)

@@ -153,6 +153,8 @@ class SweepTable(Value):
 
 def _check_columns(table: SweepTable, where: str) -> None:
     """Refuses rows of a file that no sweep has left."""
+    if missing := [name for name in SIZES if name not in table.base]:
+        raise InvalidValue(f"{where}.base", f"complete (with {', '.join(missing)})", "one without")
     _check_row(table.base, f"{where}.base", table.base)
     for split in ("validation", "test"):
         if not _is_number(table.base.get(f"{split}_rows")):

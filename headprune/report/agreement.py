@@ -16,6 +16,7 @@ def draw_agreement(agreement: Agreement, path: str | Path) -> Path:
     Raises:
         InvalidValue: a format that matplotlib does not write.
     """
+    import matplotlib
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
     path = Path(path)
@@ -25,8 +26,9 @@ def draw_agreement(agreement: Agreement, path: str | Path) -> Path:
     kind = path.suffix.removeprefix(".").lower()
     if kind not in known:
         raise InvalidValue(str(path), f"a picture that ends in one of {', '.join(known)}", repr(path.suffix))
-    figure.suptitle(plot.plain(agreement.title), fontsize=10)
-    plot.agreement(agreement, axes=figure.subplots(1, len(MEASURES), sharey=True))
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=150)
+    with matplotlib.rc_context({"text.usetex": False}):  # names out of files are no commands to LaTeX
+        figure.suptitle(plot.plain(agreement.title), fontsize=10)
+        plot.agreement(agreement, axes=figure.subplots(1, len(MEASURES), sharey=True))
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary, format=kind, dpi=150)
     return path

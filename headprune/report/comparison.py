@@ -221,9 +221,15 @@ def _methods(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
         ("selector", lambda r: r.plan.selector if r.plan else ""),
         ("budget", lambda r: (r.plan.wanted or "by hand") if r.plan else ""),
         ("heads kept", lambda r: f"{r.plan.mask.n_kept:,} of {r.plan.mask.n_heads:,}" if r.plan else ""),
-        ("seconds in all", lambda r: fixed(sum(map(float, r.timings.values())), 0) if r.timings else ""),
+        ("seconds in all", _seconds),
     )
     return tuple(_row(label, (ComparedCell(tell(r)) if tell(r) else None for r in records)) for label, tell in named)
+
+
+def _seconds(record: RunRecord) -> str:
+    """Of all stages; what is no number is passed over, as a record may come from anywhere."""
+    known = [float(each) for each in record.timings.values() if isinstance(each, (int, float))]
+    return fixed(sum(known), 0) if known else ""
 
 
 def _recipes(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:

@@ -93,7 +93,9 @@ def head_map(
     ax.tick_params(length=0, labelsize=8)
     ax.set_xlabel("head")
     if scores is not None:
-        ax.figure.colorbar(picture, ax=ax, label=plain(scores.scorer), fraction=0.046, pad=0.02)
+        bar = ax.figure.colorbar(picture, ax=ax, label=plain(scores.scorer), fraction=0.046, pad=0.02)
+        _no_tex(bar.ax)
+    _no_tex(ax)
     return ax
 
 
@@ -136,6 +138,7 @@ def attention(
             _words(ax, *maps.labels(head.site, example))
             ax.set_xlabel("key")
             ax.set_ylabel("query")
+        _no_tex(ax)
         return ax
     sites = [maps.of(head)] if head is not None else list(maps.sites)
     widest = max(len(site.heads) for site in sites)
@@ -153,6 +156,7 @@ def attention(
             if gone:
                 panel.spines[:].set(color="#b2182b", linewidth=1.5, linestyle="--")
         row[0].set_ylabel(plain(site.site), fontsize=7, rotation=0, ha="right", va="center")
+        _no_tex(row[0])
     return axes
 
 
@@ -204,6 +208,7 @@ def tradeoff(
     ax.set_ylabel(f"{plain(metric)} on {split} rows" + (", lower is better" if lower else ""))
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8, loc="upper right" if lower else "lower right")  # where many heads seldom end; no search
+    _no_tex(ax)
     return ax
 
 
@@ -234,6 +239,7 @@ def agreement(found: Agreement, *, axes: Any = None) -> Any:
         panel.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(n), [plain(found.label(p)) for p in found.pairs])
     axes[0].set_ylim(n - 0.5, -0.5)
+    _no_tex(axes[0])
     return axes
 
 
@@ -297,6 +303,15 @@ def _map(ax: Axes, grid: NDArray[np.float32]) -> None:
 def plain(text: str) -> str:
     """Text that matplotlib draws letter by letter: ``$`` begins a formula, control characters have no picture."""
     return "".join(c for c in text if c.isprintable()).replace("$", r"\$")
+
+
+def _no_tex(ax: Axes) -> None:
+    """Labels without LaTeX, whatever ``text.usetex`` says: names out of files would be commands to it."""
+    from matplotlib.text import Text
+
+    for part in filter(None, (ax.xaxis, ax.yaxis, ax.get_legend())):
+        for text in part.findobj(Text):
+            text.set_usetex(False)
 
 
 def _words(ax: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import math
 import re
 import shlex
@@ -35,6 +36,7 @@ def command(record: RunRecord) -> str:
     if "task" not in record.recipe:  # not a recipe's record
         return f"headprune run {shlex.quote(record.name)}"
     folder = str(record.recipe.get("out") or f"runs/{record.name}")
+    folder = f"./{folder}" if folder.startswith("-") else folder  # else it is an option
     return f"headprune run {shlex.quote(f'{folder}/recipe.yaml')} --out {shlex.quote(f'{folder}-again')}"
 
 
@@ -71,7 +73,7 @@ def _sites(record: RunRecord) -> tuple[list[str], list[str]]:
     """Imports, and the line that finds the sites where that takes a layout of one's own or another policy."""
     path, how = _map(record.recipe, "model").get("layouts"), []
     imports = []
-    if isinstance(path, str) and _IMPORT_PATH.fullmatch(path):
+    if isinstance(path, str) and _IMPORT_PATH.fullmatch(path) and all(map(_is_name, re.split("[.:]", path))):
         module, _, layout = path.partition(":")
         imports, how = [f"from {module} import {layout}"], [f"layouts=[{layout}]"]
     asked = _map(record.recipe, "select").get("policy")
@@ -94,7 +96,7 @@ def _chosen(record: RunRecord, given: list[str]) -> list[str]:
         return lines
     asked = [f"{name}={_spelled(wanted[name])}" for name in ("must_keep", "must_remove") if wanted.get(name)]
     if "speedup=" in (budget := _budget(plan)):
-        at = {key: value for key, value in _map(wanted, "latency").items() if value is not None}
+        at = {key: value for key, value in _map(wanted, "latency").items() if value is not None and key != "sites"}
         lines.append(_call("table = hp.bench.latency_table", "model", "batch", *given, *_keywords(at)))
         asked.append("latency=table")
     looks = {"iterative": ("rescore", "rescorer", [scorer]), "local_search": ("loss", "loss_of", [])}
@@ -126,13 +128,18 @@ def _recoveries(recipe: Mapping[str, Any], steps: list[Mapping[str, Any]], model
 
 def _configured(room: str, name: str, settings: Mapping[str, Any]) -> str:
     """A method with its settings as Python; what is no plain name stays a string."""
-    if not all(word.isidentifier() for word in (name, *settings)):
+    if not all(map(_is_name, (name, camel_case(name), *settings))):
         return repr(name)
     return f"hp.{room}.{camel_case(name)}({', '.join(_keywords(settings))})"
 
 
+def _is_name(word: str) -> bool:
+    """Whether Python takes a word for a name of ours; it takes some beyond ASCII for one another."""
+    return word.isascii() and word.isidentifier() and not keyword.iskeyword(word) and word != "__debug__"
+
+
 def _keywords(settings: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={_spelled(value)}" for key, value in settings.items() if key.isidentifier()]
+    return [f"{key}={_spelled(value)}" for key, value in settings.items() if _is_name(key)]
 
 
 def _spelled(value: Any) -> str:

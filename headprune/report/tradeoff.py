@@ -31,7 +31,8 @@ def draw_tradeoff(table: SweepTable, path: str | Path, by: str = "heads") -> Pat
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
     path, front = Path(path), table.front(by)
-    with matplotlib.rc_context({"svg.hashsalt": "headprune"}):  # the same table, the same file
+    # the same table, the same file; and names out of it are no commands to LaTeX
+    with matplotlib.rc_context({"svg.hashsalt": "headprune", "text.usetex": False}):
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         panels = figure.subplots(1, 2, sharex=True, sharey=True)
         for panel, split in zip(panels, _SPLITS, strict=True):

@@ -14,7 +14,7 @@ import yaml
 from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.model.classes import class_name_of
 from headprune.run.models import model_config
-from headprune.run.reading import override, parse_yaml
+from headprune.run.reading import _REFERENCE, override, parse_yaml
 from headprune.run.recipe import UNLABELLED, DataSection, Recipe, Task
 from headprune.run.sources import Source, load_source, undecoded
 from headprune.run.validate import check_recipe
@@ -105,8 +105,11 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
         keep: Heads to keep: a count or a fraction.
 
     Raises:
-        InvalidValue: the model or the data cannot be had, or task or columns cannot be told.
+        InvalidValue: the model or the data cannot be had, task or columns cannot be told, or a recipe cannot hold a
+            name.
     """
+    _check_name(model, "--model", "folder")
+    _check_name(data, "--data", "file or folder")
     tasks = get_args(Task)
     if task is not None and task not in tasks:
         raise InvalidValue("--task", f"one of {', '.join(tasks)}", repr(task), did_you_mean(task, tasks))
@@ -269,8 +272,20 @@ def _unclear(key: str, must: str, names: Sequence[str], data: str) -> InvalidVal
     return InvalidValue(f"data.{key}", f"told by {must} in {data}", ", ".join(names) or "none", hint)
 
 
+def _check_name(name: str, where: str, what: str) -> None:
+    """Refuses what a recipe would take for a reference to one of its keys."""
+    if found := _REFERENCE.search(name):
+        must = f"without {found[0]}, which a recipe takes for the value of a key"
+        raise InvalidValue(where, must, repr(name), f"Rename the {what}.")
+
+
 def _quoted(name: str) -> str:
-    """A string as YAML takes it: as it is, where nothing in it has a meaning of its own."""
+    """A string as YAML takes it: as it is, where nothing in it has a meaning of its own.
+
+    Raises:
+        InvalidValue: it holds a reference.
+    """
+    _check_name(name, "data: a column's name", "column")
     try:
         plain = parse_yaml(f"- {name}\n- [{name}]", "a name") == [name, [name]] and "#" not in name
     except InvalidValue:

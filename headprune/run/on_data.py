@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -45,7 +46,7 @@ def prune_on_data(
         HeadPruneError: bad input, or a proof that failed.
     """
     found = guess(model, data, task=task)
-    recipe = found.recipe([*settings, f"out={folder}"])
+    recipe = found.recipe(settings).model_copy(update={"out": str(folder)})
     for line in found.why:
         say(line)
     record = _finished(recipe, folder) or run_recipe(recipe, say=say, progress=progress)
@@ -57,4 +58,5 @@ def _finished(recipe: Recipe, folder: Path) -> RunRecord | None:
     if not (folder / MODEL).is_dir() or not (folder / RECORD).is_file():
         return None
     record = RunRecord.load(folder / RECORD)
-    return record if record.status == "done" and record.recipe == FrozenDict(recipe.model_dump()) else None
+    again = replace(record, recipe=FrozenDict(recipe.model_dump()))
+    return record if record.status == "done" and record.digest == again.digest else None

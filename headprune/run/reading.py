@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def interpolate(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[InvalidVal
             hint = did_you_mean(key, known)
             problems.append(InvalidValue(path, "a reference to another key", f"${{{key}}}", hint))
         elif known[key] is None:
-            hint = f"Give it: --set {key}=..."
+            hint = f"Give it: --set {shlex.quote(f'{key}=...')}"
             problems.append(InvalidValue(path, f"preceded by a value for {key}", "none", hint))
         else:
             return resolve(known[key], path, (*seen, key))

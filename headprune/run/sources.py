@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -33,7 +35,7 @@ def load_source(section: DataSection) -> Source:
     Raises:
         InvalidValue: no such data, data that cannot be read, no train split, or an empty split.
     """
-    path = Path(section.path).expanduser()
+    path = Path(os.path.expanduser(section.path))
     if section.path.startswith("sklearn:"):
         _split_names(section, ())
         source = _sklearn(section.path)
@@ -56,7 +58,7 @@ def load_source(section: DataSection) -> Source:
 
 def folder_of(section: DataSection) -> Path:
     """Where paths in rows begin: the data's folder, or that of its file; of a hub data set, the working directory."""
-    path = Path(section.path).expanduser()
+    path = Path(os.path.expanduser(section.path))
     return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
@@ -134,10 +136,10 @@ def _local(path: Path, section: DataSection) -> Source:
     for file in (file for found in files.values() for file in found):
         if not file.stat().st_size:
             raise InvalidValue("data.path", "files with rows", f"{file}, which is empty")
+    paths = {role: [_as_pattern(file) for file in found] for role, found in files.items()}
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    paths = {role: [str(file) for file in found] for role, found in files.items()}
     # A cache of its own: the shared one is keyed by path and time, and would survive a file that was replaced.
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         try:
@@ -155,6 +157,19 @@ def _local(path: Path, section: DataSection) -> Source:
     if given := {key: value for key, value in hub_only.items() if value is not None}:
         facts["not used, the data is local"] = given
     return Source(dict(loaded), facts, tuple(f"{path / name} was not used" for name in unused))
+
+
+def _as_pattern(file: Path) -> str:
+    """A pattern that is met by this file alone: ``datasets`` looks for files by patterns.
+
+    Raises:
+        InvalidValue: no pattern is.
+    """
+    path = os.path.abspath(file)  # else the working directory's own name would be a part of the pattern
+    if "::" in path or os.path.expandvars(path) != path:
+        must = "named without '::' and $VARIABLES, which readers take for more than names"
+        raise InvalidValue("data.path", must, repr(path), "Rename the file or folder.")
+    return glob.escape(path)
 
 
 def _split_names(section: DataSection, present: Iterable[str], **given: str) -> dict[str, str]:

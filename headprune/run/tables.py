@@ -22,8 +22,9 @@ from headprune.run.runs import Run, SweepRun
 from headprune.run.surroundings import hardware, versions
 from headprune.run.tasks import file_of, outcome_of
 
-#: How text begins that spreadsheets take for a formula, and numbers, which begin so and are none.
-_FORMULA, _NUMBER = re.compile(r"[=@+\-\t\r]"), re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
+#: How text begins that spreadsheets take for a formula; numbers, which begin so and are none.
+_FORMULA = re.compile(r"[=@+\-\t\r\n\uff1d\uff20\uff0b\uff0d]")  # the last four are wide forms of the first
+_NUMBER = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
 TIMINGS = "timings.jsonl"
 SURROUNDINGS = "surroundings.json"
 

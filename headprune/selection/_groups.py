@@ -31,7 +31,7 @@ def divided(sites: Sequence[AttentionSite], budgets: Mapping[str, Budget]) -> li
             must = "a mapping from a kind (self, causal, cross) or a pattern over sites' names to a Budget"
             raise InvalidValue(WHERE, must, f"{key!r}: {budget!r}")
         group = SiteBudget(key, budget)
-        places = tuple(i for i, site in enumerate(sites) if group.covers(site))
+        places = group.places(sites)
         if not places:
             present = sorted({s.kind for s in sites})
             hint = did_you_mean(key, [*KINDS, *(s.name for s in sites)])

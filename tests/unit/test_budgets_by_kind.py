@@ -73,6 +73,17 @@ def test_every_group_meets_its_own_budget_and_the_rest_stays_whole(selector: str
         s.check(plan.mask.kept(s.name))
 
 
+@pytest.mark.parametrize("name", ["net.a[b]", "net.a*", "net.a?", "net.[!x]"])
+def test_the_name_of_a_site_is_that_site_alone(name: str) -> None:
+    """Whatever it is as a pattern: ``net.a[b]`` fits no name here, ``net.a*`` fits two."""
+    scores = scores_of((site(name, "self"), site("net.ab", "self"), site("net.b", "self")))
+    plan = hp.select(scores, {name: HALF})
+    assert [kept(plan, s.name) for s in scores.sites] == [2, 4, 4]
+    assert [s.name for s in scores.of(name).sites] == [name]
+    plan = hp.select(scores, {name: HALF, "net.ab": QUARTER})
+    assert [kept(plan, s.name) for s in scores.sites] == [2, 1, 4]
+
+
 @pytest.mark.parametrize("selector", BY_SCORES)
 @pytest.mark.parametrize("currency", ["keep_heads", "keep_params", "keep_macs"])
 def test_a_group_is_cut_as_if_it_were_alone(selector: str, currency: str) -> None:

@@ -251,6 +251,21 @@ def test_records_are_set_side_by_side_with_plans_for_the_same_sites_alone():
         assert str(beside).splitlines() == ["x -> y", "figures", "  status: done -> done"]
 
 
+def test_figures_of_any_kind_are_set_side_by_side():
+    odd = FrozenDict({"a": float("nan"), "b": float("inf"), "c": "soon", "d": (1, 2), "e": 20.0})
+    record = RunRecord("demo", "done", "save", "2024-01-01", timings=odd)
+    assert str(record_difference(record, replace(record, timings=FrozenDict({"a": 1.5})), ("x", "y"))).splitlines() == [
+        *(
+            "x -> y",
+            "figures",
+            "  status: done -> done",
+            "  seconds of a: nan -> 1.5 (+nan)",
+            "  seconds of b: inf -> none",
+        ),
+        *("  seconds of c: soon -> none", "  seconds of d: (1, 2) -> none", "  seconds of e: 20 -> none"),
+    ]
+
+
 def test_a_share_of_importance_is_told_where_no_score_is_below_zero():
     site = AttentionSite("a", "bert", "self", 3, 3, 4, 4, (0, 1, 2))
     plan = PruningPlan(HeadMask.from_keep({"a": [1, 2]}, {"a": 3}))

@@ -78,7 +78,7 @@ def test_the_card_states_what_was_cut(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     whole = sum(p.numel() for p in tiny("llama")[0].parameters())
     left = sum(p.numel() for p in model.parameters())
-    assert text.startswith("---\nbase_model: someone/some-llama\ntags:\n- headprune\n---\n")
+    assert text.startswith('---\nbase_model: "someone/some-llama"\ntags:\n- headprune\n---\n')
     for fact in (
         "Base model: someone/some-llama",
         f"Parameters: {whole:,} before, {left:,} after",

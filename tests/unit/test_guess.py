@@ -341,6 +341,31 @@ def test_a_name_is_written_so_that_it_is_read_again(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize(
+    ("column", "folder", "file", "where"),
+    [
+        ("a ${seed}", "model", "rows.csv", "data: a column's name"),
+        ("text", "model-${seed}", "rows.csv", "--model"),
+        ("text", "model", "rows-${ seed }.csv", "--data"),
+        ("text", "model", "${name}/rows.csv", "--data"),
+    ],
+)
+def test_a_name_that_a_recipe_would_fill_in_is_refused(
+    tmp_path: Path, column: str, folder: str, file: str, where: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(f"{column},other,label\nwe,us,1\ndo,so,0\n")
+    configured(tmp_path, "BertModel").rename(tmp_path / folder)
+    with pytest.raises(InvalidValue, match=r"must be without \$\{.*Rename the") as refused:
+        guess(str(tmp_path / folder), str(tmp_path / file))
+    assert refused.value.where == where
+
+
+def test_a_column_that_is_not_used_may_have_any_name(tmp_path: Path) -> None:
+    row = {"sentence1": "we", "sentence2": "do", "${seed}": "x", "label": 1}
+    assert guessed(tmp_path, "BertModel", row).recipe().data.text == ["sentence1", "sentence2"]
+
+
+@pytest.mark.parametrize(
     ("folder", "name"),
     [
         ("mod\xe8le", "mod-le-pruned"),

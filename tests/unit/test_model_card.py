@@ -39,7 +39,7 @@ def test_a_repository_of_the_hub_is_named_where_hubs_read_it(name: str, tmp_path
     model = tiny("llama")
     model.config._name_or_path = name
     text = written(tmp_path, model)
-    assert text.startswith(f"---\nbase_model: {name}\n")
+    assert text.startswith(f'---\nbase_model: "{name}"\n')
     assert f"- Base model: {name}\n" in text
 
 

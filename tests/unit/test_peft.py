@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from torch import nn
 from torch.testing import assert_close
+from transformers import BertForSequenceClassification
 
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
+from headprune.run.adapters import _check_patterns
+from headprune.run.models import open_model
 from tests.laws import families, test_law_1_families, test_law_2_families, test_law_3_families, test_law_5_families
 from tests.laws.families import assert_equal, far, run
 from tests.laws.support import CLOSE, EXACT, Subject, as_double, objective, picture, shaken
+from tests.tiny_models import bert
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
@@ -231,6 +235,41 @@ def test_magnitude_is_that_of_the_merged_weights(subject: Subject) -> None:
     merged = hp.score(subject.copy().merge_and_unload(), [subject.batch], "magnitude")
     for a, b in zip(adapted.values, merged.values, strict=True):
         assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "query",
+        "all-linear",
+        ".*decoder.*(SA|MHA).*q_proj$",
+        "(.*)layer(.*)",
+        r".*\.(q|k|v)_proj",
+        r"^(?!.*vision).*(?:q_proj|k_proj)$",
+        r"(?:.*\.)?layers\.([0-9]|1\d|2[0-3])\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)",
+        r"(?:.*?(?:vision|image|patch|text).*?(?:self_attn|attention|attn|mlp|ffn|dense).*?(?:q_proj|k_proj|qkv|proj).*?)"
+        r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|k_proj|up_proj)))",
+        "|".join(re.escape(f"model.layers.{i}.self_attn.{name}") for i in range(128) for name in TARGETS["llama"]),
+    ],
+)
+def test_usual_patterns_of_adapters_are_let_through(pattern: str) -> None:
+    """Even so in lists and tables, where there may be many of them; hostile ones are in tests/test_hostile.py."""
+    _check_patterns({"target_modules": pattern, "exclude_modules": pattern}, Path())
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(20_000)]
+    tables = {rf"^model.layers.{i}\..*q_proj": 4 for i in range(500)}
+    free = {"prompt_tuning_init_text": "(.+)+!", "base_model_name_or_path": "(.+)+!"}
+    _check_patterns({"target_modules": names, "rank_pattern": tables, **free}, Path())
+
+
+def test_adapters_with_a_pattern_are_opened(tmp_path: Path) -> None:
+    bert(tmp_path / "base")
+    base = BertForSequenceClassification.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=r".*\.(query|value)$", init_lora_weights=False)
+    adapted = peft.get_peft_model(base, config)
+    adapted.save_pretrained(tmp_path / "adapters")
+    opened = dict(open_model(str(tmp_path / "adapters")).named_parameters())
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    assert_close(opened[name], dict(adapted.merge_and_unload().named_parameters())[name])
 
 
 def test_the_lines_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

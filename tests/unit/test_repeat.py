@@ -121,6 +121,24 @@ def test_cuts_in_stages_are_the_commands_and_only_the_plan_is_taken() -> None:
     assert 'plan = hp.RunRecord.load("record.json").plan\n' in text
 
 
+@pytest.mark.parametrize("name", ["_", "none", "true", "_1", "import", "\N{LATIN SMALL LIGATURE FI}", "__debug__"])
+def test_names_that_python_takes_for_something_else_are_not_written_as_names(name: str) -> None:
+    record, settings = record_of(), {name: 2}
+    assert record.scores is not None
+    chosen = replace(record, scores=replace(record.scores, scorer=name, settings=FrozenDict(settings)))
+    assert f"hp.score(model, batches, {name!r}" in " ".join(lines_of(chosen).split()).replace("( ", "(")
+    assert record.plan is not None
+    timed = replace(record, plan=replace(record.plan, budget=hp.Budget(speedup=1.2), settings=FrozenDict(settings)))
+    recipe = {
+        "model": {"layouts": f"mine:{name}"},
+        "select": {"latency": {name: 1, "sites": 1}, "policy": "free"},
+        "score": {"until": {name: 1}},
+        "recover": [{"method": name, "settings": {}}, {"method": "lstsq", "settings": settings}],
+    }
+    for each in (record, timed):
+        lines_of(each, **recipe)
+
+
 def test_names_and_settings_of_a_record_cannot_become_code() -> None:
     record = record_of()
     assert record.scores is not None

@@ -210,6 +210,14 @@ def test_data_stays_text_and_the_page_loads_nothing(pair: list[Compared]) -> Non
     assert "<script>" not in markdown.replace("\\<script\\>", "")
 
 
+def test_times_that_are_no_numbers_are_passed_over(pair: list[Compared]) -> None:
+    first, second = pair
+    odd = FrozenDict({"load": "soon", "score": 41.0, "bench": None, "save": {"a": 1}, "cut": [2]})
+    told = (replace(first.record, timings=odd), replace(second.record, timings=FrozenDict({"load": "soon"})))
+    compared = [Compared("a", told[0]), Compared("b", told[1])]
+    assert cells(render_comparison_html(compared), "seconds in all") == ["41", "–"]
+
+
 def test_agreement_is_of_records_that_scored_the_same_heads(pair: list[Compared]) -> None:
     records = [column.record for column in pair]
     found = agreement_of(records, ["a", "b"])

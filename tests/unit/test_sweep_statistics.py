@@ -152,6 +152,7 @@ def test_a_loss_of_nothing_has_no_ratio() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"base": {"kv": None}}, r"base: must be complete \(with kv\), got one without"),
         ({"base": {"test_rows": None}}, r"base\.test_rows: must be a number, got None"),
         ({"row": {"keep": None}}, r"rows\[0\]: must be complete \(with keep\), got a row without"),
         ({"failed": {"error": None}}, r"failed\[0\]: must be complete \(with error\)"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,9 +44,9 @@ def section(
     after = count_parameters(model)
     lines = ["## Attention heads", ""]
     lines.append(f"headprune {__version__} left {left} of {full} heads.")
-    lines += ["", f"- Model: `{type(model).__name__}`"]
+    lines += ["", f"- Model: {_code(type(model).__name__)}"]
     if base := base_model(model):
-        lines.append(f"- Base model: {base}")
+        lines.append(f"- Base model: {escape(base)}")
     if params_before is not None:
         share = 100 * (1 - after / params_before)
         lines.append(f"- Parameters: {params_before:,} before, {after:,} after (-{share:.1f} %)")
@@ -56,7 +58,7 @@ def section(
         how = f"selector {plan.selector}, scorer {plan.scorer or 'none'}, {budget}{policy}"
         lines += [f"- Plan: {escape(how)}", *(f"- Note: {escape(note)}" for note in plan.notes)]
     lines += ["", "| attention | heads left | which |", "| --- | --- | --- |"]
-    lines += [f"| `{s.name}` | {len(s.heads)} of {s.n_query_heads} | {_ranges(s.heads)} |" for s in sites]
+    lines += [f"| {_code(s.name)} | {len(s.heads)} of {s.n_query_heads} | {_ranges(s.heads)} |" for s in sites]
     return "\n".join([*lines, "", "```python", loading, "```"])
 
 
@@ -72,7 +74,7 @@ def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -
     path = folder / CARD
     block = f"{BEGIN}\n{text}\n{END}\n"
     if old is None and not path.is_file():
-        known = [f"base_model: {hub_name}"] if hub_name else []
+        known = [f"base_model: {json.dumps(hub_name)}"] if hub_name else []
         head = "\n".join(["---", *known, "tags:", "- headprune", "---", ""])
         return write_atomic(path, f"{head}\n{block}".encode())
     old = path.read_bytes().decode() if old is None else old
@@ -110,7 +112,13 @@ def _origin(model: Any) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
-    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and bool(name) and not Path(name).exists()
+    """It comes out of a file: what is no such name is not told to hubs."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name, re.ASCII)) and not Path(name).exists()
+
+
+def _code(name: str) -> str:
+    """A name of code as code, unless it holds what would end that."""
+    return f"`{name}`" if re.fullmatch(r"[\w.<>\[\]-]+", name) else escape(name)
 
 
 def _ranges(heads: tuple[int, ...]) -> str:

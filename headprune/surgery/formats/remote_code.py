@@ -118,6 +118,7 @@ def config_of_cut(model: Any, description: dict[str, Any]) -> Any:
     config = copy.deepcopy(model.config)
     whole = [m for m in (body_of(model), model) if m is not None]
     config.auto_map = {name: f"{_file_name(model)}.{_class_name(m)}" for m in whole for name in auto_classes(m)}
+    config.__dict__.pop("custom_pipelines", None)  # code of others, which is not ours to have run
     config.headprune_heads = description
     config.headprune_biases = list(added_biases(model, fresh(model)))
     return config
