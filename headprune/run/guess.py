@@ -14,7 +14,7 @@ import yaml
 from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.model.classes import class_name_of
 from headprune.run.models import model_config
-from headprune.run.reading import _REFERENCE, override, parse_yaml
+from headprune.run.reading import REFERENCE, override, parse_yaml
 from headprune.run.recipe import UNLABELLED, DataSection, Recipe, Task
 from headprune.run.sources import Source, load_source, undecoded
 from headprune.run.validate import check_recipe
@@ -274,7 +274,7 @@ def _unclear(key: str, must: str, names: Sequence[str], data: str) -> InvalidVal
 
 def _check_name(name: str, where: str, what: str) -> None:
     """Refuses what a recipe would take for a reference to one of its keys."""
-    if found := _REFERENCE.search(name):
+    if found := REFERENCE.search(name):
         must = f"without {found[0]}, which a recipe takes for the value of a key"
         raise InvalidValue(where, must, repr(name), f"Rename the {what}.")
 

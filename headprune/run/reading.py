@@ -12,7 +12,7 @@ import yaml
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 
-_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")  # YAML 1.2; PyYAML alone takes 1e-3 for a string
 
 
@@ -188,10 +188,10 @@ def interpolate(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[InvalidVal
             return [resolve(v, f"{path}.{i}", seen) for i, v in enumerate(value)]
         if not isinstance(value, str):
             return value
-        whole = _REFERENCE.fullmatch(value)
+        whole = REFERENCE.fullmatch(value)
         if whole:
             return follow(whole[1].strip(), path, seen)
-        return _REFERENCE.sub(lambda match: str(follow(match[1].strip(), path, seen)), value)
+        return REFERENCE.sub(lambda match: str(follow(match[1].strip(), path, seen)), value)
 
     def follow(key: str, path: str, seen: tuple[str, ...]) -> Any:
         known = dict(_leaves(raw))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -131,16 +131,22 @@ def test_a_sweep_killed_at_five_moments(sweep: Whole, tmp_path: Path, number: in
     _killed(killing.the_sweep, sweep, tmp_path / "out", number, 3, killing.same_sweeps)
 
 
+def _killed_over(work: Callable[[str], None], old: Path) -> Iterator[Path]:
+    """Copies of a folder over which the work was killed at its first file call, its second, and so on."""
+    _, calls = killing.undisturbed(work, Path(shutil.copytree(old, old.with_name("whole"))))
+    for call in range(1, calls + 1):
+        folder = Path(shutil.copytree(old, old.with_name(str(call))))
+        process = killing.begun(work, folder, call)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        yield folder
+
+
 def test_a_save_over_an_earlier_one_killed_at_every_file_call_leaves_the_one_or_the_other(tmp_path: Path) -> None:
     whole = {name: killing.cut_model(seed).state_dict() for name, seed in (("old", 0), ("new", 1))}
     hp.save_pretrained(killing.cut_model(0), tmp_path / "old", max_shard_size="20KB")
-    _, calls = killing.undisturbed(killing.the_save, Path(shutil.copytree(tmp_path / "old", tmp_path / "whole")))
     seen = []
-    for call in range(1, calls + 1):
-        folder = Path(shutil.copytree(tmp_path / "old", tmp_path / str(call)))
-        process = killing.begun(killing.the_save, folder, call)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+    for call, folder in enumerate(_killed_over(killing.the_save, tmp_path / "old"), start=1):
         state = hp.from_pretrained(folder).state_dict()
         seen += [n for n, own in whole.items() if all(k in state and torch.equal(state[k], t) for k, t in own.items())]
         assert len(seen) == call, "neither the one nor the other"
@@ -156,13 +162,8 @@ def test_scores_saved_over_earlier_ones_killed_at_every_file_call_have_their_own
     (tmp_path / "old").mkdir()
     whole = [killing.sampled_scores(seed) for seed in (0, 1)]
     whole[0].save(tmp_path / "old" / "scores.json")
-    _, calls = killing.undisturbed(killing.the_scores, Path(shutil.copytree(tmp_path / "old", tmp_path / "whole")))
     seen = []
-    for call in range(1, calls + 1):
-        folder = Path(shutil.copytree(tmp_path / "old", tmp_path / str(call)))
-        process = killing.begun(killing.the_scores, folder, call)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+    for folder in _killed_over(killing.the_scores, tmp_path / "old"):
         found = hp.HeadScores.load(folder / "scores.json")
         seen.append(whole.index(found))
         assert (found.samples.matrix == whole[seen[-1]].samples.matrix).all()  # type: ignore[union-attr]

@@ -93,7 +93,7 @@ def _without_code(path: Path) -> None:
     except (ValueError, RecursionError):  # Transformers will not read it either
         return
     if found := list(_cleared(content)):
-        write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False).encode(errors="backslashreplace"))
+        write_atomic(path, json.dumps(content, indent=2).encode())
         named = ", ".join(clean(json.dumps(value)) for value in found)
         warnings.warn(f"{path.name} names code of others, which is left out: {named}", stacklevel=2)
 
