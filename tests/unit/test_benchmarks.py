@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import headprune as hp
-from tests.scripts import WORDS, benchmark, tiny_encoder
+from tests.scripts import BENCHMARKS, WORDS, benchmark, tiny_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -269,12 +269,15 @@ def test_tradeoff_compares_by_the_most_draws(tradeoff: ModuleType) -> None:
 
 
 def test_native_speed_is_judged_by_its_interval() -> None:
-    others = importlib.import_module("tradeoff_others")
+    others = benchmark("tradeoff_others")
 
     def timed(subject: str, batch: int, low: float, high: float, uncut: tuple[float, float]) -> dict[str, Any]:
-        speed, before = ({"ratio": (a + b) / 2, "low": a, "high": b} for a, b in ((low, high), uncut))
+        each = [{"ratio": low}, {"ratio": high}]
+        speed, before = (
+            {"ratio": (a + b) / 2, "low": a, "high": b, "processes": each} for a, b in ((low, high), uncut)
+        )
         about = {"subject": subject, "batch": batch, "tokens": 32, "dtype": "float32", "compiled": False}
-        return {**about, "speed": speed, "uncut": before}
+        return {**about, "speed": speed} | ({"uncut": before} if subject == "bert" else {})
 
     rows = [
         timed("bert", 1, 0.80, 0.84, (0.84, 0.86)),
@@ -283,8 +286,9 @@ def test_native_speed_is_judged_by_its_interval() -> None:
         timed("vit", 1, 0.97, 1.01, (0.8, 0.9)),
         timed("llama, free", 1, 0.5, 0.6, (0.8, 0.9)),
     ]
-    assert [others.cells(0.97, row)[5] for row in rows] == ["missed", "missed", "open", "reached", ""]
-    assert [others.cells(0.97, row)[6] for row in rows] == [*["0.85 [0.84, 0.86]", *["1.00 [0.95, 1.05]"] * 2], "", ""]
+    assert others.cells(0.97, rows[0])[4:6] == ["0.82 [0.80, 0.84]", "0.80 to 0.84"]
+    assert [others.cells(0.97, row)[6] for row in rows] == ["missed", "missed", "open", "reached", ""]
+    assert [others.cells(0.97, row)[7] for row in rows] == [*["0.85 [0.84, 0.86]", *["1.00 [0.95, 1.05]"] * 2], "", ""]
     assert others.summary(0.97, rows) == [
         "Missed: bert 1 x 32 (float32); bert 8 x 32 (float32). Open: bert 32 x 32 (float32)."
         " bert 1 x 32 (float32) misses it uncut, too: 0.85 [0.84, 0.86]."
@@ -292,14 +296,22 @@ def test_native_speed_is_judged_by_its_interval() -> None:
     assert others.summary(0.97, rows[3:]) == ["All reach 0.97."]
 
 
-def test_native_compares_models_of_one_function(tmp_path: Path) -> None:
-    native = benchmark("native")
+def test_native_compares_models_of_one_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    native = importlib.import_module("native")  # its processes import it by name
     out = ["--out", str(tmp_path / "native-cpu.json")]
-    record = json.loads(native.main(["--small", "--seconds", "0", "--threads", "1", *out]).read_text())
+    little = ["--small", "--seconds", "0", "--threads", "1", "--processes", "2"]
+    record = json.loads(native.main([*little, *out]).read_text())
     assert [row["subject"] for row in record["rows"]] == list(native.SUBJECTS)
     for row in record["rows"]:
         assert row["largest_difference"] < 1e-4
-        assert row["speed"]["ratio"] > 0 < row["uncut"]["ratio"]
+        assert ("uncut" in row) == (row["subject"] == "bert")
+        for timed in (row[key] for key in ("speed", "uncut") if key in row):
+            one, other = (process["ratio"] for process in timed["processes"])
+            assert timed["ratio"] == pytest.approx((one + other) / 2)
+            assert timed["high"] - timed["low"] == pytest.approx(2 * 12.706 * abs(one - other) / 2, rel=1e-3)
+    with pytest.raises(SystemExit):
+        native.main(["--processes", "1"])
 
 
 def test_startup_takes_off_what_the_stages_took(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
