@@ -69,6 +69,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="with torch.compile, too")
     parser.add_argument("--processes", type=int, default=8, help="one after the other, at least two")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long each makes each comparison")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no process after so much time, but two")
     parser.add_argument("--small", action="store_true", help="seconds: two narrow layers, one shape")
     parser.add_argument("--out", type=Path, help="default benchmarks/records/native-DEVICE.json")
     args = parser.parse_args(argv)
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     }
     out: Path = args.out or RECORDS / f"native-{args.device}.json"
     found: list[list[dict[str, Any]]] = []
-    while len(found) < args.processes:
+    while len(found) < 2 or (len(found) < args.processes and perf_counter() - start < 60 * args.minutes):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
             found.append(fresh.submit(one_process, args).result())
         print(f"{len(found)} of {args.processes} processes", flush=True)
