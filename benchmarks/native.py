@@ -17,7 +17,9 @@ The small model gets the pruned model's weights and must give its outputs. Where
 one of two models of the same code faster for as long as the process lives, by up to a tenth: each comparison is made in
 ``--processes`` of them. ``speed`` is the mean over processes of native / pruned time, each the median over rounds: 1 is
 as fast, 0.97 is aimed at; with a 95 % interval over processes (Student's t). ``uncut``, of ``bert`` alone, is the same
-comparison with all heads, before any cut: what it misses from 1 is the code of Transformers, not the cut's.
+comparison with all heads, before any cut: what it misses from 1 is the code of Transformers, not the cut's. ``share``
+is the one over the other, in the same process; code that takes as long in every call weighs more in a smaller model, so
+that ``extra_seconds``, what a call takes beyond the native one's, tells more.
 """
 
 from __future__ import annotations
@@ -118,13 +120,24 @@ def one_process(args: argparse.Namespace) -> list[dict[str, Any]]:
 def over_processes(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One row of several processes' rows of the same comparison."""
     found = dict(rows[0], largest_difference=max(row["largest_difference"] for row in rows))
+    kept = ("ratio", "low", "high", "rounds", "original_p50", "pruned_p50")
     for key in {"speed", "uncut"} & set(found):
-        ratios = [row[key]["ratio"] for row in rows]
-        mean = statistics.fmean(ratios)
-        half = float(student.ppf(0.975, len(ratios) - 1)) * statistics.stdev(ratios) / len(ratios) ** 0.5
-        timed = [{name: row[key][name] for name in ("ratio", "low", "high", "rounds")} for row in rows]
-        found[key] = {"ratio": mean, "low": mean - half, "high": mean + half, "processes": timed}
+        timed = [{name: row[key][name] for name in kept} for row in rows]
+        extra = [row["pruned_p50"] - row["original_p50"] for row in timed]
+        found[key] = mean_of([row["ratio"] for row in timed]) | {
+            "extra_seconds": mean_of(extra, "mean"),
+            "processes": timed,
+        }
+    if "uncut" in found:
+        found["share"] = mean_of([row["speed"]["ratio"] / row["uncut"]["ratio"] for row in rows])
     return found
+
+
+def mean_of(values: Sequence[float], name: str = "ratio") -> dict[str, float]:
+    """With its 95 % interval, by Student's t."""
+    mean = statistics.fmean(values)
+    half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return {name: mean, "low": mean - half, "high": mean + half}
 
 
 def compared(name: str, args: argparse.Namespace, device: torch.device, dtype: str) -> list[dict[str, Any]]:

@@ -270,14 +270,16 @@ def test_tradeoff_compares_by_the_most_draws(tradeoff: ModuleType) -> None:
 
 def test_native_speed_is_judged_by_its_interval() -> None:
     others = benchmark("tradeoff_others")
+    share, extra = {"ratio": 0.97, "low": 0.969, "high": 0.971}, {"mean": 1e-3, "low": 9e-4, "high": 1.1e-3}
 
     def timed(subject: str, batch: int, low: float, high: float, uncut: tuple[float, float]) -> dict[str, Any]:
         each = [{"ratio": low}, {"ratio": high}]
         speed, before = (
-            {"ratio": (a + b) / 2, "low": a, "high": b, "processes": each} for a, b in ((low, high), uncut)
+            {"ratio": (a + b) / 2, "low": a, "high": b, "processes": each, "extra_seconds": extra}
+            for a, b in ((low, high), uncut)
         )
         about = {"subject": subject, "batch": batch, "tokens": 32, "dtype": "float32", "compiled": False}
-        return {**about, "speed": speed} | ({"uncut": before} if subject == "bert" else {})
+        return {**about, "speed": speed} | ({"uncut": before, "share": share} if subject == "bert" else {})
 
     rows = [
         timed("bert", 1, 0.80, 0.84, (0.84, 0.86)),
@@ -286,6 +288,7 @@ def test_native_speed_is_judged_by_its_interval() -> None:
         timed("vit", 1, 0.97, 1.01, (0.8, 0.9)),
         timed("llama, free", 1, 0.5, 0.6, (0.8, 0.9)),
     ]
+    assert others.cells(0.97, rows[0])[8:] == ["0.97 [0.97, 0.97]", *["1.00 [0.90, 1.10]"] * 2]
     assert others.cells(0.97, rows[0])[4:6] == ["0.82 [0.80, 0.84]", "0.80 to 0.84"]
     assert [others.cells(0.97, row)[6] for row in rows] == ["missed", "missed", "open", "reached", ""]
     assert [others.cells(0.97, row)[7] for row in rows] == [*["0.85 [0.84, 0.86]", *["1.00 [0.95, 1.05]"] * 2], "", ""]
@@ -306,8 +309,11 @@ def test_native_compares_models_of_one_function(monkeypatch: pytest.MonkeyPatch,
     for row in record["rows"]:
         assert row["largest_difference"] < 1e-4
         assert ("uncut" in row) == (row["subject"] == "bert")
+        assert ("share" in row) == ("uncut" in row)
         for timed in (row[key] for key in ("speed", "uncut") if key in row):
             one, other = (process["ratio"] for process in timed["processes"])
+            late = [process["pruned_p50"] - process["original_p50"] for process in timed["processes"]]
+            assert timed["extra_seconds"]["mean"] == pytest.approx(sum(late) / 2)
             assert timed["ratio"] == pytest.approx((one + other) / 2)
             assert timed["high"] - timed["low"] == pytest.approx(2 * 12.706 * abs(one - other) / 2, rel=1e-3)
     with pytest.raises(SystemExit):

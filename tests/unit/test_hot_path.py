@@ -9,6 +9,7 @@ import argparse
 import copy
 import warnings
 from collections import Counter
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -120,22 +121,28 @@ def arguments(**more: Any) -> argparse.Namespace:
     return argparse.Namespace(**sizes | more)
 
 
+def pair(native: ModuleType, subject: str, which: str = "speed", **more: Any) -> tuple[nn.Module, nn.Module]:
+    """What was built small, and what was cut."""
+    built, small = native.SUBJECTS[subject](arguments(**more))[which]
+    return built.eval(), small.eval()
+
+
 @pytest.mark.parametrize("subject", ["vit", "llama"])
 def test_it_runs_what_a_configured_model_of_its_shape_runs(subject: str) -> None:
     """The same operations on tensors of the same shapes, in the same number, with the same result."""
     native = benchmark("native")
-    uncut, small, built, _ = (m.eval() for m in native.SUBJECTS[subject](arguments()))
+    (built, small), (_, larger) = pair(native, subject), pair(native, subject, keep=8)
     batch = native.INPUTS[subject](arguments(), 2, 8, torch.device("cpu"), torch.float32)
     assert [type(m) for m in small.modules()] == [type(m) for m in built.modules()]
     found = operations(small, batch, shapes=True)
     assert found == operations(built, batch, shapes=True)
-    assert found != operations(uncut, batch, shapes=True), "the shapes must differ, or the test shows nothing"
+    assert found != operations(larger, batch, shapes=True), "the shapes must differ, or the test shows nothing"
     assert_close(outputs(call(small, batch))[0], outputs(call(built, batch))[0], rtol=0, atol=0)
 
 
 def test_bert_multiplies_what_a_plain_encoder_of_its_shape_multiplies() -> None:
     native = benchmark("native")
-    uncut, small, plain, plain_uncut = (m.eval() for m in native.SUBJECTS["bert"](arguments()))
+    (plain, small), (plain_uncut, uncut) = (pair(native, "bert", which) for which in ("speed", "uncut"))
     batch = native.INPUTS["bert"](arguments(), 2, 8, torch.device("cpu"), torch.float32)
 
     def computed(model: nn.Module) -> Counter[Any]:
@@ -149,7 +156,7 @@ def test_bert_multiplies_what_a_plain_encoder_of_its_shape_multiplies() -> None:
 
 def test_the_exported_graph_is_that_of_a_configured_model() -> None:
     native = benchmark("native")
-    _, small, built, _ = (m.eval() for m in native.SUBJECTS["vit"](arguments(layers=1)))
+    built, small = pair(native, "vit", layers=1)
     batch = native.INPUTS["vit"](arguments(), 2, 8, torch.device("cpu"), torch.float32)
     graphs = [torch.export.export(model, (), batch).graph for model in (small, built)]
     called = [[str(node.target) for node in graph.nodes if node.op == "call_function"] for graph in graphs]
@@ -178,7 +185,7 @@ def test_a_fused_projection_stays_one_product(layout: str, family: str, products
 
 def test_policy_free_costs_one_copy_of_keys_and_values_a_layer() -> None:
     native = benchmark("native")
-    _, small, built, _ = (m.eval() for m in native.SUBJECTS["llama, free"](arguments()))
+    built, small = pair(native, "llama, free")
     batch = native.INPUTS["llama"](arguments(), 2, 8, torch.device("cpu"), torch.float32)
     free, even = operations(small, batch), operations(built, batch)
     assert free - even == Counter({"cat": 2 * 2})  # keys and values of two layers
