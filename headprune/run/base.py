@@ -64,6 +64,8 @@ class Base(Value):
 def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
     """The sweep's base model: the one in its folder where it is made of the same, else loaded or trained now.
 
+    A training that was interrupted goes on from its last pass over the rows.
+
     Raises:
         CheckpointError: the folder's model is not what it was when it was saved.
         InvalidValue: data that cannot be had, or a single validation or test row.
@@ -80,7 +82,8 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
         if base.made_of != made:
             raise CheckpointError(str(folder), "made of what its name says", "another base model", _HINT)
         return base
-    journal = Journal(recipe.name, recipe.model_dump(), None, say)
+    training = folder.with_name(f".{folder.name}.training")
+    journal = Journal(recipe.name, recipe.model_dump(), None if recipe.train is None else training, say)
     subject = prepare_subject(recipe, journal)
     shutil.rmtree(folder, ignore_errors=True)  # without its mark
     with staged(folder) as place:
@@ -95,6 +98,7 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
             journal.record.hardware,
         )
         base.save(place / MARK)
+    shutil.rmtree(training, ignore_errors=True)
     return base
 
 

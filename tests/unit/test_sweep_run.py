@@ -19,8 +19,9 @@ from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue,
 from headprune.core.files import PART
 from headprune.core.scores import ModelFingerprint
 from headprune.core.sweeps import SweepTable
+from headprune.recovery import _steps
 from headprune.run import picking, runs, sweeping, tasks
-from headprune.run.base import Base, open_base
+from headprune.run.base import Base, open_base, ready_base
 from headprune.run.outcome import Outcome
 from headprune.run.recipe import Recipe
 from headprune.run.runs import SweepRun
@@ -405,6 +406,26 @@ def test_half_a_base_model_of_a_killed_sweep_goes(tmp_path: Path) -> None:
     (half / "model.safetensors").write_bytes(bytes(100))
     sweep(tmp_path, ["keep=0.5", "scorer=magnitude"], seeds=1)
     assert [p.name.startswith(".") for p in (tmp_path / "bases").iterdir()] == [False]
+
+
+def test_an_interrupted_training_of_the_base_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, seen = tiny(train={**TINY["train"], "epochs": 3}), []
+    plain = _steps.Steps.on_step_end
+
+    def stop(self: Any, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+        plain(self, args, state, *more, **kwargs)
+        seen.append(state.global_step)
+        if len(seen) == 55:  # of 3 passes of 23 steps
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_steps.Steps, "on_step_end", stop)
+        with pytest.raises(KeyboardInterrupt):
+            ready_base(recipe, tmp_path / "cut", lambda line: None)
+        cut = ready_base(recipe, tmp_path / "cut", lambda line: None)
+    assert seen[54:] == [55, *range(47, 70)]
+    assert cut.files == ready_base(recipe, tmp_path / "whole", lambda line: None).files
+    assert [path.name for path in (tmp_path / "cut" / "bases").iterdir()] == [cut.made_of[:16]]
 
 
 def test_an_interrupt_says_how_to_go_on(
