@@ -67,8 +67,25 @@ def test_every_peer_ran_or_has_its_error_in_the_table(task: str) -> None:
         if task in peer.tasks:
             some = rows(found, peer=peer.name)
             assert all("error" in row or {"test", "speed"} <= row.keys() for row in some if row["seed"] == 0), peer.name
-    text = (ROOT / "docs" / "peers.md").read_text()
-    assert "it is not known why" not in text, "who is not beaten has a reason, and what would change it"
+
+
+@pytest.mark.parametrize("task", ["sst2", "digits"])
+def test_every_peer_that_is_not_beaten_has_a_note_why_and_what_would_change_it(task: str) -> None:
+    found, verdict = record(f"peers-{task}"), benchmark("peers/run").page.verdict
+    notes = [line for line in (ROOT / "docs" / "peers.md").read_text().splitlines() if line.startswith("- ")]
+    assert not any(verdict.UNKNOWN in note for note in notes)
+    compared = verdict.comparisons(found)
+    assert compared
+    for one in compared:
+        name, heads = one.line["peer"], str(one.line["reference_kept"])
+        if one.outcome == verdict.TIED:
+            assert any(note.startswith("- **Tied**") and verdict.tie(one) in note for note in notes), name
+        elif one.outcome != verdict.WON:
+            reason = f" heads: {verdict.why(found, one)}."
+            assert "What would change it: " in reason
+            beside = f" beside *{one.line['reference']}* with "
+            some = [note.removesuffix(reason).partition(beside) for note in notes if note.endswith(reason)]
+            assert any(f"**{name}**" in who and heads in kept.split(", ") for who, _, kept in some), name
 
 
 def test_the_package_is_imported_within_its_time() -> None:

@@ -86,19 +86,19 @@ def main(argv: Sequence[str] | None = None) -> Path:
     subject = subjects.subject(args)
     out: Path = args.out or RECORDS / f"peers-{args.task}{'-cuda' if args.device == 'cuda' else ''}.json"
     record = begin(args, subject, out)
+    compare(args, subject, record, out)  # an earlier call may have been killed between a row and this
     for peer, kept, seed in wanted(args, subject.layers):
         name = (peer.name, kept, seed)
         done = next((row for row in record["rows"] if key(row) == name), None)
         if done is not None and not (args.again and "error" in done):
             continue
+        if over():
+            break
         row = measured(args, subject, peer, kept, seed)
         record["rows"] = [other for other in record["rows"] if other is not done] + [row]
         studies.keep(record, out)
         print(f"{peer.name:40} {kept or '-':>3} {seed} {row.get('test', row.get('error'))}", flush=True)
-        if over():
-            break
-    record["compared"] = compared(args, subject, record["rows"])
-    studies.keep(record, out)
+        compare(args, subject, record, out)
     print(out)
     return out
 
@@ -302,6 +302,12 @@ def loaded(args: argparse.Namespace, python: str, peer: Peer, job: Path, cut: di
     return {"ok": apart < 1e-3, "by": cut["saved_by"], "difference": apart, "memory": found["memory"]}
 
 
+def compare(args: argparse.Namespace, subject: Subject, record: dict[str, Any], out: Path) -> None:
+    """Writes the paired differences into the record."""
+    record["compared"] = compared(args, subject, record["rows"])
+    studies.keep(record, out)
+
+
 def compared(args: argparse.Namespace, subject: Subject, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every peer against what it is to be held to: paired differences, draw by draw."""
     found = []
@@ -328,9 +334,13 @@ def compared(args: argparse.Namespace, subject: Subject, rows: list[dict[str, An
 
 def opponents(name: str, kept: int | None, budgets: Sequence[int]) -> list[tuple[str, int | None]]:
     """Peer and heads kept: what keeps all heads is held to the base model and to our cut ones, what cuts to ours with
-    as many heads, what has trained as often as our trained one to that."""
+    as many heads, what has trained as often as our trained one to that, what starts from our cut model to the same of
+    the whole one."""
     if name in ("unpruned", REFERENCE):
         return []
+    whole = name.removeprefix(f"{REFERENCE} + ")
+    if whole in PEERS and whole != name:
+        return [(REFERENCE, kept), (whole, None)]
     if kept is None:
         return [("unpruned", None), *((REFERENCE, its) for its in budgets)]
     often = PEERS[TRAINED].trains if TRAINED in PEERS else None

@@ -100,7 +100,7 @@ def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypat
     peers = {how: replace(fake, name=how, settings={"how": how}) for how in hows}
     peers["elsewhere"] = replace(fake, name="elsewhere", environment="onnx")
     (folder / "onnx.json").write_text(json.dumps({"ok": False, "error": "no such package"}))
-    for module in (run, run.page):
+    for module in (run, run.page, run.page.verdict):
         monkeypatch.setattr(module, "PEERS", {"headprune": fake, **peers})
     out = tmp_path / "peers-trec.json"
     record = json.loads(run.main(given(folder, out)).read_text())
@@ -153,6 +153,8 @@ def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypat
 
     run.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / "peers.md").read_text()
+    assert "MiniLM on SST-2: no record yet." in text
+    assert "MiniLM on TREC: no record yet." not in text
     assert "### 5 of 8 heads kept" in text
     assert f"| forgets | 1 | {row['test']:.3f} | {100 * line['test']['difference']:+.1f} [" in text
     assert "| raises | does not work |" in text
@@ -219,8 +221,21 @@ def test_who_keeps_as_many_heads_in_every_layer_has_no_row_of_others(run: Module
     assert ("TextPruner", 24) in rows
     assert ("TextPruner", 14) not in rows
     assert ("Torch-Pruning, global", 14) in rows
-    record = {"rows": [{"peer": "TextPruner", "kept": 24}], "shapes": []}
-    assert run.page.table(record, 14, [])[-1].endswith("as many heads in every layer: TextPruner.")
+    record = {"task": "sst2", "rows": [{"peer": "TextPruner", "kept": 24}], "shapes": []}
+    even, lacking = run.page.table(record, 14, [])[-2:]
+    assert even.endswith("as many heads in every layer: TextPruner.")
+    assert lacking.startswith("- No row yet: headprune; headprune, not refitted; ")
+    assert "TextPruner" not in lacking
+
+
+def test_who_has_no_row_is_said(run: ModuleType) -> None:
+    record = {"task": "digits", "rows": [], "shapes": []}
+    assert run.page.gaps(record, None, {"unpruned", "ONNX Runtime fp32", "ONNX Runtime static INT8"}) == [
+        "- No row yet: PyTorch INT8; ONNX Runtime dynamic INT8."
+    ]
+    everybody = {name for name, peer in run.PEERS.items() if peer.cuts and "digits" in peer.tasks}
+    assert run.page.gaps(record, 16, everybody) == []
+    assert run.page.gaps({**record, "task": "sst2"}, 16, everybody) == ["- No row yet: TextPruner."]
 
 
 def test_an_environment_that_cannot_be_made_is_a_row(
@@ -340,51 +355,157 @@ def test_batches_end_at_their_longest_row(programs: Any) -> None:
     assert (shaped["attention_mask"] == 1).all()
 
 
+def timed(name: str, kept: int | None, *ratios: float, test: float = 0.8, **more: Any) -> dict[str, Any]:
+    """A row whose intervals end 0.01 from its ratios."""
+    speed = [{"ratio": r, "low": r - 0.01, "high": r + 0.01, "base_ms": 9.0, "ms": 9 / r} for r in ratios]
+    environment = "headprune" if name.startswith("headprune") else name
+    return {"peer": name, "kept": kept, "seed": 0, "test": test, "environment": environment, "speed": speed, **more}
+
+
+def paired(peer: str, kept: int | None, low: float, high: float, its: str = "headprune") -> dict[str, Any]:
+    points = {"difference": (low + high) / 2, "low": low, "high": high}
+    return {"peer": peer, "kept": kept, "reference": its, "reference_kept": 24, "draws": 2, "test": points}
+
+
+def recorded(rows: list[dict[str, Any]], *lines: dict[str, Any]) -> dict[str, Any]:
+    return {"rows": rows, "compared": list(lines), "shapes": [[1, 128], [32, 128]], "rows_used": {"test": 100}}
+
+
 def test_what_a_comparison_comes_to(run: ModuleType) -> None:
-    def row(name: str, kept: int | None, low: float, high: float, test: float = 0.8) -> dict[str, Any]:
-        return {
-            "peer": name,
-            "kept": kept,
-            "seed": 0,
-            "test": test,
-            "environment": "headprune",
-            "speed": [{"low": low, "high": high, "ratio": low, "base_ms": 9.0, "ms": 9 / low}],
-        }
+    verdict = run.page.verdict
+    rows = [
+        timed("headprune", 24, 1.3, 1.4),
+        timed("TextPruner", 24, 1.3, 1.4),
+        timed("onnxsim", 24, 1.3, 1.2),
+        timed("onnxsim, fused", 24, 1.6, 1.2),
+        timed("PyTorch INT8", None, 2.0, 1.4),
+    ]
 
-    ours = run.page.REFERENCE
-    rows = [row(ours, 24, 1.3, 1.4), row("TextPruner", 24, 1.3, 1.5), row("onnxsim", 24, 0.9, 1.0)]
-    rows += [row("PyTorch INT8", None, 2.0, 2.1), row(f"{ours} + PyTorch INT8", 24, 2.5, 2.6, 0.79)]
+    def outcome(peer: str, low: float, high: float) -> str:
+        line = paired(peer, None if "INT8" in peer else 24, low, high)
+        (found,) = verdict.comparisons(recorded(rows, line))
+        table = [cells for cells in verdict.text(recorded(rows, line)) if cells.startswith(f"| {peer} |")]
+        assert table[0].endswith(f" | {found.outcome} |")
+        return str(found.outcome)
 
-    def line(peer: str, kept: int | None, low: float, high: float) -> dict[str, Any]:
-        points = {"difference": (low + high) / 2, "low": low, "high": high}
-        return {"peer": peer, "kept": kept, "reference": ours, "reference_kept": 24, "test": points}
+    more, same, less = (0.01, 0.03), (-0.01, 0.02), (-0.03, -0.01)
+    assert [outcome("TextPruner", *points) for points in (more, same, less)] == ["**lost**", "tied", "won"]
+    # Slower at one shape, and at the other as fast.
+    assert [outcome("onnxsim", *points) for points in (more, same, less)] == ["a trade", "won", "won"]
+    # Faster at one shape, slower at the other: a trade, whatever the accuracy.
+    assert {outcome("onnxsim, fused", *points) for points in (more, same, less)} == {"a trade"}
+    assert [outcome("PyTorch INT8", *points) for points in (more, same, less)] == ["**lost**", "**lost**", "a trade"]
 
-    def page(*lines: dict[str, Any]) -> list[str]:
-        return list(run.page.verdict({"rows": rows, "compared": list(lines)}))
 
-    def outcome(*lines: dict[str, Any]) -> list[str]:
-        text = page(*lines)
-        return [
-            cells.split(" | ")[-1].rstrip(" |") for cells in text if cells.startswith(("| Text", "| onnx", "| PyT"))
-        ]
+def test_the_noise_is_what_models_of_as_many_heads_differ_by(run: ModuleType) -> None:
+    noise = run.page.verdict.noise
+    rows = [timed("headprune", 24, 1.2, 1.2, heads=[12, 12]), timed("unpruned", None, 0.99, 1.0)]
+    assert noise(recorded(rows)) == pytest.approx([1 / 0.99 - 1, 0])
+    rows.append(timed("headprune, taylor", 24, 1.3, 1.2, heads=[4, 20]))
+    assert noise(recorded(rows)) == pytest.approx([1.3 / 1.2 - 1, 0])
+    rows += [  # of another environment, with another number of heads, with a layer that has none, with uncounted heads
+        timed("TextPruner", 24, 2.0, 2.0, heads=[12, 12]),
+        timed("headprune, trained", 24, 2.0, 2.0, heads=[12, 11]),
+        timed("headprune, not refitted", 24, 2.0, 2.0, heads=[24, 0]),
+        timed("headprune + PyTorch INT8", 24, 2.0, 2.0),
+    ]
+    assert noise(recorded(rows)) == pytest.approx([1.3 / 1.2 - 1, 0])
+    # Beyond the intervals, and within that noise; the other shape has less of it.
+    rows = [*rows[:3], timed("TextPruner", 24, 1.25, 1.25)]
+    (found,) = run.page.verdict.comparisons(recorded(rows, paired("TextPruner", 24, -0.01, 0.01)))
+    assert found.faster == ("", "theirs")
+    assert "8.3 % at 1 x 128 and 0.0 % at 32 x 128" in "\n".join(run.page.verdict.text(recorded(rows)))
 
-    assert outcome(line("TextPruner", 24, 0.01, 0.03)) == ["**lost**"]  # more accurate, and as fast
-    assert outcome(line("TextPruner", 24, -0.03, -0.01)) == ["won"]
-    assert outcome(line("TextPruner", 24, -0.01, 0.01)) == ["tied"]
-    assert outcome(line("onnxsim", 24, -0.01, 0.01)) == ["won"]  # as accurate, and slower
-    assert outcome(line("onnxsim", 24, 0.01, 0.03)) == ["a trade"]
-    assert outcome(line("PyTorch INT8", None, -0.01, 0.01)) == ["**lost**"]  # as accurate, and faster
-    assert outcome(line("PyTorch INT8", None, -0.03, -0.01)) == ["a trade"]
-    why = f"- Why **PyTorch INT8** is not beaten: {run.PEERS['PyTorch INT8'].answer}. Of ours the most accurate:"
-    why += " 24 heads, *headprune*, 0.800 at 1.30x."
-    assert why in page(line("PyTorch INT8", None, -0.01, 0.01))
-    assert why in page(line("PyTorch INT8", None, -0.03, -0.01))
-    assert why not in page(line("TextPruner", 24, -0.03, -0.01))
-    rows.append(row(f"{ours}, not refitted", 24, 1.7, 1.8))  # models of one shape differ as much from row to row
-    assert outcome(line("onnxsim", 24, -0.01, 0.01)) == ["won"]
-    rows[-1]["speed"][0]["ratio"] = 1.3 / 0.5
-    assert outcome(line("onnxsim", 24, -0.01, 0.01)) == ["tied"]
-    assert "PyTorch INT8 1.25 [1.19, 1.30] times as fast at -1.0 points with 24 heads" in page()[-1]
+
+def test_notes_are_of_what_theirs_is_better_in_and_of_whom_it_was_held_to(run: ModuleType) -> None:
+    name, trained, peers = "smaller architecture, distilled", "headprune, trained", run.PEERS
+    rows = [timed("headprune", 24, 1.2, 1.2), timed(trained, 24, 1.2, 1.2, test=0.9), timed(name, 24, 1.3, 1.2)]
+    rows += [timed("smaller architecture", 24, 1.3, 1.2), timed("PyTorch INT8", None, 1.3, 1.3)]
+
+    def notes(*lines: dict[str, Any]) -> list[str]:
+        record = recorded(rows, *lines)
+        return list(run.page.verdict.notes(record, run.page.verdict.comparisons(record)))
+
+    untrained, beside_trained, best, _ = notes(paired(name, 24, 0.01, 0.03), paired(name, 24, -0.02, 0.01, trained))
+    assert untrained.startswith(f"- **{name}** beside *headprune* with 24 heads: more accurate, as it was trained on")
+    assert untrained.endswith(f"; faster at 1 x 128, as {peers[name].faster}.")
+    assert (
+        beside_trained == f"- **{name}** beside *{trained}* with 24 heads: faster at 1 x 128, as {peers[name].faster}."
+    )
+    assert (
+        best
+        == "- Of ours the most accurate, by these test rows: 24 heads, *headprune, trained*, 0.900 at 1.20x and 1.20x."
+    )
+    both = notes(paired("smaller architecture", 24, -0.02, 0.01), paired(name, 24, -0.02, 0.01))
+    assert both[0].startswith(f"- **smaller architecture** and **{name}** beside *headprune* with 24 heads: faster at")
+    assert notes(paired("PyTorch INT8", None, -0.02, 0.01))[0].endswith(f": faster, as {peers['PyTorch INT8'].faster}.")
+    assert notes(paired("PyTorch INT8", None, -0.02, -0.01))[0].endswith(
+        f": faster, as {peers['PyTorch INT8'].faster}."
+    )
+    rows.append(timed("TextPruner", 24, 1.2, 1.2))
+    assert run.page.verdict.UNKNOWN in notes(paired("TextPruner", 24, 0.01, 0.03))[0]
+    assert notes(paired("TextPruner", 24, -0.03, -0.01)) == []
+
+
+def test_a_tie_says_how_many_rows_would_tell(run: ModuleType) -> None:
+    rows = [timed("headprune", 24, 1.2, 1.2), timed("TextPruner", 24, 1.2, 1.2), timed("onnxsim", 24, 1.2, 1.2)]
+    lines = [paired("TextPruner", 24, -0.01, 0.03), paired("onnxsim", 24, -0.02, 0.02)]
+    record = recorded(rows, *lines)
+    told = run.page.verdict.notes(record, run.page.verdict.comparisons(record))[0]
+    # 0.01 apart, and 0.02 from there to the end beyond 0: four times the rows halve it.
+    assert "so many times the 100 there are would tell" in told
+    assert "TextPruner, 24 heads: 4.0 times (4.0 points wide)" in told
+    assert told.endswith("onnxsim, 24 heads: no number, as none was found (4.0 points wide).")
+    rows.append(timed("PyTorch INT8", None, 1.2, 1.2))
+    (found,) = run.page.verdict.comparisons(recorded(rows, paired("PyTorch INT8", None, -0.001, 0.021)))
+    assert run.page.verdict.tie(found) == "PyTorch INT8, all heads beside 24: 1.2 times (2.2 points wide)"
+
+
+def test_what_ours_adds_is_of_all_draws(run: ModuleType) -> None:
+    both = "headprune + PyTorch INT8"
+    rows = [timed("PyTorch INT8", None, 2.0, 2.0, test=0.8), timed(both, 24, 2.5, 3.0, test=0.79)]
+    rows.append({"peer": both, "kept": 24, "seed": 1, "test": 0.76})
+    added = run.page.verdict.added
+    line = "| PyTorch INT8 | 24 | 2 | -2.5 | 1.25 [1.24, 1.26] | 1.50 [1.49, 1.51] |"
+    assert added(recorded(rows))[-1] == line
+    found = added(recorded(rows, paired(both, 24, -0.03, -0.01, "PyTorch INT8")))[-1]
+    assert found == line.replace("-2.5", "-2.0 [-3.0, -1.0]")
+    assert run.opponents(both, 24, [24]) == [("headprune", 24), ("PyTorch INT8", None)]
+    assert added(recorded(rows[:1])) == []
+
+
+def test_the_page_says_how_far_apart_rows_were_timed(run: ModuleType) -> None:
+    rows = [timed("headprune", 24, 1.2, 1.2, created="2026-01-01T00:00:00+00:00")]
+    rows += [timed("TextPruner", 36, 1.2, 1.2, created="2026-01-01T02:30:00+00:00"), {**rows[0], "seed": 1}]
+    rows[1]["speed"][1]["base_ms"] = 1750.4
+    del rows[2]["speed"]
+    found = run.page.sessions(recorded(rows))[-1]
+    assert "up to 2.5 hours apart" in found
+    assert "9 to 9 ms at 1 x 128, 9 to 1750 ms at 32 x 128" in found
+    assert "1 with 36 heads; 2 with 24 heads; 1 for what trains" in found
+    assert run.page._speed(rows[1]["speed"][1]).endswith(", 1750 to 7.5")
+
+
+def test_time_is_up_before_a_row_and_a_kill_leaves_comparisons(
+    run: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, done = tmp_path / "peers-trec.json", []
+
+    def measured(args: Any, subject: Any, peer: Any, kept: int | None, seed: int) -> dict[str, Any]:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(peer.name)
+        return {"peer": peer.name, "kept": kept, "seed": seed, "error": "none"}
+
+    monkeypatch.setattr(run, "measured", measured)
+    monkeypatch.setattr(run, "compared", lambda args, subject, rows: [row["peer"] for row in rows])
+    with monkeypatch.context() as late:
+        late.setattr(run.studies, "clock", lambda args: lambda: True)
+        assert json.loads(run.main(given(folder, out, "--peers", "headprune", "flap2024")).read_text())["rows"] == []
+    assert done == []
+    with pytest.raises(KeyboardInterrupt):
+        run.main(given(folder, out, "--peers", "headprune", "flap2024", "kwon2022"))
+    assert json.loads(out.read_text())["compared"] == done == ["headprune", "flap2024"]
 
 
 def test_a_row_that_was_timed_on_a_busy_machine_says_so(run: ModuleType) -> None:
@@ -394,7 +515,10 @@ def test_a_row_that_was_timed_on_a_busy_machine_says_so(run: ModuleType) -> None
     rows = [row("headprune", "headprune", 10.0), row("headprune, taylor", "headprune", 12.9)]
     rows += [row("flap2024", "headprune", 14.0), row("TextPruner", "textpruner", 20.0)]  # an older PyTorch is slower
     told = run.page.others({"rows": rows, "shapes": [[32, 128]]})
-    assert told == ["", "- **flap2024**, 24 heads: at 32 x 128 the base model took 1.4 times what it took at best."]
+    assert told == [
+        "",
+        "- **flap2024**, 24 heads: at 32 x 128 the base model took 1.4 times what it took at best in that environment.",
+    ]
 
 
 def test_everybody_is_held_to_what_is_like_him(run: ModuleType) -> None:

@@ -1,0 +1,261 @@
+"""Every peer held to ours in accuracy and speed, why a row is not won, and what ours adds to others."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import pages
+from roster import PEERS, REFERENCE
+
+#: How peers are called that start from our cut model.
+TOGETHER = f"{REFERENCE} + "
+THEIRS, OURS = "theirs", "ours"
+WON, LOST, TRADE, TIED = "won", "**lost**", "a trade", "tied"
+UNKNOWN = "it is not known why"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A peer's row beside one of ours.
+
+    Args:
+        line: Their paired comparison, out of the record.
+        faster: Whose model is surely faster, by shape; of none it is empty.
+    """
+
+    line: dict[str, Any]
+    faster: tuple[str, ...]
+
+    @property
+    def accurate(self) -> str:
+        """Whose model is surely more accurate; the difference is theirs less ours."""
+        points = self.line["test"]
+        return THEIRS if points["low"] > 0 else OURS if points["high"] < 0 else ""
+
+    @property
+    def outcome(self) -> str:
+        """For us."""
+        better = {self.accurate, *self.faster} - {""}
+        return TRADE if len(better) == 2 else {THEIRS: LOST, OURS: WON, "": TIED}["".join(better)]
+
+
+def comparisons(record: dict[str, Any]) -> list[Comparison]:
+    """Of all that has been timed and does not start from ours."""
+    rows, limits = timed(record), noise(record)
+    found = []
+    for line in record.get("compared", []):
+        theirs = rows.get((line["peer"], line["kept"]))
+        its = rows.get((line["reference"], line["reference_kept"]))
+        alone = not ours(line["peer"]) and not line["peer"].startswith(TOGETHER)
+        if theirs and its and alone and ours(line["reference"]):
+            found.append(Comparison(line, faster(theirs, its, limits)))
+    return found
+
+
+def timed(record: dict[str, Any]) -> dict[tuple[str, int | None], dict[str, Any]]:
+    """Rows with a speed, by peer and heads kept."""
+    return {(row["peer"], row["kept"]): row for row in record["rows"] if "speed" in row}
+
+
+def ours(name: str) -> bool:
+    """Whether a row is a model of ours, by itself."""
+    return name == REFERENCE or name.startswith(f"{REFERENCE}, ")
+
+
+def noise(record: dict[str, Any]) -> list[float]:
+    """By shape, the largest share by which the speeds of models differ that should be equally fast.
+
+    That is the base model beside its copy, and, of one environment, models with as many heads. One with a layer that
+    lost its last head is left out: no attention runs there, which is no noise.
+    """
+    alike: dict[tuple[str, int | None], list[list[float]]] = {}
+    for row in timed(record).values():
+        ratios = [cell["ratio"] for cell in row["speed"]]
+        if row["peer"] == "unpruned":
+            alike["unpruned", None] = [ratios, [1.0] * len(ratios)]
+        elif (heads := _heads(row)) is not None:
+            alike.setdefault((row["environment"], heads), []).append(ratios)
+    found = [0.0] * len(record["shapes"])
+    for group in alike.values():
+        for place, some in enumerate(zip(*group, strict=True)):
+            found[place] = max(found[place], max(some) / min(some) - 1)
+    return found
+
+
+def _heads(row: dict[str, Any]) -> int | None:
+    """Heads counted in the weights; None where they cannot be, or a layer has none."""
+    if "heads" in row:
+        return sum(row["heads"]) if all(row["heads"]) else None
+    return row["kept"] if PEERS[row["peer"]].even else None
+
+
+def faster(theirs: dict[str, Any], its: dict[str, Any], limits: list[float]) -> tuple[str, ...]:
+    """By shape, beyond both intervals and the noise between rows."""
+
+    def above(one: dict[str, Any], other: dict[str, Any], limit: float) -> bool:
+        return bool(one["low"] > other["high"] and one["ratio"] > other["ratio"] * (1 + limit))
+
+    cells = zip(theirs["speed"], its["speed"], limits, strict=True)
+    return tuple(THEIRS if above(a, b, limit) else OURS if above(b, a, limit) else "" for a, b, limit in cells)
+
+
+# ------------------------------------------------------------------------------------------------- in Markdown
+
+
+def text(record: dict[str, Any]) -> list[str]:
+    """The table of outcomes, notes on all that is not won, and what ours adds."""
+    names, found = shapes(record), comparisons(record)
+    limits = " and ".join(f"{100 * n:.1f} % at {name}" for n, name in zip(noise(record), names, strict=True))
+    head = ["peer", "heads", "held to", "heads", "draws", "points", *(f"faster at {name}" for name in names)]
+    head.append("outcome for headprune")
+    lines = [
+        "",
+        "### Accuracy and speed together",
+        "",
+        "Accuracy surely differs where the interval of the paired difference leaves out 0. *Faster*, shape by shape,",
+        "is beyond both intervals and the noise between rows: the most by which any two models differ that should be",
+        "equally fast (pruned ones of one environment with as many heads, none with a layer without any; the base",
+        f"model and its copy), {limits}. *Won*: ours is better in",
+        "accuracy or at a shape, theirs in nothing. *Lost*: the other way round. *A trade*: each is better in",
+        "something. *Tied*: neither is in anything.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "| --- | ---: | --- |" + " ---: |" * 3 + " --- |" * (len(names) + 1),
+    ]
+    for one in found:
+        line = one.line
+        kept, its = ("all" if n is None else str(n) for n in (line["kept"], line["reference_kept"]))
+        cells = [line["peer"], kept, line["reference"], its, str(line["draws"]), points(line)]
+        lines.append("| " + " | ".join([*cells, *(who or "-" for who in one.faster), one.outcome]) + " |")
+    return [*lines, "", *notes(record, found), *added(record)]
+
+
+def shapes(record: dict[str, Any]) -> list[str]:
+    return [f"{batch} x {length}" if length else f"{batch}" for batch, length in record["shapes"]]
+
+
+def points(line: dict[str, Any], split: str = "test") -> str:
+    """A paired difference in points, and its interval."""
+    found = {k: 100 * v for k, v in line[split].items()}
+    return f"{found['difference']:+.1f} [{found['low']:+.1f}, {found['high']:+.1f}]"
+
+
+def notes(record: dict[str, Any], found: list[Comparison]) -> list[str]:
+    """On every row that is not won: why, and what would change it. Those of one reason share a line."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for one in found:
+        if one.outcome in (LOST, TRADE):
+            key = one.line["peer"], one.line["reference"], why(record, one)
+            reasons.setdefault(key, []).append(str(one.line["reference_kept"]))
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for (peer, its, reason), heads in reasons.items():
+        alike.setdefault((its, ", ".join(heads), reason), []).append(f"**{peer}**")
+    lines = [
+        f"- {' and '.join(peers)} beside *{its}* with {heads} heads: {reason}."
+        for (its, heads, reason), peers in alike.items()
+    ]
+    budgets = dict.fromkeys(one.line["reference_kept"] for one in found if one.outcome in (LOST, TRADE))
+    if budgets:
+        best = "; ".join(_best(record, kept) for kept in sorted(budgets, reverse=True))
+        lines.append(f"- Of ours the most accurate, by these test rows: {best}.")
+    if ties := [tie(one) for one in found if one.outcome == TIED]:
+        n_rows = record["rows_used"]["test"]
+        lines.append(
+            "- **Tied**: the interval contains 0, and neither is surely faster at any shape. An interval's width falls"
+            f" with the square root of the test rows: if the difference is as found, so many times the {n_rows} there"
+            " are would tell. A row of one draw is of one choice of calibration rows; more would tell, too."
+            f" {'; '.join(ties)}."
+        )
+    return [*lines, ""] if lines else []
+
+
+def why(record: dict[str, Any], one: Comparison) -> str:
+    """What theirs is better in, why, and what would change that."""
+    peer, its = PEERS[one.line["peer"]], PEERS[one.line["reference"]]
+    found = []
+    if one.accurate == THEIRS:
+        trained = (
+            "it was trained on all labelled rows, which this one of ours was not after its cut. What would change it:"
+            " that training"
+        )
+        found.append(f"more accurate, as {trained if peer.trains > its.trains else peer.accurate or UNKNOWN}")
+    if THEIRS in one.faster:
+        names = shapes(record)
+        where = [name for name, who in zip(names, one.faster, strict=True) if who == THEIRS]
+        at = "" if len(where) == len(names) else f" at {' and '.join(where)}"
+        found.append(f"faster{at}, as {peer.faster or _same_heads(record, one) or UNKNOWN}")
+    return "; ".join(found)
+
+
+def _same_heads(record: dict[str, Any], one: Comparison) -> str:
+    """Why a model with as many heads may be faster; empty where heads are not counted."""
+    rows, line = timed(record), one.line
+    theirs, its = rows[line["peer"], line["kept"]], rows[line["reference"], line["reference_kept"]]
+    if (heads := _heads(theirs)) is None or heads != _heads(its):
+        return ""
+    return (
+        "far as one process tells: as many heads stay, if in other layers, and a process's memory may favour one model."
+        " What would change it: timing several processes"
+    )
+
+
+def tie(one: Comparison) -> str:
+    """By how many times the test rows would have to grow until the interval leaves out 0."""
+    line, test = one.line, one.line["test"]
+    apart = test["difference"]
+    wide = f"{100 * (test['high'] - test['low']):.1f} points wide"
+    reach = test["high"] - apart if apart < 0 else apart - test["low"]
+    share = max(1.1, (reach / apart) ** 2) if apart else math.inf
+    times = "no number, as none was found" if share == math.inf else f"{share:.{int(share < 10)}f} times"
+    beside = "" if line["reference"] == REFERENCE else f" beside *{line['reference']}*"
+    heads = f"all heads beside {line['reference_kept']}" if line["kept"] is None else f"{line['kept']} heads"
+    return f"{line['peer']}, {heads}{beside}: {times} ({wide})"
+
+
+def _best(record: dict[str, Any], kept: int) -> str:
+    """Our most accurate model with so many heads."""
+    own = [row for (name, heads), row in timed(record).items() if heads == kept and ours(name)]
+    means = {row["peer"]: statistics.fmean(accuracies(record, row["peer"], kept).values()) for row in own}
+    best = max(own, key=lambda row: means[row["peer"]])
+    speeds = " and ".join(f"{cell['ratio']:.2f}x" for cell in best["speed"])
+    return f"{kept} heads, *{best['peer']}*, {means[best['peer']]:.3f} at {speeds}"
+
+
+def accuracies(record: dict[str, Any], name: str, kept: int | None) -> dict[int, float]:
+    """Test accuracy by draw."""
+    rows = (row for row in record["rows"] if (row["peer"], row["kept"]) == (name, kept) and "test" in row)
+    return {row["seed"]: row["test"] for row in rows}
+
+
+def added(record: dict[str, Any]) -> list[str]:
+    """What ours adds to others: a row for each that starts from our cut model, beside the same of the whole one."""
+    rows, cells = timed(record), list[list[str]]()
+    for (name, kept), row in rows.items():
+        other = name.removeprefix(TOGETHER)
+        if name.startswith(TOGETHER) and (alone := rows.get((other, None))):
+            gains = [
+                f"{b['ratio'] / a['ratio']:.2f} [{b['low'] / a['high']:.2f}, {b['high'] / a['low']:.2f}]"
+                for b, a in zip(row["speed"], alone["speed"], strict=True)
+            ]
+            cells.append([other, str(kept), *_gained(record, name, kept, other), *gains])
+    if not cells:
+        return []
+    head = ["peer", "heads", "draws", "points", *(f"times as fast at {name}" for name in shapes(record))]
+    return [
+        f"What {REFERENCE} adds to others, which then start from its cut model: the mean difference to the same of the",
+        "whole model over draws (with an interval where the record has it), and the first draw's speed.",
+        "",
+        *pages.table(head, cells),
+    ]
+
+
+def _gained(record: dict[str, Any], name: str, kept: int | None, other: str) -> tuple[str, str]:
+    """Draws and points; what has one draw only is compared with that one."""
+    for line in record.get("compared", []):
+        if (line["peer"], line["kept"], line["reference"]) == (name, kept, other):
+            return str(line["draws"]), points(line)
+    both, alone = accuracies(record, name, kept), accuracies(record, other, None)
+    return str(len(both)), f"{100 * statistics.fmean(v - alone.get(s, alone[0]) for s, v in both.items()):+.1f}"
