@@ -34,6 +34,7 @@ from headprune.run.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
+from pages import machine
 from studies import RECORDS, ROOT, spread
 
 PAGE = "kv-groups.md"
@@ -159,6 +160,8 @@ def page(record: dict[str, Any]) -> str:
         "# Key/value groups of a small Llama",
         "",
         "Written by `python benchmarks/kv_groups.py --figure` from `benchmarks/records`; do not edit.",
+        "",
+        machine(record),
         "",
         f"Perplexity of `{record['model']}`, {record['groups']} key/value groups, on {record['judged']} test stories;",
         "mean ± standard deviation over draws (half of the calibration rows each, another order of training rows);",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ def read(records: Path, pattern: str) -> list[Record]:
 
 def machine(record: Record) -> str:
     hardware, versions = record["hardware"], record["versions"]
-    where = hardware.get("gpu") or f"{hardware['processor']}, {hardware['threads']} threads"
+    where = hardware.get("gpu") or f"{hardware['processor']}, {threads(hardware)}"
     return f"{where}; torch {versions['torch']}, transformers {versions['transformers']}; {record['created'][:10]}."
+
+
+def threads(hardware: Mapping[str, Any]) -> str:
+    count: int = hardware["threads"]
+    return f"{count} thread{'' if count == 1 else 's'}"
 
 
 def of(record: Record, what: str, **wanted: Any) -> list[Row]:
@@ -30,6 +36,11 @@ def of(record: Record, what: str, **wanted: Any) -> list[Row]:
 def distinct(rows: Iterable[Row], *names: str) -> list[Any]:
     found = dict.fromkeys(tuple(row[name] for name in names) for row in rows)
     return [key[0] if len(names) == 1 else key for key in found]
+
+
+def plain(value: float, digits: int = 3) -> str:
+    """A positive number with so many significant digits, or all before the point; never with an exponent."""
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
 
 
 def ratio(row: Row) -> str:

@@ -20,7 +20,7 @@ from headprune.report.decoding import decoding_lines
 from headprune.report.formats import fixed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from pages import table
+from pages import plain, table, threads
 from studies import RECORDS, ROOT, no_gpu
 
 PAGE = "recipe-runs.md"
@@ -59,17 +59,12 @@ def page(records: Sequence[RunRecord]) -> str:
 def surroundings(record: RunRecord) -> str:
     """Where it ran, how long, and what was proven."""
     hardware, minutes = record.hardware, sum(record.timings.values()) / 60
-    where = hardware.get("gpu") or f"{hardware['processor']}, {threads(record)}"
+    where = hardware.get("gpu") or f"{hardware['processor']}, {threads(record.hardware)}"
     apart = max(proof.max_difference for proof in record.proofs)
     return (
         f"{where}, {record.created[:10]}, {minutes:.1f} minutes with training. The cut model gives the gated model's"
         f" outputs up to {apart:.1e}."
     )
-
-
-def threads(record: RunRecord) -> str:
-    count: int = record.hardware["threads"]
-    return f"{count} thread{'' if count == 1 else 's'}"
 
 
 def quality(record: RunRecord) -> list[str]:
@@ -90,7 +85,7 @@ def sizes(record: RunRecord) -> list[str]:
 def speed(record: RunRecord) -> list[str]:
     body = []
     for row in record.speed:
-        times = [f"{1e3 * seconds:.3g}" for seconds in (row.original_p50, row.pruned_p50)]
+        times = [plain(1e3 * seconds) for seconds in (row.original_p50, row.pruned_p50)]
         interval = f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
         body.append([str(row.batch), str(row.length), *times, interval])
     return ["", *table(["batch", "length", "whole, ms", "cut, ms", "speed"], body, left=0)] if body else []

@@ -49,6 +49,7 @@ import tradeoff_page
 from encoder_tasks import TITLES, Cosine, Task, encoder_task
 from pipelines import interval
 from studies import RECORDS
+from tradeoff_page import DTYPES, GRID
 from tradeoff_speed import Cell, attention_rows, bytes_on_disk, speed_rows
 
 #: In the order in which they are measured: what takes longest is last.
@@ -78,7 +79,7 @@ TASKS: dict[str, Callable[[argparse.Namespace], Task]] = dict.fromkeys(TITLES, e
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = studies.parser(__doc__, "tradeoff", TASKS, [54, 36, 24, 14])
+    parser = studies.parser(__doc__, "tradeoff", TASKS, GRID["kept"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of torch, on a CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -86,10 +87,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timed", choices=list(WAYS), default="surgeon", help="the way whose models are timed")
     parser.add_argument("--epochs", type=float, help="of fine-tuning; default 2 for SST-2, 1 for TREC")
     parser.add_argument("--judged", type=int, help="judge by the first so many rows only, to try the script")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=GRID["batch"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=GRID["length"])
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], help="default: fp32, on a GPU bf16 too")
-    parser.add_argument("--attention", nargs="+", choices=["eager", "sdpa"], default=["sdpa", "eager"])
+    parser.add_argument("--attention", nargs="+", choices=["eager", "sdpa"], default=GRID["attention"])
     parser.add_argument("--compile", nargs="+", choices=["off", "on"], default=["off", "on"])
     parser.add_argument("--attention-lengths", type=int, nargs="+", default=[512])
     parser.add_argument("--attention-batches", type=int, nargs="+", default=[1, 8])
@@ -100,7 +101,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     studies.add_minutes(parser)
     parser.add_argument("--small", action="store_true", help="minutes on a CPU: two budgets, one draw, few cells")
     args = studies.parsed(parser, argv)
-    args.dtypes = args.dtypes or ["float32", *(["bfloat16"] if args.device == "cuda" else [])]
+    args.dtypes = args.dtypes or DTYPES[args.device]
     if args.small:
         args.budgets, args.seeds, args.seconds = args.budgets[1:3] or args.budgets, 1, min(args.seconds, 1.0)
         args.batch_sizes, args.lengths = args.batch_sizes[::2], args.lengths[:2]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headprune.core.files import write_atomic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
-from pages import Record, Row, distinct, machine, of, ratio, read, table
+from pages import Record, Row, distinct, machine, of, plain, ratio, read, table, threads
 from tradeoff_others import natives, scoring, startup
 
 WAY, STAMP = ("dtype", "attention", "compiled"), ("created", "git_commit", "processor")
@@ -20,6 +22,24 @@ PAGE, PICTURE = "tradeoff.md", "tradeoff.svg"
 ABOUT = {
     "stsb": "The sentence encoder as it is, judged by cosines: nothing is trained on grades, so no way trains here."
 }
+#: The study's grid, which ``tradeoff.py`` measures by default; heads kept are of the encoder's 72.
+GRID: dict[str, list[Any]] = {
+    "attention": ["sdpa", "eager"],
+    "compiled": [False, True],
+    "length": [32, 128, 512],
+    "batch": [1, 8, 32, 128],
+    "kept": [54, 36, 24, 14],
+}
+DTYPES = {"cpu": ["float32"], "cuda": ["float32", "bfloat16"]}
+#: What is done after heads were chosen, by what a way's name ends in.
+AFTER = {
+    "": "nothing refitted or trained",
+    "lstsq": "what is left refitted by `lstsq`, nothing trained",
+    "finetune": "what is left refitted by `lstsq`, then trained",
+}
+ENERGY = " Energy is the whole GPU's, idle power included, and read at the largest batch alone."
+#: Of a cell's 90th percentile over its median: beyond it, something else ran.
+DISTURBED = 2
 TITLES = {"sst2": "SST-2, accuracy", "trec": "TREC, accuracy", "stsb": "STS-B, Spearman"}
 
 
@@ -43,7 +63,7 @@ def drawable(records: list[Record]) -> list[Record]:
 
 def page(records: Path) -> str:
     """Markdown; every number is computed from the records."""
-    found = tradeoffs(records)
+    found, between = tradeoffs(records), between_processes(records)
     lines = [
         "# Speed against accuracy",
         "",
@@ -51,12 +71,16 @@ def page(records: Path) -> str:
         "measured is said by the scripts: `benchmarks/tradeoff.py`, `native.py`, `scoring_cost.py`, `startup.py`.",
         "",
         "A speed is the time of the whole model over the time of the cut one, in the same run: 2 is twice as fast. In",
-        "brackets are 95 % intervals. *Limit* is what multiply-adds alone would give, and no bound: norms and what",
-        "else is as large as before keep a model below it; score matrices and softmax, which shrink with the heads and",
-        "count as few multiply-adds or none, put it above, most of all in eager attention at long inputs.",
+        "brackets behind it is its 95 % interval over the rounds of one process.",
+        *between,
         "",
-        "Of a ViT, a GPT and whatever else was run from end to end: [recipes](recipe-runs.md). Of a translator, what",
-        "each kind of attention can spare: [translation](translation.md).",
+        "*Limit* is what multiply-adds alone would give, and no bound: norms and what else is as large as before keep",
+        "a model below it; score matrices and softmax, which shrink with the heads and count as few multiply-adds or",
+        "none, put it above, most of all in eager attention at long inputs.",
+        "",
+        "A cell is *disturbed*, and shows nothing, where the 90th percentile of either model's time is over"
+        f" {DISTURBED} times its median.",
+        *other_tasks(records),
     ]
     if drawable(found):
         lines += ["", f"![quality against speed, by heads kept]({PICTURE})", ""]
@@ -81,8 +105,38 @@ def page(records: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def between_processes(records: Path) -> list[str]:
+    """How far a speed differs between processes: the largest standard deviation among the rows of ``native.py``."""
+    most: dict[str, float] = {}
+    for record in read(records, "native-*.json"):
+        where = record["hardware"].get("gpu", "a CPU")
+        for timed in (row[name] for row in record["rows"] for name in ("speed", "uncut") if name in row):
+            each = [process["ratio"] for process in timed["processes"]]
+            most[where] = max(most.get(where, 0.0), studies.deviation(each) / statistics.fmean(each))
+    said = " and ".join(f"{100 * share:.0f} % on {where}" for where, share in most.items())
+    words = f"From process to process a speed differs, too: by a standard deviation of up to {said} (`native.py`)."
+    return [words] if said else []
+
+
+def other_tasks(records: Path) -> list[str]:
+    """Where other tasks' speed and accuracy stand, as far as there are records of them."""
+    runs = [record["name"] for pattern in ("demo.json", "run-*.json") for record in read(records, pattern)]
+    said = [f"speed and accuracy of whole runs ({', '.join(runs)}): [recipes](recipe-runs.md)"] if runs else []
+    if read(records, "translation-*.json"):
+        said.append("what each kind of a translator's attention can spare: [translation](translation.md)")
+    if read(records, "kv-groups-*.json"):
+        said.append("perplexity of a small Llama without key/value groups: [groups](kv-groups.md)")
+    return ["", f"Other tasks: {'; '.join(said)}."] if said else []
+
+
 def title(record: Record) -> str:
-    return f"{TITLES.get(record['task'], record['task'])}, on {record.get('gpu', 'a CPU')}"
+    return f"{metric(record)}, on {record.get('gpu', 'a CPU')}"
+
+
+def metric(record: Record) -> str:
+    """The task with what it is judged by, where that was measured."""
+    words = TITLES.get(record["task"], record["task"])
+    return words if of(record, "quality") else f"{words.partition(',')[0]}, speed"
 
 
 def elsewhere(record: Record) -> list[str]:
@@ -110,7 +164,7 @@ def not_yet(found: list[Record]) -> list[str]:
         names = [words.partition(",")[0] for task, words in TITLES.items() if task not in there]
         if names and (there or device == "cpu"):
             lines.append(f"No record yet, on {where}, of {', '.join(names)}.")
-    lines += studies.no_gpu(record["hardware"] for record in found)
+    lines += studies.no_gpu(record["hardware"] for record in found)[not lines :]
     return ["", "## Not measured yet", "", *lines] if lines else []
 
 
@@ -122,12 +176,14 @@ def in_short(record: Record) -> list[str]:
     kept, way = record["heads"] // 3, recovered(record)
     cells = of(record, "speed", kept=kept, dtype="float32", attention="sdpa", compiled=False, batch=32, length=128)
     apart = paired(record, way, kept)
-    if not cells or not apart:
+    if not cells or disturbed(cells[0]):
         return []
-    row = cells[0]
+    row, cost = cells[0], "; accuracy was not measured here:"
+    if apart:
+        moved = f"{100 * apart['difference']:+.1f} points {_points(apart)}"
+        cost = f" (`{way}`, nothing trained), the test metric moves by {moved}, and"
     return [
-        f"With {kept} of {record['heads']} heads (`{way}`, nothing trained), the test metric moves by"
-        f" {100 * apart['difference']:+.1f} points {_points(apart)}, and at batch 32 of 128 tokens the model is"
+        f"With {kept} of {record['heads']} heads{cost} at batch 32 of 128 tokens the model is"
         f" {ratio(row)} times as fast, {row['ratio'] / row['limit']:.2f} of the {row['limit']:.2f} that multiply-adds"
         " would allow.",
         "",
@@ -197,7 +253,10 @@ def sizes(record: Record) -> list[str]:
     names = [name for name in rows[0] if name not in ("what", "kept", "heads", *STAMP)]
     body = [[f"{rows[0]['heads'][0]:.0f}", *(f"{rows[0][name][0]:,.0f}" for name in names)]]
     body += [[f"{row['heads'][1]:.0f}", *(f"{row[name][1]:,.0f}" for name in names)] for row in rows]
-    return ["", *table(["heads", *names], body, left=0)]
+    about = (
+        "MACs are of an example as long as those of the first test batch; a *limit* below is of its own row's length."
+    )
+    return ["", about, "", *table(["heads", *names], body, left=0)]
 
 
 # ------------------------------------------------------------------------------------------------ speed
@@ -206,13 +265,14 @@ def sizes(record: Record) -> list[str]:
 def speed(record: Record) -> list[str]:
     lines: list[str] = []
     failed = [row for row in record["rows"] if row["what"] == "speed" and "error" in row]
-    everything, ways = of(record, "speed"), distinct(of(record, "speed"), *WAY)
+    ways = distinct(of(record, "speed"), *WAY)
     for way in ways:
         rows = of(record, "speed", **dict(zip(WAY, way, strict=True)))
         budgets = sorted(distinct(rows, "kept"), reverse=True)
         lines += ["", f"### {way_words(*way)}", "", *break_even(rows), "", *times(rows, budgets)]
-        lines += lacking(rows, [row for row in failed if tuple(row[name] for name in WAY) == way], everything)
-    never = set(itertools.product(*(distinct(everything, name) for name in WAY))) - set(ways)
+        lines += lacking(rows, [row for row in failed if tuple(row[name] for name in WAY) == way])
+    grid = itertools.product(DTYPES[record["device"]], GRID["attention"], GRID["compiled"])
+    never = set(grid) - set(ways) - set(distinct(failed, *WAY))
     if never:
         lines += ["", f"Not measured at all: {'; '.join(way_words(*way) for way in sorted(never))}."]
     if failed:
@@ -220,21 +280,29 @@ def speed(record: Record) -> list[str]:
     lines += [f"- {place(row)}, {row['kept']} kept: {row['error']}" for row in failed]
     if lines:
         about = f"The timed models are those of `{record['timed']}` and the first draw."
-        lines = ["", f"{about} No peak memory is measured under torch.compile.", *lines, *headline(record)]
+        about += " No peak memory is measured under torch.compile."
+        about += ENERGY * any(any(row.get("joules_an_example") or []) for row in of(record, "speed"))
+        lines = ["", about, *lines, *headline(record)]
     return lines
 
 
-def lacking(rows: list[Row], failed: list[Row], everything: list[Row]) -> list[str]:
-    """Places of the record's whole grid that one of its tables has no row of; what failed is listed elsewhere."""
-    tried = {(row["length"], row["batch"]) for row in (*rows, *failed)}
-    lengths, batches = (sorted(distinct(everything, name)) for name in ("length", "batch"))
+def lacking(rows: list[Row], failed: list[Row]) -> list[str]:
+    """Places of the study's grid that one of its tables has no row of; what failed is listed elsewhere."""
+    tried = distinct([*rows, *failed], "length", "batch")
+    lengths: dict[tuple[int, ...], list[int]] = {}
+    for length in GRID["length"]:
+        lengths.setdefault(tuple(batch for batch in GRID["batch"] if (length, batch) not in tried), []).append(length)
     said = []
-    for length in lengths:
-        missing = [str(batch) for batch in batches if (length, batch) not in tried]
-        said += [f"batch {', '.join(missing)} of {length} tokens"] * bool(missing)
-    budgets = set(distinct(everything, "kept")) - set(distinct([*rows, *failed], "kept"))
-    said += [f"{', '.join(map(str, sorted(budgets, reverse=True)))} heads kept"] * bool(budgets)
+    for missing, found in lengths.items():
+        batches = f"batch {_listed(missing)}" if len(missing) < len(GRID["batch"]) else "any batch"
+        said += [f"{_listed(found)} tokens at {batches}"] * bool(missing)
+    budgets = [kept for kept in GRID["kept"] if kept not in distinct([*rows, *failed], "kept")]
+    said += [f"{_listed(budgets)} heads kept"] * bool(budgets)
     return ["", f"Not measured: {'; '.join(said)}."] if said else []
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def way_words(dtype: str, attention: str, compiled: bool) -> str:
@@ -247,30 +315,48 @@ def times(rows: list[Row], budgets: list[int]) -> list[str]:
     memory = any("peak_bytes" in row for row in rows)
     joules = any(any(row.get("joules_an_example") or []) for row in rows)
     head += ["MiB with weights, whole to smallest"] * memory + ["J/example, whole to smallest"] * joules
-    body = []
+    body, apart = [], False
     for length, batch in sorted(distinct(rows, "length", "batch")):
         found = {row["kept"]: row for row in rows if (row["length"], row["batch"]) == (length, batch)}
         first, last = found[max(found)], found[min(found)]
         cells = [str(length), str(batch), _ms(first, "original"), f"{first['throughput'][0]:,.1f}"]
         for kept in budgets:
-            row = found.get(kept)
-            cells += [_ms(row, "pruned"), ratio(row), f"{row['limit']:.2f}"] if row else ["", "", ""]
+            if (row := found.get(kept)) is None:
+                cells += [""] * 3
+                continue
+            ms = _ms(row, "pruned")
+            if row["original_p50"] != first["original_p50"]:
+                ms, apart = f"{ms} of {plain(1000 * row['original_p50'])}", True
+            cells += [ms, timed(row), f"{row['limit']:.2f}"]
         if memory:
             peaks = zip(last.get("peak_bytes", ()), last["weight_bytes"], strict=False)
             cells.append(" to ".join(f"{sum(pair) / 2**20:.0f}" for pair in peaks))
         if joules:
             spent = last.get("joules_an_example") or [None]
-            cells.append(" to ".join(f"{n:.3g}" for n in spent) if all(spent) else "")
+            cells.append(" to ".join(plain(n, 2) for n in spent) if all(spent) else "")
         body.append(cells)
-    return table(head, body, left=0)
+    said = ["", "*of*: timed in another session, in which the whole model took so many ms."] if apart else []
+    return [*table(head, body, left=0), *said]
 
 
 def _ms(row: Row, which: str) -> str:
-    return f"{1000 * row[f'{which}_p50']:.3g} ({1000 * row[f'{which}_p90']:.3g})"
+    p50, p90 = (plain(1000 * row[f"{which}_{share}"]) for share in ("p50", "p90"))
+    return f"{p50} ({p90})"
+
+
+def disturbed(row: Row) -> bool:
+    """Whether something else ran while either model was timed."""
+    return any(row[f"{which}_p90"] > DISTURBED * row[f"{which}_p50"] for which in ("original", "pruned"))
+
+
+def timed(row: Row) -> str:
+    """A speed with its interval, and whether that can be trusted."""
+    return ratio(row) + ", disturbed" * disturbed(row)
 
 
 def break_even(rows: list[Row]) -> list[str]:
-    """From which batch on the cut model is surely faster, where it is surely slower, and where neither can be said."""
+    """From which batch on the cut model is surely faster, where it is surely slower, and where neither can be said; of
+    disturbed cells nothing is."""
     lines = []
     for kept in sorted(distinct(rows, "kept"), reverse=True):
         said = []
@@ -283,20 +369,24 @@ def break_even(rows: list[Row]) -> list[str]:
 
 def _in_words(cells: list[Row]) -> str:
     """One length, batches in ascending order."""
-    if len(cells) > 1 and all(row["low"] > 1 for row in cells):
+    kinds = [_kind(row) for row in cells]
+    if len(cells) > 1 and set(kinds) == {"faster"}:
         return f"faster at every batch size ({cells[0]['batch']} to {cells[-1]['batch']})"
     words = []
-    if len(cells) > 1 and cells[-1]["low"] > 1:
-        start = next(i for i in range(len(cells)) if all(row["low"] > 1 for row in cells[i:]))
+    if len(cells) > 1 and kinds[-1] == "faster":
+        start = next(i for i in range(len(cells)) if set(kinds[i:]) == {"faster"})
         words.append(f"faster from batch {cells[start]['batch']} on")
         cells = cells[:start]
-    kinds = {
-        "faster": [row["batch"] for row in cells if row["low"] > 1],
-        "not faster: slower": [row["batch"] for row in cells if row["high"] < 1],
-        "no difference shown": [row["batch"] for row in cells if row["low"] <= 1 <= row["high"]],
-    }
-    words += [f"{kind} at batch {', '.join(map(str, batches))}" for kind, batches in kinds.items() if batches]
+    for kind in ("faster", "not faster: slower", "no difference shown", "disturbed"):
+        batches = [row["batch"] for row in cells if _kind(row) == kind]
+        words += [f"{kind} at batch {_listed(batches)}"] * bool(batches)
     return ", ".join(words)
+
+
+def _kind(row: Row) -> str:
+    if disturbed(row):
+        return "disturbed"
+    return "faster" if row["low"] > 1 else "not faster: slower" if row["high"] < 1 else "no difference shown"
 
 
 def headline(record: Record) -> list[str]:
@@ -307,7 +397,7 @@ def headline(record: Record) -> list[str]:
     for row in rows:
         way = way_words(row["dtype"], row["attention"], row["compiled"])
         share = row["ratio"] / row["limit"]
-        lines.append(f"- {way}: {ratio(row)} of a limit of {row['limit']:.2f}, a share of {share:.2f}.")
+        lines.append(f"- {way}: {timed(row)} of a limit of {row['limit']:.2f}, a share of {share:.2f}.")
     intro = f"Batch 32 of 128 tokens, {record['heads'] - third} of {record['heads']} heads gone:"
     return ["", intro, "", *lines] if lines else []
 
@@ -317,9 +407,9 @@ def long_inputs(record: Record) -> list[str]:
     body = []
     for row in of(record, "attention"):
         alone = row["alone"]
-        ms = f"{1000 * alone['original_p50']:.3g} to {1000 * alone['pruned_p50']:.3g}"
-        part = [ratio(alone), f"{row['attention_limit']:.2f}"]
-        model = [ratio(row["model"]), f"{row['limit']:.2f}"]
+        ms = " to ".join(plain(1000 * alone[f"{which}_p50"]) for which in ("original", "pruned"))
+        part = [timed(alone), f"{row['attention_limit']:.2f}"]
+        model = [timed(row["model"]), f"{row['limit']:.2f}"]
         body.append([str(row["length"]), str(row["batch"]), str(row["kept"]), ms, *part, *model])
     head = ["tokens", "batch", "heads kept", "attention, ms", "its speed", "its limit", "model's speed", "its limit"]
     about = "In float32 with SDPA, in eager mode. *Attention* is the attention modules, their projections included."
@@ -339,7 +429,7 @@ def decoder(records: list[Record]) -> list[str]:
             cells = [row["dtype"], str(row["prompt"]), str(row["batch"]), f"{a:,} to {b:,}", f"{a / b:g}"]
             for phase in ("prefill", "decode"):
                 rates = (speeds[f"{which}_{phase}"] for which in ("original", "pruned"))
-                cells += [" to ".join(f"{rate:,.0f}" for rate in rates), ratio(row[phase])]
+                cells += [" to ".join(f"{rate:,.0f}" for rate in rates), timed(row[phase])]
             body.append(cells)
         if body:
             about = f"A Llama of {rows[0]['layers']} layers, width {rows[0]['hidden_size']}, with random weights and 8"
@@ -365,30 +455,40 @@ def shown(record: Record) -> list[Row]:
 
 
 def readme(records: Path) -> str:
-    """The block of the README: what the figure shows, and the first record's best cells in words."""
-    found = drawable(tradeoffs(records))
-    if not found:
+    """The block of the README: what the figure shows, in words, and of a record without accuracy its speed."""
+    every = tradeoffs(records)
+    said: dict[str, list[str]] = {}
+    for record in every:
+        if of(record, "speed"):
+            lead, bullet = in_words(record)
+            said.setdefault(lead, []).append(bullet)
+    if not said:
         return "Speed against accuracy of encoders, by `benchmarks/tradeoff.py`: no record yet."
-    words = []
-    for record in found:
-        rows, where = shown(record), record["hardware"]
-        way = recovered(record) or distinct(of(record, "quality"), "way")[0]
-        trained = "" if "finetune" in way else ", nothing trained"
-        best = [word for row in rows if (word := _best(record, row, way))]
-        words.append(
-            f"- {title(record)} ({where.get('gpu', where['processor'])}, {where['threads']} threads),"
-            f" {record['base']:.3f} with all {record['heads']} heads; by `{way}`{trained}, at batch"
-            f" {rows[0]['batch']} of {rows[0]['length']} tokens: {'; '.join(best)}"
-        )
-    without = " ".join(studies.no_gpu(record["hardware"] for record in found)).strip()
-    words += ["", f"All cells: [docs/{PAGE}](docs/{PAGE}). {without}".strip()]
-    return "\n".join([f"![quality against speed](docs/{PICTURE})", "", *words])
+    lines = [f"![quality against speed](docs/{PICTURE})", ""] if drawable(every) else []
+    for lead, bullets in said.items():
+        lines += [lead, "", *bullets, ""]
+    key = ["x: times as fast as with all heads; in brackets its 95 % interval over the rounds of one process."]
+    key += between_processes(records)
+    key[:0] = ["±: standard deviation over draws of calibration rows."] * any("±" in line for line in lines)
+    without = " ".join(studies.no_gpu(record["hardware"] for record in every)).strip()
+    return "\n".join([*lines, *key, "", f"All cells: [docs/{PAGE}](docs/{PAGE}). {without}".strip()])
 
 
-def _best(record: Record, row: Row, way: str) -> str:
-    """What is left at a budget, and how fast."""
-    draws = [r["quality"] for r in of(record, "quality", kept=row["kept"], way=way)]
-    return f"{row['kept']} heads {studies.spread(draws)} at {ratio(row).replace(' ', 'x ', 1)}" if draws else ""
+def in_words(record: Record) -> tuple[str, str]:
+    """How a record's cell of the figure was measured, and what it says."""
+    rows, here = shown(record), record["hardware"]
+    where = here.get("gpu") or f"a CPU ({here['processor']}, {threads(here)})"
+    cell = f"at batch {rows[0]['batch']} of {rows[0]['length']} tokens, on {where}"
+    speeds = {row["kept"]: timed(row).replace(" ", "x ", 1) for row in rows}
+    if not of(record, "quality"):
+        best = [f"{kept} heads {speed}" for kept, speed in speeds.items()]
+        return f"Speed alone, {cell}:", f"- {metric(record)}, of all {record['heads']} heads: {'; '.join(best)}"
+    way = recovered(record) or distinct(of(record, "quality"), "way")[0]
+    scorer, _, after = way.partition(" + ")
+    draws = {kept: [row["quality"] for row in of(record, "quality", kept=kept, way=way)] for kept in speeds}
+    best = [f"{kept} heads {studies.spread(draws[kept])} at {speed}" for kept, speed in speeds.items() if draws[kept]]
+    bullet = f"- {metric(record)}, {record['base']:.3f} with all {record['heads']} heads: {'; '.join(best)}"
+    return f"Heads chosen by `{scorer}`, {AFTER[after]}; {cell}:", bullet
 
 
 def picture(records: list[Record], path: Path) -> None:

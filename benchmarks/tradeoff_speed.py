@@ -30,8 +30,8 @@ from scoring_cost import peak
 
 #: Among heads kept: nothing is cut.
 WHOLE = -1
-#: Of each of two passes, in which a model's energy is read: the counter moves some ten times a second.
-ENERGY_SECONDS = 0.5
+#: Of each of two windows in which a model's energy is read: the counter moves some ten times a second.
+ENERGY_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ def compiling(compiled: bool) -> Iterator[Callable[[int], dict[str, int]]]:
 def measured(models: list[nn.Module], example: Any, cell: Cell, args: Any) -> list[dict[str, Any]]:
     """For every model after the first, which is the whole one: latency of both, peak memory and energy, and clocks.
 
-    All run in turn, so that the whole model's times are the same in all rows.
+    All run in turn, so that the whole model's times are the same in all rows. Energy takes its time, and is read at the
+    largest batch alone, where a GPU has most to do.
     """
     device = device_of(models[0])
     batch = to_device(shaped_batch(example, cell.batch, cell.length), device)
@@ -157,7 +158,8 @@ def measured(models: list[nn.Module], example: Any, cell: Cell, args: Any) -> li
         times = in_turn(runs, device, effort)
         about: dict[str, Any] = {"clocks": [before, clocks(device)]}
         peaks = None if cell.compiled or args.no_memory else [peak(run, device) for run in runs]
-        joules = energies(runs, cell.batch, device) if device.type == "cuda" else None
+        read = device.type == "cuda" and cell.batch == max(args.batch_sizes)
+        joules = energies(runs, cell.batch, device) if read else None
     rows = []
     for place in range(1, len(models)):
         row = vars(speed_row(cell.batch, cell.length, times[:, [0, place]], seed=0))
@@ -254,7 +256,7 @@ def clocks(device: torch.device) -> dict[str, Any] | None:
         found = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
         return {"cpu_mhz": round(sum(found) / len(found))} if found else None
     names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
-    command = ["nvidia-smi", f"--id={device.index or 0}", f"--query-gpu={','.join(names)}"]
+    command = ["nvidia-smi", f"--id={uuid_of(device) or device.index or 0}", f"--query-gpu={','.join(names)}"]
     try:
         said = subprocess.run(
             [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, check=True
@@ -264,15 +266,24 @@ def clocks(device: torch.device) -> dict[str, Any] | None:
     return dict(zip(names, map(str.strip, said.stdout.strip().split(",")), strict=False))
 
 
+def uuid_of(device: torch.device) -> str | None:
+    """The GPU's name among all of the machine, of which ``CUDA_VISIBLE_DEVICES`` may hide some: an index counts others
+    here than for the driver. None where PyTorch does not say it."""
+    found = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return (found if found.startswith(("GPU-", "MIG-")) else f"GPU-{found}") if found else None
+
+
 def energies(runs: Sequence[Callable[[], Any]], batch: int, device: torch.device) -> list[float | None]:
-    """Joules an example of each, in turn, by NVML's counter of the whole GPU; None without the package ``pynvml`` or
-    such a counter."""
+    """Joules an example of each, in turn, by NVML's counter of the whole GPU, idle power included; None without the
+    package ``pynvml`` or such a counter."""
     spent, calls = [0] * len(runs), [0] * len(runs)
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        uuid = uuid_of(device)
+        by_index = pynvml.nvmlDeviceGetHandleByIndex
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else by_index(torch.cuda.current_device())
         for which in (*range(len(runs)), *reversed(range(len(runs)))):
             before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), perf_counter()
             while perf_counter() - start < ENERGY_SECONDS:

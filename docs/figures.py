@@ -34,7 +34,7 @@ import scorers
 import selector_loss
 import tradeoff_page
 import translation
-from pages import table
+from pages import table, threads
 from studies import RECORDS, ROOT
 
 from headprune.core.files import write_atomic
@@ -116,10 +116,9 @@ def demo(records: Path) -> str:
     rows = [row for row in record.quality if row.split == "test"]
     sizes = {row.name: row for row in record.size}
     speed, proof = max(record.speed, key=lambda row: row.batch), max(p.max_difference for p in record.proofs)
-    threads = recipe_runs.threads(record)
     less = 1 - sizes["parameters"].pruned / sizes["parameters"].original
     lines = [
-        f"Measured by `make demo` ({record.hardware['processor']}, {threads}): half of the",
+        f"Measured by `make demo` ({record.hardware['processor']}, {threads(record.hardware)}): half of the",
         f"heads of a ViT on scikit-learn's digits gone, {rows[0].metric} on {rows[0].n_examples} test images. The cut",
         f"model is {100 * less:.0f} % smaller, runs {speed.ratio:.2f}x as fast at batch {speed.batch} (95 % interval",
         f"{speed.low:.2f} to {speed.high:.2f}) and gives the gated model's outputs up to {proof:.1e}.",

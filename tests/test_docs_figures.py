@@ -107,6 +107,6 @@ def test_the_demo_is_said_by_its_record(figures: ModuleType, tmp_path: Path) -> 
     assert "| taylor | 16 | 0.970 |" in text
     page = figures.recipe_runs.draw(tmp_path, tmp_path).read_text()
     assert "| taylor | 16 | 0.9700 |  |" in page
-    assert "| 64 | 1 | 2e+03 | 1e+03 | 1.64 [1.50, 1.90] |" in page
+    assert "| 64 | 1 | 2,000 | 1,000 | 1.64 [1.50, 1.90] |" in page
     assert "1 thread, 2026-01-01" in page
     assert json.loads((tmp_path / "demo.json").read_text())["status"] == "done"

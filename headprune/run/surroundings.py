@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,12 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of every library that matters; what follows a ``+`` is the build, ``+cpu`` or that for a CUDA."""
+    """Of Python and of every library that matters and is installed; what follows a ``+`` is the build, ``+cpu`` or that
+    for a CUDA."""
     import headprune
 
     found = {"python": platform.python_version(), "headprune": headprune.__version__}
-    return found | {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    return found | {name: version for name in _LIBRARIES if (version := _installed(name))}
 
 
 def in_short() -> str:
@@ -35,22 +37,23 @@ def in_short() -> str:
     lines = {
         "headprune": __version__,
         "python": platform.python_version(),
-        **{name: _installed(name) for name in ("torch", "transformers")},
+        **{name: _installed(name) or "not installed" for name in ("torch", "transformers")},
         "platform": platform.platform(),
         "device": f"{_processor()}, {_cores()} cores, {gpu}",
     }
     return "\n".join(f"{name} {value}" for name, value in lines.items())
 
 
-def _installed(name: str) -> str:
+def _installed(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Processor, its instructions that torch uses, cores, threads, memory, and the GPU if one is used.
+    """Processor, its instructions that torch uses, cores, threads, memory, and the GPU if one is used, with PyTorch's
+    settings of fp32 on it.
 
     Equal runs on machines that differ in any of this, or in `versions`, may differ in last digits.
     """
@@ -69,6 +72,9 @@ def hardware(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         found |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+        found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+        with suppress(RuntimeError):  # PyTorch says nothing after both of its ways to set TF32 were used
+            found["allow_tf32"] = torch.backends.cuda.matmul.allow_tf32
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import random
 import sys
@@ -168,17 +169,20 @@ def test_what_does_not_fit_is_said_and_tried_again(
     assert not any("error" in row for row in rows)
 
 
-def test_a_gpu_is_asked_for_its_clocks_and_its_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_asked_for_its_clocks_and_its_energy(tradeoff: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     speed = importlib.import_module("tradeoff_speed")
-    said = SimpleNamespace(stdout="1980, 2619, 41, 312.5\n")
-    monkeypatch.setattr(speed.subprocess, "run", lambda command, **_: said)
+    said, asked = SimpleNamespace(stdout="1980, 2619, 41, 312.5\n"), list[str]()
+    gpu = SimpleNamespace(uuid="00112233-4455")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(speed.subprocess, "run", lambda command, **_: (asked.append(command[1]), said)[1])
     found = speed.clocks(torch.device("cuda"))
     assert found == {"clocks.sm": "1980", "clocks.mem": "2619", "temperature.gpu": "41", "power.draw": "312.5"}
 
-    spent = [0]
+    spent, handles = [0], list[Any]()
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByIndex=handles.append,
+        nvmlDeviceGetHandleByUUID=handles.append,
         nvmlDeviceGetTotalEnergyConsumption=lambda handle: spent[0],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -186,21 +190,47 @@ def test_a_gpu_is_asked_for_its_clocks_and_its_energy(monkeypatch: pytest.Monkey
     monkeypatch.setattr(speed, "synchronize", lambda device: None)
     ticks = iter(range(1000))
     monkeypatch.setattr(speed, "perf_counter", lambda: next(ticks) / 4)  # four calls a second
+    order: list[int] = []
 
     def drawing(millijoules: int) -> Any:
         def run() -> None:
             spent[0] += millijoules
+            order.append(millijoules)
 
         return run
 
     assert speed.energies([drawing(6000), drawing(3000)], 2, torch.device("cuda")) == [3.0, 1.5]
+    assert [kind for kind, _ in itertools.groupby(order)] == [6000, 3000, 6000]
+    assert order.count(6000) >= 2 * 3 * 4 - 2  # in two windows of three seconds
+    gpu = SimpleNamespace()  # an older PyTorch
+    speed.clocks(torch.device("cuda", 1))
+    speed.energies([], 2, torch.device("cuda"))
+    assert asked == ["--id=GPU-00112233-4455", "--id=1"]
+    assert handles == ["GPU-00112233-4455", 0]
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert speed.energies([drawing(1)], 2, torch.device("cuda")) == [None]
 
 
+def test_energy_is_read_at_the_largest_batch(tradeoff: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    speed, gpu = importlib.import_module("tradeoff_speed"), torch.device("cuda")
+    monkeypatch.setattr(speed, "device_of", lambda model: gpu)
+    monkeypatch.setattr(speed, "shaped_batch", lambda example, batch, length: torch.ones(batch, length))
+    monkeypatch.setattr(speed, "to_device", lambda batch, device: batch)
+    monkeypatch.setattr(speed, "in_turn", lambda runs, device, effort: torch.rand(10, len(runs)).numpy() + 1)
+    monkeypatch.setattr(speed, "clocks", lambda device: None)
+    monkeypatch.setattr(speed, "energies", lambda runs, batch, device: [float(i) for i, _ in enumerate(runs)])
+    args = tradeoff.arguments(
+        ["--task", "trec", "--data", "x", "--work", "x", "--no-memory", "--batch-sizes", "8", "2"]
+    )
+    models = [torch.nn.Linear(3, 3) for _ in range(3)]
+    rows = [speed.measured(models, None, speed.Cell("float32", "sdpa", False, 3, n), args) for n in (8, 2)]
+    assert [row.get("joules_an_example") for cell in rows for row in cell] == [[0.0, 1.0], [0.0, 2.0], None, None]
+
+
 def test_tradeoff_says_where_it_is_faster_and_where_not(tradeoff: ModuleType) -> None:
-    def cell(batch: int, low: float, high: float) -> dict[str, Any]:
-        return {"batch": batch, "low": low, "high": high, "kept": 6, "length": 8}
+    def cell(batch: int, low: float, high: float, p90: float = 1.9) -> dict[str, Any]:
+        times = {"original_p50": 1.0, "original_p90": 1.9, "pruned_p50": 1.0, "pruned_p90": p90}
+        return {**times, "batch": batch, "low": low, "high": high, "kept": 6, "length": 8}
 
     words = tradeoff.tradeoff_page._in_words
     assert words([cell(1, 1.1, 1.2), cell(8, 1.2, 1.3)]) == "faster at every batch size (1 to 8)"
@@ -209,6 +239,10 @@ def test_tradeoff_says_where_it_is_faster_and_where_not(tradeoff: ModuleType) ->
     assert words([cell(1, 1.1, 1.2), cell(8, 0.9, 1.1)]) == "faster at batch 1, no difference shown at batch 8"
     assert words([cell(1, 0.8, 0.9)]) == "not faster: slower at batch 1"
     assert words([cell(1, 1.1, 1.2)]) == "faster at batch 1"
+    shaken = [cell(1, 1.1, 1.2), cell(8, 1.1, 1.2, 2.1), cell(32, 1.1, 1.2)]
+    assert words(shaken) == "faster from batch 32 on, faster at batch 1, disturbed at batch 8"
+    assert words([cell(1, 0.8, 0.9, 2.1)]) == "disturbed at batch 1"
+    assert tradeoff.tradeoff_page.timed({**shaken[1], "ratio": 1.15}) == "1.15 [1.10, 1.20], disturbed"
 
 
 def test_tradeoff_draws_its_page_from_the_record(
@@ -219,7 +253,8 @@ def test_tradeoff_draws_its_page_from_the_record(
     tradeoff.main(["--figure", "--records", str(folder), "--docs", str(tmp_path)])
     text = (tmp_path / "tradeoff.md").read_text()
     row = next(row for row in record["rows"] if row["what"] == "speed")
-    assert f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}] | {row['limit']:.2f}" in text
+    shaken = ", disturbed" * tradeoff.tradeoff_page.disturbed(row)  # so short, on a busy machine
+    assert f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]{shaken} | {row['limit']:.2f}" in text
     assert f"All 8 heads: {record['base']:.3f}, on 20 test rows." in text
     assert "No record yet, on a CPU, of SST-2, STS-B.\n\nOn a GPU: no GPU record yet.\n" in text
     first = (tmp_path / "tradeoff.svg").read_bytes()
@@ -236,13 +271,17 @@ def test_tradeoff_says_what_was_not_measured_and_where_a_row_was(tradeoff: Modul
         way = {"what": "speed", "dtype": "float32", "attention": "sdpa", "compiled": False}
         return {**way, "length": length, "batch": batch, "kept": kept, **more}
 
-    grid = [cell(length, batch, 6) for length in (32, 512) for batch in (1, 8)]
-    rows = [*grid[:2], cell(32, 8, 3), cell(512, 8, 6, compiled=True, processor="another"), grid[2] | {"error": "full"}]
-    everything = [*rows[:4], cell(512, 1, 6, dtype="bfloat16")]
-    assert page.lacking(rows[:3], [], everything) == ["", "Not measured: batch 1, 8 of 512 tokens."]
-    assert page.lacking(rows[:3], rows[4:], everything) == ["", "Not measured: batch 8 of 512 tokens."]
-    assert page.lacking(rows[:2], [], rows[:3]) == ["", "Not measured: 3 heads kept."]
-    assert page.lacking(rows[:3], [], rows[:3]) == []
+    args = tradeoff.arguments(["--task", "trec", "--data", "x", "--work", "x"])
+    whole = [cell(*at) for at in itertools.product(args.lengths, args.batch_sizes, args.budgets)]
+    assert page.lacking(whole, []) == []
+    few = [row for row in whole if row["length"] < 512 and row["batch"] in (1, 32) and row["kept"] in (36, 24)]
+    said = "Not measured: 32, 128 tokens at batch 8, 128; 512 tokens at any batch; 54, 14 heads kept."
+    assert page.lacking(few, []) == ["", said]
+    failed = [row | {"error": "full"} for row in whole if row["length"] == 512 and row["batch"] != 8]
+    rest = "Not measured: 32, 128 tokens at batch 8, 128; 512 tokens at batch 8."
+    assert page.lacking(few, failed) == ["", rest]
+
+    rows = [cell(32, 8, 6), cell(512, 8, 6, compiled=True, processor="another")]
 
     record = {"rows": rows, "hardware": {"processor": "usual"}, "task": "trec", "device": "cpu"}
     said = ["Timed on another: float32, sdpa attention, torch.compile, 512 tokens, batch 8.", ""]
@@ -253,6 +292,107 @@ def test_tradeoff_says_what_was_not_measured_and_where_a_row_was(tradeoff: Modul
         "No record yet, on a CPU, of SST-2, STS-B.",
         "No record yet, on a GPU, of SST-2, STS-B.",
     ]
+
+
+def timed_row(batch: int, kept: int, whole: float = 2.0, **more: Any) -> dict[str, Any]:
+    """A cell at 128 tokens, in seconds."""
+    way = {"what": "speed", "dtype": "float32", "attention": "sdpa", "compiled": False, "length": 128}
+    times = {"original_p50": whole, "original_p90": whole, "pruned_p50": 1.0, "pruned_p90": 1.5}
+    found = {
+        "ratio": whole,
+        "low": whole - 0.1,
+        "high": whole + 0.1,
+        "limit": 2.5,
+        "throughput": [batch / whole, batch],
+    }
+    return {**way, **times, **found, "batch": batch, "kept": kept, "weight_bytes": [4, 2], **more}
+
+
+def test_tradeoff_sets_a_row_of_another_session_beside_its_own_whole_model(tradeoff: ModuleType) -> None:
+    page = tradeoff.tradeoff_page
+    rows = [timed_row(1, 36), timed_row(1, 24), timed_row(8, 36), timed_row(8, 24, whole=3.0)]
+    table = page.times(rows, [36, 24])
+    assert (
+        "| 128 | 1 | 2,000 (2,000) | 0.5 | 1,000 (1,500) | 2.00 [1.90, 2.10] | 2.50 | 1,000 (1,500) | 2.00" in table[2]
+    )
+    assert "| 1,000 (1,500) of 3,000 | 3.00 [2.90, 3.10] | 2.50 |" in table[3]
+    assert table[4:] == ["", "*of*: timed in another session, in which the whole model took so many ms."]
+    assert len(page.times(rows[:3], [36, 24])) == 4
+
+
+def test_figures_are_plain() -> None:
+    plain = benchmark("pages").plain
+    figures = [plain(n) for n in (1751.2, 100.4, 19.96, 6.849, 0.6221)]
+    assert figures == ["1,751", "100", "20.0", "6.85", "0.622"]
+    assert [plain(n, 2) for n in (123.4, 1.26, 0.00123, 0.0000456)] == ["123", "1.3", "0.0012", "0.000046"]
+
+
+def test_a_gpu_record_without_accuracy_has_its_speed_on_the_page(tradeoff: ModuleType, tmp_path: Path) -> None:
+    """What benchmarks/README.md advises first on a GPU that is lent for minutes."""
+    page = tradeoff.tradeoff_page
+    where = {"processor": "a processor", "threads": 2, "gpu": "a GPU"}
+    about = {"task": "sst2", "device": "cuda", "gpu": "a GPU", "timed": "surgeon", "heads": 72, "base": 0.9}
+    about |= {"hardware": where, "versions": {"torch": "2", "transformers": "5"}, "created": "2026-01-01T00"}
+    joules = {"joules_an_example": [0.001234, 0.00056]}
+    rows = [timed_row(32, 36, 1.5), timed_row(32, 24, **joules)]
+    (tmp_path / "tradeoff-sst2-cuda.json").write_text(json.dumps({**about, "rows": rows}))
+    text = page.page(tmp_path)
+    assert "## SST-2, speed, on a GPU\n" in text
+    said = (
+        "With 24 of 72 heads; accuracy was not measured here: at batch 32 of 128 tokens the model is 2.00 [1.90, 2.10]"
+    )
+    assert f"{said} times as fast, 0.80 of the 2.50 that" in text
+    assert "| 0.0012 to 0.00056 |" in text
+    assert page.ENERGY in text
+    not_at_all = next(line for line in text.splitlines() if line.startswith("Not measured at all: "))
+    assert "bfloat16, eager attention, torch.compile" in not_at_all
+    assert tradeoff.studies.NO_GPU not in text.partition("## Beside")[0]
+    block = page.readme(tmp_path)
+    assert block.startswith(
+        "Speed alone, at batch 32 of 128 tokens, on a GPU:\n\n- SST-2, speed, of all 72 heads: 36 heads"
+    )
+    assert "36 heads 1.50x [1.40, 1.60]; 24 heads 2.00x [1.90, 2.10]\n" in block
+    assert tradeoff.studies.NO_GPU not in block
+    assert "accuracy" not in block
+    assert "±" not in block
+
+    draws = [{"what": "quality", "way": "surgeon + lstsq", "kept": 24, "quality": q} for q in (0.89, 0.91)]
+    here = {"hardware": {"processor": "a processor", "threads": 1}, "device": "cpu"}
+    other = {k: v for k, v in about.items() if k != "gpu"} | here | {"rows": [*rows, *draws]}
+    (tmp_path / "tradeoff-sst2-cpu.json").write_text(json.dumps(other))
+    block = page.readme(tmp_path)
+    chosen = (
+        "Heads chosen by `surgeon`, what is left refitted by `lstsq`, nothing trained; at batch 32 of 128 tokens, on"
+    )
+    assert f"{chosen} a CPU (a processor, 1 thread):\n\n- SST-2, accuracy, 0.900 with all 72 heads: 24 heads" in block
+    assert "24 heads 0.900 ± 0.014 at 2.00x [1.90, 2.10]\n" in block
+    assert "\n±: standard deviation over draws of calibration rows.\n" in block
+    assert "\nSpeed alone, " in block
+
+
+def test_tradeoff_says_how_far_processes_differ_and_where_other_tasks_are(tradeoff: ModuleType, tmp_path: Path) -> None:
+    page = tradeoff.tradeoff_page
+    assert page.between_processes(tmp_path) == page.other_tasks(tmp_path) == []
+
+    def row(*ratios: float) -> dict[str, Any]:
+        return {
+            "speed": {"processes": [{"ratio": 1.0}, {"ratio": 1.0}]},
+            "uncut": {"processes": [{"ratio": r} for r in ratios]},
+        }
+
+    for name, hardware, rows in (
+        ("cpu", {}, [row(1.0, 1.02), row(0.9, 1.1)]),
+        ("cuda", {"gpu": "a GPU"}, [row(0.99, 1.01)]),
+    ):
+        (tmp_path / f"native-{name}.json").write_text(json.dumps({"hardware": hardware, "rows": rows}))
+    (said,) = page.between_processes(tmp_path)
+    assert said.endswith(": by a standard deviation of up to 14 % on a CPU and 1 % on a GPU (`native.py`).")
+    for name in ("demo", "run-char-gpt", "kv-groups-stories"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": "digits-vit" if name == "demo" else name[4:]}))
+    (_, said) = page.other_tasks(tmp_path)
+    assert "(digits-vit, char-gpt): [recipes](recipe-runs.md)" in said
+    assert "kv-groups.md" in said
+    assert "translation.md" not in said
 
 
 def test_tradeoff_compares_by_the_most_draws(tradeoff: ModuleType) -> None:

@@ -66,5 +66,6 @@ def test_rows_and_page(kv_groups: ModuleType, stories: Path, tmp_path: Path) -> 
     with pytest.raises(SystemExit, match="give another --out"):
         kv_groups.main([*given, "--steps", "4"])
     text = kv_groups.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)]).read_text()
+    assert f"\n{record['hardware']['processor']}, " in text
     cells = " | ".join(f"{ways[way]['perplexity']:.3f}" for way in kv_groups.WAYS)
     assert f"| surgeon | 50% | {cells} |" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,6 +88,28 @@ def test_throughput_is_that_of_all_examples(measured: dict[str, Any]) -> None:
         rate = row["ratios"][f"{name}, examples a second"]["median"]
         assert rate == pytest.approx(float(np.median(8 / np.array(row["seconds"][name]))))
         assert row["waits"][name] is None  # no GPU
+
+
+def test_waits_are_those_of_the_run_not_of_the_mode(cost: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch warns once a process that its mode does not detect all synchronizing operations: that is no wait."""
+    about = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    modes: list[Any] = []
+
+    def switch(mode: Any) -> None:
+        if not modes:
+            warnings.warn(about, stacklevel=2)
+        modes.append(mode)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", switch)
+
+    def run() -> None:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+
+    assert [cost.waits(run, torch.device("cuda")) for _ in range(2)] == [2, 2]
+    assert modes == ["warn", 0] * 2
+    assert cost.waits(run, CPU) is None
 
 
 def test_the_frozen_pass_reaches_the_embeddings_and_thaws_the_model(cost: ModuleType) -> None:

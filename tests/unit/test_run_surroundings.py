@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headprune.run import surroundings
-from headprune.run.surroundings import hardware, in_short
+from headprune.run.surroundings import hardware, in_short, versions
 
 CPU = torch.device("cpu")
 
@@ -24,6 +24,9 @@ def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     lines = [line.split() for line in in_short().splitlines()]
     assert ["transformers", "not", "installed"] in lines
     assert ["torch", "1.2"] in lines
+    found = versions()
+    assert found["torch"] == "1.2"
+    assert "transformers" not in found
 
 
 def test_memory_and_processor_where_linux_does_not_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,4 +49,19 @@ def test_a_gpu_is_named_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     found = hardware(torch.device("cuda"))
     assert (found["gpu"], found["gpu_memory_gib"], found["cuda"]) == ("a GPU", 80.0, torch.version.cuda)
-    assert "gpu" not in hardware(CPU)
+    assert found["float32_matmul_precision"] == torch.get_float32_matmul_precision()
+    assert found["allow_tf32"] is torch.backends.cuda.matmul.allow_tf32
+    assert not {"gpu", "allow_tf32"} & hardware(CPU).keys()
+
+
+def test_a_setting_that_pytorch_refuses_to_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mixed:
+        @property
+        def allow_tf32(self) -> bool:
+            raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="a GPU", total_memory=1))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
+    found = hardware(torch.device("cuda"))
+    assert "float32_matmul_precision" in found
+    assert "allow_tf32" not in found
