@@ -49,8 +49,8 @@ import tradeoff_page
 from encoder_tasks import TITLES, Cosine, Task, encoder_task
 from pipelines import interval
 from studies import RECORDS
-from tradeoff_page import DTYPES, GRID
 from tradeoff_speed import Cell, attention_rows, bytes_on_disk, speed_rows
+from tradeoff_times import DTYPES, GRID
 
 #: In the order in which they are measured: what takes longest is last.
 PARTS = ("quality", "kv", "sizes", "attention", "speed")

@@ -232,7 +232,7 @@ def test_tradeoff_says_where_it_is_faster_and_where_not(tradeoff: ModuleType) ->
         times = {"original_p50": 1.0, "original_p90": 1.9, "pruned_p50": 1.0, "pruned_p90": p90}
         return {**times, "batch": batch, "low": low, "high": high, "kept": 6, "length": 8}
 
-    words = tradeoff.tradeoff_page._in_words
+    words = benchmark("tradeoff_times")._in_words
     assert words([cell(1, 1.1, 1.2), cell(8, 1.2, 1.3)]) == "faster at every batch size (1 to 8)"
     mixed = [cell(1, 0.8, 0.9), cell(8, 0.9, 1.1), cell(32, 1.1, 1.2), cell(128, 1.2, 1.3)]
     assert words(mixed) == "faster from batch 32 on, not faster: slower at batch 1, no difference shown at batch 8"
