@@ -224,8 +224,9 @@ def page(records: list[dict[str, Any]]) -> str:
         "English to German on Multi30k, a Transformer of our own attention, BLEU by sacrebleu on test rows. Heads go",
         "by their scores, of all kinds or of one kind alone, down to a head a layer. In brackets: points of BLEU above",
         "(+) or below (-) the whole model before any training after the cut, with the 95 % interval of a paired",
-        "bootstrap over sentences; one draw of calibration rows, where no ± is given. Of others' models: Voita et al.",
-        "2019 lose 0.15 BLEU without 38 of 48 encoder heads, by learned gates; Michel et al. 2019 take 20 % of all",
+        "bootstrap over sentences. One draw of calibration rows and order of batches, or, where ± is given, mean and",
+        "standard deviation over several, and the ends farthest out of their intervals. Of others' models: Voita et",
+        "al. 2019 lose 0.15 BLEU without 38 of 48 encoder heads, by learned gates; Michel et al. 2019 take 20 % of all",
         "heads before anybody notices, and of self-attention more than between encoder and decoder.",
     ]
     for record in records:
@@ -283,14 +284,12 @@ def in_words(steps: list[dict[str, Any]]) -> str:
 
 
 def cell(rows: list[dict[str, Any]]) -> str:
-    """BLEU and the points against the whole: of one draw with their interval, of several the mean."""
+    """BLEU and the points against the whole: of several draws the mean, and their intervals' ends farthest out."""
     if not rows:
         return "-"
-    bleu, gained = [100 * row["test"]["bleu"] for row in rows], [-100 * row["test"]["drop"] for row in rows]
-    if len(rows) > 1:
-        return f"{studies.spread(bleu, 2)} ({statistics.fmean(gained):+.2f})"
-    low, high = (-100 * rows[0]["test"][name] for name in ("high", "low"))
-    return f"{bleu[0]:.2f} ({gained[0]:+.2f} [{low:+.2f}, {high:+.2f}])"
+    bleu, lost, low, high = ([100 * row["test"][key] for row in rows] for key in ("bleu", "drop", "low", "high"))
+    gained, least, most = (0 - points for points in (statistics.fmean(lost), max(high), min(low)))
+    return f"{studies.spread(bleu, 2)} ({gained:+.2f} [{least:+.2f}, {most:+.2f}])"
 
 
 if __name__ == "__main__":

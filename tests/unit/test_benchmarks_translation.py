@@ -77,12 +77,16 @@ def test_rows_and_a_run_that_goes_on(translation: ModuleType, given: list[str], 
         translation.main([*few[:-3], "--set", *args.set, "train.epochs=1"])
     translation.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / translation.PAGE).read_text()
-    points = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(-100 * row[name] for name in ("drop", "high", "low")))
+    points = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(0 - 100 * row[name] for name in ("drop", "high", "low")))
     assert f"| between them | 2 of 4 | {100 * row['bleu']:.2f} ({points})" in text
     assert "12 heads; whole:" in text
     assert "All heads, trained on as long, nothing refitted: " in text
     assert "- *distilled*: `lstsq` (" in text
     assert "35 BLEU or more before any cut aimed at, has not been run yet.\n\nOn a GPU: no GPU record yet.\n" in text
+    draws = [
+        {"test": {"bleu": b, "drop": d, "low": d - 0.02, "high": d + 0.01}} for b, d in ((0.3, 0.01), (0.32, -0.01))
+    ]
+    assert translation.cell(draws) == "31.00 ± 1.41 (+0.00 [-2.00, +3.00])"
     on_gpu = {**record, "size": "full", "hardware": {"device": "cuda", "gpu": "a GPU"}}
     text = translation.page([record, on_gpu])
     assert f"aimed at, reached {100 * record['base']['test']:.2f}.\n" in text
