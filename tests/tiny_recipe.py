@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from headprune.recovery._steps import Steps
+
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
 
 TINY: dict[str, Any] = {
@@ -20,3 +24,17 @@ TINY: dict[str, Any] = {
     "train": {"epochs": 1, "batch_size": 64, "learning_rate": 3e-3},
     "select": {"keep_heads": 0.5},
 }
+
+
+def interrupt_after(count: int, patch: pytest.MonkeyPatch) -> list[int]:
+    """Lets the user interrupt after so many steps of training; returns the numbers of the steps that ran."""
+    plain, seen = Steps.on_step_end, list[int]()
+
+    def stop(self: Any, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+        plain(self, args, state, *more, **kwargs)
+        seen.append(state.global_step)
+        if len(seen) == count:
+            raise KeyboardInterrupt
+
+    patch.setattr(Steps, "on_step_end", stop)
+    return seen

@@ -26,7 +26,7 @@ from headprune.run.identity import made_of
 from headprune.run.journal import WORK
 from tests.killing import same_runs
 from tests.laws.support import subject_of
-from tests.tiny_recipe import TINY
+from tests.tiny_recipe import TINY, interrupt_after
 
 RECOVER = [{"method": "mean_fold"}, {"method": "finetune", "batch_size": 64, "settings": {"steps": 5}}]
 SHORT = {"score": {"random_draws": 1}, "recover": RECOVER, "report": False}
@@ -149,20 +149,9 @@ def test_overwrite_begins_anew(failed: Path, whole: Path) -> None:
 
 
 def test_a_training_goes_on_from_its_last_pass(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headprune.recovery import _steps
-
     chosen = recipe(tmp_path / "out", train={**TINY["train"], "epochs": 3})
-    plain = _steps.Steps.on_step_end
-    seen: list[int] = []
-
-    def stop(self: Any, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
-        plain(self, args, state, *more, **kwargs)
-        seen.append(state.global_step)
-        if len(seen) == 55:  # of 3 passes of 23 steps
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(_steps.Steps, "on_step_end", stop)
+        seen = interrupt_after(55, patch)  # of 3 passes of 23 steps
         with pytest.raises(KeyboardInterrupt):
             go(chosen)
         assert hp.RunRecord.load(tmp_path / "out" / "record.json").status == "interrupted"

@@ -19,7 +19,6 @@ from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue,
 from headprune.core.files import PART
 from headprune.core.scores import ModelFingerprint
 from headprune.core.sweeps import SweepTable
-from headprune.recovery import _steps
 from headprune.run import picking, runs, sweeping, tasks
 from headprune.run.base import Base, open_base, ready_base
 from headprune.run.outcome import Outcome
@@ -28,7 +27,7 @@ from headprune.run.runs import SweepRun
 from headprune.run.splits import calibration_rows
 from headprune.run.surroundings import versions
 from headprune.run.validate import check_recipe
-from tests.tiny_recipe import TINY
+from tests.tiny_recipe import TINY, interrupt_after
 
 GRID = ["scorer=taylor,random", "keep=0.75,0.5", "recover=none,mean_fold"]
 
@@ -409,17 +408,9 @@ def test_half_a_base_model_of_a_killed_sweep_goes(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_training_of_the_base_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, seen = tiny(train={**TINY["train"], "epochs": 3}), []
-    plain = _steps.Steps.on_step_end
-
-    def stop(self: Any, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
-        plain(self, args, state, *more, **kwargs)
-        seen.append(state.global_step)
-        if len(seen) == 55:  # of 3 passes of 23 steps
-            raise KeyboardInterrupt
-
+    recipe = tiny(train={**TINY["train"], "epochs": 3})
     with monkeypatch.context() as patch:
-        patch.setattr(_steps.Steps, "on_step_end", stop)
+        seen = interrupt_after(55, patch)  # of 3 passes of 23 steps
         with pytest.raises(KeyboardInterrupt):
             ready_base(recipe, tmp_path / "cut", lambda line: None)
         cut = ready_base(recipe, tmp_path / "cut", lambda line: None)
