@@ -1,10 +1,10 @@
 """What shipped recipes gave when they were run from end to end: docs/recipe-runs.md, from the records of those runs.
 
     headprune run char-gpt --set data.path=path/to/shakespeare.txt --set data.revision=null --out runs/char-gpt
-    cp runs/char-gpt/record.json benchmarks/records/run-char-gpt.json
-    python benchmarks/recipe_runs.py                     # the page
+    python benchmarks/recipe_runs.py --keep runs/char-gpt    # the record, as run-NAME.json, on a GPU run-NAME-cuda.json
+    python benchmarks/recipe_runs.py                         # the page
 
-A run on a GPU is kept as ``run-NAME-cuda.json``. The record of ``make demo`` is ``demo.json``.
+The record of ``make demo`` is ``demo.json``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from headprune.core.codec import FrozenDict
 from headprune.core.files import write_atomic
 from headprune.core.record import QualityRow, RunRecord
 from headprune.report.decoding import decoding_lines
@@ -29,10 +31,26 @@ PAGE = "recipe-runs.md"
 def main(argv: Sequence[str] | None = None) -> Path:
     """Writes the page and returns its path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, metavar="RUN", help="keep this run's record, and draw the page")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where to write")
     args = parser.parse_args(argv)
+    if args.keep is not None:
+        keep(RunRecord.load(args.keep / "record.json"), args.records)
     return draw(args.records, args.docs)
+
+
+def keep(record: RunRecord, records: Path) -> Path:
+    """Saves it without folders: where the run and its data lay is nobody's business."""
+    data, source = (
+        {**part, "path": Path(part["path"]).name} for part in (record.recipe["data"], record.rows["source"])
+    )
+    kept = replace(
+        record,
+        recipe=FrozenDict({**record.recipe, "out": None, "data": data}),
+        rows=FrozenDict({**record.rows, "source": source}),
+    )
+    return kept.save(records / f"run-{record.name}{'-cuda' if 'gpu' in record.hardware else ''}.json")
 
 
 def draw(records: Path, docs: Path) -> Path:
@@ -57,14 +75,11 @@ def page(records: Sequence[RunRecord]) -> str:
 
 
 def surroundings(record: RunRecord) -> str:
-    """Where it ran, how long, and what was proven."""
-    hardware, minutes = record.hardware, sum(record.timings.values()) / 60
+    """Where it ran, when, and what was proven; not how long it took, for other work may have run beside it."""
+    hardware = record.hardware
     where = hardware.get("gpu") or f"{hardware['processor']}, {threads(record.hardware)}"
     apart = max(proof.max_difference for proof in record.proofs)
-    return (
-        f"{where}, {record.created[:10]}, {minutes:.1f} minutes with training. The cut model gives the gated model's"
-        f" outputs up to {apart:.1e}."
-    )
+    return f"{where}, {record.created[:10]}. The cut model gives the gated model's outputs up to {apart:.1e}."
 
 
 def quality(record: RunRecord) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from headprune.core.codec import FrozenDict
 from headprune.core.record import Proof, QualityRow, RunRecord, SizeRow, SpeedRow
 from tests.scripts import ROOT, script
 
@@ -110,3 +112,17 @@ def test_the_demo_is_said_by_its_record(figures: ModuleType, tmp_path: Path) -> 
     assert "| 64 | 1 | 2,000 | 1,000 | 1.64 [1.50, 1.90] |" in page
     assert "1 thread, 2026-01-01" in page
     assert json.loads((tmp_path / "demo.json").read_text())["status"] == "done"
+
+    run = replace(
+        record,
+        recipe=FrozenDict({**record.recipe, "out": "/mine/run", "data": {"path": "/mine/text.txt", "text": "t"}}),
+        rows=FrozenDict({"source": {"path": "/mine/text.txt", "block": 8}}),
+    )
+    run.save(tmp_path / "run" / "record.json")
+    figures.recipe_runs.main(
+        ["--keep", str(tmp_path / "run"), *(f"--{name}={tmp_path}" for name in ("records", "docs"))]
+    )
+    kept = (tmp_path / "run-digits-vit.json").read_text()
+    assert "mine" not in kept
+    assert RunRecord.load(tmp_path / "run-digits-vit.json").quality == record.quality
+    assert (tmp_path / "recipe-runs.md").read_text().count("## digits-vit") == 2
