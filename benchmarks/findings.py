@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import t as student
 from torch import nn
 
 import headprune as hp
@@ -402,9 +401,7 @@ def voita(records: list[dict[str, Any]]) -> list[str]:
 
 def over_draws(values: Sequence[float]) -> Share:
     """Mean and Student's 95 % interval of a few draws."""
-    mean, error = statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
-    width = float(student.ppf(0.975, len(values) - 1)) * error
-    return Share(mean, mean - width, mean + width)
+    return Share(*studies.by_student(values))
 
 
 def picture(records: list[dict[str, Any]], path: Path) -> None:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -37,7 +36,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
@@ -49,8 +47,9 @@ from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from studies import RECORDS, keep, now
+from studies import RECORDS, by_student, keep, now
 from tradeoff_speed import compiling
+from tradeoff_times import DTYPES
 
 AIM = 0.97
 #: Largest difference of outputs, relative to the largest output, by dtype.
@@ -77,7 +76,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.processes < 2:
         parser.error(f"--processes must be at least 2, there is no interval over {args.processes}")
-    args.dtypes = args.dtypes or ["float32", *(["bfloat16"] if args.device == "cuda" else [])]
+    args.dtypes = args.dtypes or DTYPES[args.device]
     if args.small:
         args.layers, args.width, args.shapes, args.seconds = 2, 48, ["2x8"], min(args.seconds, 0.05)
     return args
@@ -124,20 +123,16 @@ def over_processes(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in {"speed", "uncut"} & set(found):
         timed = [{name: row[key][name] for name in kept} for row in rows]
         extra = [row["pruned_p50"] - row["original_p50"] for row in timed]
-        found[key] = mean_of([row["ratio"] for row in timed]) | {
-            "extra_seconds": mean_of(extra, "mean"),
-            "processes": timed,
-        }
+        found[key] = mean_of([row["ratio"] for row in timed])
+        found[key] |= {"extra_seconds": mean_of(extra, "mean"), "processes": timed}
     if "uncut" in found:
         found["share"] = mean_of([row["speed"]["ratio"] / row["uncut"]["ratio"] for row in rows])
     return found
 
 
 def mean_of(values: Sequence[float], name: str = "ratio") -> dict[str, float]:
-    """With its 95 % interval, by Student's t."""
-    mean = statistics.fmean(values)
-    half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
-    return {name: mean, "low": mean - half, "high": mean + half}
+    """With its 95 % interval."""
+    return dict(zip((name, "low", "high"), by_student(values), strict=True))
 
 
 def compared(name: str, args: argparse.Namespace, device: torch.device, dtype: str) -> list[dict[str, Any]]:

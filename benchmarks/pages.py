@@ -17,9 +17,13 @@ def read(records: Path, pattern: str) -> list[Record]:
 
 
 def machine(record: Record) -> str:
-    hardware, versions = record["hardware"], record["versions"]
-    where = hardware.get("gpu") or f"{hardware['processor']}, {threads(hardware)}"
+    where, versions = ran_on(record["hardware"]), record["versions"]
     return f"{where}; torch {versions['torch']}, transformers {versions['transformers']}; {record['created'][:10]}."
+
+
+def ran_on(hardware: Mapping[str, Any]) -> str:
+    """The GPU, or the processor with its threads."""
+    return hardware.get("gpu") or f"{hardware['processor']}, {threads(hardware)}"
 
 
 def threads(hardware: Mapping[str, Any]) -> str:
@@ -45,7 +49,11 @@ def plain(value: float, digits: int = 3) -> str:
 
 def ratio(row: Row) -> str:
     """A speed with its interval."""
-    return f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+    return interval(row["ratio"], row["low"], row["high"])
+
+
+def interval(middle: float, low: float, high: float) -> str:
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def table(head: list[str], rows: list[list[str]], left: int = 1) -> list[str]:

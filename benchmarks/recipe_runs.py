@@ -22,7 +22,7 @@ from headprune.report.decoding import decoding_lines
 from headprune.report.formats import fixed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from pages import plain, table, threads
+from pages import interval, plain, ran_on, table
 from studies import RECORDS, ROOT, no_gpu
 
 PAGE = "recipe-runs.md"
@@ -76,9 +76,7 @@ def page(records: Sequence[RunRecord]) -> str:
 
 def surroundings(record: RunRecord) -> str:
     """Where it ran, when, and what was proven; not how long it took, for other work may have run beside it."""
-    hardware = record.hardware
-    where = hardware.get("gpu") or f"{hardware['processor']}, {threads(record.hardware)}"
-    apart = max(proof.max_difference for proof in record.proofs)
+    where, apart = ran_on(record.hardware), max(proof.max_difference for proof in record.proofs)
     return f"{where}, {record.created[:10]}. The cut model gives the gated model's outputs up to {apart:.1e}."
 
 
@@ -101,8 +99,7 @@ def speed(record: RunRecord) -> list[str]:
     body = []
     for row in record.speed:
         times = [plain(1e3 * seconds) for seconds in (row.original_p50, row.pruned_p50)]
-        interval = f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
-        body.append([str(row.batch), str(row.length), *times, interval])
+        body.append([str(row.batch), str(row.length), *times, interval(row.ratio, row.low, row.high)])
     return ["", *table(["batch", "length", "whole, ms", "cut, ms", "speed"], body, left=0)] if body else []
 
 

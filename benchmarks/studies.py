@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from scipy.stats import t as student
 
 import headprune as hp
 from headprune.core.files import atomic_path, write_atomic
@@ -125,6 +126,13 @@ def spread(values: list[float], digits: int = 3) -> str:
 def deviation(values: list[float]) -> float:
     """Standard deviation; of a single value, none."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def by_student(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of a few values, and the ends of its 95 % interval by Student's t."""
+    mean, error = statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
+    half = float(student.ppf(0.975, len(values) - 1)) * error
+    return mean, mean - half, mean + half
 
 
 def weights_of(model: nn.Module) -> str:

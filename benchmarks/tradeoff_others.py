@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
-from pages import Record, Row, machine, ratio, read, table
+from pages import Record, Row, interval, machine, ratio, read, table
 
 #: Subjects of ``native.py`` for which it promises nothing.
 UNPROMISED = ("llama, free",)
@@ -47,7 +47,7 @@ def cells(aim: float, row: Row) -> list[str]:
     if "uncut" in row:
         own = [ratio(row["uncut"]), ratio(row["share"])]
         extra = (row[key]["extra_seconds"] for key in ("speed", "uncut"))
-        own += ["{:.2f} [{:.2f}, {:.2f}]".format(*(1e3 * each[k] for k in ("mean", "low", "high"))) for each in extra]
+        own += [interval(*(1e3 * seconds[end] for end in ("mean", "low", "high"))) for seconds in extra]
     return [*about, ratio(row["speed"]), f"{min(each):.2f} to {max(each):.2f}", said, *own]
 
 

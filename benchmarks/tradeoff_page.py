@@ -13,7 +13,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from pages import Record, Row, distinct, machine, of, plain, ratio, read, table, threads
 from tradeoff_others import natives, scoring, startup
-from tradeoff_times import DISTURBED, DTYPES, GRID, WAY, break_even, disturbed, lacking, timed, times, way_words
+from tradeoff_times import (
+    DISTURBED,
+    DTYPES,
+    GRID,
+    WAY,
+    break_even,
+    disturbed,
+    energy_was_read,
+    lacking,
+    timed,
+    times,
+    way_words,
+)
 
 STAMP = ("created", "git_commit", "processor")
 PAGE, PICTURE = "tradeoff.md", "tradeoff.svg"
@@ -269,7 +281,7 @@ def speed(record: Record) -> list[str]:
     if lines:
         about = f"The timed models are those of `{record['timed']}` and the first draw."
         about += " No peak memory is measured under torch.compile."
-        about += ENERGY * any(any(row.get("joules_an_example") or []) for row in of(record, "speed"))
+        about += ENERGY * energy_was_read(of(record, "speed"))
         lines = ["", about, *lines, *headline(record)]
     return lines
 

@@ -237,7 +237,7 @@ def added(record: dict[str, Any]) -> list[str]:
         other = name.removeprefix(TOGETHER)
         if name.startswith(TOGETHER) and (alone := rows.get((other, None))):
             gains = [
-                f"{b['ratio'] / a['ratio']:.2f} [{b['low'] / a['high']:.2f}, {b['high'] / a['low']:.2f}]"
+                pages.interval(b["ratio"] / a["ratio"], b["low"] / a["high"], b["high"] / a["low"])
                 for b, a in zip(row["speed"], alone["speed"], strict=True)
             ]
             cells.append([other, str(kept), *_gained(record, name, kept, other), *gains])
