@@ -6,7 +6,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-long lint mutants docs docs-figures clean
+.PHONY: help demo test test-long lint mutants docs docs-figures gpu-rehearsal clean
 
 help:
 	@echo "make demo   environment, install, the two-minute recipe; prints where the report is"
@@ -16,6 +16,7 @@ help:
 	@echo "make mutants   small changes to slabs, heads, plans and selectors, which tests must notice; takes an hour or more"
 	@echo "make docs   the documentation as a site, in site/index.html; warnings are errors"
 	@echo "make docs-figures   everything measured in README and docs, written anew from benchmarks/records"
+	@echo "make gpu-rehearsal   what benchmarks/gpu/pack packed, run on the CPU as on the GPU machine, small"
 	@echo "make clean  remove the environment and the runs"
 
 $(BIN)/python:
@@ -53,6 +54,10 @@ docs: $(VENV)/.dev
 
 docs-figures: $(VENV)/.dev
 	$(BIN)/python docs/figures.py
+
+gpu-rehearsal: $(VENV)/.dev
+	@test -f runs/gpu/pack/pack.json || benchmarks/gpu/pack
+	$(BIN)/python benchmarks/gpu/rehearsal.py
 
 clean:
 	rm -rf $(VENV) runs site

@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -47,8 +48,9 @@ from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit, hardware, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import studies
+from compiled import compiling
 from studies import RECORDS, by_student, keep, now
-from tradeoff_speed import compiling
 from tradeoff_times import DTYPES
 
 AIM = 0.97
@@ -85,27 +87,35 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> Path:
     """Runs the comparisons and returns the record's path."""
     args = arguments(argv)
-    start = perf_counter()
-    record: dict[str, Any] = {
-        "benchmark": "native",
-        "created": now(),
-        "hardware": hardware(resolve_device(args.device)) | {"threads": args.threads},
-        "versions": versions(),
-        "git_commit": git_commit(),
-        "aim": AIM,
-        "settings": {k: v for k, v in vars(args).items() if k != "out"},
-    }
+    over, start = studies.clock(args), perf_counter()
     out: Path = args.out or RECORDS / f"native-{args.device}.json"
-    found: list[list[dict[str, Any]]] = []
-    while len(found) < 2 or (len(found) < args.processes and perf_counter() - start < 60 * args.minutes):
+    record = begun(args, out)
+    found: list[list[dict[str, Any]]] = record["measured"]
+    while len(found) < 2 or (len(found) < args.processes and not over()):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
             found.append(fresh.submit(one_process, args).result())
         print(f"{len(found)} of {args.processes} processes", flush=True)
-        if len(found) > 1:  # a machine that is lent may be taken back
-            record |= {"processes": len(found), "seconds": perf_counter() - start}
-            keep(record | {"rows": [over_processes(rows) for rows in zip(*found, strict=True)]}, out)
+        # A machine that is lent may be taken back: every process is kept, though one alone has no interval.
+        rows = [over_processes(rows) for rows in zip(*found, strict=True)] if len(found) > 1 else []
+        record |= {"processes": len(found), "seconds": perf_counter() - start, "rows": rows}
+        keep(record, out)
     print(out)
     return out
+
+
+def begun(args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """A new record, or the one at ``out``, whose processes count, if it has the same settings on the same machine."""
+    how = ("out", "processes", "minutes")  # these decide how much is measured, not what
+    settings = {name: value for name, value in vars(args).items() if name not in how}
+    here = hardware(resolve_device(args.device)) | {"threads": args.threads}
+    record: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    same = (
+        record.get("settings") == settings and record.get("hardware") == here and record.get("versions") == versions()
+    )
+    if same and "measured" in record:
+        return record
+    about = {"benchmark": "native", "created": now(), "hardware": here, "versions": versions()}
+    return {**about, "git_commit": git_commit(), "aim": AIM, "settings": settings, "rows": [], "measured": []}
 
 
 def one_process(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -352,3 +362,4 @@ INPUTS: dict[str, Callable[..., Any]] = {"bert": tokens, "vit": images, "llama":
 
 if __name__ == "__main__":
     main()
+    studies.leave()

@@ -90,25 +90,42 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Runs the measurements and returns the record's path."""
     args = arguments(argv)
     device = resolve_device(args.device)
-    start, threads = perf_counter(), torch.get_num_threads()
+    out: Path = args.out or RECORDS / f"scoring-cost-{args.device}.json"
+    record = begun(args, device, out)
+    threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
-        record: dict[str, Any] = {
-            "benchmark": "scoring_cost",
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "hardware": hardware(device),
-            "versions": versions(),
-            "git_commit": git_commit(),
-            "settings": {k: v for k, v in vars(args).items() if k != "out"},
-            **{part: PARTS[part](args, device) for part in args.only},
-        }
+        for part in args.only:
+            if part in record:
+                continue
+            start = perf_counter()
+            record[part] = PARTS[part](args, device)
+            record["seconds"] += perf_counter() - start
+            record["stamps"][part] = {"created": now(), "git_commit": git_commit()}
+            write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
     finally:
         torch.set_num_threads(threads)
-    record["seconds"] = perf_counter() - start
-    out: Path = args.out or RECORDS / f"scoring-cost-{args.device}.json"
-    write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
     print(out)
     return out
+
+
+def begun(args: argparse.Namespace, device: torch.device, out: Path) -> dict[str, Any]:
+    """A record without parts, or the one at ``out`` if it has the same settings on the same machine."""
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "only")}
+    about: dict[str, Any] = {
+        "benchmark": "scoring_cost",
+        "hardware": hardware(device),
+        "versions": versions(),
+        "settings": settings,
+    }
+    record: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    if all(record.get(name) == value for name, value in about.items()) and "stamps" in record:
+        return record
+    return {**about, "created": now(), "git_commit": git_commit(), "seconds": 0.0, "stamps": {}}
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 # ------------------------------------------------------------------------------------------------ what is measured

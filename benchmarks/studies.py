@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -63,6 +65,19 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 def add_minutes(parser: argparse.ArgumentParser) -> None:
     """For machines that are lent for a while."""
     parser.add_argument("--minutes", type=float, help="begin no row after so much time; the same command goes on")
+    parser.add_argument(
+        "--aside", action="store_true", help="leave a record of other weights alone, begin one beside it"
+    )
+
+
+#: Exit status of a study whose minutes were over before its rows were; the GPU study's queue knows it.
+UNFINISHED = 75
+_ended_early = False
+
+
+def leave() -> None:
+    """End the script: with ``UNFINISHED`` where time was over before all rows were there."""
+    sys.exit(UNFINISHED if _ended_early else 0)
 
 
 def clock(args: argparse.Namespace) -> Callable[[], bool]:
@@ -73,8 +88,10 @@ def clock(args: argparse.Namespace) -> Callable[[], bool]:
     start = perf_counter()
 
     def over() -> bool:
+        global _ended_early
         ended = args.minutes is not None and perf_counter() - start > 60 * args.minutes
         if ended:
+            _ended_early = True
             print(f"{args.minutes:g} minutes are over; the same command goes on from here", flush=True)
         return ended
 
@@ -86,6 +103,21 @@ def in_time(rows: Iterable[dict[str, Any]], over: Callable[[], bool]) -> Iterato
     source = iter(rows)
     while not over() and (row := next(source, None)) is not None:
         yield row
+
+
+def aside(out: Path, same: Mapping[str, Any]) -> Path:
+    """``out``, or a name of its own where a record of another model or machine lies there: both are kept.
+
+    A machine that is lent may differ from the last one, and then trains other weights. Its rows must not mix with
+    those that are there, nor take their place.
+    """
+    if not out.is_file():
+        return out
+    there = json.loads(out.read_text())
+    if all(there.get(key) == value for key, value in same.items()):
+        return out
+    digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:8]
+    return out.with_name(f"{out.stem}-{digest}{out.suffix}")
 
 
 def begun(out: Path, same: dict[str, Any], device: torch.device, **more: Any) -> dict[str, Any]:

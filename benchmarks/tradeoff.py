@@ -14,8 +14,10 @@ Parts, each a kind of row of the record:
   for neither depends on the weights.
 - ``sizes``: parameters, bytes on disk, KV bytes.
 - ``attention``: the attention modules alone at long inputs, and the models, beside their limits.
+- ``gpu``: latency and GPU time of the whole model and all cut ones, cell by cell (``gpu_time.py``), with the machine's
+  ceilings; on a GPU by default, in place of ``attention`` and ``speed``.
 - ``speed``: the whole model and all cut ones in interleaved rounds for every batch x length x dtype x attention x
-  torch.compile, with peak memory, energy where NVML tells it, clocks, and what multiply-adds alone would allow.
+  torch.compile, with peak memory, clocks, and what multiply-adds alone would allow.
 
 A row is written as soon as it is there, and a run that is started again goes on after the last one; ``--minutes`` ends
 it cleanly before a machine is taken away. Parts may be run one after the other, speed on an idle machine. The speed is
@@ -25,6 +27,7 @@ that of the model that ``--timed`` makes of the first draw. Answers stay in ``--
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
 import itertools
 import sys
@@ -49,11 +52,14 @@ import tradeoff_page
 from encoder_tasks import TITLES, Cosine, Task, encoder_task
 from pipelines import interval
 from studies import RECORDS
+from tradeoff_gpu import gpu_rows
 from tradeoff_speed import Cell, attention_rows, bytes_on_disk, speed_rows
 from tradeoff_times import DTYPES, GRID
 
 #: In the order in which they are measured: what takes longest is last.
-PARTS = ("quality", "kv", "sizes", "attention", "speed")
+PARTS = ("quality", "kv", "sizes", "gpu", "attention", "speed")
+#: What is measured where nothing else is asked for.
+USUAL = {"cpu": ["quality", "kv", "sizes", "attention", "speed"], "cuda": ["quality", "kv", "sizes", "gpu"]}
 #: Of the whole model: nothing is cut.
 DENSE = "dense + finetune"
 #: Way of choosing and recovering: scorer, selector, recoveries; ``finetune`` needs labels.
@@ -82,7 +88,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "tradeoff", TASKS, GRID["kept"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of torch, on a CPU")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: by the device")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--timed", choices=list(WAYS), default="surgeon", help="the way whose models are timed")
     parser.add_argument("--epochs", type=float, help="of fine-tuning; default 2 for SST-2, 1 for TREC")
@@ -102,6 +108,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="minutes on a CPU: two budgets, one draw, few cells")
     args = studies.parsed(parser, argv)
     args.dtypes = args.dtypes or DTYPES[args.device]
+    args.parts = args.parts or USUAL[args.device]
     if args.small:
         args.budgets, args.seeds, args.seconds = args.budgets[1:3] or args.budgets, 1, min(args.seconds, 1.0)
         args.batch_sizes, args.lengths = args.batch_sizes[::2], args.lengths[:2]
@@ -120,21 +127,25 @@ def main(argv: Sequence[str] | None = None) -> Path:
     torch.set_num_threads(args.threads)
     try:
         task = TASKS[args.task](args)
+        same = about(args, task, device)
         out: Path = args.out or RECORDS / f"tradeoff-{args.task}-{args.device}.json"
-        record = begin(args, task, device, out)
+        out = studies.aside(out, same) if args.aside else out
+        model = Path(args.model).name if Path(args.model).is_dir() else args.model  # where it lay is nobody's business
+        record = studies.begun(out, same, device, git_commit=git_commit(), model=model)
         record["rows"] = [row for row in record["rows"] if "error" not in row]  # they are tried again
         for row in studies.in_time(rows(args, task, device, record), over):
             record["rows"].append({**row, **studies.stamp()})
             studies.keep(record, out)
-            print(*(f"{v:.4g}" if isinstance(v, float) else v for v in list(row.values())[:10]), flush=True)
+            shown = [value for name, value in row.items() if name != "right"][:10]
+            print(*(f"{v:.4g}" if isinstance(v, float) else v for v in shown), flush=True)
     finally:
         torch.set_num_threads(threads)
     print(out)
     return out
 
 
-def begin(args: argparse.Namespace, task: Task, device: torch.device, out: Path) -> dict[str, Any]:
-    """The record without rows; or the one that lies at ``out``, if it is of the same model, rows and machine."""
+def about(args: argparse.Namespace, task: Task, device: torch.device) -> dict[str, Any]:
+    """What a record must agree on before rows are added to it: model, rows, settings and kind of GPU."""
     answers = task.answers(task.model, "test")
     same: dict[str, Any] = {
         "benchmark": "tradeoff",
@@ -150,7 +161,7 @@ def begin(args: argparse.Namespace, task: Task, device: torch.device, out: Path)
     }
     if device.type == "cuda":
         same["gpu"] = torch.cuda.get_device_name(device)
-    return studies.begun(out, same, device, git_commit=git_commit(), model=args.model)
+    return same
 
 
 def rows(
@@ -164,7 +175,7 @@ def rows(
     if "kv" in args.parts:
         names = ["dtype", "batch", "prompt", "asked"]
         yield from kv_rows(args, device, {tuple(r[name] for name in names) for r in done if r["what"] == "kv"})
-    if {"sizes", "attention", "speed"} & set(args.parts):
+    if {"sizes", "gpu", "attention", "speed"} & set(args.parts):
         base = timed_part(task.model)
         known: dict[str, hp.HeadScores] = {}
         cuts = {kept: timed_part(cut(task, planned(task, args.timed, kept, 0, known))) for kept in args.budgets}
@@ -173,6 +184,8 @@ def rows(
         have = {r["kept"] for r in done if r["what"] == "sizes"}
         if "sizes" in args.parts:
             yield from (size_row(base, cuts[kept], example, kept) for kept in cuts if kept not in have)
+        if "gpu" in args.parts:
+            yield from gpu_rows(base, cuts, example, args, done)
         seen = {(r["kept"], r["length"], r["batch"]) for r in done if r["what"] == "attention"}
         if "attention" in args.parts:
             yield from attention_rows(base, cuts, example, args, seen)
@@ -194,6 +207,7 @@ def quality_rows(
     wanted += [(DENSE, everything)] if any("finetune" in WAYS[way][2] for way in args.ways) else []
     wanted = [one for one in wanted if not (task.grades and "finetune" in recoveries(one[0]))]  # trained on labels
     have = {(row["way"], row["kept"], row["seed"]) for row in done if row["what"] == "quality"}
+    unpack(done, store, len(whole))
     for seed in range(args.seeds):
         known: dict[str, hp.HeadScores] = {}
         for way, kept in wanted:
@@ -207,8 +221,8 @@ def quality_rows(
             keep_answers(file, answers)
             if there:  # measured elsewhere: only its answers were missing
                 continue
-            about = {"what": "quality", "way": way, "kept": kept, "seed": seed, "threads": torch.get_num_threads()}
-            yield about | {"quality": task.quality(answers, "test")}
+            said = {"what": "quality", "way": way, "kept": kept, "seed": seed, "threads": torch.get_num_threads()}
+            yield said | {"quality": task.quality(answers, "test"), **packed(answers)}
     compared = {(row["way"], row["kept"], row["draws"], row["against"]) for row in done if row["what"] == "paired"}
     for way, kept in wanted:
         for against in ("base", *([DENSE] if "finetune" in recoveries(way) and way != DENSE else [])):
@@ -219,8 +233,8 @@ def quality_rows(
                 for seed in range(args.seeds)
             ]
             ours = [np.load(answers_file(store, way, kept, seed)) for seed in range(args.seeds)]
-            about = {"what": "paired", "way": way, "kept": kept, "draws": args.seeds, "against": against}
-            yield about | interval(task, "test", list(zip(ours, theirs, strict=True)))
+            said = {"what": "paired", "way": way, "kept": kept, "draws": args.seeds, "against": against}
+            yield said | interval(task, "test", list(zip(ours, theirs, strict=True)))
 
 
 def recoveries(way: str) -> tuple[str, ...]:
@@ -235,6 +249,25 @@ def answers_file(store: Path, way: str, kept: int, seed: int) -> Path:
 def keep_answers(path: Path, answers: np.ndarray) -> None:
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         np.save(file, answers)
+
+
+def packed(answers: np.ndarray) -> dict[str, str]:
+    """Answers that are right or wrong, a bit each, in base 85: so a record has all that paired intervals need.
+
+    Answers of another kind take too much room, and nothing of them is kept in the record.
+    """
+    if not np.isin(answers, (0, 1)).all():
+        return {}
+    return {"right": base64.b85encode(np.packbits(answers.astype(bool)).tobytes()).decode()}
+
+
+def unpack(done: list[dict[str, Any]], store: Path, count: int) -> None:
+    """Write the answers that a record brought from another machine to the files that this one lacks."""
+    for row in done:
+        file = answers_file(store, row["way"], row["kept"], row["seed"]) if row["what"] == "quality" else None
+        if file is not None and "right" in row and not file.is_file():
+            bits = np.frombuffer(base64.b85decode(row["right"]), dtype=np.uint8)
+            keep_answers(file, np.unpackbits(bits, count=count).astype(np.float32))
 
 
 def planned(task: Task, way: str, kept: int, seed: int, known: dict[str, hp.HeadScores]) -> hp.PruningPlan:
@@ -301,3 +334,4 @@ def kv_rows(args: argparse.Namespace, device: torch.device, done: set[Any]) -> I
 
 if __name__ == "__main__":
     main()
+    studies.leave()

@@ -10,6 +10,7 @@ from pathlib import Path
 from headprune.core.files import write_atomic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import gpu_page
 import studies
 from pages import Record, Row, distinct, machine, of, plain, ratio, read, table, threads
 from tradeoff_others import natives, scoring, startup
@@ -20,7 +21,6 @@ from tradeoff_times import (
     WAY,
     break_even,
     disturbed,
-    energy_was_read,
     lacking,
     timed,
     times,
@@ -39,7 +39,6 @@ AFTER = {
     "lstsq": "what is left refitted by `lstsq`, nothing trained",
     "finetune": "what is left refitted by `lstsq`, then trained",
 }
-ENERGY = " Energy is the whole GPU's, idle power included, and read at the largest batch alone."
 TITLES = {"sst2": "SST-2, accuracy", "trec": "TREC, accuracy", "stsb": "STS-B, Spearman"}
 
 
@@ -58,7 +57,7 @@ def tradeoffs(records: Path) -> list[Record]:
 
 def drawable(records: list[Record]) -> list[Record]:
     """Those with both axes of the figure."""
-    return [record for record in records if of(record, "speed") and of(record, "quality")]
+    return [record for record in records if shown(record) and of(record, "quality")]
 
 
 def page(records: Path) -> str:
@@ -173,6 +172,8 @@ def not_yet(found: list[Record]) -> list[str]:
 
 def in_short(record: Record) -> list[str]:
     """A third of the heads: what it costs and what it brings, in a sentence."""
+    if of(record, "gpu"):
+        return [*gpu_page.headline_words(record), "Cell by cell: [on a GPU](gpu.md).", ""]
     kept, way = record["heads"] // 3, recovered(record)
     cells = of(record, "speed", kept=kept, dtype="float32", attention="sdpa", compiled=False, batch=32, length=128)
     apart = paired(record, way, kept)
@@ -281,7 +282,6 @@ def speed(record: Record) -> list[str]:
     if lines:
         about = f"The timed models are those of `{record['timed']}` and the first draw."
         about += " No peak memory is measured under torch.compile."
-        about += ENERGY * energy_was_read(of(record, "speed"))
         lines = ["", about, *lines, *headline(record)]
     return lines
 
@@ -342,8 +342,15 @@ def decoder(records: list[Record]) -> list[str]:
 
 
 def shown(record: Record) -> list[Row]:
-    """The cell that the figure is about: batch 32 of 128 tokens in fp32 with SDPA in eager mode, or the nearest."""
+    """The cell that the figure is about: batch 32 of 128 tokens in fp32 with SDPA in eager mode, or the nearest.
+
+    Of a GPU, the busiest GPU-bound cell: elsewhere its times are Python's.
+    """
+    if busiest := gpu_page.shown(record):
+        return busiest
     rows = of(record, "speed", compiled=False) or of(record, "speed")
+    if not rows:
+        return []
     wanted = {"dtype": "float32", "attention": "sdpa", "length": 128, "batch": 32}
     for key, value in wanted.items():
         near = min(distinct(rows, key), key=lambda v: (v != value, str(v)) if isinstance(v, str) else abs(v - value))  # type: ignore[arg-type, return-value]
@@ -356,7 +363,7 @@ def readme(records: Path) -> str:
     every = tradeoffs(records)
     said: dict[str, list[str]] = {}
     for record in every:
-        if of(record, "speed"):
+        if shown(record):
             lead, bullet = in_words(record)
             said.setdefault(lead, []).append(bullet)
     if not said:
@@ -375,7 +382,7 @@ def in_words(record: Record) -> tuple[str, str]:
     """How a record's cell of the figure was measured, and what it says."""
     rows, here = shown(record), record["hardware"]
     where = here.get("gpu") or f"a CPU ({here['processor']}, {threads(here)})"
-    cell = f"at batch {rows[0]['batch']} of {rows[0]['length']} tokens, on {where}"
+    cell = f"at batch {rows[0]['batch']} of {rows[0]['length']} tokens{rows[0].get('said', '')}, on {where}"
     speeds = {row["kept"]: timed(row).replace(" ", "x ", 1) for row in rows}
     if not of(record, "quality"):
         best = [f"{kept} heads {speed}" for kept, speed in speeds.items()]
@@ -409,7 +416,8 @@ def picture(records: list[Record], path: Path) -> None:
         panel.axhline(record["base"], color="0.6", linestyle="--", linewidth=1)
         panel.set_title(title(record), fontsize=9)
         panel.set_xlabel(
-            f"speed at batch {rows[0]['batch']} of {rows[0]['length']} tokens; heads kept of {record['heads']}"
+            f"speed at batch {rows[0]['batch']} of {rows[0]['length']} tokens{rows[0].get('said', '')};"
+            f" heads kept of {record['heads']}"
         )
         panel.grid(alpha=0.2)
         panel.legend(fontsize=6)

@@ -1,37 +1,35 @@
-"""Speed, memory and energy of a model before and after a cut, one row for every cell of a grid, for ``tradeoff.py``."""
+"""Speed and memory of a model before and after a cut, one row for every cell of a grid, for ``tradeoff.py``."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
 import headprune as hp
-from headprune.bench.latency import Effort, in_turn, shaped_batch, speed_row, synchronize
+from headprune.bench.latency import Effort, in_turn, shaped_batch, speed_row
 from headprune.bench.recording import fresh, recorded
 from headprune.model.costs import measure_costs
 from headprune.model.running import call, device_of, to_device, undisturbed
 from headprune.model.sites import bind
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from compiled import compiling
+from gpu_time import state
 from scoring_cost import peak
 
 #: Among heads kept: nothing is cut.
 WHOLE = -1
-#: Of each of two windows in which a model's energy is read: the counter moves some ten times a second.
-ENERGY_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def speed_rows(
                 yield from ({**about, "kept": kept, "error": words} for kept in missing)
                 continue
             for kept, row in zip(missing, found, strict=True):
-                yield {**about, "kept": kept, **row, **counted, **limits(base, cuts[kept], example, cell)}
+                yield {**about, "kept": kept, **row, **counted, **limits(base, cuts[kept], example, cell.length)}
 
 
 def prepared(model: nn.Module, dtype: str, attention: str, compiled: bool) -> nn.Module:
@@ -109,40 +107,10 @@ def prepared(model: nn.Module, dtype: str, attention: str, compiled: bool) -> nn
     return torch.compile(made, dynamic=False) if compiled else made  # type: ignore[no-any-return]
 
 
-@contextmanager
-def compiling(compiled: bool) -> Iterator[Callable[[int], dict[str, int]]]:
-    """Compiled code of this block alone, and all of it compiled: falling back to eager mode is an error.
-
-    The models share their class's code, and past a limit of versions PyTorch would run the rest uncompiled, which the
-    times alone would not tell.
-
-    Yields:
-        ``(models) -> facts``: graphs, and breaks between them, for the row.
-    """
-    if not compiled:
-        yield lambda models: {}
-        return
-    import torch._dynamo
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-
-    def facts(models: int) -> dict[str, int]:
-        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-        if graphs < models:
-            raise RuntimeError(f"{graphs} graphs were compiled for {models} models")
-        return {"graphs": graphs, "graph_breaks": breaks}
-
-    with torch._dynamo.config.patch(recompile_limit=1024, fail_on_recompile_limit_hit=True):
-        yield facts
-
-
 def measured(models: list[nn.Module], example: Any, cell: Cell, args: Any) -> list[dict[str, Any]]:
-    """For every model after the first, which is the whole one: latency of both, peak memory and energy, and clocks.
+    """For every model after the first, which is the whole one: latency of both, peak memory, and clocks.
 
-    All run in turn, so that the whole model's times are the same in all rows. Energy takes its time, and is read at the
-    largest batch alone, where a GPU has most to do.
+    All run in turn, so that the whole model's times are the same in all rows.
     """
     device = device_of(models[0])
     batch = to_device(shaped_batch(example, cell.batch, cell.length), device)
@@ -158,8 +126,6 @@ def measured(models: list[nn.Module], example: Any, cell: Cell, args: Any) -> li
         times = in_turn(runs, device, effort)
         about: dict[str, Any] = {"clocks": [before, clocks(device)]}
         peaks = None if cell.compiled or args.no_memory else [peak(run, device) for run in runs]
-        read = device.type == "cuda" and cell.batch == max(args.batch_sizes)
-        joules = energies(runs, cell.batch, device) if read else None
     rows = []
     for place in range(1, len(models)):
         row = vars(speed_row(cell.batch, cell.length, times[:, [0, place]], seed=0))
@@ -168,8 +134,6 @@ def measured(models: list[nn.Module], example: Any, cell: Cell, args: Any) -> li
         found["weight_bytes"] = [weight_bytes(models[i]) for i in (0, place)]
         if peaks is not None:
             found["peak_bytes"] = [peaks[0], peaks[place]]
-        if joules is not None:
-            found["joules_an_example"] = [joules[0], joules[place]]
         rows.append(found)
     return rows
 
@@ -184,13 +148,13 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def limits(base: nn.Module, small: nn.Module, example: Any, cell: Cell) -> dict[str, float]:
-    """What multiply-adds alone would allow: of the whole model, and of its attention (projections included)."""
-    batch = shaped_batch(example, 1, cell.length)
+def limits(base: nn.Module, small: nn.Module, example: Any, length: int) -> dict[str, Any]:
+    """What multiply-adds alone would allow, of the model and of its attention; and both models' ``macs``."""
+    batch = shaped_batch(example, 1, length)
     costs = [measure_costs(model, bind(model), batch) for model in (base, small)]
-    whole = [table.total.macs(cell.length) for table in costs]
-    attention = [sum(u.macs(cell.length) for site in table.units for u in site) for table in costs]
-    return {"limit": whole[0] / whole[1], "attention_limit": attention[0] / attention[1]}
+    whole = [table.total.macs(length) for table in costs]
+    attention = [sum(u.macs(length) for site in table.units for u in site) for table in costs]
+    return {"limit": whole[0] / whole[1], "attention_limit": attention[0] / attention[1], "macs": whole}
 
 
 def attention_rows(
@@ -217,8 +181,7 @@ def attention_rows(
                 name: vars(speed_row(batch, length, times[:, [0, place]], seed=0))
                 for name, times in (("alone", alone), ("model", whole))
             }
-            cell = Cell("float32", "sdpa", False, length, batch)
-            yield {**about, **rows, **limits(base, cuts[kept], example, cell)}
+            yield {**about, **rows, **limits(base, cuts[kept], example, length)}
 
 
 def attention_of(model: nn.Module, inputs: Any) -> Callable[[], None]:
@@ -243,54 +206,16 @@ def bytes_on_disk(model: nn.Module) -> int:
         return sum(path.stat().st_size for path in Path(folder).rglob("*.safetensors"))
 
 
-# ------------------------------------------------------------------------------------------------ the GPU's own words
+# ------------------------------------------------------------------------------------------------ the processor's clock
 
 
 def clocks(device: torch.device) -> dict[str, Any] | None:
     """What the processor runs at; None where the system does not say."""
-    if device.type != "cuda":
-        try:
-            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return None
-        found = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
-        return {"cpu_mhz": round(sum(found) / len(found))} if found else None
-    names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
-    command = ["nvidia-smi", f"--id={uuid_of(device) or device.index or 0}", f"--query-gpu={','.join(names)}"]
+    if device.type == "cuda":
+        return state(device)
     try:
-        said = subprocess.run(
-            [*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
         return None
-    return dict(zip(names, map(str.strip, said.stdout.strip().split(",")), strict=False))
-
-
-def uuid_of(device: torch.device) -> str | None:
-    """The GPU's name among all of the machine, of which ``CUDA_VISIBLE_DEVICES`` may hide some: an index counts others
-    here than for the driver. None where PyTorch does not say it."""
-    found = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    return (found if found.startswith(("GPU-", "MIG-")) else f"GPU-{found}") if found else None
-
-
-def energies(runs: Sequence[Callable[[], Any]], batch: int, device: torch.device) -> list[float | None]:
-    """Joules an example of each, in turn, by NVML's counter of the whole GPU, idle power included; None without the
-    package ``pynvml`` or such a counter."""
-    spent, calls = [0] * len(runs), [0] * len(runs)
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        uuid = uuid_of(device)
-        by_index = pynvml.nvmlDeviceGetHandleByIndex
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else by_index(torch.cuda.current_device())
-        for which in (*range(len(runs)), *reversed(range(len(runs)))):
-            before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), perf_counter()
-            while perf_counter() - start < ENERGY_SECONDS:
-                runs[which]()
-                synchronize(device)
-                calls[which] += 1
-            spent[which] += pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before
-    except Exception:  # no package, no driver, no counter: NVML has an error class for each
-        return [None] * len(runs)
-    return [millijoules / 1000 / (count * batch) for millijoules, count in zip(spent, calls, strict=True)]
+    found = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    return {"cpu_mhz": round(sum(found) / len(found))} if found else None

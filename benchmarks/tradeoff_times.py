@@ -52,8 +52,7 @@ def times(rows: list[Row], budgets: list[int]) -> list[str]:
     head = ["tokens", "batch", "whole, ms p50 (p90)", "examples/s"]
     head += [word for kept in budgets for word in (f"{kept} kept: ms p50 (p90)", "speed", "limit")]
     memory = any("peak_bytes" in row for row in rows)
-    joules = energy_was_read(rows)
-    head += ["MiB with weights, whole to smallest"] * memory + ["J/example, whole to smallest"] * joules
+    head += ["MiB with weights, whole to smallest"] * memory
     body, apart = [], False
     for length, batch in sorted(distinct(rows, "length", "batch")):
         found = {row["kept"]: row for row in rows if (row["length"], row["batch"]) == (length, batch)}
@@ -70,16 +69,9 @@ def times(rows: list[Row], budgets: list[int]) -> list[str]:
         if memory:
             peaks = zip(last.get("peak_bytes", ()), last["weight_bytes"], strict=False)
             cells.append(" to ".join(f"{sum(pair) / 2**20:.0f}" for pair in peaks))
-        if joules:
-            spent = last.get("joules_an_example") or [None]
-            cells.append(" to ".join(plain(n, 2) for n in spent) if all(spent) else "")
         body.append(cells)
     said = ["", "*of*: timed in another session, in which the whole model took so many ms."] if apart else []
     return [*table(head, body, left=0), *said]
-
-
-def energy_was_read(rows: list[Row]) -> bool:
-    return any(any(row.get("joules_an_example") or []) for row in rows)
 
 
 def _ms(row: Row, which: str) -> str:

@@ -112,7 +112,12 @@ def main(argv: Sequence[str] | None = None) -> Path:
     size = "small" if args.small else "full"
     out: Path = args.out or RECORDS / f"translation-{size}-{args.device}.json"
     whole = judged(subject, subject.model)
-    record = begin(args, size, subject, whole, out)
+    same = about(size, subject, whole)
+    out = studies.aside(out, same) if args.aside else out
+    data = subject.recipe.model_dump(mode="json")
+    data["data"]["path"] = args.data.name  # where it lay is nobody's business
+    device = next(subject.model.parameters()).device
+    record = studies.begun(out, same, device, git_commit=git_commit(), recipe=data)
     for row in studies.in_time(missing(args, recipe, subject, whole, record["rows"]), over):
         record["rows"].append(row)
         studies.keep(record, out)
@@ -121,12 +126,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
     return out
 
 
-def begin(
-    args: argparse.Namespace, size: str, subject: Subject, whole: dict[str, Answers], out: Path
-) -> dict[str, Any]:  # fmt: skip
-    """The record without rows; or the one that lies at ``out``, if it is of the same model and rows."""
+def about(size: str, subject: Subject, whole: dict[str, Answers]) -> dict[str, Any]:
+    """What a record must agree on before rows are added to it: model, rows and ways."""
     sites = hp.find_sites(subject.model)
-    same: dict[str, Any] = {
+    return {
         "benchmark": "translation",
         "size": size,
         "weights": studies.weights_of(subject.model),
@@ -138,10 +141,6 @@ def begin(
         "calibration": subject.recipe.data.calibration,
         "ways": {way: described(subject.recipe.recover if steps is None else steps) for way, steps in WAYS.items()},
     }
-    device = next(subject.model.parameters()).device
-    recipe = subject.recipe.model_dump(mode="json")
-    recipe["data"]["path"] = args.data.name  # where it lay is nobody's business
-    return studies.begun(out, same, device, git_commit=git_commit(), recipe=recipe)
 
 
 def described(steps: Sequence[RecoverStep]) -> list[dict[str, Any]]:
@@ -234,7 +233,7 @@ def page(records: list[dict[str, Any]]) -> str:
         lines += [
             "",
             f"## {record['layers']['self']} + {record['layers']['causal']} layers, {record['parameters'] / 1e6:.1f} M"
-            f" parameters, {record['hardware']['device']}",
+            f" parameters, {record['hardware'].get('gpu', record['hardware']['device'])}",
             "",
             f"{sum(heads.values())} heads; whole: {100 * base['test']:.2f} BLEU on {record['judged']['test']} test"
             f" rows, {100 * base['validation']:.2f} on {record['judged']['validation']} validation rows.",
@@ -294,3 +293,4 @@ def cell(rows: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     main()
+    studies.leave()

@@ -25,6 +25,7 @@ import compatibility
 import concepts
 import family_coverage
 import findings
+import gpu_page
 import kv_groups
 import learned_gates
 import pipelines
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if list(args.records.glob(pattern)):
             write(args.records, args.docs)
     tradeoff_page.draw(args.records, args.docs)
+    gpu_page.draw(args.records, args.docs)
     concepts.draw(args.records, args.docs)
     args.readme.write_text(filled(args.readme.read_text(encoding="utf-8"), args.records), encoding="utf-8")
     for page in WITH_BLOCKS:

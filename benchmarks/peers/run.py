@@ -253,8 +253,9 @@ def answer(args: argparse.Namespace, python: str, peer: Peer, job: Path, half: s
     command = [python, str(HERE / "programs" / f"{peer.program}.py"), str(job), half]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(args.threads))
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | threads | {"HF_HUB_OFFLINE": "1"}
-    if peer.environment == OWN:
-        environ["PYTHONPATH"] = str(studies.ROOT)
+    if peer.environment == OWN:  # with the packages that were carried to a machine without an index
+        carried = os.environ.get("PYTHONPATH")
+        environ["PYTHONPATH"] = os.pathsep.join([str(studies.ROOT), *([carried] if carried else [])])
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=args.timeout, check=False)
     except subprocess.TimeoutExpired:

@@ -93,7 +93,12 @@ def _processor() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of the working directory, with ``+changes`` where files differ from it; None outside a checkout."""
+    """The commit of the working directory, with ``+changes`` where files differ from it; None outside a checkout.
+
+    ``HEADPRUNE_COMMIT`` names it where code was copied to a machine without git.
+    """
+    if named := os.environ.get("HEADPRUNE_COMMIT"):
+        return named
     commit = _git("rev-parse", "HEAD")
     return f"{commit}+changes" if commit and _git("status", "--porcelain", "--untracked-files=no") else commit
 

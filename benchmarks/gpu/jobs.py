@@ -1,0 +1,113 @@
+"""The jobs of the GPU study, most telling first. Standard library only: the queue reads this on a bare machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+TRADEOFF = "benchmarks/tradeoff.py --device {device} --model {model} --work {work} --aside --minutes {minutes}"
+#: A rehearsal trains on a few rows for a moment and judges by a few.
+TINY_TRADEOFF = "--small --seeds 1 --calibration 16 --epochs 0.05 --judged 16 --seconds 0.02 --budgets 54 36 24"
+WAYS = '--ways surgeon "surgeon + lstsq" "surgeon + finetune" taylor random'
+BUDGETS = "--budgets 54 36 24 14 --seeds 3"
+SST2 = f"{TRADEOFF} --task sst2 --data {{data}}/sst2 --out {{records}}/tradeoff-sst2-{{device}}.json"
+TREC = f"{TRADEOFF} --task trec --data {{data}}/trec --out {{records}}/tradeoff-trec-{{device}}.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command of the study.
+
+    Args:
+        name: Of the job, its log and its entry in the queue's record.
+        command: Python's arguments. ``{device}``, ``{data}``, ``{model}``, ``{work}``, ``{records}`` and ``{minutes}``
+            are filled in.
+        record: The record that it writes, in ``{records}``.
+        most: Seconds after which it is ended.
+        least: It does not begin with fewer seconds before the deadline: it could not end, or would give nothing.
+        tiny: What a rehearsal adds to the command.
+        environment: Variables, with the same fields filled in.
+        tiny_environment: Variables of a rehearsal.
+    """
+
+    name: str
+    command: str
+    record: str
+    most: int
+    least: int
+    tiny: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    tiny_environment: dict[str, str] = field(default_factory=dict)
+
+
+JOBS = (
+    Job(
+        "correct",
+        "-m pytest -q -p no:cacheprovider tests/gpu",
+        "gpu-correct.json",
+        most=150,
+        least=60,
+        environment={"HEADPRUNE_GPU_RECORD": "{records}/gpu-correct.json"},
+        tiny_environment={"HEADPRUNE_GPU_TESTS": "cpu"},
+    ),
+    Job(
+        "quality",
+        f"{SST2} --parts quality {WAYS} {BUDGETS}",
+        "tradeoff-sst2-{device}.json",
+        most=360,
+        least=60,
+        tiny=TINY_TRADEOFF,
+    ),
+    Job(
+        "speed",
+        f"{SST2} --parts sizes gpu --seconds 0.6 {BUDGETS}",
+        "tradeoff-sst2-{device}.json",
+        most=270,
+        least=60,
+        tiny=TINY_TRADEOFF,
+    ),
+    Job(
+        "shapes",
+        "benchmarks/gpu/shapes.py --device {device} --minutes {minutes} --out {records}/gpu-shapes.json",
+        "gpu-shapes.json",
+        most=360,
+        least=45,
+        tiny="--small --seconds 0.02",
+    ),
+    Job(
+        "scoring",
+        "benchmarks/scoring_cost.py --device {device} --only throughput leave_one_out"
+        " --out {records}/scoring-throughput-{device}.json",
+        "scoring-throughput-{device}.json",
+        most=180,
+        least=100,
+        tiny="--width 48 --middle 48 --vocabulary 200 --tokens 8 --examples 8 --rounds 1 --ablation-rounds 1"
+        " --small 1 --largest 2 --threads 1",
+    ),
+    Job(
+        "native",
+        "benchmarks/native.py --device {device} --processes 3 --seconds 0.3 --width 768 --layers 12"
+        " --shapes 32x128 32x512 --minutes {minutes} --out {records}/native-{device}.json",
+        "native-{device}.json",
+        most=180,
+        least=120,
+        tiny="--small --processes 2 --threads 1",
+    ),
+    Job(
+        "trec",
+        f"{TREC} --parts quality sizes gpu --seconds 0.4 {WAYS} {BUDGETS}",
+        "tradeoff-trec-{device}.json",
+        most=420,
+        least=60,
+        tiny=TINY_TRADEOFF,
+    ),
+    Job(
+        "translation",
+        "benchmarks/translation.py --device {device} --data {data}/multi30k --work {work} --aside"
+        " --minutes {minutes} --out {records}/translation-full-{device}.json",
+        "translation-full-{device}.json",
+        most=900,
+        least=420,
+        tiny="--small --ways cut --parts cross --set train.epochs=0.3 data.calibration=8 data.vocabulary=300"
+        " model.config.d_model=32 model.config.ffn_dim=32 train.batch_size=8",
+    ),
+)

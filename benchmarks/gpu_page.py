@@ -1,0 +1,260 @@
+"""docs/gpu.md, and what other pages say of a GPU, from the records alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from headprune.core.files import write_atomic
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import studies
+from gpu_time import BUSY, Cell
+from pages import Record, Row, distinct, machine, of, plain, ratio, read, table
+from tradeoff_times import break_even
+
+PAGE = "gpu.md"
+#: A cut is as fast as its work allows, for our purpose, from this share of the limit on.
+AIM = 0.95
+INTRO = """# On a GPU
+
+Written by `make docs-figures` from the records in `benchmarks/records`; do not edit.
+
+Every cell has two times. *Latency* is the wall clock of a call, from an idle GPU to an idle GPU. *GPU time* is what
+lies between two CUDA events around replays of a CUDA graph of the same call, so that launching kernels from Python
+costs nothing. A small model keeps Python busier than the GPU: its latency does not change when heads go. Such a cell is
+*launch-bound*; a cell is *GPU-bound* where the GPU is busy for at least {busy:.0%} of the latency, of the whole model
+and of the cut one. A speed is the time of the whole model over that of the cut one, in the same run, with its 95 %
+interval. *Limit* is what multiply-adds alone would give; of a decode step, the bytes of weights and KV cache that it
+reads.
+
+Inputs have no attention mask, because a mask of ones keeps the flash kernel away. Clocks are read and never locked.
+Energy is read over back-to-back replays alone. How to run it: [benchmarks](https://github.com/headprune/headprune/tree/main/benchmarks).
+"""
+
+
+def draw(records: Path, docs: Path) -> Path:
+    """Write the page, from every record there is."""
+    return write_atomic(docs / PAGE, page(records).encode())
+
+
+def page(records: Path) -> str:
+    """Markdown; every number is computed from the records."""
+    cuts, shapes = of_cuts(records), of_shapes(records)
+    lines = [INTRO.format(busy=BUSY)]
+    if not cuts and not shapes:
+        lines.append(f"On a GPU: {studies.NO_GPU}.")
+    for record in cuts:
+        lines += ["", f"## {record['task'].upper()}, an encoder that was cut", "", machine(record), ""]
+        lines += [*headline_words(record), *ceilings(record), *cells(of(record, "gpu"))]
+    for record in shapes:
+        lines += ["", "## Models of real sizes", "", machine(record), ""]
+        lines += ["Random weights, for speed does not depend on them; a share of every layer's heads stays.", ""]
+        lines += ceilings(record)
+        for subject, phase in distinct(of(record, "gpu"), "subject", "phase"):
+            lines += ["", f"### {subject}, {phase}", ""]
+            lines += cells(of(record, "gpu", subject=subject, phase=phase))
+        lines += failed(record)
+    lines += [*correctness(records), *queue(records)]
+    return "\n".join(lines) + "\n"
+
+
+def of_cuts(records: Path) -> list[Record]:
+    """Records of ``tradeoff.py`` with cells of a GPU."""
+    return [record for record in read(records, "tradeoff-*.json") if of(record, "gpu") and "gpu" in record]
+
+
+def of_shapes(records: Path) -> list[Record]:
+    """Records of ``gpu/shapes.py``, of a GPU."""
+    return [record for record in read(records, "gpu-shapes*.json") if "gpu" in record]
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def limit(row: Row) -> float:
+    """What the least work would allow: of multiply-adds, or of bytes where only those are counted."""
+    if "limit" in row:
+        return float(row["limit"])
+    whole, cut = row["work"]["macs" if "macs" in row["work"] else "bytes"]
+    return float(whole / cut)
+
+
+def kept(row: Row) -> str:
+    """How much stays: heads of an encoder, or a share of every layer."""
+    return f"{row['kept']} kept" if "kept" in row else f"{row['share']:.0%} kept"
+
+
+def flat(row: Row, which: str) -> Row:
+    """A row as the tables of other speeds have it, by its latency (``call``) or its GPU time (``gpu``)."""
+    about = {"kept": row.get("kept", row.get("share")), "batch": row["batch"], "length": row["tokens"]}
+    return {**row[which], **about, "limit": limit(row)}
+
+
+def headline(record: Record) -> list[Row]:
+    """The busiest GPU-bound cell in bf16 and eager mode, a row for each cut; else the one nearest to GPU-bound."""
+    rows = [row for row in of(record, "gpu", precision="bfloat16", code="eager", cold=False) if "gpu" in row]
+    if not rows:
+        return []
+    bound = [row for row in rows if row["bound"] == "gpu"]
+    if bound:
+        best = max(bound, key=lambda row: row["batch"] * row["tokens"])
+    else:
+        best = max(rows, key=lambda row: row["gpu"]["pruned_p50"] / row["call"]["pruned_p50"])
+    return [row for row in rows if Cell.of(row) == Cell.of(best)]
+
+
+def shown(record: Record) -> list[Row]:
+    """The headline's rows, most heads first, for figures and lines that other devices have, too."""
+    rows = [{**flat(row, "gpu"), "said": " in bf16, GPU time"} for row in headline(record)]
+    return sorted(rows, key=lambda row: -row["kept"])
+
+
+def headline_words(record: Record) -> list[str]:
+    """What a third of the heads brings where the GPU is busy, beside what the machine can do."""
+    third = record["heads"] // 3
+    row = next((row for row in headline(record) if row["kept"] == third), None)
+    if row is None:
+        return []
+    share = row["gpu"]["ratio"] / limit(row)
+    lines = [
+        f"With {third} of {record['heads']} heads, batch {row['batch']} of {row['tokens']} tokens in bf16"
+        f" ({row['bound']}-bound): GPU time {plain(1000 * row['gpu']['original_p50'])} to"
+        f" {plain(1000 * row['gpu']['pruned_p50'])} ms, {ratio(row['gpu'])} times as fast, {share:.2f} of the limit of"
+        f" {limit(row):.2f}; latency {ratio(row['call'])}."
+    ]
+    top = next(iter(of(record, "ceiling")), None)
+    if top and "macs" in row:
+        rates = [
+            2 * macs * row["batch"] / row["gpu"][f"{which}_p50"]
+            for macs, which in zip(row["macs"], ("original", "pruned"), strict=True)
+        ]
+        done = " and ".join(f"{rate / 1e12:.0f}" for rate in rates)
+        lines.append(
+            f"The whole and the cut model compute at {done} TFLOP/s, {rates[0] / top['bfloat16_flops']:.0%} and"
+            f" {rates[1] / top['bfloat16_flops']:.0%} of what a large matrix product reaches on the same machine."
+        )
+    if share < AIM:
+        lines.append(
+            "The limit counts multiply-adds alone. Norms, activations and residual sums multiply nothing, stay as large"
+            " as before, and take time for the bytes that they move."
+        )
+    return [" ".join(lines), ""]
+
+
+def ceilings(record: Record) -> list[str]:
+    """What the machine can do at most."""
+    lines = []
+    for row in of(record, "ceiling"):
+        products = ", ".join(
+            f"{name.removesuffix('_flops')} {value / 1e12:.0f}"
+            for name, value in row.items()
+            if name.endswith("_flops")
+        )
+        lines += [
+            f"This machine's ceilings: {row['copy_bytes'] / 1e12:.2f} TB/s copied; TFLOP/s of products: {products}.",
+            "",
+        ]
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def cells(rows: list[Row]) -> list[str]:
+    """A table for each precision, code and attention, and from where on a cut pays."""
+    lines: list[str] = []
+    for way in distinct(rows, "precision", "code", "attention", "cold"):
+        precision, code, attention, cold = way
+        mine = [row for row in rows if tuple(row[name] for name in ("precision", "code", "attention", "cold")) == way]
+        about = f"{precision}, {code}, {attention} attention" + ", L2 cache overwritten before every call" * cold
+        lines += ["", f"**{about}**", "", *one_table(mine), *paying(mine)]
+    return lines
+
+
+def one_table(rows: list[Row]) -> list[str]:
+    """A line for each batch and length."""
+    cuts = list(dict.fromkeys(map(kept, rows)))
+    head = ["batch x tokens", "kernel", "whole, ms: GPU", "latency"]
+    head += [word for name in cuts for word in (f"{name}: GPU alone", "latency", "limit")]
+    body = []
+    for batch, tokens in distinct(rows, "batch", "tokens"):
+        here = {kept(row): row for row in rows if (row["batch"], row["tokens"]) == (batch, tokens)}
+        first = next(iter(here.values()))
+        line = [f"{batch} x {tokens}", ", ".join(first["backends"]) or "-"]
+        line += [ms(first, "gpu"), ms(first, "call")]
+        for name in cuts:
+            line += one_cut(here.get(name))
+        body.append([*line, ", ".join(dict.fromkeys(row.get("bound", "-") for row in here.values()))])
+    return table([*head, "bound by"], body, left=2)
+
+
+def one_cut(row: Row | None) -> list[str]:
+    """Three cells of the table: a cut's speeds and its limit."""
+    if row is None:
+        return [""] * 3
+    gpu = ratio(row["gpu"]) if "gpu" in row else f"- ({row.get('no_graph', 'no GPU')})"
+    return [gpu, f"{row['call']['ratio']:.2f}", f"{limit(row):.2f}"]
+
+
+def ms(row: Row, which: str) -> str:
+    return plain(1000 * row[which]["original_p50"]) if which in row else "-"
+
+
+def paying(rows: list[Row]) -> list[str]:
+    """From which batch and length on a cut pays, by GPU time and by latency; energy where it was read."""
+    lines: list[str] = []
+    for which, name in (("gpu", "GPU time"), ("call", "Latency")):
+        mine = [flat(row, which) for row in rows if which in row]
+        if len(mine) > 1:
+            lines += ["", f"{name}:", "", *break_even(mine)]
+    for row in rows:
+        spent = row.get("joules")
+        if spent and all(spent):
+            words = " to ".join(plain(1000 * joules / row["batch"]) for joules in spent)
+            lines += ["", f"Energy at {row['batch']} x {row['tokens']}, {kept(row)}: {words} mJ an example."]
+    return lines
+
+
+def failed(record: Record) -> list[str]:
+    """Cells that could not be run."""
+    rows = [row for row in record["rows"] if "error" in row]
+    said = [
+        f"- {r.get('subject', '')} {r['precision']} {r['code']} {r['batch']} x {r['tokens']}: {r['error']}"
+        for r in rows
+    ]
+    return ["", "Failed:", "", *said] if said else []
+
+
+# ------------------------------------------------------------------------------------------------ the rest
+
+
+def correctness(records: Path) -> list[str]:
+    """Largest error over its tolerance, by kind of check."""
+    path = records / "gpu-correct.json"
+    if not path.is_file():
+        return []
+    record: dict[str, Any] = json.loads(path.read_text())
+    groups: dict[str, list[Row]] = {}
+    for check in record["checks"]:
+        groups.setdefault(check["group"], []).append(check)
+    body = []
+    for name, checks in groups.items():
+        passed = sum(check["passed"] for check in checks)
+        shares = [check["error"] / check["tolerance"] for check in checks if check["tolerance"]]
+        body.append([name, str(len(checks)), str(passed), f"{max(shares):.2g}" if shares else "-"])
+    head = ["check", "comparisons", "passed", "largest error, of its tolerance"]
+    about = f"Scores, gates, cuts, refits and checkpoints on {record['device']} against the CPU (`tests/gpu`)."
+    return ["", "## The same results as on the CPU", "", about, "", *table(head, body)]
+
+
+def queue(records: Path) -> list[str]:
+    """What ran, and how it ended."""
+    path = records / "gpu-queue.json"
+    if not path.is_file():
+        return []
+    entries = json.loads(path.read_text())["entries"]
+    body = [[e["job"], e["status"], f"{e['seconds']:.0f}", e["commit"][:12], e["created"][:10]] for e in entries]
+    return ["", "## What ran", "", *table(["job", "ended", "seconds", "commit", "on"], body, left=2)]
