@@ -67,6 +67,11 @@ class Home:
         return self.path / "settings.json"
 
     @property
+    def running(self) -> Path:
+        """The process group of the job that is under way."""
+        return self.path / "running"
+
+    @property
     def done(self) -> Path:
         """Is there when the queue has nothing more to do."""
         return self.path / "done"
@@ -82,6 +87,7 @@ def main(home: Home) -> None:
     with alone(home) as first:
         if not first:
             return
+        end_orphan(home)
         settings = json.loads(home.settings.read_text())
         tried: set[str] = set()
         while (job := following(home, settings, tried)) is not None:
@@ -180,20 +186,27 @@ def run(job: Job, home: Home, settings: dict[str, Any]) -> dict[str, Any]:
     begin = time.time()
     with (home.logs / f"{job.name}.log").open("a") as log:
         print(f"\n$ {shlex.join(command)}", file=log, flush=True)
-        status, code = watched(command, environment, home.code, log, limit)
+        status, code = watched(command, environment, home, log, limit)
     return note(home, {**about(job, settings), "status": status, "code": code, "seconds": time.time() - begin})
 
 
 def watched(
-    command: list[str], environment: dict[str, str], folder: Path, log: IO[str], limit: float
+    command: list[str], environment: dict[str, str], home: Home, log: IO[str], limit: float
 ) -> tuple[str, int | None]:
     """Run a command with a limit in seconds; return how it ended and its exit status.
 
     It gets a process group of its own, so that its children end with it.
     """
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        command,
+        cwd=home.code,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
+    home.running.write_text(str(process.pid))
     try:
         code = process.wait(timeout=max(1.0, limit))
     except subprocess.TimeoutExpired:
@@ -202,6 +215,8 @@ def watched(
     except BaseException:
         end(process)
         raise
+    finally:
+        home.running.unlink(missing_ok=True)
     return {0: "done", UNFINISHED: "goes on"}.get(code, "failed"), code
 
 
@@ -216,6 +231,23 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             continue
+
+
+def end_orphan(home: Home) -> None:
+    """Kill the job of a queue that was killed alone: two processes must not write one record.
+
+    Its number may belong to another process by now, so it is killed only where its variables name this folder.
+    """
+    if not home.running.is_file():
+        return
+    try:
+        group = int(home.running.read_text())
+        variables = Path(f"/proc/{group}/environ").read_bytes()
+        if str(home.code).encode() in variables:
+            os.killpg(group, signal.SIGKILL)
+    except (OSError, ValueError):
+        pass  # it has ended
+    home.running.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
