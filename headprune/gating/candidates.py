@@ -25,6 +25,7 @@ from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
 from headprune.model.contexts import query_mask
 from headprune.model.expose import exposed
 from headprune.model.losses import Loss, checked_losses
+from headprune.model.precision import full_precision
 from headprune.model.running import batch_size, tensors
 from headprune.model.sites import BoundSite
 
@@ -203,6 +204,7 @@ class _Pass:
     def _copied(self, copies: int) -> Any:
         return over_rows(self.batch, self.known.rows, lambda t: repeated_along(t, copies, 0))
 
+    @full_precision()
     def prove(self) -> None:
         """Shows on two examples that parts, copies and passes from the middle on give the losses of whole passes.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.model.precision import full_precision
 from headprune.model.running import call, device_of, outputs, to_device, undisturbed
 
 #: Allowed difference by dtype, relative to the largest output: rounding in sums of another length, and no more. In fp64
@@ -33,10 +34,12 @@ class Difference:
 def sample_outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     """Every floating-point output of the model in evaluation mode.
 
+    Without TF32, for which ``TOLERANCE`` leaves no room.
+
     Raises:
         InvalidValue: the model returns no floating-point tensor to compare, or nothing finite in them.
     """
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model), full_precision(), torch.no_grad():
         found = [t.detach().clone() for t in outputs(call(model, to_device(batch, device_of(model))))]
     if not found:
         raise InvalidValue("example", "a batch on which the model returns floating-point tensors", "no such output")

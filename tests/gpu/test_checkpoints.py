@@ -1,0 +1,71 @@
+"""Checkpoints: saved on the GPU, loaded on the CPU and moved to the GPU, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headprune as hp
+from tests.gpu.models import NAMES, subject
+from tests.gpu.modes import BF16, FP16, FP32, Mode, computing
+from tests.gpu.record import Compare, same_bits
+from tests.laws.support import logits
+
+CPU = torch.device("cpu")
+#: Models that Transformers cannot build: loading takes a fresh one.
+BUILT_HERE = ("own", "torch")
+
+
+@torch.no_grad()
+def output(model: nn.Module, batch: Any) -> Tensor:
+    return logits(model, batch)
+
+
+@pytest.mark.parametrize("mode", [FP32, BF16, FP16], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("of", NAMES)
+def test_saved_on_the_gpu(compare: Compare, device: torch.device, tmp_path: Path, of: str, mode: Mode) -> None:
+    found = subject(of)
+    model = found.copy(device, mode.dtype)
+    hp.prune_(model, found.ragged(1))
+    hp.save_pretrained(model, tmp_path / "small")
+    fresh = found.copy(CPU, mode.dtype) if of in BUILT_HERE else None
+    loaded = hp.from_pretrained(tmp_path / "small", fresh)
+    assert {p.device for p in loaded.parameters()} == {CPU}
+    compare.holds(
+        f"weights of the {of}, loaded on the CPU", same_bits(loaded.state_dict(), model.state_dict()), mode.name
+    )
+    batch = found.data(device, mode.dtype)[0]
+    with computing(mode, device):
+        wanted, got = output(model, batch), output(loaded.to(device), batch)
+    compare.holds(f"outputs of the {of}, loaded and moved to the GPU", same_bits([got], [wanted]), mode.name)
+    assert [s.heads for s in hp.find_sites(loaded)] == [s.heads for s in hp.find_sites(model)]
+
+
+@pytest.mark.parametrize("form", ["transformers", "remote-code"])
+def test_other_formats(compare: Compare, device: torch.device, tmp_path: Path, form: str) -> None:
+    """Written from the GPU, where what loads is compared with the model before anything is put into the folder."""
+    import transformers
+
+    found = subject("decoder")
+    model = found.copy(device)
+    keep = {s.name: [head for unit in s.units[:2] for head in unit] for s in found.sites}
+    hp.prune_(model, found.mask(keep))
+    hp.save_pretrained(model, tmp_path / "small", format=form)
+    if form == "transformers":
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+        compare.holds(f"weights in format {form}", same_bits(loaded.state_dict(), model.state_dict()), "fp32")
+
+
+def test_a_refit_survives(compare: Compare, device: torch.device, tmp_path: Path) -> None:
+    found = subject("decoder")
+    teacher, batches = found.copy(device), found.data(device)
+    model = found.copy(device)
+    hp.prune_(model, found.ragged(1))
+    hp.recover_(model, batches, "lstsq", teacher)
+    hp.save_pretrained(model, tmp_path / "small")
+    loaded = hp.from_pretrained(tmp_path / "small").to(device)
+    compare.holds("weights of a refitted model", same_bits(loaded.state_dict(), model.state_dict()), "fp32")

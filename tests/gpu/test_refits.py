@@ -1,0 +1,89 @@
+"""Refits on the GPU are those of the CPU: weights and outputs, in fp64 and fp32; TF32 costs them its rounding alone."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headprune as hp
+from headprune.recovery import registry
+from tests.gpu import tolerances
+from tests.gpu.models import subject
+from tests.gpu.modes import FP64, TF32, WIDE, Mode, computing
+from tests.gpu.record import Compare
+from tests.laws.support import logits
+
+CPU = torch.device("cpu")
+R: Any = hp.recovery
+METHODS = [
+    R.Lstsq(),
+    R.Lstsq(feed_forward=True),
+    R.Lstsq(prior="zero", intercept=False),
+    R.Lstsq(precision="float32"),
+    R.Lstsq(max_bytes=0),
+    R.MeanFold(),
+    R.HeadRescale(),
+    R.HeadRescale(precision="float32"),
+]
+MODELS = ("encoder", "decoder", "encoder-decoder", "own")
+
+
+def refitted(of: str, method: Any, mode: Mode, device: torch.device) -> tuple[dict[str, Tensor], Tensor, float]:
+    """What a refit changes, what the model then puts out, and the share of the error that is left over."""
+    found = subject(of)
+    teacher, batches = found.copy(device, mode.dtype), found.data(device, mode.dtype)
+    model = copy.deepcopy(teacher)
+    hp.prune_(model, found.ragged(1))
+    with computing(mode, device):
+        report = hp.recover_(model, batches, method, teacher)
+        with torch.no_grad():
+            output = logits(model, batches[0])
+    changed = {name: model.state_dict()[name].clone() for name in report.changed}
+    assert changed
+    assert all(tensor.device == device for tensor in changed.values())
+    return changed, output, float(report.metrics["error_after"])
+
+
+@cache
+def truth(of: str, method: Any) -> tuple[dict[str, Tensor], Tensor, float]:
+    return refitted(of, method, FP64, CPU)
+
+
+@pytest.mark.parametrize("mode", WIDE, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("of", MODELS)
+def test_a_refit(compare: Compare, device: torch.device, of: str, method: Any, mode: Mode) -> None:
+    if mode.tf32 and device.type == "cpu":
+        pytest.skip("a CPU has no TF32")
+    weights, output, left = refitted(of, method, mode, device)
+    wanted, wanted_output, wanted_left = truth(of, method)
+    assert list(weights) == list(wanted)
+    # Sums in float32 are not those of fp64, whatever the weights are.
+    name = "fp32" if mode is FP64 and getattr(method, "precision", "") == "float32" else mode.name
+    compare(f"weights of {method!r} of the {of}", weights, wanted, tolerances.REFITS[name], mode.name)
+    outputs = tolerances.REFITS["fp64"] if mode is FP64 and name == "fp64" else tolerances.OUTPUTS[name]
+    compare(f"outputs of {method!r} of the {of}", output, wanted_output, outputs, mode.name)
+    if mode is TF32:
+        compare(f"error left by {method!r} of the {of}", left, wanted_left, tolerances.RUINED, mode.name)
+
+
+def test_all_that_do_not_train_are_here() -> None:
+    names = {name for name in registry.names() if not registry.get(name).trains}
+    assert {type(m).__name__ for m in METHODS} == {registry.get(name).__name__ for name in names}
+
+
+def test_a_refit_of_other_data_is_seen(compare: Compare, device: torch.device) -> None:
+    """The negative control: a refit over half of the data has other weights."""
+    found = subject("encoder")
+    teacher, batches = found.copy(device, FP64.dtype), found.data(device, FP64.dtype)
+    model = copy.deepcopy(teacher)
+    hp.prune_(model, found.ragged(1))
+    with computing(FP64, device):
+        report = hp.recover_(model, batches[:1], R.Lstsq(), teacher)
+    weights = {name: model.state_dict()[name] for name in report.changed}
+    compare.differs("a refit over half of the data", weights, truth("encoder", R.Lstsq())[0], tolerances.REFITS["tf32"])

@@ -1,0 +1,69 @@
+"""How often scoring waits for the GPU: PyTorch counts the calls that do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import headprune as hp
+from headprune.model.running import call
+from tests.gpu.models import Subject, subject
+from tests.gpu.record import Compare
+
+#: Batches of a short and of a long pass; what is done once a call cancels out.
+FEW, MANY = 3, 11
+
+
+def waits(work: Callable[[], Any]) -> int:
+    """Calls in ``work`` that wait for the GPU."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    return sum("synchroniz" in str(warning.message) for warning in said)
+
+
+def batches_of(of: Subject, count: int) -> list[Any]:
+    """Batches on the CPU, as a loader gives them, without lengths that our attention looks at."""
+    batch = {name: value for name, value in of.batches[0].items() if name != "valid_lens"}
+    return [batch] * count
+
+
+def per_batch(of: Subject, work: Callable[[list[Any]], Any]) -> float:
+    work(batches_of(of, FEW))  # what libraries do once
+    few, many = (waits(partial(work, batches_of(of, count))) for count in (FEW, MANY))
+    return (many - few) / (MANY - FEW)
+
+
+@pytest.mark.parametrize("scorer", ["taylor", "fisher", "leave_one_out", "activation_norm", "obs", "ggn", "surgeon"])
+@pytest.mark.parametrize("of", ["own", "encoder", "decoder"])
+def test_scoring_waits_no_more_than_the_model_does(compare: Compare, gpu: torch.device, of: str, scorer: str) -> None:
+    """Of ``taylor`` it is asserted, of the others written down. A model of Transformers may wait by itself, where it
+    looks at masks."""
+    found = subject(of)
+    model = found.copy(gpu)
+
+    def bare(batches: list[Any]) -> None:
+        for batch in batches:
+            with torch.no_grad():
+                call(model, {name: value.to(gpu, non_blocking=True) for name, value in batch.items()})
+
+    own = per_batch(found, bare)
+    ours = per_batch(found, lambda batches: hp.score(model, batches, scorer, loss=found.loss, progress=False))
+    compare.note("waits a batch", of=of, scorer=scorer, scoring=ours, model_alone=own)
+    if scorer == "taylor":
+        compare(f"waits a batch of taylor on the {of}, beyond the model's own", max(0.0, ours - own), 0.0, 0.0)
+
+
+def test_a_wait_is_seen(compare: Compare, gpu: torch.device) -> None:
+    """The negative control: to read a value waits."""
+    compare.holds("a read value is a wait", waits(lambda: torch.ones(3, device=gpu).sum().item()) > 0)

@@ -1,0 +1,93 @@
+"""Proofs of equality compute without TF32, however PyTorch is set, and leave its settings as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headprune as hp
+from headprune.model.precision import full_precision
+from tests.laws.support import subject_of
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def settings() -> tuple[str, bool]:
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("convolutions", [True, False])
+@pytest.mark.parametrize("products", ["highest", "high", "medium"])
+def test_settings_come_back(products: str, convolutions: bool) -> None:
+    torch.set_float32_matmul_precision(products)
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+    def fails() -> None:
+        with full_precision():
+            assert settings() == ("highest", False)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert settings() == (products, convolutions)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this PyTorch has the old switch")
+def test_settings_of_the_newer_switch_come_back() -> None:
+    """PyTorch refuses to answer by its old switch once the new one says something else."""
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError, match="mix"):
+        torch.get_float32_matmul_precision()
+    with full_precision():
+        assert (matmul.fp32_precision, convolution.fp32_precision) == ("ieee", "none")
+    assert (matmul.fp32_precision, convolution.fp32_precision) == ("tf32", "tf32")
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.rnn.fp32_precision = "ieee"
+    with full_precision():
+        assert (matmul.fp32_precision, convolution.fp32_precision) == ("ieee", "ieee")
+    assert convolution.fp32_precision == "tf32"
+
+
+class Watched(nn.Module):
+    """An attention that notes how PyTorch is set whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = hp.MultiHeadAttention(16, 4)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(settings())
+        out: Tensor = self.attention(x)
+        return out
+
+
+def test_the_proof_of_a_cut_runs_without_tf32() -> None:
+    """With TF32, gated and pruned differ by 24 times what the proof allows (width 256, emulated)."""
+    model = Watched().eval()
+    torch.set_float32_matmul_precision("high")
+    report = hp.prune_(model, hp.HeadMask.from_keep({"attention": [0, 3]}, {"attention": 4}), torch.randn(2, 5, 16))
+    assert report.proof is not None
+    assert model.seen == [("highest", False)] * 2
+    assert settings() == ("high", True)
+
+
+def test_passes_are_proven_without_tf32_and_played_back_with_it() -> None:
+    subject = subject_of("multi_head_attention")
+    model, seen = subject.model.float(), list[Any]()
+    model.layers[0].register_forward_pre_hook(lambda *_: seen.append(settings()))
+    batch = {"x": subject.batch["x"].float(), "valid_lens": subject.batch["valid_lens"]}
+    torch.set_float32_matmul_precision("high")
+    hp.score(model, [batch], "leave_one_out", loss=lambda m, b: m(**b).square().sum(1), progress=False)
+    assert ("highest", False) in seen
+    assert seen[-1] == ("high", True)
