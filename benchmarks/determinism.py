@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -46,6 +46,11 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(algorithms, warn_only=only_warns)
         cudnn.deterministic, cudnn.benchmark = before
+
+
+def reproducible(device: torch.device) -> AbstractContextManager[None]:
+    """``deterministic()`` on a GPU, where the same training else gives other weights; elsewhere nothing is changed."""
+    return deterministic() if device.type == "cuda" else nullcontext()
 
 
 def _set_workspace() -> None:

@@ -43,6 +43,7 @@ from headprune.run.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
+from determinism import reproducible
 from studies import RECORDS, spread
 
 PAGE, PICTURE = "scorers-accuracy.md", "scorers-accuracy.svg"
@@ -112,7 +113,8 @@ def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
     folder = work / f"fine-tuned-{digest}"
     device = resolve_device(recipe.device)
     if not folder.is_dir():
-        tuned_(model.to(device), data, recipe)
+        with reproducible(device):  # so that the next machine trains the same weights, and goes on with the record
+            tuned_(model.to(device), data, recipe)
         unfinished = work / f".unfinished-{digest}"
         shutil.rmtree(unfinished, ignore_errors=True)
         hp.save_pretrained(model, unfinished)

@@ -42,6 +42,7 @@ from headprune.run.validate import load_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
+from determinism import reproducible
 from studies import RECORDS, ROOT
 
 PAGE = "translation.md"
@@ -108,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
     over = studies.clock(args)
     settings = [*(SMALL if args.small else []), f"data.path={args.data}", f"device={args.device}", *args.set]
     recipe = load_recipe(locate("translation"), settings)
-    subject = open_base(ready_base(recipe, args.work, lambda line: print(line, file=sys.stderr)), args.work, recipe)
+    with reproducible(torch.device(args.device)):  # so that the next machine trains the same weights
+        base = ready_base(recipe, args.work, lambda line: print(line, file=sys.stderr))
+    subject = open_base(base, args.work, recipe)
     size = "small" if args.small else "full"
     out: Path = args.out or RECORDS / f"translation-{size}-{args.device}.json"
     whole = judged(subject, subject.model)
