@@ -7,12 +7,14 @@ every test here is skipped. ``HEADPRUNE_GPU_RECORD=path.json`` names the record'
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import determinism
 from tests.gpu.record import RECORD, Compare
 
 #: Names what stands in for a GPU.
@@ -29,16 +31,24 @@ def device() -> torch.device:
         raise pytest.UsageError(f"{VARIABLE}: must be cpu or not set, got {asked!r}")
     if not asked and not torch.cuda.is_available():
         pytest.skip("no GPU")
+    os.environ.setdefault(determinism.VARIABLE, determinism.WORKSPACE)  # read when CUDA starts
     RECORD.device = torch.device(asked or "cuda:0")
     return RECORD.device
 
 
 @pytest.fixture(autouse=True)
 def _with_a_device(device: torch.device) -> Iterator[None]:
-    """Every test here needs the device."""
-    yield
-    if device.type == "cuda":
+    """Every test here needs the device. On a GPU warnings are written down and are no errors: libraries warn of what is
+    fast or slow on each machine, and the numbers count here."""
+    if device.type != "cuda":
+        yield
+        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
         torch.cuda.synchronize()  # an error of a kernel belongs to the test that started it
+    for warning in said:
+        RECORD.warned(f"{warning.category.__name__}: {warning.message}"[:300])
 
 
 @pytest.fixture
@@ -68,7 +78,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     else:
         message = str(call.excinfo.value) if call.excinfo is not None else ""
         RECORD.tests.append({"test": _name(item), "outcome": report.outcome, "when": report.when, "why": message[:600]})
-    if report.when == "teardown" and RECORD.device is not None:
+    if report.when == "teardown":
         RECORD.write()
     return report
 

@@ -65,6 +65,7 @@ class Record:
         notes: What was counted or read, without a comparison.
         tests: What became of every test that did not simply pass.
         n_passed: Tests that did.
+        warnings: How often each was given, on a GPU.
     """
 
     device: torch.device | None = None
@@ -72,6 +73,11 @@ class Record:
     notes: list[dict[str, Any]] = field(default_factory=list)
     tests: list[dict[str, Any]] = field(default_factory=list)
     n_passed: int = 0
+    warnings: dict[str, int] = field(default_factory=dict)
+
+    def warned(self, message: str) -> None:
+        """Counts a warning."""
+        self.warnings[message] = self.warnings.get(message, 0) + 1
 
     def write(self) -> None:
         """Writes the file whole, if one is named: after every test, so that a run that is killed leaves what it had."""
@@ -97,6 +103,7 @@ class Record:
             "checks": self.checks,
             "notes": self.notes,
             "tests": self.tests,
+            "warnings": self.warnings,
             "n_tests_passed": self.n_passed,
             "passed": bool(self.checks) and not failed,
         }

@@ -56,7 +56,13 @@ def test_gates_are_trained(
     compare(
         f"weights of {name}", weights, last, tolerances.TRAINED_SCORES["fp32" if mode is FP64 else mode.name], mode.name
     )
-    compare.differs(f"weights of {name} move", weights, torch.full_like(weights, float(weights[0])), 1e-3, mode.name)
+    compare.differs(
+        f"weights of {name} move",
+        weights,
+        torch.full_like(weights, float(weights[0])),
+        tolerances.TRAINED_SCORES["fp32"],
+        mode.name,
+    )
 
 
 def test_evaluation_is_hard(compare: Compare, device: torch.device) -> None:

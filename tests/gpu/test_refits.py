@@ -30,7 +30,9 @@ METHODS = [
     R.HeadRescale(),
     R.HeadRescale(precision="float32"),
 ]
+#: All of them on the first two; on the others those that take another way there.
 MODELS = ("encoder", "decoder", "encoder-decoder", "own")
+CASES = [(of, method) for of in MODELS for method in METHODS if of in MODELS[:2] or method in METHODS[1::4]]
 
 
 def refitted(of: str, method: Any, mode: Mode, device: torch.device) -> tuple[dict[str, Tensor], Tensor, float]:
@@ -55,11 +57,12 @@ def truth(of: str, method: Any) -> tuple[dict[str, Tensor], Tensor, float]:
 
 
 @pytest.mark.parametrize("mode", WIDE, ids=lambda mode: mode.name)
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-@pytest.mark.parametrize("of", MODELS)
+@pytest.mark.parametrize(("of", "method"), CASES, ids=repr)
 def test_a_refit(compare: Compare, device: torch.device, of: str, method: Any, mode: Mode) -> None:
     if mode.tf32 and device.type == "cpu":
         pytest.skip("a CPU has no TF32")
+    if mode is FP64 and device.type == "cpu":
+        pytest.skip("the CPU in fp64 is what is compared with")
     weights, output, left = refitted(of, method, mode, device)
     wanted, wanted_output, wanted_left = truth(of, method)
     assert list(weights) == list(wanted)

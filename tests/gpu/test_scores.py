@@ -143,7 +143,8 @@ def test_batches_may_lie_on_either_device(compare: Compare, device: torch.device
     of = subject("encoder")
     model = of.copy(device)
     found = [flat(hp.score(model, of.data(where), "taylor", progress=False)) for where in (device, CPU)]
-    compare("scores with batches on the GPU and on the CPU", *found, tolerances.EXACT, "fp32")
+    # Not the same bits: the backward pass of fused attention may add up in any order.
+    compare("scores with batches on the GPU and on the CPU", *found, tolerances.SCORES["fp32"], "fp32")
 
 
 def test_standard_errors_samples_and_curvature(compare: Compare, device: torch.device) -> None:
@@ -152,7 +153,7 @@ def test_standard_errors_samples_and_curvature(compare: Compare, device: torch.d
         with computing(FP64, where):
             scores = hp.score(of.copy(where, FP64.dtype), of.data(where), "fisher", progress=False)
         errors = torch.tensor([e for row in scores.standard_errors for e in row], dtype=torch.float64)
-        found.append([errors, torch.as_tensor(scores.samples.matrix), torch.as_tensor(scores.curvature.matrix)])
+        found.append([errors, torch.tensor(scores.samples.matrix), torch.tensor(scores.curvature.matrix)])
     compare("standard errors, samples and curvature", *found, tolerances.SCORES["fp64"], "fp64")
 
 

@@ -23,6 +23,9 @@ OUTPUTS = {"fp64": 1e-11, "fp32": 2e-5, "tf32": 1e-2, "autocast": 1e-1, "bf16": 
 #: gradients cancel, so that they lose some ten units more than outputs.
 SCORES = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 3e-2, "autocast": 2.5e-1, "bf16": 2.5e-1, "fp16": 4e-2}
 
+#: Gradients of gates that are fp32 in a model in fp64: they are rounded to fp32, once.
+GATE_GRADIENTS = 1e-6
+
 #: Scores from gates that are trained: each of ten steps begins where the one before ended, and Adam's steps are of one
 #: length however small a gradient is (measured: bf16 2.7e-1 for subset_topk, whose gates are almost 0 or 1).
 TRAINED_SCORES = {"fp64": 1e-8, "fp32": 1e-3, "tf32": 1e-1, "autocast": 1.0, "bf16": 1.0, "fp16": 2e-1}
@@ -39,6 +42,3 @@ RUINED = 2e-2
 
 #: The loss after some steps of AdamW, relative (measured: fp32 2e-6, bf16 autocast 4e-3).
 TRAINING = {"fp64": 1e-8, "fp32": 1e-3, "autocast": 5e-2}
-
-#: What a negative control must exceed to count as seen: the tolerance of the check that it belongs to.
-SEEN = OUTPUTS
