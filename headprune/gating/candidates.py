@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,15 @@ from headprune.gating.rows import Path, form, largest_row, over_rows, repeated_a
 from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
 from headprune.model.contexts import query_mask
 from headprune.model.expose import exposed
-from headprune.model.losses import Loss, checked_losses
-from headprune.model.running import batch_size, tensors
+from headprune.model.losses import Loss, check_finite, shaped_losses
+from headprune.model.running import batch_size, device_of, tensors
 from headprune.model.sites import BoundSite
+from headprune.model.transfers import in_main_memory, sent
 
 _T = TypeVar("_T")
+
+#: ``see(number of the batch, losses [batch])``
+See: TypeAlias = Callable[[int, Tensor], None]
 
 #: Tokens that a pass should have at least, to keep all arithmetic units busy, by device.
 _TOKENS = {"cpu": 1024}
@@ -72,18 +76,27 @@ class CandidateLosses:
         max_bytes: Bound on what is kept of a pass and on what several settings need at once, as far as the outputs of
             modules tell. A batch that needs more is cut into smaller ones.
         replay: False runs a pass for every setting.
+        see: Takes the number of a batch and losses ``[batch]`` that must be finite, and refuses them; default at once,
+            which waits for an accelerator.
 
     ``notes`` says why passes are not played back, where they are not.
     """
 
     def __init__(
-        self, model: nn.Module, bound: Sequence[BoundSite], loss: Loss, max_bytes: int = 2**30, replay: bool = True
+        self,
+        model: nn.Module,
+        bound: Sequence[BoundSite],
+        loss: Loss,
+        max_bytes: int = 2**30,
+        replay: bool = True,
+        see: See | None = None,
     ) -> None:
         self.model, self.bound, self.loss, self.max_bytes = model, list(bound), loss, max_bytes
         self.sizes = [len(b.site.heads) for b in bound]
         self.notes: tuple[str, ...] = ()
         self.tape = Tape(model, self.bound)
         self.replay = replay
+        self.see = see or _look
         self._known: dict[Any, _Known] = {}
 
     @torch.inference_mode(False)
@@ -100,7 +113,8 @@ class CandidateLosses:
 
         Args:
             batch: A batch on the model's device.
-            settings: ``[settings, heads]``, gates of all present heads, site after site.
+            settings: ``[settings, heads]``, gates of all present heads, site after site. What is run is decided by
+                them, so that they should be on the CPU.
             base: ``[heads]``, gates that most settings differ from at few sites; default ones.
             fill: By site number, what a closed gate lets through instead of nothing: a gate g gives
                 ``g * context + (1 - g) * fill``. ``[heads * width]``; or for each example ``[tokens, heads * width]``,
@@ -110,14 +124,15 @@ class CandidateLosses:
         Returns:
             ``[settings, batch]`` and ``[batch]``.
         """
-        base = settings.new_ones(settings.shape[-1]) if base is None else base
+        settings, base = _on_cpu(settings, base)
         with exposed(self.bound):
             whole = self._proven(batch, base, fill, number)
+            found = None
             if self.replay and whole.known.exact:
                 found = self._guarded(whole, functools.partial(whole.in_parts, settings))
-                if found is not None:
-                    return found
-            return whole.naive(settings)
+            found = whole.naive(settings) if found is None else found
+        self.see(number, _worst(*found))
+        return found
 
     def told(self, batch: Any) -> list[str]:
         """What a batch that is through leaves for later ones, in words; see ``catch_up``."""
@@ -138,6 +153,7 @@ class CandidateLosses:
         Args:
             told: What ``told`` gave after the batch.
         """
+        base = in_main_memory([base])[0]
         with exposed(self.bound):
             whole = self._proven(batch, base, fill, number)
         whole.known.exact = _INEXACT not in told
@@ -280,7 +296,8 @@ class _Pass:
             width = max(1, min(-(-_TOKENS.get(context.device.type, _TOKENS_ELSEWHERE) // tokens), room))
             for start in range(0, len(places), width):
                 some = places[start : start + width]
-                losses[some] = self._play(site, settings[some]).to(losses.dtype)
+                played = self._play(site, settings[some]).to(losses.dtype)
+                losses.index_copy_(0, sent(some, losses.device), played)
         return losses, base
 
     def _play(self, site: int, settings: Tensor) -> Tensor:
@@ -300,7 +317,7 @@ class _Pass:
         return found.view(copies, self.size)
 
     def _losses(self, batch: Any) -> Tensor:
-        return checked_losses(self.of.loss, self.of.model, batch, self.number)
+        return shaped_losses(self.of.loss, self.of.model, batch, self.number)
 
     def _run(self, gates: Tensor) -> Tensor:
         losses: Tensor = self.of.tape.run(functools.partial(self._losses, self.batch), self._caller(gates[None], 1))
@@ -314,7 +331,8 @@ class _Pass:
         def call(site: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not closed[site]:
                 return original(*args, **kwargs)
-            gates, bound = rows[site], self.of.bound[site]
+            bound = self.of.bound[site]
+            gates = sent(rows[site], device_of(bound.module))
             gate = spread(gates.repeat_interleave(self.size, 0) if copies > 1 else gates[0], bound)
             if not bound.layout.gate:
                 return output_gated(original(*args, **kwargs), gate, bound, self.fill.get(site))
@@ -333,7 +351,8 @@ class _Pass:
             return fill.to(context).expand_as(context)
         size, n_tokens = len(fill), context.shape[1]
         mask = query_mask(self.of.model, self.of.bound[site].site.kind, self.batch, (size, n_tokens))
-        counted = torch.ones(size, n_tokens, dtype=torch.bool) if mask is None else mask.cpu()
+        every = torch.ones(size, n_tokens, dtype=torch.bool, device=context.device)
+        counted = every if mask is None else mask.to(context.device)
         places = (counted.cumsum(1) - 1).clamp(min=0)  # a token's number among those that are no padding
         rows = [x[place.to(x.device) % len(x)] for x, place in zip(fill, places, strict=True)]
         return repeated_along(torch.stack(rows).to(context), copies, 0)
@@ -351,16 +370,35 @@ class _Pass:
             given = (repeated_along(context, copies, axis), *call.given[1:])
             whole: Tensor = caller(site, bound.gate.__dict__["forward"].__wrapped__, given, {})
             return whole
-        index = moved.nonzero()[:, 1].view(copies, count)
+        changed = moved.nonzero()[:, 1].view(copies, count)
+        delta = sent((gates - before).gather(1, changed), context.device, context.dtype)
+        index = sent(changed, context.device)
         heads = context.reshape(-1, len(before), context.shape[-1] // len(before))
         if site in self.fill:
             heads = heads - self._stand(site, context, 1).reshape(heads.shape)
-        delta = (gates - before).gather(1, index).to(context.dtype)
         read = heads[:, index].transpose(0, 1) * delta[:, None, :, None]  # [copies, tokens, changed heads, width]
         write = weight.unflatten(1, (len(before), -1)).movedim(0, -1)[index]  # [copies, changed heads, width, out]
         base = call.output.reshape(1, -1, call.output.shape[-1]).expand(copies, -1, -1)
         out = torch.baddbmm(base, read.flatten(2), write.flatten(1, 2))
         return out.view(copies * call.output.shape[0], *call.output.shape[1:])
+
+
+def _on_cpu(settings: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Settings, and the base, which are ones by default."""
+    base = settings.new_ones(settings.shape[-1]) if base is None else base
+    settings, base = in_main_memory([settings, base])
+    return settings, base
+
+
+def _worst(losses: Tensor, base: Tensor) -> Tensor:
+    """``[batch]``: of each example one of its losses, one that is not finite if there is such a one."""
+    every = torch.cat([base[None], losses])
+    highest = every.amax(0)
+    return torch.where(highest.isfinite(), every.amin(0), highest)
+
+
+def _look(number: int, losses: Tensor) -> None:
+    check_finite([(number, losses)])
 
 
 def _firsts(of: CandidateLosses, order: list[int], settings: Tensor, base: Tensor) -> list[tuple[int, int]]:

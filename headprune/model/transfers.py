@@ -39,3 +39,8 @@ def sent(values: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     """
     here = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     return here.to(device, dtype, non_blocking=True)
+
+
+def in_fp64(x: Tensor) -> Tensor:
+    """A tensor in fp64 where it lies; in main memory where the device has no fp64."""
+    return x.cpu().double() if x.device.type == "mps" else x.double()
