@@ -87,6 +87,9 @@ _MASKS = (torch.bool, torch.uint8)
 #: Functions that make a tensor of Python's numbers, which are sent from main memory.
 _FROM_NUMBERS = {"tensor", "as_tensor", "asarray", "new_tensor"}
 
+#: Functions of modes, which pass on what others have asked for.
+_PASSED_ON = ("__torch_dispatch__", "__torch_function__")
+
 _real_device = Tensor.device.__get__  # type: ignore[attr-defined]
 
 
@@ -334,7 +337,19 @@ class _Calls(TorchFunctionMode):
             return first
         if func is Tensor.__deepcopy__:
             return self._copied(func, args, kwargs)
+        if func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
+            return self._backward(func, args, kwargs)
         return self._called(func, args, kwargs)
+
+    def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A backward pass, whose hooks and functions of Python are looked at as well.
+
+        A mode is off while it handles a call, and what calls Python back has to be called with the mode on again.
+        """
+        there = any(x in self.gpu.storages for x in tree_leaves((args, kwargs)))
+        run = _backward_of if func is Tensor.backward else func
+        with self.gpu.made_there(there), mock.patch.object(torch.autograd, "has_torch_function", lambda _: False), self:
+            return run(*args, **kwargs)
 
     def _copied(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -415,6 +430,13 @@ class _Calls(TorchFunctionMode):
         return None, sent
 
 
+def _backward_of(
+    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """``Tensor.backward``."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
 def _device(value: object) -> torch.device | None:
     if isinstance(value, torch.device):
         return value
@@ -435,7 +457,7 @@ def _caller(frame: FrameType | None) -> tuple[str, str]:
     package = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file != __file__:
+        if file != __file__ and frame.f_code.co_name not in _PASSED_ON:
             ours = file.startswith(_FOLDERS)
             if not package:
                 package = _package(file, ours)

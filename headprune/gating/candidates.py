@@ -227,12 +227,14 @@ class _Pass:
         """
         small, known, tape = self.part(0, self.known.examples), self.known, self.of.tape
         doubled = small.twice().record()
+        check_finite([(self.number, doubled)])  # at once: after a loss that is not finite nothing else is worth a pass
         twice = self._recorded()
         losses = small.record()
+        check_finite([(self.number, losses)])
         once = self._recorded()
         alone = [small.part(i, i + 1).naive(losses.new_zeros(0, len(self.base)))[1] for i in range(small.size)]
-        _compare(losses, torch.cat(alone), "the losses of two examples")
-        _compare(doubled, torch.cat([losses, losses]), "the losses of a batch taken twice")
+        small.compare(losses, torch.cat(alone), "the losses of two examples")
+        small.compare(doubled, torch.cat([losses, losses]), "the losses of a batch taken twice")
         known.axes = {place: _batch_axis(once.get(place), shape) for place, shape in twice.items()}
         kept = {t.data_ptr(): t for out in tape.outputs.values() for t in tensors(out)}.values()
         n_bytes = [t.numel() * t.element_size() // small.size for t in kept]
@@ -245,7 +247,18 @@ class _Pass:
             settings.append(two[number % 2])
         if settings:
             expected = small.naive(torch.stack(settings))[0]
-            _compare(torch.stack(played), expected.to(played[0].dtype), "losses from the middle of a pass on")
+            small.compare(torch.stack(played), expected.to(played[0].dtype), "losses from the middle of a pass on")
+
+    def compare(self, got: Tensor, expected: Tensor, what: str) -> None:
+        """Raises:
+        InvalidValue: a loss that is not finite, which no other way to run the passes would help.
+        CannotReplay: losses that are apart.
+        """
+        gap = float(((got - expected).abs() / expected.abs().clamp(min=1)).max()) if got.numel() else 0.0
+        if gap <= _TOLERANCE.get(got.dtype, 1e-2):
+            return
+        check_finite((self.number, losses.reshape(-1, self.size).amax(0)) for losses in (expected, got))
+        raise CannotReplay(what, "those of whole passes of each example alone", f"{gap:.1e} off")
 
     def _flipped(self, site: int) -> Tensor:
         """Two settings that differ from the base in a head of one site, another one if it has two."""
@@ -413,12 +426,6 @@ def _by_site(values: list[bool], sizes: list[int]) -> list[list[bool]]:
     """One value a head, site after site, as a list a site."""
     rest = iter(values)
     return [list(islice(rest, size)) for size in sizes]
-
-
-def _compare(got: Tensor, expected: Tensor, what: str) -> None:
-    gap = float(((got - expected).abs() / expected.abs().clamp(min=1)).max()) if got.numel() else 0.0
-    if not gap <= _TOLERANCE.get(got.dtype, 1e-2):
-        raise CannotReplay(what, "those of whole passes of each example alone", f"{gap:.1e} off")
 
 
 def _batch_axis(once: tuple[int, ...] | None, twice: tuple[int, ...]) -> int | None:

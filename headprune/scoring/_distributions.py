@@ -42,14 +42,14 @@ class Distributions:
         return self.logits[examples, positions]
 
 
-def distributions(model: nn.Module, batch: Any, where: str, given: Any) -> Distributions:
+def distributions(model: nn.Module, batch: Any, where: str, given: Any = None) -> Distributions:
     """Runs a model and reads its output; labels, if there are any, only say which positions count.
 
     Args:
         model: The model.
         batch: A batch on its device.
         where: What the batch is called in messages.
-        given: The same batch as the user gave it. What is in main memory there, such as a mask, need not be copied
+        given: The same batch as the user gave it, default as it is. What is in main memory there, such as a mask, need not be copied
             from the device, which Python would wait for.
 
     Raises:
@@ -80,7 +80,7 @@ def distributions(model: nn.Module, batch: Any, where: str, given: Any) -> Distr
         labels = mapping.get("labels")
         kind = problem_type(model, labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long), logits)
         return Distributions(kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False)
-    known = given if isinstance(given, Mapping) else {}
+    known = given if isinstance(given, Mapping) else mapping
     return _tokens(model, logits, known.get("labels"), known.get(name))
 
 

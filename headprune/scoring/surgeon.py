@@ -244,8 +244,9 @@ class _Factors:
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
         """Takes the sums of all processes in place of its own."""
+        # In memory of their own: what was read from a file may begin anywhere, and products there round otherwise.
         self.weight, self.x, self.xx, self.gg, self.tokens = (
-            added(parts, name).to(self.weight.device) for name in ("weight", "x", "xx", "gg", "tokens")
+            added(parts, name).to(self.weight.device).clone() for name in ("weight", "x", "xx", "gg", "tokens")
         )
 
     def _by_example(self, x: Tensor, size: int, batch: Any) -> Tensor:
