@@ -238,6 +238,8 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self.gpu.looking_away:
+            return func(*args, **kwargs)
         with self.gpu.unseen():
             given = [x for x in tree_leaves((args, kwargs)) if _storage(x) is not None]
             there = [x in self.gpu.storages for x in given]
@@ -245,12 +247,11 @@ class _Operators(TorchDispatchMode):
             name = func.name().split(".")[0]
             if any(there):
                 self._check_devices(func, name, given, there)
-            if any(there):
-                self._check_waits(name, args, kwargs, given)
+                self._check_waits(name, args, kwargs)
             on_gpu = any(there)
             if name == "aten::copy_":
                 on_gpu = self._copied(args, kwargs)
-            if not tree_has_tensor(args, kwargs):
+            if not _has_tensor(args, kwargs):
                 on_gpu = self.gpu.making[-1]
             if on_gpu:
                 self._lie_there(out, given)
@@ -272,7 +273,7 @@ class _Operators(TorchDispatchMode):
             places = [f"{list(x.shape)} on {'cuda' if t else 'cpu'}" for x, t in zip(given, there, strict=True)]
             self.gpu.note("mismatch", f"{name} of {', '.join(places)}")
 
-    def _check_waits(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> None:
+    def _check_waits(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in _WAITS:
             self.gpu.note("wait", name)
         elif name in _READS_BY_INDEX or name in _WRITES_BY_INDEX:
@@ -280,9 +281,8 @@ class _Operators(TorchDispatchMode):
             filled = name in _WRITES_BY_INDEX and len(masks) == 1 and args[2].numel() == 1  # becomes masked_fill
             if masks and not filled:
                 self.gpu.note("wait", f"{name} by booleans")
-        elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
-            if len(given) == 1 and len(args) == 1:  # of counts alone: how long the answer is, only they know
-                self.gpu.note("wait", name)
+        elif name == "aten::repeat_interleave" and len(args) == 1 and kwargs.get("output_size") is None:
+            self.gpu.note("wait", name)  # of counts alone: how long the answer is, only they know
 
     def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """``copy_``: the target stays where it is."""
@@ -300,7 +300,7 @@ class _Operators(TorchDispatchMode):
                 self.gpu.storages.add(x)
 
 
-def tree_has_tensor(args: Any, kwargs: Any) -> bool:
+def _has_tensor(args: Any, kwargs: Any) -> bool:
     return any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs)))
 
 
@@ -348,11 +348,13 @@ class _Calls(TorchFunctionMode):
         """
         there = any(x in self.gpu.storages for x in tree_leaves((args, kwargs)))
         run = _backward_of if func is Tensor.backward else func
-        with self.gpu.made_there(there), mock.patch.object(torch.autograd, "has_torch_function", lambda _: False), self:
+        straight_on = mock.patch.object(torch.autograd, "has_torch_function", return_value=False)
+        with self.gpu.made_there(there), straight_on, self:
             return run(*args, **kwargs)
 
     def _copied(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        with self.gpu.unseen():  # it goes by way of storages
+            out = func(*args, **kwargs)
         if args[0] in self.gpu.storages:
             self.gpu.storages.add(out)
         return out

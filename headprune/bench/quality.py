@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import Loss, check_finite, logits_of, losses_of, predict, problem_type, shaped_losses, token_losses
+from headprune.model.losses import (
+    Loss,
+    check_finite,
+    logits_of,
+    losses_of,
+    predict,
+    problem_type,
+    shaped_losses,
+    token_losses,
+)
 from headprune.model.losses import is_causal_lm as _is_causal
 from headprune.model.running import device_of, to_device, undisturbed
 from headprune.model.transfers import in_fp64, in_main_memory

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.gating.changes import batch_axis, by_site, first_sites, on_cpu, worst
 from headprune.gating.context import multiplied, spread
 from headprune.gating.projections import Stand, output_gated, plain_weight
 from headprune.gating.rows import Path, form, largest_row, over_rows, repeated_along, with_rows
@@ -96,7 +97,7 @@ class CandidateLosses:
         self.notes: tuple[str, ...] = ()
         self.tape = Tape(model, self.bound)
         self.replay = replay
-        self.see = see or _look
+        self.see = see or (lambda number, losses: check_finite([(number, losses)]))
         self._known: dict[Any, _Known] = {}
 
     @torch.inference_mode(False)
@@ -124,14 +125,14 @@ class CandidateLosses:
         Returns:
             ``[settings, batch]`` and ``[batch]``.
         """
-        settings, base = _on_cpu(settings, base)
+        settings, base = on_cpu(settings, base)
         with exposed(self.bound):
             whole = self._proven(batch, base, fill, number)
             found = None
             if self.replay and whole.known.exact:
                 found = self._guarded(whole, functools.partial(whole.in_parts, settings))
             found = whole.naive(settings) if found is None else found
-        self.see(number, _worst(*found))
+        self.see(number, worst(*found))
         return found
 
     def told(self, batch: Any) -> list[str]:
@@ -227,7 +228,7 @@ class _Pass:
         """
         small, known, tape = self.part(0, self.known.examples), self.known, self.of.tape
         doubled = small.twice().record()
-        check_finite([(self.number, doubled)])  # at once: after a loss that is not finite nothing else is worth a pass
+        check_finite([(self.number, doubled)])  # at once: after a loss that is not finite no pass is worth its time
         twice = self._recorded()
         losses = small.record()
         check_finite([(self.number, losses)])
@@ -235,7 +236,7 @@ class _Pass:
         alone = [small.part(i, i + 1).naive(losses.new_zeros(0, len(self.base)))[1] for i in range(small.size)]
         small.compare(losses, torch.cat(alone), "the losses of two examples")
         small.compare(doubled, torch.cat([losses, losses]), "the losses of a batch taken twice")
-        known.axes = {place: _batch_axis(once.get(place), shape) for place, shape in twice.items()}
+        known.axes = {place: batch_axis(once.get(place), shape) for place, shape in twice.items()}
         kept = {t.data_ptr(): t for out in tape.outputs.values() for t in tensors(out)}.values()
         n_bytes = [t.numel() * t.element_size() // small.size for t in kept]
         known.kept, known.work = sum(n_bytes), _AT_WORK * max(n_bytes, default=0)
@@ -301,7 +302,7 @@ class _Pass:
         base = self.record()
         tape = self.of.tape
         losses = base.expand(len(settings), -1).clone()
-        firsts = _firsts(self.of, tape.order(), settings, self.base)
+        firsts = first_sites(self.of.sizes, tape.order(), settings, self.base)
         for site, group in groupby(firsts, key=lambda first: first[0]):
             places = [index for _, index in group]
             context = tape.gates[site].given[0]
@@ -339,7 +340,7 @@ class _Pass:
     def _caller(self, settings: Tensor, copies: int) -> Callable[..., Any]:
         """Calls a gate with every copy's gates, a row of ``settings`` for all examples of a copy."""
         rows = settings.split(self.of.sizes, 1)
-        closed = [any(part) for part in _by_site((settings != 1).any(0).tolist(), self.of.sizes)]
+        closed = [any(part) for part in by_site((settings != 1).any(0).tolist(), self.of.sizes)]
 
         def call(site: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not closed[site]:
@@ -394,47 +395,3 @@ class _Pass:
         base = call.output.reshape(1, -1, call.output.shape[-1]).expand(copies, -1, -1)
         out = torch.baddbmm(base, read.flatten(2), write.flatten(1, 2))
         return out.view(copies * call.output.shape[0], *call.output.shape[1:])
-
-
-def _on_cpu(settings: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Settings, and the base, which are ones by default."""
-    base = settings.new_ones(settings.shape[-1]) if base is None else base
-    settings, base = in_main_memory([settings, base])
-    return settings, base
-
-
-def _worst(losses: Tensor, base: Tensor) -> Tensor:
-    """``[batch]``: of each example one of its losses, one that is not finite if there is such a one."""
-    every = torch.cat([base[None], losses])
-    highest = every.amax(0)
-    return torch.where(highest.isfinite(), every.amin(0), highest)
-
-
-def _look(number: int, losses: Tensor) -> None:
-    check_finite([(number, losses)])
-
-
-def _firsts(of: CandidateLosses, order: list[int], settings: Tensor, base: Tensor) -> list[tuple[int, int]]:
-    """``(site, setting)`` for every setting that changes a gate that is called, by the first such gate."""
-    rows = [list(map(any, _by_site(row, of.sizes))) for row in (settings != base).tolist()]
-    places = [next((p for p, site in enumerate(order) if changed[site]), None) for changed in rows]
-    found = sorted((place, setting) for setting, place in enumerate(places) if place is not None)
-    return [(order[place], setting) for place, setting in found]
-
-
-def _by_site(values: list[bool], sizes: list[int]) -> list[list[bool]]:
-    """One value a head, site after site, as a list a site."""
-    rest = iter(values)
-    return [list(islice(rest, size)) for size in sizes]
-
-
-def _batch_axis(once: tuple[int, ...] | None, twice: tuple[int, ...]) -> int | None:
-    """The axis that is twice as long for a batch twice as large, None where none is."""
-    if once == twice:
-        return None
-    if once is None or len(once) != len(twice):
-        raise CannotReplay("a recorded tensor", "one a call, whatever the batch", f"{once} and {twice}")
-    differ = [axis for axis, (a, b) in enumerate(zip(once, twice, strict=True)) if a != b]
-    if len(differ) != 1 or twice[differ[0]] != 2 * once[differ[0]]:
-        raise CannotReplay("a recorded tensor", "longer on one axis for more examples", f"{once} and {twice}")
-    return differ[0]

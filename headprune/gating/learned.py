@@ -130,7 +130,7 @@ class LearnedGates(nn.Module):
         self._sizes = torch.tensor(units, dtype=options["dtype"])  # on the CPU, where heads are counted
         start = distribution.initial(len(units))
         self._start = start
-        self.weights = nn.Parameter(start.clone().to(**options))
+        self.weights = nn.Parameter(sent(start.clone(), **options))
         extra = distribution.n_multipliers
         self.multipliers = nn.Parameter(torch.zeros(extra, **options)) if extra else None
         self.penalty()  # refuses a target that these heads cannot meet

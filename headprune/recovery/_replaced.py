@@ -76,8 +76,11 @@ class Replaced:
                 raise InvalidValue(name, f"within the range of {kind}", "an infinite value")
 
     def close_(self, targets: Iterable[Target], biases: bool) -> None:
-        """Keeps the biases that were given to these projections, if it changed ``biases``, and notes what they hold; see
-        ``check``."""
+        """Keeps the biases that were given to these projections, if it changed ``biases``, and notes what they hold.
+
+        Raises:
+            InvalidValue: see ``check``.
+        """
         self.check()
         for target in targets if biases else ():
             module = target.ours

@@ -196,14 +196,14 @@ def errors(
     reached = in_main_memory(off.n > 0 for off, _ in done)
     finite = in_main_memory(normal.finite for both in done for normal in both)
     totals = in_main_memory(off.total for off, _ in done)
-    written = in_main_memory(written.ee for _, written in done)
+    divisors = in_main_memory(written.ee for _, written in done)
     for number, target in enumerate(targets):
         if not bool(reached[number]):
             raise InvalidValue("batches", "with a token that is no padding", f"only padding at {target.name}")
         if not all(map(bool, finite[2 * number : 2 * number + 2])):
             hint = "Look for NaN or infinite values in the batches."
             raise InvalidValue(f"what model and teacher write at {target.name}", "finite", "NaN or infinite", hint)
-    scales = [float(ee) or 1.0 for ee in written]
+    scales = [float(ee) or 1.0 for ee in divisors]
     return Measured([float(total) / scale for total, scale in zip(totals, scales, strict=True)], scales, examples)
 
 

@@ -49,8 +49,8 @@ def distributions(model: nn.Module, batch: Any, where: str, given: Any = None) -
         model: The model.
         batch: A batch on its device.
         where: What the batch is called in messages.
-        given: The same batch as the user gave it, default as it is. What is in main memory there, such as a mask, need not be copied
-            from the device, which Python would wait for.
+        given: The same batch as the user gave it; default ``batch``. A mask that is in main memory there need not be
+            copied from the device, for which Python would wait.
 
     Raises:
         InvalidValue: an output that is no logits, or a batch that the model itself does not take.

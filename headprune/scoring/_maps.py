@@ -85,7 +85,9 @@ class Places:
             UnsupportedModel: a module that ran and showed no map.
         """
         runs = [watch.runs for watch in watches]
-        asked = [run for watch, of_site in zip(watches, runs, strict=True) if not self._is_known(watch) for run in of_site]
+        asked: list[list[Tensor]] = []
+        for watch in watches:
+            asked += [] if self._is_known(watch) else watch.runs
         answers = iter(in_main_memory(torch.stack([is_map(x) for x in run]) for run in asked))
         found: Maps = {}
         for number, (watch, of_site) in enumerate(zip(watches, runs, strict=True)):

@@ -86,12 +86,12 @@ class Attattr(Scorer):
         for step in range(1, self.steps + 1):
             maps, gradients, given = self._step(problem, b, number, batch, step / self.steps, places)
             total = gradients if not total else [t + g for t, g in zip(total, gradients, strict=True)]
+        only_padding = InvalidValue("batches", "with a token that is no padding", f"only padding at {b.site.name}")
         best = []
         for whole, summed, inputs in zip(maps, total, given, strict=True):  # of the last step: its maps are whole
             found = by_example(b, whole.double() * summed / self.steps, size)
             queries, keys = visible(problem.model, b, inputs, (size, *found.shape[2:]))
             counted = queries[:, None, :, None] & keys[:, None, None, :]
-            only_padding = InvalidValue("batches", "with a token that is no padding", f"only padding at {b.site.name}")
             nothing = ~counted.flatten(1).any(1)
             problem.refuse_later(("a token that is no padding", b.site.name), nothing, lambda _: only_padding)
             best.append(found.masked_fill(~counted, -torch.inf).amax((2, 3)))

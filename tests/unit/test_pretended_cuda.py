@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch.testing import assert_close
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 import headprune as hp
+from headprune.bench.latency import compare_latency
 from headprune.bench.quality import evaluate
 from headprune.gating import HardConcrete, SubsetTopk
 from headprune.gating.stochastic import GateDistribution
@@ -183,7 +183,7 @@ def data(size: Size, classes: bool) -> list[dict[str, Tensor]]:
     return batches
 
 
-def measured(run: Callable[[Case], object], size: Size, folder: Path, make: Callable[[Size], nn.Module] = bert) -> Measured:
+def measured(run: Callable[[Case], object], size: Size, folder: Path, make: Callable[[Size], nn.Module]) -> Measured:
     """What happens on the pretended GPU while ``run`` runs."""
     forwards = []
     with PretendedCuda() as gpu:
@@ -449,17 +449,27 @@ def save_and_load(case: Case) -> None:
     hp.from_pretrained(case.folder / "small").to("cuda")
 
 
-def time_both(case: Case) -> None:
+def prove_cut(case: Case) -> None:
+    hp.prune_(case.model, with_fewer_heads(case.model), to_device(case.batches[0], CUDA))
+
+
+def compare_speed(case: Case) -> None:
     small = copy.deepcopy(case.model)
     hp.prune_(small, with_fewer_heads(case.model))
-    effort = Effort(rounds=3, calls=1, warmup=1)
-    compare_latency(case.model, small, to_device(case.batches[0], CUDA), effort=effort, progress=False)
+    example = to_device(case.batches[0], CUDA)
+    effort = {"seconds": 0, "warmup": 1, "min_rounds": 2, "max_rounds": 2}
+    compare_latency(case.model, small, lambda *_: example, (_EXAMPLES,), (6,), **effort)
 
 
-def benchmark_ways(name: str, function: str, case: Case) -> None:
-    """Runs once each of the ways that a benchmark compares."""
-    for way in getattr(benchmark(name), function)(case.model, case.batches).values():
-        way()
+def ways_of(name: str, function: str, on_gpu: bool = False) -> Callable[[Case], None]:
+    """Runs once each of the ways that a benchmark compares; ``on_gpu`` if it draws its batches there."""
+
+    def run(case: Case) -> None:
+        batches = to_device(case.batches, CUDA) if on_gpu else case.batches
+        for way in getattr(benchmark(name), function)(case.model, batches).values():
+            way()
+
+    return run
 
 
 SOFT = functools.partial(HardConcrete, keep=0.5)
@@ -468,21 +478,25 @@ TOP = functools.partial(SubsetTopk, keep=0.5, steps=4)
 #: What else runs on a GPU; a benchmark is one more entry.
 OTHERS: dict[str, tuple[Callable[[Case], object], Waits]] = {
     "prune_": (lambda case: hp.prune_(case.model, with_fewer_heads(case.model)), Waits(0)),
-    "prune_ with its proof": (lambda case: prove_cut(case), Waits(0)),
+    "prune_ with its proof": (prove_cut, Waits(10)),
     "gated": (gate, Waits(0)),
-    "save and load": (save_and_load, Waits(0)),
+    "save and load": (
+        save_and_load,
+        Waits(10, per_layer=16, why="a copy a tensor: together they would need all weights' memory once more"),
+    ),
     "evaluate": (lambda case: evaluate(case.model, case.batches), Waits(2)),
+    "compare_latency": (compare_speed, Waits(12)),  # the clock stops when the GPU is done
     "learned gates, hard_concrete": (functools.partial(learn_gates, SOFT), Waits(0)),
-    "learned gates, subset_topk": (functools.partial(learn_gates, TOP), Waits(0)),
+    "learned gates, subset_topk": (
+        functools.partial(learn_gates, TOP),
+        Waits(1, per_batch=1, why="its threshold is found on the CPU, in a hundred small steps"),
+    ),
     "benchmarks/scoring_cost.py, first order": (
-        functools.partial(benchmark_ways, "scoring_cost", "first_order_ways"), Waits(0)),
-    "benchmarks/scoring_cost.py, throughput": (
-        functools.partial(benchmark_ways, "scoring_cost", "throughput_ways"), Waits(0)),
+        ways_of("scoring_cost", "first_order_ways", on_gpu=True),
+        Waits(9, per_batch=2, why="batches on the GPU are copied back for the digest of the data"),
+    ),
+    "benchmarks/scoring_cost.py, throughput": (ways_of("scoring_cost", "throughput_ways"), Waits(4)),
 }
-
-
-def prove_cut(case: Case) -> None:
-    hp.prune_(case.model, with_fewer_heads(case.model), to_device(case.batches[0], CUDA))
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -501,11 +515,12 @@ def test_one_copy_to_main_memory_in_a_scorers_loop_is_found(monkeypatch: pytest.
         return original(*args, **kwargs).to("cpu")
 
     monkeypatch.setattr(_gradients, "loss_gradients", copying)
-    with pytest.raises(AssertionError, match=r"taylor, small .*: 5 waits, stated are 4\n(.*\n)*.*a copy to main memory"):
+    # A wait for each of two batches, in place of the one that brings all rows to the CPU.
+    with pytest.raises(AssertionError, match=r"taylor, small .*: 5 waits, stated are 4\n(.*\n)*.*copy to main memory"):
         check("taylor", with_scorer("taylor"), SCORERS["taylor"], tmp_path)
 
 
-def test_a_tensor_of_the_wrong_device_in_a_scorers_loop_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tensor_of_another_device_in_a_loop_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     original = _gradients.loss_gradients
 
     def mixing(*args: Any, **kwargs: Any) -> Tensor:
