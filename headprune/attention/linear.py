@@ -169,7 +169,7 @@ def cut_features(module: nn.Module, axis: Axis, index: Sequence[int], where: str
     tensors = {}
     for name, dimension in feature_dimensions(module, axis).items():
         old: Any = module._parameters[name]
-        rows = torch.tensor(index, dtype=torch.long, device=old.device)
+        rows = torch.tensor(index, dtype=torch.long).to(old.device, non_blocking=True)  # no wait for the device
         tensors[name] = old.detach().index_select(dimension, rows)
     return tensors
 

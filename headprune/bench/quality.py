@@ -11,9 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import Loss, checked_losses, logits_of, losses_of, predict, problem_type, token_losses
+from headprune.model.losses import (
+    Loss,
+    check_finite,
+    logits_of,
+    losses_of,
+    predict,
+    problem_type,
+    shaped_losses,
+    token_losses,
+)
 from headprune.model.losses import is_causal_lm as _is_causal
 from headprune.model.running import device_of, to_device, undisturbed
+from headprune.model.transfers import in_fp64, in_main_memory
 
 
 @dataclass(frozen=True)
@@ -50,11 +60,19 @@ class _Totals:
     metric: str = "loss"
     amounts: list[float] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
+    unread: list[Tensor] = field(default_factory=list)  # [2, examples], amounts and counts of a batch, where they are
 
     def add(self, metric: str, amounts: Tensor, counts: Tensor | None = None) -> None:
         self.metric = metric
-        self.amounts += amounts.double().tolist()
-        self.counts += [1.0] * len(amounts) if counts is None else counts.double().tolist()
+        counts = torch.ones_like(amounts, dtype=torch.float64) if counts is None else counts
+        self.unread.append(torch.stack([in_fp64(amounts), in_fp64(counts)]))
+
+    def read(self) -> None:
+        """Reads the numbers of all batches at once."""
+        unread, self.unread = self.unread, []
+        for amounts, counts in in_main_memory(unread):
+            self.amounts += amounts.tolist()
+            self.counts += counts.tolist()
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None, *, bits: bool = False) -> Quality:
@@ -75,15 +93,18 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
         for number, batch in enumerate(batches):
             batch = to_device(batch, device)
             if loss is not None:
-                losses.append(checked_losses(loss, model, batch, number))
+                losses.append(shaped_losses(loss, model, batch, number))
                 continue
             output = predict(model, batch)
-            losses.append(checked_losses(lambda m, b, out=output: losses_of(m, b, out), model, batch, number))  # type: ignore[misc]
+            losses.append(shaped_losses(lambda m, b, out=output: losses_of(m, b, out), model, batch, number))  # type: ignore[misc]
             _count(totals, model, batch, output, bits)
     if not losses:
         raise InvalidValue("batches", "at least one batch", "an empty iterable")
-    flat = torch.cat(losses).double().cpu()
+    losses = in_main_memory(losses)  # once, at the end: every copy waits for an accelerator
+    check_finite(enumerate(losses))
+    flat = torch.cat(losses).double()
     mean = float(flat.mean())
+    totals.read()
     if not sum(totals.counts):
         totals = _Totals("loss", flat.tolist(), [1.0] * len(flat))
     value = math.fsum(totals.amounts) / math.fsum(totals.counts)

@@ -11,25 +11,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.gating.changes import batch_axis, by_site, first_sites, on_cpu, worst
 from headprune.gating.context import multiplied, spread
 from headprune.gating.projections import Stand, output_gated, plain_weight
 from headprune.gating.rows import Path, form, largest_row, over_rows, repeated_along, with_rows
 from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
 from headprune.model.contexts import query_mask
 from headprune.model.expose import exposed
-from headprune.model.losses import Loss, checked_losses
+from headprune.model.losses import Loss, check_finite, shaped_losses
 from headprune.model.precision import full_precision
-from headprune.model.running import batch_size, tensors
+from headprune.model.running import batch_size, device_of, tensors
 from headprune.model.sites import BoundSite
+from headprune.model.transfers import in_main_memory, sent
 
 _T = TypeVar("_T")
+
+#: ``see(number of the batch, losses [batch])``
+See: TypeAlias = Callable[[int, Tensor], None]
 
 #: Tokens that a pass should have at least, to keep all arithmetic units busy, by device.
 _TOKENS = {"cpu": 1024}
@@ -73,18 +78,27 @@ class CandidateLosses:
         max_bytes: Bound on what is kept of a pass and on what several settings need at once, as far as the outputs of
             modules tell. A batch that needs more is cut into smaller ones.
         replay: False runs a pass for every setting.
+        see: Takes the number of a batch and losses ``[batch]`` that must be finite, and refuses them; default at once,
+            which waits for an accelerator.
 
     ``notes`` says why passes are not played back, where they are not.
     """
 
     def __init__(
-        self, model: nn.Module, bound: Sequence[BoundSite], loss: Loss, max_bytes: int = 2**30, replay: bool = True
+        self,
+        model: nn.Module,
+        bound: Sequence[BoundSite],
+        loss: Loss,
+        max_bytes: int = 2**30,
+        replay: bool = True,
+        see: See | None = None,
     ) -> None:
         self.model, self.bound, self.loss, self.max_bytes = model, list(bound), loss, max_bytes
         self.sizes = [len(b.site.heads) for b in bound]
         self.notes: tuple[str, ...] = ()
         self.tape = Tape(model, self.bound)
         self.replay = replay
+        self.see = see or (lambda number, losses: check_finite([(number, losses)]))
         self._known: dict[Any, _Known] = {}
 
     @torch.inference_mode(False)
@@ -101,7 +115,8 @@ class CandidateLosses:
 
         Args:
             batch: A batch on the model's device.
-            settings: ``[settings, heads]``, gates of all present heads, site after site.
+            settings: ``[settings, heads]``, gates of all present heads, site after site. What is run is decided by
+                them, so that they should be on the CPU.
             base: ``[heads]``, gates that most settings differ from at few sites; default ones.
             fill: By site number, what a closed gate lets through instead of nothing: a gate g gives
                 ``g * context + (1 - g) * fill``. ``[heads * width]``; or for each example ``[tokens, heads * width]``,
@@ -111,14 +126,15 @@ class CandidateLosses:
         Returns:
             ``[settings, batch]`` and ``[batch]``.
         """
-        base = settings.new_ones(settings.shape[-1]) if base is None else base
+        settings, base = on_cpu(settings, base)
         with exposed(self.bound):
             whole = self._proven(batch, base, fill, number)
+            found = None
             if self.replay and whole.known.exact:
                 found = self._guarded(whole, functools.partial(whole.in_parts, settings))
-                if found is not None:
-                    return found
-            return whole.naive(settings)
+            found = whole.naive(settings) if found is None else found
+        self.see(number, worst(*found))
+        return found
 
     def told(self, batch: Any) -> list[str]:
         """What a batch that is through leaves for later ones, in words; see ``catch_up``."""
@@ -139,6 +155,7 @@ class CandidateLosses:
         Args:
             told: What ``told`` gave after the batch.
         """
+        base = in_main_memory([base])[0]
         with exposed(self.bound):
             whole = self._proven(batch, base, fill, number)
         whole.known.exact = _INEXACT not in told
@@ -213,13 +230,15 @@ class _Pass:
         """
         small, known, tape = self.part(0, self.known.examples), self.known, self.of.tape
         doubled = small.twice().record()
+        check_finite([(self.number, doubled)])  # at once: after a loss that is not finite no pass is worth its time
         twice = self._recorded()
         losses = small.record()
+        check_finite([(self.number, losses)])
         once = self._recorded()
         alone = [small.part(i, i + 1).naive(losses.new_zeros(0, len(self.base)))[1] for i in range(small.size)]
-        _compare(losses, torch.cat(alone), "the losses of two examples")
-        _compare(doubled, torch.cat([losses, losses]), "the losses of a batch taken twice")
-        known.axes = {place: _batch_axis(once.get(place), shape) for place, shape in twice.items()}
+        small.compare(losses, torch.cat(alone), "the losses of two examples")
+        small.compare(doubled, torch.cat([losses, losses]), "the losses of a batch taken twice")
+        known.axes = {place: batch_axis(once.get(place), shape) for place, shape in twice.items()}
         kept = {t.data_ptr(): t for out in tape.outputs.values() for t in tensors(out)}.values()
         n_bytes = [t.numel() * t.element_size() // small.size for t in kept]
         known.kept, known.work = sum(n_bytes), _AT_WORK * max(n_bytes, default=0)
@@ -231,7 +250,18 @@ class _Pass:
             settings.append(two[number % 2])
         if settings:
             expected = small.naive(torch.stack(settings))[0]
-            _compare(torch.stack(played), expected.to(played[0].dtype), "losses from the middle of a pass on")
+            small.compare(torch.stack(played), expected.to(played[0].dtype), "losses from the middle of a pass on")
+
+    def compare(self, got: Tensor, expected: Tensor, what: str) -> None:
+        """Raises:
+        InvalidValue: a loss that is not finite, which no other way to run the passes would help.
+        CannotReplay: losses that are apart.
+        """
+        gap = float(((got - expected).abs() / expected.abs().clamp(min=1)).max()) if got.numel() else 0.0
+        if gap <= _TOLERANCE.get(got.dtype, 1e-2):
+            return
+        check_finite((self.number, losses.reshape(-1, self.size).amax(0)) for losses in (expected, got))
+        raise CannotReplay(what, "those of whole passes of each example alone", f"{gap:.1e} off")
 
     def _flipped(self, site: int) -> Tensor:
         """Two settings that differ from the base in a head of one site, another one if it has two."""
@@ -274,7 +304,7 @@ class _Pass:
         base = self.record()
         tape = self.of.tape
         losses = base.expand(len(settings), -1).clone()
-        firsts = _firsts(self.of, tape.order(), settings, self.base)
+        firsts = first_sites(self.of.sizes, tape.order(), settings, self.base)
         for site, group in groupby(firsts, key=lambda first: first[0]):
             places = [index for _, index in group]
             context = tape.gates[site].given[0]
@@ -282,7 +312,8 @@ class _Pass:
             width = max(1, min(-(-_TOKENS.get(context.device.type, _TOKENS_ELSEWHERE) // tokens), room))
             for start in range(0, len(places), width):
                 some = places[start : start + width]
-                losses[some] = self._play(site, settings[some]).to(losses.dtype)
+                played = self._play(site, settings[some]).to(losses.dtype)
+                losses.index_copy_(0, sent(some, losses.device), played)
         return losses, base
 
     def _play(self, site: int, settings: Tensor) -> Tensor:
@@ -302,7 +333,7 @@ class _Pass:
         return found.view(copies, self.size)
 
     def _losses(self, batch: Any) -> Tensor:
-        return checked_losses(self.of.loss, self.of.model, batch, self.number)
+        return shaped_losses(self.of.loss, self.of.model, batch, self.number)
 
     def _run(self, gates: Tensor) -> Tensor:
         losses: Tensor = self.of.tape.run(functools.partial(self._losses, self.batch), self._caller(gates[None], 1))
@@ -311,12 +342,13 @@ class _Pass:
     def _caller(self, settings: Tensor, copies: int) -> Callable[..., Any]:
         """Calls a gate with every copy's gates, a row of ``settings`` for all examples of a copy."""
         rows = settings.split(self.of.sizes, 1)
-        closed = [any(part) for part in _by_site((settings != 1).any(0).tolist(), self.of.sizes)]
+        closed = [any(part) for part in by_site((settings != 1).any(0).tolist(), self.of.sizes)]
 
         def call(site: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not closed[site]:
                 return original(*args, **kwargs)
-            gates, bound = rows[site], self.of.bound[site]
+            bound = self.of.bound[site]
+            gates = sent(rows[site], device_of(bound.module))
             gate = spread(gates.repeat_interleave(self.size, 0) if copies > 1 else gates[0], bound)
             if not bound.layout.gate:
                 return output_gated(original(*args, **kwargs), gate, bound, self.fill.get(site))
@@ -335,7 +367,8 @@ class _Pass:
             return fill.to(context).expand_as(context)
         size, n_tokens = len(fill), context.shape[1]
         mask = query_mask(self.of.model, self.of.bound[site].site.kind, self.batch, (size, n_tokens))
-        counted = torch.ones(size, n_tokens, dtype=torch.bool) if mask is None else mask.cpu()
+        every = torch.ones(size, n_tokens, dtype=torch.bool, device=context.device)
+        counted = every if mask is None else mask.to(context.device)
         places = (counted.cumsum(1) - 1).clamp(min=0)  # a token's number among those that are no padding
         rows = [x[place.to(x.device) % len(x)] for x, place in zip(fill, places, strict=True)]
         return repeated_along(torch.stack(rows).to(context), copies, 0)
@@ -353,45 +386,14 @@ class _Pass:
             given = (repeated_along(context, copies, axis), *call.given[1:])
             whole: Tensor = caller(site, bound.gate.__dict__["forward"].__wrapped__, given, {})
             return whole
-        index = moved.nonzero()[:, 1].view(copies, count)
+        changed = moved.nonzero()[:, 1].view(copies, count)
+        delta = sent((gates - before).gather(1, changed), context.device, context.dtype)
+        index = sent(changed, context.device)
         heads = context.reshape(-1, len(before), context.shape[-1] // len(before))
         if site in self.fill:
             heads = heads - self._stand(site, context, 1).reshape(heads.shape)
-        delta = (gates - before).gather(1, index).to(context.dtype)
         read = heads[:, index].transpose(0, 1) * delta[:, None, :, None]  # [copies, tokens, changed heads, width]
         write = weight.unflatten(1, (len(before), -1)).movedim(0, -1)[index]  # [copies, changed heads, width, out]
         base = call.output.reshape(1, -1, call.output.shape[-1]).expand(copies, -1, -1)
         out = torch.baddbmm(base, read.flatten(2), write.flatten(1, 2))
         return out.view(copies * call.output.shape[0], *call.output.shape[1:])
-
-
-def _firsts(of: CandidateLosses, order: list[int], settings: Tensor, base: Tensor) -> list[tuple[int, int]]:
-    """``(site, setting)`` for every setting that changes a gate that is called, by the first such gate."""
-    rows = [list(map(any, _by_site(row, of.sizes))) for row in (settings != base).tolist()]
-    places = [next((p for p, site in enumerate(order) if changed[site]), None) for changed in rows]
-    found = sorted((place, setting) for setting, place in enumerate(places) if place is not None)
-    return [(order[place], setting) for place, setting in found]
-
-
-def _by_site(values: list[bool], sizes: list[int]) -> list[list[bool]]:
-    """One value a head, site after site, as a list a site."""
-    rest = iter(values)
-    return [list(islice(rest, size)) for size in sizes]
-
-
-def _compare(got: Tensor, expected: Tensor, what: str) -> None:
-    gap = float(((got - expected).abs() / expected.abs().clamp(min=1)).max()) if got.numel() else 0.0
-    if not gap <= _TOLERANCE.get(got.dtype, 1e-2):
-        raise CannotReplay(what, "those of whole passes of each example alone", f"{gap:.1e} off")
-
-
-def _batch_axis(once: tuple[int, ...] | None, twice: tuple[int, ...]) -> int | None:
-    """The axis that is twice as long for a batch twice as large, None where none is."""
-    if once == twice:
-        return None
-    if once is None or len(once) != len(twice):
-        raise CannotReplay("a recorded tensor", "one a call, whatever the batch", f"{once} and {twice}")
-    differ = [axis for axis, (a, b) in enumerate(zip(once, twice, strict=True)) if a != b]
-    if len(differ) != 1 or twice[differ[0]] != 2 * once[differ[0]]:
-        raise CannotReplay("a recorded tensor", "longer on one axis for more examples", f"{once} and {twice}")
-    return differ[0]

@@ -28,6 +28,7 @@ from headprune.model.fingerprint import check_plan
 from headprune.model.refusals import check_unshared
 from headprune.model.running import device_of
 from headprune.model.sites import BoundSite, bind
+from headprune.model.transfers import sent
 
 Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Tensor] | Tensor"
 
@@ -113,7 +114,8 @@ def _from_mask(bound: BoundSite, mask: HeadMask) -> Tensor:
     kept = mask.kept(bound.site.name)
     device = device_of(bound.module)
     known = None if device.type == "meta" else device  # a module around it may fetch its weights: then gates follow
-    return torch.tensor([float(h in kept) for h in bound.site.heads], device=known, dtype=torch.float32)
+    gates = [float(h in kept) for h in bound.site.heads]
+    return sent(gates, known or torch.device("cpu"), torch.float32)
 
 
 def _from_table(table: Tensor, bound: list[BoundSite]) -> list[tuple[BoundSite, Tensor]]:
@@ -206,7 +208,7 @@ def for_all_heads(gate: Tensor, state: HeadState | None) -> Tensor:
     if state is None:
         return gate
     every = gate.new_ones(*gate.shape[:-2], state.n_query_heads, gate.shape[-1])
-    return every.index_copy(-2, torch.tensor(state.heads, device=gate.device), gate)
+    return every.index_copy(-2, sent(state.heads, gate.device), gate)
 
 
 def ungated_class(kind: type) -> type:

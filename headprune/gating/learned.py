@@ -25,6 +25,7 @@ from headprune.model.fingerprint import fingerprint
 from headprune.model.losses import Loss, losses_of
 from headprune.model.running import device_of, tensors
 from headprune.model.sites import BoundSite, bind, unwrap
+from headprune.model.transfers import sent
 
 #: The attribute in which a model has its gates: in its ``__dict__`` alone, so that they are no module of it.
 _GATES = "_headprune_gates"
@@ -126,10 +127,10 @@ class LearnedGates(nn.Module):
         like = next(bound[0].module.parameters())
         options: Any = {"device": device_of(bound[0].module), "dtype": torch.promote_types(like.dtype, torch.float32)}
         units = [len(unit) for b in bound for unit in b.site.units]
-        self._sizes = torch.tensor(units, **options)
+        self._sizes = torch.tensor(units, dtype=options["dtype"])  # on the CPU, where heads are counted
         start = distribution.initial(len(units))
         self._start = start
-        self.weights = nn.Parameter(start.clone().to(**options))
+        self.weights = nn.Parameter(sent(start.clone(), **options))
         extra = distribution.n_multipliers
         self.multipliers = nn.Parameter(torch.zeros(extra, **options)) if extra else None
         self.penalty()  # refuses a target that these heads cannot meet
@@ -172,7 +173,7 @@ class LearnedGates(nn.Module):
         """How many heads the gates keep; ``hp.select(gates.scores(), hp.Budget(keep_heads=gates.n_open))``."""
         with torch.no_grad():
             sizes = self._sizes_here()
-            return int((self.distribution.hard(self.weights, sizes) * sizes).sum())
+            return int((self.distribution.hard(self.weights, sizes).cpu() * sizes).sum())
 
     def scores(self, batch: Any = None, loss: Loss | None = None) -> HeadScores:
         """The weights as importance, higher is more important, for the model as it is now.
@@ -240,7 +241,8 @@ class LearnedGates(nn.Module):
 
     def _sampled(self, args: Any, kwargs: Any) -> Tensor:
         generator = generator_of(self.seed, self.n_forwards)
-        noise = self.distribution.noise(len(self.weights), generator).to(self.weights)
+        noise = self.distribution.noise(len(self.weights), generator)
+        noise = sent(noise, self.weights.device, self.weights.dtype)
         drawn = self.distribution.sample(self.weights, noise, self._sizes_here(), self.n_forwards)
         self.n_forwards += 1
         self.n_examples += next((t.shape[0] for t in tensors((args, kwargs)) if t.ndim), 0)
@@ -250,10 +252,10 @@ class LearnedGates(nn.Module):
         """Gates ``[units]`` as one tensor ``[heads]`` a site."""
         _, bound = self._about
         parts = gates.split([len(b.site.units) for b in bound])
-        return [part[unit_of_heads(b).to(part.device)] for b, part in zip(bound, parts, strict=True)]
+        return [part[sent(unit_of_heads(b), part.device)] for b, part in zip(bound, parts, strict=True)]
 
     def _sizes_here(self) -> Tensor:
-        return self._sizes.to(self.weights)
+        return self._sizes.to(self.weights.dtype)
 
     def get_extra_state(self) -> dict[str, int]:
         return {"n_forwards": self.n_forwards, "n_examples": self.n_examples}

@@ -17,6 +17,7 @@ from torch import Tensor
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.plan import allowance
+from headprune.model.transfers import sent
 
 #: Halvings of the interval in which the threshold of `SubsetTopk` lies; one Newton step follows.
 _HALVINGS = 80
@@ -25,8 +26,8 @@ _HALVINGS = 80
 class GateDistribution(ABC):
     """One random gate a unit, differentiable in the weights; subclasses are frozen dataclasses of their settings.
 
-    Everywhere: ``weights`` ``[units]``, ``sizes`` ``[units]`` of the same dtype and device, ``step`` the number of
-    training forwards before this one.
+    Everywhere: ``weights`` ``[units]``, ``sizes`` ``[units]`` of the same dtype, on the CPU (heads are counted there),
+    ``step`` the number of training forwards before this one.
     """
 
     name: ClassVar[str]
@@ -159,7 +160,7 @@ class HardConcrete(GateDistribution):
         return (self.p_open(weights) > 0.5).to(weights)
 
     def expected_open(self, weights: Tensor, sizes: Tensor) -> Tensor:
-        return (self.p_open(weights) * sizes).sum()
+        return (self.p_open(weights) * sent(sizes, weights.device)).sum()
 
     def penalty(self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int) -> Tensor:
         risen = min(1.0, step / self.warmup) if self.warmup else 1.0
@@ -175,7 +176,7 @@ class HardConcrete(GateDistribution):
         return price
 
     def told(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
-        n_open, n_hard = float(self.expected_open(weights, sizes)), int((self.hard(weights, sizes) * sizes).sum())
+        n_open, n_hard = float(self.expected_open(weights, sizes)), int((self.hard(weights, sizes).cpu() * sizes).sum())
         n_heads = int(sizes.sum())
         target = "" if self.keep is None else f" (asked: {heads_kept('HardConcrete.keep', self.keep, n_heads)})"
         notes = [f"{n_open:.1f} of {n_heads} heads open in expectation{target}, {n_hard} with P(open) > 1/2."]
@@ -248,13 +249,13 @@ class SubsetTopk(GateDistribution):
         return top_units(weights, self._k(sizes), sizes)
 
     def expected_open(self, weights: Tensor, sizes: Tensor) -> Tensor:
-        return weights.new_tensor(float(self._k(sizes)))
+        return torch.full((), float(self._k(sizes)), dtype=weights.dtype, device=weights.device)
 
     def penalty(self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int) -> Tensor:
         return weights.new_zeros(())
 
     def told(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
-        kept, now = int((self.hard(weights, sizes) * sizes).sum()), self.temperature(step)
+        kept, now = int((self.hard(weights, sizes).cpu() * sizes).sum()), self.temperature(step)
         notes = [f"{kept} of {int(sizes.sum())} heads stay; final temperature {now:.3g}."]
         if step < self.steps:
             notes.append(f"Still annealing: {step} of {self.steps} training forwards.")
@@ -274,30 +275,32 @@ def soft_subset(weights: Tensor, k: float, temperature: float, sizes: Tensor) ->
         weights: ``[units]``.
         k: Heads, 0 < k < all of them.
         temperature: T > 0.
-        sizes: Heads of each unit, ``[units]``.
+        sizes: Heads of each unit, ``[units]``, on the CPU.
     """
-    w, n = weights.detach().double().cpu(), sizes.double().cpu()  # many small steps: no work for an accelerator
+    # Many small steps are no work for an accelerator; it is waited for once.
+    w, n = weights.detach().cpu().double(), sizes.cpu().double()
     reach = 40 * temperature + 1e-6 * float(w.abs().max())  # that far away all gates are 0, or all 1, up to rounding
     low, high = float(w.min()) - reach, float(w.max()) + reach
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         too_many = (torch.sigmoid((w - middle) / temperature) * n).sum() > k
         low, high = (middle, high) if too_many else (low, middle)
-    v = weights.new_tensor(middle)
+    v = torch.full((), middle, dtype=weights.dtype, device=weights.device)
     near = torch.sigmoid((w - middle) / temperature)
     slope = float((n * near * (1 - near)).sum()) / temperature  # minus the slope of the sum in v
     if slope > torch.finfo(weights.dtype).eps:  # else every gate is 0 or 1, and nothing has a gradient
-        v = v + ((torch.sigmoid((weights - v) / temperature) * sizes).sum() - k) / slope
+        gates = torch.sigmoid((weights - v) / temperature) * sent(sizes, weights.device)
+        v = v + (gates.sum() - k) / slope
     return torch.sigmoid((weights - v) / temperature)
 
 
 def top_units(weights: Tensor, k: int, sizes: Tensor) -> Tensor:
     """1 for the units of the largest weights that together have at most ``k`` heads; of equals the earlier one."""
-    kept, left = torch.zeros_like(weights), k
-    for unit in weights.argsort(descending=True, stable=True).tolist():
+    kept, left = torch.zeros_like(weights, device="cpu"), k
+    for unit in weights.detach().cpu().argsort(descending=True, stable=True).tolist():
         if sizes[unit] <= left:
             kept[unit], left = 1.0, left - int(sizes[unit])
-    return kept
+    return sent(kept, weights.device)
 
 
 def heads_kept(where: str, keep: float | int, n_heads: int, unit_sizes: set[int] | None = None) -> int:

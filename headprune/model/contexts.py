@@ -14,6 +14,7 @@ from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.model.expose import exposed
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite
+from headprune.model.transfers import sent
 
 #: ``take(number of the site, contexts [rows, tokens, heads * width], counted [rows, tokens] or None)``
 Take: TypeAlias = Callable[[int, Tensor, Tensor | None], None]
@@ -160,5 +161,5 @@ def _of_present_heads(module: nn.Module, out: Tensor) -> Tensor:
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
     if state is None:
         return out
-    index = torch.tensor(state.heads, device=out.device)
+    index = sent(state.heads, out.device)
     return out.unflatten(-1, (state.n_query_heads, -1)).index_select(-2, index).flatten(-2)

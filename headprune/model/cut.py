@@ -33,6 +33,7 @@ from headprune.model.offloaded import Away, offloaders, own_tensors
 from headprune.model.offloaded_cut import Rehomed, Shortening, bring_home_, check_fetched, rehomed
 from headprune.model.refusals import check_cut
 from headprune.model.sites import BoundSite, lookup, unwrap
+from headprune.model.transfers import copies, sent
 
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
@@ -58,9 +59,10 @@ class Undo:
             self.modules.append((part, type(part), held, inside))
         self.parameters += [(p, p.requires_grad, p.grad) for p in module.parameters()]
 
-    def keep(self, tensor: Tensor) -> None:
-        """Notes the numbers of a tensor, in main memory; call before they are changed in place."""
-        self.numbers.append((tensor, tensor.detach().to("cpu", copy=True)))
+    def keep(self, *tensors: Tensor) -> None:
+        """Notes the numbers of tensors; call before they are changed in place. What is changed together should be given
+        together: whether there is room on the device is asked for all of it (``copies``)."""
+        self.numbers += zip(tensors, copies(tensors), strict=True)
 
     def restore(self) -> None:
         """Puts everything back."""
@@ -112,7 +114,7 @@ class _Cut:
             return
         owner, name = self._owner()
         check_plain(self.target, self.where, kind=nn.Parameter if name in owner._parameters else Tensor)
-        index = torch.tensor(self.rows, dtype=torch.long, device=self.target.device)
+        index = sent(self.rows, self.target.device, torch.long)
         yield owner, {name: self.target.detach().index_select(int(self.slab.axis), index)}
 
     def dimensions(self) -> Iterator[tuple[nn.Module, dict[str, int]]]:

@@ -15,6 +15,7 @@ from headprune.core.plan import PruningPlan
 from headprune.core.scores import ModelFingerprint
 from headprune.model.offloaded import offloaded
 from headprune.model.sites import unwrap
+from headprune.model.transfers import in_main_memory, sent
 
 _SAMPLES = 1024
 #: Gives sampled values of a tensor that is not in memory, by its name.
@@ -38,11 +39,14 @@ def fingerprint(model: nn.Module, sites: Iterable[AttentionSite], sampled: Sampl
     parts += [f"{s.name} {s.layout} {s.n_query_heads} {s.n_kv_heads} {s.head_dim} {s.value_dim}" for s in sites]
     structure = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     weights, away = hashlib.sha256(), offloaded(model)
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor):
-            weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            here = away[name].read() if name in away and sampled is None else tensor
-            weights.update(sampled(name, tensor) if sampled is not None else sampled_bytes(here))
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    if sampled is not None:
+        values = [sampled(name, tensor) for name, tensor in tensors.items()]
+    else:
+        values = sampled_bytes(away[name].read() if name in away else tensor for name, tensor in tensors.items())
+    for (name, tensor), some in zip(tensors.items(), values, strict=True):
+        weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        weights.update(some)
     return ModelFingerprint(structure, weights.hexdigest())
 
 
@@ -58,13 +62,27 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def sampled_bytes(tensor: Tensor) -> bytes:
-    """Up to 1024 evenly spaced values of a tensor."""
-    if tensor.device.type == "meta" or not tensor.numel():
-        return b""
-    flat = whole(tensor.detach()).reshape(-1)
-    index = torch.tensor(sample_positions(flat.numel()), device=flat.device)
-    return _bytes(flat[index]).tobytes()
+def sampled_bytes(tensors: Iterable[Tensor]) -> list[bytes]:
+    """Up to 1024 evenly spaced values of each tensor.
+
+    What lies on an accelerator is picked there, and all of it comes in one copy: Python waits for every copy. Each
+    tensor is read when its turn comes, so that offloaded and sharded ones are in memory one at a time.
+    """
+    picked: list[Tensor] = []  # bytes
+    positions: dict[tuple[int, torch.device], Tensor] = {}
+    for tensor in tensors:
+        if tensor.device.type == "meta" or not tensor.numel():
+            picked.append(torch.empty(0, dtype=torch.uint8))
+            continue
+        flat = whole(tensor.detach()).reshape(-1)
+        count = flat.numel()
+        if (count, flat.device) not in positions:
+            positions[count, flat.device] = sent(sample_positions(count), flat.device)
+        values = flat[positions[count, flat.device]]
+        # A class of its own, as of quantised weights, may not be seen as bytes where it lies.
+        plain = values if type(values) is Tensor else values.cpu()
+        picked.append(plain.contiguous().view(torch.uint8))
+    return [some.numpy().tobytes() for some in in_main_memory(picked)]
 
 
 def _bytes(flat: Tensor) -> memoryview:

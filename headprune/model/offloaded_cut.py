@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headprune.core.errors import UnsupportedModel
 from headprune.core.files import atomic_path
 from headprune.model.offloaded import Away, offloaders, own_tensors, source_of
+from headprune.model.transfers import sent
 
 #: A tensor of a module, the dimension that is cut, and the positions along it that stay.
 Shortening: TypeAlias = tuple[Away, int, Sequence[int]]
@@ -178,7 +179,7 @@ class _Made:
 
 
 def _shorter(tensor: Tensor, dimension: int, rows: Sequence[int]) -> Tensor:
-    index = torch.tensor(list(rows), dtype=torch.long, device=tensor.device)
+    index = sent(list(rows), tensor.device, torch.long)
     return tensor.index_select(dimension, index)
 
 

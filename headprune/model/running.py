@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
 from headprune.model.offloaded import offloaders, sent_back
+from headprune.model.transfers import in_main_memory
 
 #: The keys of a batch that tell the answers.
 ANSWERS = ("labels", "start_positions", "end_positions")
@@ -112,9 +113,9 @@ class DataDigest:
         self._digest = hashlib.sha256()
 
     def add(self, batch: Any) -> None:
-        for tensor in tensors(batch):
+        for tensor in in_main_memory(tensor.detach() for tensor in tensors(batch)):
             self._digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            self._digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            self._digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()

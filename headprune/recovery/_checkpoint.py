@@ -55,8 +55,8 @@ def identity(model: nn.Module, teacher: nn.Module | None, told: Mapping[str, Any
     return {
         **{name: json.dumps(value, sort_keys=True) for name, value in told.items()},
         "the model's structure": _sha256(json.dumps(structure).encode()),
-        "the model's frozen weights": _sha256(*map(sampled_bytes, frozen)),
-        "the teacher": _sha256(*map(sampled_bytes, teacher.parameters())) if teacher is not None else "none",
+        "the model's frozen weights": _sha256(*sampled_bytes(frozen)),
+        "the teacher": _sha256(*sampled_bytes(teacher.parameters())) if teacher is not None else "none",
     }
 
 

@@ -144,7 +144,18 @@ def _share_missed(model: nn.Module, block: Block, student: Tensor, teacher: Tens
     tokens = torch.where(mask[..., None], student - teacher, 0.0).square().mean(-1).sum(1)
     counted = mask.sum(1)
     gap = (tokens / counted.clamp(min=1)).sum() / (counted > 0).sum()
-    return gap / teacher[mask].var(correction=0)
+    return gap / _variance(teacher, mask)
+
+
+def _variance(x: Tensor, mask: Tensor) -> Tensor:
+    """Of all numbers of ``x`` ``[batch, tokens, features]`` where ``mask`` ``[batch, tokens]``, about one mean.
+
+    ``x[mask]`` would wait for the device to count the tokens.
+    """
+    n = mask.sum() * x.shape[-1]
+    here = mask[..., None]
+    mean = torch.where(here, x, 0.0).sum() / n
+    return torch.where(here, x - mean, 0.0).square().sum() / n
 
 
 @contextmanager

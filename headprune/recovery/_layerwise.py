@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import wide
 from headprune.model.running import call, device_of, to_device
+from headprune.model.transfers import in_main_memory
 from headprune.recovery._base import Job, Outcome, Recovery
 from headprune.recovery._blocks import blocks_around
 from headprune.recovery._follow import Trail
@@ -118,13 +119,14 @@ class LayerwiseRecovery(Recovery):
         known: Known,
     ) -> tuple[list[float], list[str]]:
         """Changes one projection after the other; returns what is left of each error, and notes."""
-        left: list[float] = []
+        left: list[Tensor] = []
         notes: list[str] = []
         bar = tqdm(found.targets, disable=not job.progress, leave=False)
-        for number, (target, scale) in enumerate(zip(bar, scales, strict=True)):
+        for number, target in enumerate(bar):
             normal = self._gathered(job, streams_of(job, pairs, found.targets, number, run, known), target)
             known.taught.forget(number)
-            if not normal.finite:
+            if not bool(normal.finite):
+                replaced.check()
                 hint = "Look for NaN or infinite values in the batches."
                 raise InvalidValue(f"what model and teacher write at {target.name}", "finite", "NaN or infinite", hint)
             change = self.change(target, normal)
@@ -133,8 +135,8 @@ class LayerwiseRecovery(Recovery):
             bias = torch.zeros_like(normal.e_mean)
             if self.adds_biases:  # for the weight as it is after rounding
                 bias = replaced.add_(target, "bias", normal.e_mean - normal.x_mean @ weight)
-            left.append(float(normal.left(weight, bias)) / scale)
-        return left, notes
+            left.append(normal.left(weight, bias))
+        return [float(x) / scale for x, scale in zip(in_main_memory(left), scales, strict=True)], notes
 
     def _gathered(self, job: Job, calls: Iterable[tuple[Trail, Tensor]], target: Target) -> Normal:
         moments: Moments | None = None

@@ -81,9 +81,9 @@ class Normal:
         return rest.clamp(min=0) + self.n * shift.square().sum()
 
     @property
-    def finite(self) -> bool:
-        """Whether all tokens were."""
-        return bool(self.ee.isfinite() & self.xx.isfinite().all() & self.xe.isfinite().all())
+    def finite(self) -> Tensor:
+        """``[]``: whether all tokens were."""
+        return self.ee.isfinite() & self.xx.isfinite().all() & self.xe.isfinite().all()
 
 
 def solved(matrix: Tensor, right: Tensor, ridge: float) -> tuple[Tensor, bool]:
@@ -98,7 +98,7 @@ def solved(matrix: Tensor, right: Tensor, ridge: float) -> tuple[Tensor, bool]:
     added = ridge * matrix.diagonal().mean() * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     factor, failed = torch.linalg.cholesky_ex(matrix + added)
     smallest = torch.finfo(matrix.dtype).eps * size * matrix.diagonal().max()
-    if not bool(failed) and bool(factor.diagonal().min().square() > smallest):
+    if bool((failed == 0) & (factor.diagonal().min().square() > smallest)):
         return torch.cholesky_solve(right, factor), True
     values, vectors = torch.linalg.eigh(matrix + added)
     kept = values > torch.finfo(matrix.dtype).eps * size * values[-1].clamp(min=0)

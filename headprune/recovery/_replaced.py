@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headprune.core.errors import InvalidValue
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.model.cut import Undo
+from headprune.model.transfers import in_main_memory
 from headprune.recovery._targets import Target
 
 
@@ -25,6 +26,7 @@ class Replaced:
         self._undo = undo
         self._parameters: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._kept: set[int] = set()
+        self._finite: list[tuple[str, torch.dtype, Tensor]] = []  # of what was added: name, type, whether it is finite
         self.added = 0
 
     def __enter__(self) -> Replaced:
@@ -48,21 +50,38 @@ class Replaced:
                 module.bias = nn.Parameter(weight.new_zeros(width), requires_grad=weight.requires_grad)
 
     def add_(self, target: Target, name: str, change: Tensor) -> Tensor:
-        """Adds ``[in, out]`` to a weight or ``[out]`` to a bias; returns what it came to after rounding."""
+        """Adds ``[in, out]`` to a weight or ``[out]`` to a bias; returns what it came to after rounding.
+
+        Whether that is finite is tested here, and read in ``check``.
+        """
         parameter = target.ours.get_parameter(name)
         turned = name == "weight" and isinstance(target.ours, nn.Linear)  # Conv1D keeps [in, out]
         old = parameter.detach().clone()
         new = (old.to(change) + (change.T if turned else change)).to(old)
-        if not bool(torch.isfinite(new).all()):
-            raise InvalidValue(f"{target.name}.{name}", f"within the range of {old.dtype}", "an infinite value")
+        self._finite.append((f"{target.name}.{name}", old.dtype, torch.isfinite(new).all()))
         self._undo.keep(parameter)
         with torch.no_grad():
             parameter.copy_(new)
         came = new.to(change) - old.to(change)
         return came.T if turned else came
 
+    def check(self) -> None:
+        """Raises:
+        InvalidValue: something was added that went beyond the range of a type.
+        """
+        tested, self._finite = self._finite, []
+        flags = in_main_memory(flag for _, _, flag in tested)
+        for (name, kind, _), fine in zip(tested, flags, strict=True):
+            if not bool(fine):
+                raise InvalidValue(name, f"within the range of {kind}", "an infinite value")
+
     def close_(self, targets: Iterable[Target], biases: bool) -> None:
-        """Keeps the biases that were given to these projections, if it changed ``biases``, and notes what they hold."""
+        """Keeps the biases that were given to these projections, if it changed ``biases``, and notes what they hold.
+
+        Raises:
+            InvalidValue: see ``check``.
+        """
+        self.check()
         for target in targets if biases else ():
             module = target.ours
             self._kept.add(id(module))

@@ -17,6 +17,7 @@ from headprune.model.contexts import inputs_of, wide
 from headprune.model.expose import exposed
 from headprune.model.running import batch_size, device_of, to_device, undisturbed, without_fused_attention
 from headprune.model.sites import BoundSite
+from headprune.model.transfers import in_main_memory
 from headprune.recovery._base import Job
 from headprune.recovery._follow import Trail, follow
 from headprune.recovery._least_squares import Moments
@@ -192,14 +193,18 @@ def errors(
     if not examples:
         raise InvalidValue("batches", "at least one batch", "an empty iterable")
     done = [(off.done(), written.done()) for off, written in (sums[number] for number in range(len(targets)))]
-    for target, normals in zip(targets, done, strict=True):
-        if not int(normals[0].n):
+    reached = in_main_memory(off.n > 0 for off, _ in done)
+    finite = in_main_memory(normal.finite for both in done for normal in both)
+    totals = in_main_memory(off.total for off, _ in done)
+    divisors = in_main_memory(written.ee for _, written in done)
+    for number, target in enumerate(targets):
+        if not bool(reached[number]):
             raise InvalidValue("batches", "with a token that is no padding", f"only padding at {target.name}")
-        if not all(normal.finite for normal in normals):
+        if not all(map(bool, finite[2 * number : 2 * number + 2])):
             hint = "Look for NaN or infinite values in the batches."
             raise InvalidValue(f"what model and teacher write at {target.name}", "finite", "NaN or infinite", hint)
-    scales = [float(written.ee) or 1.0 for _, written in done]
-    return Measured([float(off.total) / scale for (off, _), scale in zip(done, scales, strict=True)], scales, examples)
+    scales = [float(ee) or 1.0 for ee in divisors]
+    return Measured([float(total) / scale for total, scale in zip(totals, scales, strict=True)], scales, examples)
 
 
 def summary(targets: Sequence[Target], before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:

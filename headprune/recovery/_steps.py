@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -10,6 +11,9 @@ from headprune.recovery._checkpoint import Keeper, load_weights_, weights
 from headprune.recovery._objective import Objective
 from headprune.recovery._stream import Stream
 from headprune.recovery._validation import Watch
+
+#: Seconds between two looks at the loss, for the bar.
+_EVERY = 1.0
 
 
 class Steps(TrainerCallback):
@@ -39,6 +43,7 @@ class Steps(TrainerCallback):
         self.watch, self.eval_every, self.keeper = watch, eval_every, keeper
         self.continued: int | None = None
         self._saved: dict[str, Any] | None = None
+        self._due = monotonic()
 
     def returned(self) -> bool:
         """Goes back to the checkpoint, where there is one; whether it is one of the training's end."""
@@ -69,11 +74,13 @@ class Steps(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step, over = state.global_step, state.global_step >= state.max_steps
-        self.bar.set_postfix_str(f"loss {self.objective.told['loss'][-1]:.4f}", refresh=False)
-        self.bar.update()
-        if self.watch is not None and (over or step % self.eval_every == 0) and self.watch.look(step):
-            control.should_training_stop = over = True
+        self._show()
+        if self.watch is not None and (over or step % self.eval_every == 0):
+            self.objective.read()
+            if self.watch.look(step):
+                control.should_training_stop = over = True
         if self.keeper is not None and self.keeper.due(step, over):
+            self.objective.read()  # nothing is kept of a training that has failed
             self.keeper.save(
                 {
                     "step": step,
@@ -86,6 +93,14 @@ class Steps(TrainerCallback):
                     **({"watch": self.watch.state()} if self.watch is not None else {}),
                 }
             )
+
+    def _show(self) -> None:
+        """Moves the bar; where somebody sees it, the loss is read once in a while."""
+        if not self.bar.disable and monotonic() >= self._due:
+            self.objective.read()
+            self.bar.set_postfix_str(f"loss {self.objective.told['loss'][-1]:.4f}", refresh=False)
+            self._due = monotonic() + _EVERY
+        self.bar.update()
 
     def _parts(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What has a state of its own beside the model."""

@@ -15,6 +15,7 @@ from headprune.model.contexts import reading, wide
 from headprune.model.fingerprint import fingerprint
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind
+from headprune.model.transfers import in_main_memory, sent
 
 _MUST = "the model that the pruned one was cut from"
 
@@ -77,7 +78,7 @@ def mean_contexts(
     counts: list[int | Tensor] = [0] * len(wanted)
 
     def take(number: int, x: Tensor, counted: Tensor | None) -> None:
-        columns = torch.tensor(wanted[number][1], dtype=torch.long, device=x.device)
+        columns = sent(wanted[number][1], x.device, torch.long)
         tokens = x.flatten(0, 1).index_select(1, columns).to(wide(x))
         if counted is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
             tokens = torch.where(counted.to(x.device).flatten()[:, None], tokens, torch.zeros_like(tokens))
@@ -97,18 +98,24 @@ def mean_contexts(
             run(teacher, batch)
     if not examples:
         raise InvalidValue("batches", "at least one batch", "an empty iterable")
-    return [_mean(*of_site) for of_site in zip(bound, totals, counts, strict=True)], examples
+    means = [_mean(*of_site) for of_site in zip(bound, totals, counts, strict=True)]
+    reached = in_main_memory(count > 0 for _, count in means)
+    finite = in_main_memory(torch.isfinite(mean).all() for mean, _ in means)
+    for b, some, fine in zip(bound, reached, finite, strict=True):
+        name = b.site.name
+        if not bool(some):
+            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
+        if not bool(fine):
+            hint = "Look for NaN or infinite values in the batches."
+            raise InvalidValue(f"the teacher's mean head output at {name}", "finite", "NaN or infinite", hint)
+    return [mean for mean, _ in means], examples
 
 
-def _mean(bound: BoundSite, total: Tensor | None, count: int | Tensor) -> Tensor:
+def _mean(bound: BoundSite, total: Tensor | None, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    """The mean, which nobody has looked at, and of how many tokens."""
     name = bound.site.name
     if total is None:
         must = f"a module that runs when {type(bound.module).__name__} does"
         raise UnsupportedModel(f"{name}.{bound.layout.gate}", must, "one that no batch reached")
-    if not int(count):
-        raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
-    mean = total / int(count)
-    if not bool(torch.isfinite(mean).all()):
-        hint = "Look for NaN or infinite values in the batches."
-        raise InvalidValue(f"the teacher's mean head output at {name}", "finite", "NaN or infinite", hint)
-    return mean
+    n_tokens = torch.full((), count, device=total.device) if isinstance(count, int) else count.to(total.device)
+    return total / n_tokens, n_tokens

@@ -17,6 +17,7 @@ from headprune.attention.linear import base_of
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, undisturbed
+from headprune.model.transfers import in_main_memory
 from headprune.recovery._base import Job, Outcome
 from headprune.recovery._checkpoint import Keeper, identity, weights
 from headprune.recovery._distillation import Comparison
@@ -76,11 +77,10 @@ def train_(settings: Finetune, job: Job, steps: int) -> Outcome:
         if job.teacher is not None:
             stack.enter_context(undisturbed(job.teacher))
         comparison = _comparison(settings, job)
-        for tensor in weights(model).values() if settings.lora_rank is None else model.buffers():
-            job.undo.keep(tensor)
+        job.undo.keep(*(weights(model).values() if settings.lora_rank is None else model.buffers()))
         adapters = _adapters(settings, job, stack)
-        for name in adapters.targets if adapters is not None else ():
-            job.undo.keep(base_of(model.get_submodule(name)).weight)  # changed by the merge
+        if adapters is not None:
+            job.undo.keep(*(base_of(model.get_submodule(name)).weight for name in adapters.targets))  # merged into
         _check_precision(settings, model)
         changed = adapters.changed if adapters else tuple(n for n, p in model.named_parameters() if p.requires_grad)
         part = job.part or (0, steps)
@@ -99,12 +99,18 @@ def train_(settings: Finetune, job: Job, steps: int) -> Outcome:
         metrics = objective.metrics(length)
         metrics |= watch.restore_() if watch is not None else {}
         notes = _notes(settings, objective, steps, adapters, callback)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
-                raise InvalidValue(f"{name} after step {part[0] + steps}", "finite", "NaN or infinite values", HINT)
+        _check_finite(model, part[0] + steps)
     if keeper is not None:
         keeper.finish()
     return Outcome(changed, objective.examples, metrics, notes)
+
+
+def _check_finite(model: nn.Module, step: int) -> None:
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    fine = in_main_memory(torch.isfinite(parameter).all() for parameter in trained.values())
+    for name, flag in zip(trained, fine, strict=True):
+        if not bool(flag):
+            raise InvalidValue(f"{name} after step {step}", "finite", "NaN or infinite values", HINT)
 
 
 def _comparison(settings: Finetune, job: Job) -> Comparison | None:

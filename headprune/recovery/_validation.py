@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import Loss, checked_losses
+from headprune.model.losses import Loss, check_finite, shaped_losses
 from headprune.model.running import device_of, to_device, undisturbed, without_fused_attention
+from headprune.model.transfers import copies, in_main_memory
 from headprune.recovery._checkpoint import load_weights_, weights
 from headprune.recovery._traces import random_states, set_random_states
 
@@ -36,7 +37,8 @@ class Watch:
         value = mean_loss(self.model, self.batches, self.loss, f"validation after step {step}")
         if not self.losses or value < self.lowest:
             self.best_step = step
-            self.best = {name: tensor.cpu().clone() for name, tensor in weights(self.model).items()}
+            best = weights(self.model)
+            self.best = dict(zip(best, copies(best.values()), strict=True))
         self.losses.append((step, value))
         since = sum(at > self.best_step for at, _ in self.losses)
         return self.patience is not None and since >= self.patience
@@ -71,18 +73,18 @@ def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) 
     Raises:
         InvalidValue: no batches, or a loss that is not finite; ``where`` is named.
     """
-    device, total, count = device_of(model), 0.0, 0
+    device, found = device_of(model), []
     before = random_states()
     try:
         with without_fused_attention(), undisturbed(model), torch.no_grad():
             for number, batch in enumerate(batches):
-                losses = checked_losses(loss, model, to_device(batch, device), number)
-                total += float(losses.double().sum())
-                count += len(losses)
+                found.append(shaped_losses(loss, model, to_device(batch, device), number))
+            found = in_main_memory(found)  # read once, at the end: to read waits for an accelerator
+            check_finite(enumerate(found))
     except InvalidValue as error:
         raise InvalidValue(f"{where}: {error.where}", error.must, error.got, error.hint) from None
     finally:
         set_random_states(before)
-    if not count:
+    if not found:
         raise InvalidValue("validation", "batches that can be read several times", "none", "list(batches), for example")
-    return total / count
+    return sum(float(losses.double().sum()) for losses in found) / sum(map(len, found))

@@ -32,7 +32,8 @@ class Finetune(Recovery):
 
     The loader decides the order: give a ``DataLoader(shuffle=True)``. Unless it has a generator of its own, it
     shuffles by ``seed``. Random states outside, the training flags and the teacher are left as they were, and so is the
-    model after an error: the weights as they were are kept in main memory for that.
+    model after an error: the weights as they were are kept for that, on their GPU where it has room for five such
+    copies, else in main memory.
 
     With ``patience`` or ``eval_every``, ``recover_(validation=)`` is needed: the mean loss of its examples (the task
     loss alone) is taken before the first step, every ``eval_every`` steps and after the last one, and the model ends

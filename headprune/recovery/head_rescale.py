@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
+from headprune.model.transfers import sent
 from headprune.recovery._layerwise import (
     Change,
     LayerwiseRecovery,
@@ -73,7 +74,7 @@ class HeadRescale(LayerwiseRecovery):
 
 def _indicator(target: Target, like: Tensor) -> Tensor:
     """``[in, heads]``: 1 where a channel is a head's."""
-    columns = torch.zeros(len(like), len(target.heads)).to(like)
+    columns = torch.zeros(len(like), len(target.heads), dtype=like.dtype)
     for head, mine in enumerate(target.heads):
         columns[mine, head] = 1
-    return columns
+    return sent(columns, like.device)

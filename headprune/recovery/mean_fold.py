@@ -102,6 +102,7 @@ class MeanFold(Recovery):
                 before = errors(job, pairs, found.targets, run)
             for fold, change in changes:
                 replaced.add_(fold.target, "bias", change)
+            replaced.check()
             if self.measure and repeatable:
                 after = errors(job, pairs, found.targets, run)
                 return summary(found.targets, before.errors, after.errors), found.notes

@@ -13,7 +13,7 @@ from headprune.core.errors import InvalidValue
 from headprune.gating.candidates import CandidateLosses
 from headprune.gating.projections import Stand
 from headprune.model.processes import Crew
-from headprune.model.running import device_of
+from headprune.model.transfers import in_fp64
 from headprune.scoring._base import Estimate, Problem
 from headprune.scoring._contexts import mean_contexts, read_contexts
 from headprune.scoring._distributions import content_seeds
@@ -23,11 +23,11 @@ Fill: TypeAlias = Callable[[Any], Mapping[int, Stand]]
 
 
 def unit_rows(problem: Problem) -> Tensor:
-    """``[units, heads]``: 1 where a present head belongs to the unit, site after site."""
+    """``[units, heads]``, on the CPU: 1 where a present head belongs to the unit, site after site."""
     sites = [b.site for b in problem.bound]
     heads = {(s.name, h): i for i, (s, h) in enumerate((s, h) for s in sites for h in s.heads)}
     units = [(s.name, unit) for s in sites for unit in s.units]
-    rows = torch.zeros(len(units), len(heads), device=device_of(problem.model))
+    rows = torch.zeros(len(units), len(heads))
     for row, (name, unit) in zip(rows, units, strict=True):
         row[[heads[name, h] for h in unit]] = 1
     return rows
@@ -49,7 +49,7 @@ class _Differences:
 
     def __call__(self, number: int, batch: Any) -> Tensor:
         found, start = self.losses(batch, self.settings, self.base, self.fill(batch), number)
-        return (found - start).T.double().cpu()
+        return in_fp64((found - start).T)
 
     def told(self, batch: Any) -> list[str]:
         return self.losses.told(batch)
@@ -69,7 +69,9 @@ class Replay:
     def of(self, problem: Problem) -> CandidateLosses:
         self._crew = problem.crew
         if self._losses is None:
-            self._losses = CandidateLosses(problem.model, problem.bound, problem.loss, self.max_bytes, self.replay)
+            self._losses = CandidateLosses(
+                problem.model, problem.bound, problem.loss, self.max_bytes, self.replay, problem.see
+            )
         return self._losses
 
     def told(self, estimate: Estimate) -> Estimate:
@@ -116,7 +118,7 @@ def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
         if b.layout.windows or b.layout.batch_axis or not b.layout.gate:
             must = "'zero' or 'mean' where examples are no rows of the output projection's input"
             raise InvalidValue("LeaveOneOut.replacement", must, f"'resample' for {b.site.name} ({b.layout.name})")
-    marks = [content_seeds(problem.model, batch, seed) for _, batch in problem.passes("choosing other examples")]
+    marks = [content_seeds(problem.model, problem.given, seed) for _ in problem.passes("choosing other examples")]
     chosen = sorted({mark for batch in marks for mark in batch})[:pool]
     if len(chosen) < 2:
         hint = "Use replacement='mean', or more data."
@@ -140,7 +142,7 @@ def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
     read_contexts(problem, holding(), take)
 
     def fill(batch: Any) -> Mapping[int, Stand]:
-        own = content_seeds(problem.model, batch, seed)
+        own = content_seeds(problem.model, problem.given, seed)
         return {site: tuple(rows[_other(mark, sorted(rows))] for mark in own) for site, rows in enumerate(kept) if rows}
 
     return fill

@@ -7,7 +7,7 @@ of examples (example i is in block ``i % blocks``), so that leaving a block out 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -22,6 +22,7 @@ from headprune.model.losses import Loss, default_loss, inputs_of
 from headprune.model.offloaded import fetched
 from headprune.model.running import batch_size, call, device_of
 from headprune.model.sites import BoundSite
+from headprune.model.transfers import in_main_memory, sent
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer, added
 from headprune.scoring._contexts import by_example
@@ -57,17 +58,21 @@ class Statistic(ABC):
         found = "cpu" if device.type == "mps" else device
         return torch.zeros(self.blocks, *shape, dtype=torch.float64, device=found)
 
+    def block_of(self, examples: range) -> Tensor:
+        """``[examples]``, the block of each, where the sums are."""
+        return torch.arange(examples.start, examples.stop, device=self.count.device) % self.blocks
+
     @abstractmethod
-    def add(self, block: Tensor, x: Tensor, counted: Tensor) -> None:
+    def add(self, examples: range, x: Tensor, counted: Tensor) -> None:
         """Takes one run of the projection.
 
         Args:
-            block: ``[examples]``, the block of each; examples come in their order.
+            examples: Numbers of the batch's examples.
             x: ``[examples, tokens, width]``, fp64, zeros where a token does not count.
             counted: ``[examples, tokens]``, 0 or 1 in fp64.
         """
 
-    def end(self, block: Tensor) -> None:  # noqa: B027 (most statistics have nothing to do)
+    def end(self, examples: range) -> None:  # noqa: B027 (most statistics have nothing to do)
         """All runs of a batch have been taken."""
 
     def parts(self) -> dict[str, Tensor]:
@@ -100,7 +105,8 @@ class Moments(Statistic):
         super().join(parts)
         self.mean, self.squares = mean.to(self.mean), torch.stack(squares).sum(0).to(self.squares)
 
-    def add(self, block: Tensor, x: Tensor, counted: Tensor) -> None:
+    def add(self, examples: range, x: Tensor, counted: Tensor) -> None:
+        block = self.block_of(examples)
         count = counted.sum(1)
         mean = x.sum(1) / count.clamp(min=1).unsqueeze(1)
         squares = ((x - mean.unsqueeze(1)) * counted.unsqueeze(2)).square().sum(1)
@@ -145,14 +151,15 @@ class Magnitudes(Statistic):
         self.squares = self.zeros(self.width if of == "channels" else len(bound.site.units))
         self._batch: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, block: Tensor, x: Tensor, counted: Tensor) -> None:
+    def add(self, examples: range, x: Tensor, counted: Tensor) -> None:
         if self.of == "output":
             weight = output_weight(self.bound).to(x)
             x = torch.stack([(x[..., u] @ weight[:, u].T).norm(dim=-1) for u in unit_columns(self.bound)], -1)
         self._batch.append((x.abs().sum(1), counted.sum(1)))
 
-    def end(self, block: Tensor) -> None:
+    def end(self, examples: range) -> None:
         if self._batch:
+            block = self.block_of(examples)
             total, count = (sum(run[1:], run[0]) for run in zip(*self._batch, strict=True))
             self.squares.index_add_(0, block, (total / count.clamp(min=1).unsqueeze(1)).square())
             self.count.index_add_(0, block, (count > 0).double())
@@ -172,16 +179,25 @@ class Products(Statistic):
         super().__init__(bound, blocks)
         self.sums = self.zeros(self.width, self.width)
 
-    def add(self, block: Tensor, x: Tensor, counted: Tensor) -> None:
-        for number in block.unique().tolist():
-            rows = x[block == number].flatten(0, 1)  # tokens that do not count are zeros
+    def add(self, examples: range, x: Tensor, counted: Tensor) -> None:
+        for number, here in by_block(examples, self.blocks):
+            rows = x[here].flatten(0, 1)  # tokens that do not count are zeros
             self.sums[number].addmm_(rows.T, rows)
-        self.count.index_add_(0, block, counted.sum(1))
+        self.count.index_add_(0, self.block_of(examples), counted.sum(1))
 
     def mean(self, weights: Tensor) -> Tensor:
         """``[width, width]``, mean over the tokens of the blocks with weight 1."""
         total: Tensor = torch.tensordot(weights, self.sums, 1)
         return total / (self.count @ weights)
+
+
+def by_block(examples: range, blocks: int) -> Iterator[tuple[int, slice]]:
+    """The blocks that examples fall into, each with the places of its examples in the batch.
+
+    Example i is in block ``i % blocks``, which Python knows: to ask a tensor of block numbers waits for its device.
+    """
+    for place in range(min(len(examples), blocks)):
+        yield examples[place] % blocks, slice(place, None, blocks)
 
 
 class ActivationScorer(Scorer):
@@ -200,16 +216,22 @@ class ActivationScorer(Scorer):
         """What else the user should know."""
         return ()
 
+    def refused(self, statistic: Any) -> InvalidValue:
+        """Why a site's values are not finite."""
+        where = f"what {statistic.bound.site.name} gives {type(self).__name__}"
+        hint = "Look for NaN or infinite values in the batches."
+        return InvalidValue(where, "finite", "NaN or infinite", hint)
+
     def estimate(self, problem: Problem) -> Estimate:
         statistics, n_examples = _gathered(problem, self)
         parts = []
         for statistic in statistics:
             sizes = [len(range(g, n_examples, statistic.blocks)) for g in range(statistic.blocks)]
             parts.append(jackknife(partial(self.site_values, statistic), statistic.count, sizes))
-            if not bool(torch.isfinite(parts[-1]).all()):
-                where = f"what {statistic.bound.site.name} gives {type(self).__name__}"
-                hint = "Look for NaN or infinite values in the batches."
-                raise InvalidValue(where, "finite", "NaN or infinite", hint)
+        parts = in_main_memory(parts)  # of all sites in one copy
+        for statistic, part in zip(statistics, parts, strict=True):
+            if not bool(torch.isfinite(part).all()):
+                raise self.refused(statistic)
         rows = torch.cat(parts, 1)
         found = averaged(rows, n_examples, row="example" if n_examples == 1 else "block of examples")
         return replace(found, notes=(*found.notes, *self.notes(statistics)))
@@ -228,23 +250,23 @@ def jackknife(values_of: Callable[[Tensor], Tensor], like: Tensor, sizes: Iterab
         sizes: Examples of each block.
 
     Returns:
-        ``[blocks with examples, units]`` on the CPU; the statistic itself for a single block.
+        ``[blocks with examples, units]``; the statistic itself for a single block.
     """
     everything = torch.ones_like(like)
     whole = values_of(everything)
     given = [(g, size) for g, size in enumerate(sizes) if size]
     if len(given) == 1:
-        return whole.unsqueeze(0).cpu()
+        return whole.unsqueeze(0)
     n = sum(size for _, size in given)
-    shares = torch.tensor([n / size for _, size in given], dtype=whole.dtype, device=whole.device).unsqueeze(1)
+    shares = sent([n / size for _, size in given], whole.device, whole.dtype).unsqueeze(1)
     left_out = []
     for g, _ in given:
         weights = everything.clone()
-        weights[g] = 0
+        weights[g].zero_()
         left_out.append(values_of(weights))
     pseudo = shares * whole - (shares - 1) * torch.stack(left_out)
     deviations = (pseudo - (pseudo / shares).sum(0)) * ((len(given) - 1) / (shares - 1)).sqrt()
-    return (whole + deviations - deviations.mean(0)).cpu()
+    return whole + deviations - deviations.mean(0)
 
 
 def output_weight(bound: BoundSite) -> Tensor:
@@ -256,8 +278,8 @@ def output_weight(bound: BoundSite) -> Tensor:
         with fetched(bound.gate):
             return effective_weight(bound.gate).detach()
     site = bound.site
-    places = torch.eye(site.n_query_heads, device=device_of(bound.module))[:, list(site.heads)]
-    return torch.kron(places, torch.eye(site.value_dim, device=places.device))
+    places = torch.eye(site.n_query_heads)[:, list(site.heads)]
+    return sent(torch.kron(places, torch.eye(site.value_dim)), device_of(bound.module))
 
 
 def unit_columns(bound: BoundSite) -> list[Tensor]:
@@ -265,7 +287,8 @@ def unit_columns(bound: BoundSite) -> list[Tensor]:
     site = bound.site
     device = device_of(bound.module)
     columns = torch.arange(len(site.heads) * site.value_dim, device=device).view(len(site.heads), site.value_dim)
-    return [columns[[site.heads.index(h) for h in unit]].flatten() for unit in site.units]
+    # One head after the other: a list of places would have to be sent to the device.
+    return [torch.cat([columns[site.heads.index(head)] for head in unit]) for unit in site.units]
 
 
 def run(model: nn.Module, batch: Any, loss: Loss) -> None:
@@ -305,11 +328,10 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
         rounding = torch.finfo(x.dtype).eps
         # Chosen, not multiplied by 0: attention may leave NaN at padding.
         x = x.masked_fill(counted.unsqueeze(-1) == 0, 0).double()
-        examples = torch.arange(first, first + size, device=x.device)
         for of_kind in statistics:
             of_kind[number].runs += 1
             of_kind[number].rounding = rounding
-            of_kind[number].add(examples % of_kind[number].blocks, x, counted.double())
+            of_kind[number].add(range(first, first + size), x, counted.double())
 
     every = list(enumerate(s for of_kind in statistics for s in of_kind))
 
@@ -321,7 +343,7 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
                 begin(batch)
                 run(problem.model, batch, problem.loss)
                 for _, statistic in every:
-                    statistic.end(torch.arange(first, first + size, device=statistic.count.device) % statistic.blocks)
+                    statistic.end(range(first, first + size))
         return {}
 
     problem.gathered("activations", own)
@@ -332,6 +354,9 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
         if not statistic.runs:
             hint = "Leave this site out with sites=."
             raise UnsupportedModel(name, "a module that runs when the model does", "one that no batch reached", hint)
-        if not bool(statistic.count.any()):
+    reached = in_main_memory(statistic.count.any() for _, statistic in every)
+    for (_, statistic), some in zip(every, reached, strict=True):
+        if not bool(some):
+            name = statistic.bound.site.name
             raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
     return problem.examples

@@ -15,7 +15,7 @@ from headprune.model.losses import default_loss
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring._activations import run
-from headprune.scoring._maps import by_example, checked_runs, eager, mapping, told, visible
+from headprune.scoring._maps import Places, by_example, checked_runs, eager, mapping, told, visible
 
 
 def attention_maps(
@@ -55,9 +55,11 @@ def attention_maps(
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
     batch = to_device(batch, device_of(model))
     size = batch_size(batch)
-    with undisturbed(model), torch.no_grad(), eager(model), mapping(bound) as maps, told(model, bound, batch) as given:
-        run(model, batch, default_loss)
-    found = [_site(model, b, maps[i], given[i], size) for i, b in enumerate(bound)]
+    with undisturbed(model), torch.no_grad(), eager(model), mapping(bound, Places()) as maps:
+        with told(model, bound, batch) as given:
+            run(model, batch, default_loss)
+        shown = maps()
+    found = [_site(model, b, shown[i], given[i], size) for i, b in enumerate(bound)]
     tokens, targets = ((), ()) if tokenizer is None else _words(model, batch, tokenizer)
     return AttentionMaps(tuple(found), tokens, targets, image)
 

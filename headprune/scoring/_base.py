@@ -23,6 +23,7 @@ from headprune.model.processes import Crew
 from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
 from headprune.model.sites import BoundSite
 from headprune.scoring import _shelf
+from headprune.scoring._later import Later
 from headprune.scoring._rows import room
 from headprune.scoring._shelf import Added, Kept, Shelf, Sums
 
@@ -86,27 +87,51 @@ class Problem:
     shelf: Shelf = field(default_factory=Shelf)
     examples: int = field(default=0, init=False)  # of the last whole pass
     _order: bytes | None = field(default=None, init=False)  # of a whole pass
+    given: Any = field(default=None, init=False)  # the batch of the pass that runs, as the user gave it
     _unseen: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # losses, by batch
+    _looked: bool = field(default=False, init=False)  # whether the first losses of the pass were looked at
+    _later: Later = field(default_factory=Later, init=False)  # what else is looked at with them
     _mark: str = field(default="", init=False)  # digest of all batches of a pass so far
 
     def losses(self, number: int, batch: Any) -> Tensor:
         """``[examples]``: the loss of a batch of ``passes``, which looks whether all are finite where it ends.
 
-        A look waits for an accelerator, so there is one a pass, and one at the first batch, where most mistakes show;
+        A look waits for an accelerator, so there is one a pass, and one at its first loss, where most mistakes show;
         more in a pass of thousands of batches.
 
         Raises:
             InvalidValue: not one number an example; in the first batch, one that is not finite.
         """
         losses = shaped_losses(self.loss, self.model, batch, number)
-        self._unseen.append((number, losses.detach()))
-        if number == self.before or len(self._unseen) == _LOOK:
-            self._look()
+        self.see(number, losses)
         return losses
 
-    def _look(self) -> None:
-        unseen, self._unseen = self._unseen, []
+    def see(self, number: int, losses: Tensor) -> None:
+        """Has the losses ``[examples]`` of a batch looked at as those of ``losses`` are."""
+        self._unseen.append((number, losses.detach()))
+        if not self._looked or len(self._unseen) == _LOOK:
+            self.look()
+
+    def refuse_later(self, key: Any, failed: Tensor, error: Callable[[int], Exception]) -> None:
+        """Raises an error where a batch has ``failed``, when the losses are looked at next.
+
+        Args:
+            key: What is tested, and at which site; of one key the first place is named.
+            failed: Booleans of any shape, where they are.
+            error: Makes the error of the first place that is True, counted flat.
+        """
+        self._later.refuse(key, failed, error)
+
+    def look(self) -> None:
+        """Looks at all that has not been looked at yet; waits for an accelerator.
+
+        Raises:
+            InvalidValue: a loss that is not finite, by batch and example.
+            HeadPruneError: what ``refuse_later`` was given.
+        """
+        unseen, self._unseen, self._looked = self._unseen, [], True
         check_finite(unseen)
+        self._later.check()
 
     def added(self, **sums: Sums) -> Added:
         """For a pass whose batches go into sums and nothing else: where the call was cut off, they hold what they held
@@ -130,9 +155,10 @@ class Problem:
         device = device_of(self.model)
         for number, batch in self._into(into, self._read(what)):
             if into is None or not into.holds(number, self._so_far):
+                self.given = batch
                 yield number, to_device(batch, device)
                 if into is not None:
-                    into.done(self._so_far, self._look)
+                    into.done(self._so_far, self.look)
 
     def share(self, what: str, into: Added | None = None) -> Iterator[tuple[int, int, Any]]:
         """Yields ``(number, examples before it, batch)`` of this process's batches; see ``passes``.
@@ -142,9 +168,10 @@ class Problem:
         device, first = device_of(self.model), 0
         for number, batch in self._into(into, self._read(what)):
             if self.crew.owns(number - self.before) and (into is None or not into.holds(number, self._so_far)):
+                self.given = batch
                 yield number, first, to_device(batch, device)
                 if into is not None:
-                    into.done(self._so_far, self._look)
+                    into.done(self._so_far, self.look)
             first += batch_size(batch)
 
     def _into(self, into: Added | None, batches: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
@@ -153,7 +180,7 @@ class Problem:
             into.begin()
         yield from batches
         if into is not None:
-            into.end(self._mark, self._look)
+            into.end(self._mark, self.look)
 
     def rows(self, what: str, of_batch: Callable[[int, Any], Tensor] | _shelf.Rows) -> Tensor:
         """``[examples, ...]``, fp64 on the CPU: what ``of_batch(number, batch)`` gives, in the order of the data.
@@ -185,6 +212,7 @@ class Problem:
             held, size = {}, 0
             for number, batch in reading:
                 if self.crew.owns(number - self.before):
+                    self.given = batch
                     held[str(number)] = self._kept(kept, number, to_device(batch, device))
                 size += 8 * width * batch_size(batch)
                 if size > room() // 8:
@@ -198,7 +226,7 @@ class Problem:
                 yield in_data_order(parts)
 
     def _kept(self, kept: Kept, number: int, batch: Any) -> Tensor:
-        return kept(number, batch, self._so_far, self._look)
+        return kept(number, batch, self._so_far, self.look)
 
     @property
     def _so_far(self) -> str:
@@ -222,6 +250,7 @@ class Problem:
         if self.batches is None:
             raise InvalidValue("batches", f"given, because {what} needs data", None)
         digest = DataDigest()
+        self._looked = False
         order = bytearray()  # of the digest of all batches so far, after each, eight bytes: there may be millions
         disable = None if self.progress is None else not self.progress
         total = operator.length_hint(self.batches) or None
@@ -237,7 +266,7 @@ class Problem:
             if self._order is not None and self._order[len(order) - 8 : len(order)] != order[-8:]:
                 raise _other_batches(what, f"others from batch {count} on")
             yield count, batch
-        self._look()
+        self.look()
         if not order:
             raise InvalidValue("batches", "at least one batch", "an empty iterable")
         if self._order is not None and len(order) < len(self._order):

@@ -16,7 +16,7 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
 from headprune.model.cut import cut_
-from headprune.model.losses import Loss, checked_losses, default_loss
+from headprune.model.losses import Loss, default_loss, shaped_losses
 from headprune.model.running import undisturbed
 from headprune.model.sites import Sites, bind, sites_of, unwrap
 from headprune.scoring._ablation import Replay
@@ -78,8 +78,8 @@ def loss_of(
         with undisturbed(model):
             for number, batch in problem.passes("losses of masks"):
                 others, first = losses(batch, settings[1:], settings[0], number=number)
-                found.append(torch.cat([first[None], others]).double().cpu())
-        return torch.cat(found, 1)
+                found.append(torch.cat([first[None], others]))
+        return torch.cat(found, 1).double().cpu()
 
     def recovered(masks: Sequence[HeadMask]) -> Tensor:
         assert after_cut is not None
@@ -110,7 +110,10 @@ class _Whole:
 def _losses(problem: Problem, model: nn.Module) -> Tensor:
     """``[examples]``, fp64 on the CPU: the losses of a model, on the problem's data."""
     with undisturbed(model), torch.no_grad():
-        found = [checked_losses(problem.loss, model, batch, number) for number, batch in problem.passes("losses")]
+        found = []
+        for number, batch in problem.passes("losses"):
+            found.append(shaped_losses(problem.loss, model, batch, number))
+            problem.see(number, found[-1])
     return torch.cat(found).double().cpu()
 
 

@@ -13,6 +13,7 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.contexts import Take, reading, watched, wide
 from headprune.model.running import device_of
 from headprune.model.sites import BoundSite
+from headprune.model.transfers import in_main_memory
 from headprune.scoring._base import Problem
 
 
@@ -38,8 +39,9 @@ def mean_contexts(problem: Problem) -> dict[int, Tensor]:
         return sums.parts()
 
     sums.join(problem.gathered(what, own))
-    for site, total in sums.of_site.items():
-        if not total[-1]:
+    counts = in_main_memory(total[-1] for total in sums.of_site.values())
+    for site, count in zip(sums.of_site, counts, strict=True):
+        if not count:
             name = problem.bound[site].site.name
             raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
     return {site: (t[:-1] / t[-1]).to(device_of(problem.bound[site].module)) for site, t in sums.of_site.items()}
@@ -53,9 +55,10 @@ class _Totals:
 
     def take(self, site: int, x: Tensor, counted: Tensor | None) -> None:
         """Adds what a site read."""
-        tokens = x.flatten(0, -2) if counted is None else x[counted]  # chosen: attention may leave NaN at padding
-        total = tokens.to(wide(x)).sum(0)
-        more = torch.cat([total, total.new_tensor([len(tokens)])])
+        tokens, here = x.flatten(0, -2).to(wide(x)), torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        here = (here if counted is None else counted.to(x.device)).flatten()
+        total = tokens.masked_fill(~here[:, None], 0).sum(0)  # chosen: attention may leave NaN at padding
+        more = torch.cat([total, here.sum(0, keepdim=True).to(total)])
         self.of_site[site] = self.of_site[site].to(more.device) + more if site in self.of_site else more
 
     def parts(self) -> dict[str, Tensor]:

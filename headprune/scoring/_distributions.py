@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import inputs_of, is_causal_lm, problem_type
 from headprune.model.running import ANSWERS, batch_size, call, tensors
+from headprune.model.transfers import sent
 
 _IGNORED = -100
 
@@ -26,7 +27,7 @@ class Distributions:
         kind: ``single_label_classification`` (a softmax over the last axis), ``multi_label_classification`` (a
             sigmoid each) or ``regression``.
         logits: ``[batch, positions, classes]``, with their graph.
-        counted: ``[batch, positions]``: which positions the default loss averages over.
+        counted: ``[batch, positions]``, on the CPU: which positions the default loss averages over.
         by_token: Whether there is one for every token, or end of an answer, and not one an example.
     """
 
@@ -35,9 +36,21 @@ class Distributions:
     counted: Tensor
     by_token: bool = True
 
+    def logits_counted(self) -> Tensor:
+        """``[counted positions, classes]``: those that count, example after example."""
+        examples, positions = (sent(index, self.logits.device) for index in self.counted.nonzero(as_tuple=True))
+        return self.logits[examples, positions]
 
-def distributions(model: nn.Module, batch: Any, where: str) -> Distributions:
+
+def distributions(model: nn.Module, batch: Any, where: str, given: Any = None) -> Distributions:
     """Runs a model and reads its output; labels, if there are any, only say which positions count.
+
+    Args:
+        model: The model.
+        batch: A batch on its device.
+        where: What the batch is called in messages.
+        given: The same batch as the user gave it; default ``batch``. A mask that is in main memory there need not be
+            copied from the device, for which Python would wait.
 
     Raises:
         InvalidValue: an output that is no logits, or a batch that the model itself does not take.
@@ -51,7 +64,8 @@ def distributions(model: nn.Module, batch: Any, where: str) -> Distributions:
         raise InvalidValue(
             where, f"what {type(model).__name__} takes", f"a batch that it refuses: {error}", hint
         ) from error
-    mask = mapping.get("decoder_attention_mask" if seq2seq else "attention_mask")
+    name = "decoder_attention_mask" if seq2seq else "attention_mask"
+    mask = mapping.get(name)
     if isinstance(output, Mapping) and "start_logits" in output:
         return _ends(torch.stack([output["start_logits"], output["end_logits"]], 1), mask)
     logits = output.get("logits") if isinstance(output, Mapping) else output
@@ -65,25 +79,27 @@ def distributions(model: nn.Module, batch: Any, where: str) -> Distributions:
     if logits.ndim == 2:
         labels = mapping.get("labels")
         kind = problem_type(model, labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long), logits)
-        return Distributions(kind, logits.unsqueeze(1), torch.ones_like(logits[:, :1], dtype=torch.bool), False)
-    return _tokens(model, logits, mapping.get("labels"), mask)
+        return Distributions(kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False)
+    known = given if isinstance(given, Mapping) else mapping
+    return _tokens(model, logits, known.get("labels"), known.get(name))
 
 
 def _ends(logits: Tensor, mask: Any) -> Distributions:
     """Where an answer begins and ends: padding takes no part, as in the default loss."""
     if isinstance(mask, Tensor) and mask.shape == logits[:, 0].shape:
         logits = logits.masked_fill(mask.unsqueeze(1) == 0, float("-inf"))
-    return Distributions("single_label_classification", logits, torch.ones_like(logits[..., 0], dtype=torch.bool))
+    counted = torch.ones(logits.shape[:2], dtype=torch.bool)
+    return Distributions("single_label_classification", logits, counted)
 
 
 def _tokens(model: nn.Module, logits: Tensor, labels: Any, mask: Any) -> Distributions:
     """A distribution for every token; in a causal model the last one, and any after padding, predicts nothing."""
     shape = logits.shape[:2]
-    counted = torch.ones(shape, dtype=torch.bool, device=logits.device)
-    here = mask.bool() if isinstance(mask, Tensor) and mask.shape == shape else counted
+    counted = torch.ones(shape, dtype=torch.bool)
+    here = mask.cpu().bool() if isinstance(mask, Tensor) and mask.shape == shape else counted
     counted = counted & here
     if isinstance(labels, Tensor) and labels.shape == shape:
-        counted = counted & (labels != _IGNORED)
+        counted = counted & (labels.cpu() != _IGNORED)
     if is_causal_lm(model):
         logits, counted = logits[:, :-1], counted[:, 1:] & here[:, :-1]
     return Distributions("single_label_classification", logits, counted)
@@ -100,9 +116,9 @@ def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) ->
     """
     softmax = found.kind == "single_label_classification"
     if softmax and (draws is not None or found.by_token):
-        logits = found.logits[found.counted]
+        logits = found.logits_counted()
         weights = (found.counted.sum(1, keepdim=True).clamp(min=1) * (draws or 1)).rsqrt()
-        of_position = weights.expand_as(found.counted)[found.counted]
+        of_position = sent(weights.expand_as(found.counted)[found.counted], logits.device)
         losses = [cross_entropy(logits, y, reduction="none") for y in drawn_labels(found, seeds, draws or 1)]
         return [(of_position * loss).sum() for loss in losses], True
     output = found.logits[:, 0]
@@ -117,24 +133,29 @@ def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) ->
 
 
 def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:
-    """``[draws, counted positions]``: labels from the model's own predictions, in the order of ``logits[counted]``.
+    """``[draws, counted positions]``: labels from the model's own predictions, in the order of ``logits_counted``.
 
     Each example has a generator of its own and inverts its cumulated probabilities, so that its labels depend on its
     seed, on its logits and on nothing else.
     """
     labels = []
-    for logits, counted, seed in zip(found.logits.detach(), found.counted, seeds, strict=True):
+    by_example = found.logits_counted().detach().split(found.counted.sum(1).tolist())
+    for logits, seed in zip(by_example, seeds, strict=True):
         wide = torch.float32 if logits.device.type == "mps" else torch.float64
-        cumulated = logits[counted].to(wide).softmax(-1).cumsum(-1)
+        cumulated = logits.to(wide).softmax(-1).cumsum(-1)
         generator = torch.Generator().manual_seed(seed)
-        places = torch.rand(len(cumulated), draws, generator=generator, dtype=torch.float64).to(cumulated)
+        drawn = torch.rand(len(cumulated), draws, generator=generator, dtype=torch.float64)
+        places = sent(drawn, cumulated.device, cumulated.dtype)
         index = torch.searchsorted(cumulated, places * cumulated[:, -1:], right=True)
         labels.append(index.clamp(max=logits.shape[-1] - 1))
     return torch.cat(labels).T
 
 
 def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
-    """A seed an example from what it contains, padding left out: the model's main input, or all tensors but answers."""
+    """A seed an example from what it contains, padding left out: the model's main input, or all tensors but answers.
+
+    Give the batch as the user gave it: one on an accelerator has to be copied back.
+    """
     mapping = batch if isinstance(batch, Mapping) else {}
     main = mapping.get(getattr(model, "main_input_name", ""))
     mask = mapping.get("attention_mask")

@@ -20,6 +20,7 @@ from headprune.model.losses import Loss, default_loss
 from headprune.model.recompute import recomputed
 from headprune.model.running import batch_size, device_of, undisturbed
 from headprune.model.sites import BoundSite, bind, sites_of, unwrap
+from headprune.model.transfers import sent
 from headprune.scoring._averages import in_blocks
 from headprune.scoring._base import Problem, Scorer
 from headprune.scoring._rows import Held, Rows, collected
@@ -264,9 +265,9 @@ def _units(problem: Problem, bound: BoundSite, gradient: Tensor) -> Tensor:
     if units == tuple((head,) for head in bound.site.heads):
         return gradient
     key = "units", bound.site.name
-    if key not in problem.shared:  # kept, for to put it on an accelerator waits for that
+    if key not in problem.shared:
         unit_of = {head: index for index, unit in enumerate(units) for head in unit}
-        problem.shared[key] = torch.tensor([unit_of[h] for h in bound.site.heads], device=gradient.device)
+        problem.shared[key] = sent([unit_of[h] for h in bound.site.heads], gradient.device)
     found: Tensor = gradient.new_zeros(*gradient.shape[:-1], len(units)).index_add_(-1, problem.shared[key], gradient)
     return found
 

@@ -14,10 +14,10 @@ from headprune.core.errors import InvalidValue
 from headprune.gating.context import gated
 from headprune.gating.learned import unit_of_heads
 from headprune.gating.stochastic import GateDistribution
-from headprune.model.losses import checked_losses
 from headprune.model.recompute import recomputed
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import sites_of
+from headprune.model.transfers import in_main_memory, sent
 from headprune.scoring._base import Estimate, Problem, Scorer
 from headprune.scoring._gradients import by_unit, gate_slopes
 from headprune.scoring.magnitude import Magnitude
@@ -70,6 +70,9 @@ class LearnedScorer(Scorer):
 class _Training:
     """Gates in training: one draw of them a block of examples, all in fp64 on the CPU but for the gates in the model.
 
+    A draw and a step of Adam are hundreds of operations on a number a unit: a CPU has done them before a GPU's kernels
+    would have begun.
+
     Noise is dealt out by the rank of a unit's `Magnitude` within its site, so that it follows a head wherever it stands
     (among heads of exactly equal size, by place).
     """
@@ -87,6 +90,7 @@ class _Training:
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.step = self.filled = self.n_read = 0
         self.dealt = self.drawn = self.slopes = torch.zeros_like(self.sizes)
+        self.waiting: list[Tensor] = []  # slopes of this block that are where they were made
         self.into = problem.added(training=self)
 
     def go_through(self) -> None:
@@ -102,6 +106,7 @@ class _Training:
                 if self.filled == self.settings.block:
                     self.update()
             self.n_read += first
+        self.problem.look()  # also where the pass was not read to its end
         if self.filled and not self.into.behind:
             self.update()
 
@@ -114,10 +119,16 @@ class _Training:
             self.draw()
         gates = self.placed()
         with gated(self.problem.model, gates, sites_of(self.problem.bound)), recomputed(self.problem.model):
-            losses = checked_losses(self.problem.loss, self.problem.model, batch, number)
+            losses = self.problem.losses(number, batch)
             slopes = gate_slopes(self.problem, losses[some].sum(), gates)
-        self.slopes += by_unit(self.problem, slopes).cpu().double()
+        self.waiting.append(by_unit(self.problem, slopes))
         self.filled += some.stop - some.start
+
+    def collect(self) -> None:
+        """Adds up the slopes of this block on the CPU: the one wait a block, because the next gates depend on them."""
+        for slopes in in_main_memory(self.waiting):
+            self.slopes += slopes.double()
+        self.waiting = []
 
     def draw(self) -> None:
         """Gates from the noise that was dealt out."""
@@ -129,11 +140,12 @@ class _Training:
         for b, drawn in zip(self.problem.bound, self.drawn.detach().split(self.counts), strict=True):
             weight = next(b.module.parameters())
             wide = torch.promote_types(weight.dtype, torch.float32)
-            gates[b.site.name] = drawn[unit_of_heads(b)].to(device_of(b.module), wide).requires_grad_()
+            gates[b.site.name] = sent(drawn[unit_of_heads(b)], device_of(b.module), wide).requires_grad_()
         return gates
 
     def update(self) -> None:
         """One step of Adam on the mean loss of the block and the penalty."""
+        self.collect()
         multipliers = self.multipliers if len(self.multipliers) else None
         penalty = self.distribution.penalty(self.weights, multipliers, self.sizes, self.step)
         self.optimizer.zero_grad()
@@ -143,6 +155,7 @@ class _Training:
 
     def parts(self) -> dict[str, Tensor]:
         """All that a training goes on from."""
+        self.collect()
         counts = torch.tensor([self.step, self.filled, self.n_read])
         own = {"counts": counts, "dealt": self.dealt, "slopes": self.slopes, "draws": self.generator.get_state()}
         trained = {f"trained {i}": p.detach() for i, p in enumerate(self._trained)}

@@ -8,7 +8,7 @@ most (less with attention sinks), among what the attention module and its parts 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from headprune.model.contexts import inputs_of, query_mask
 from headprune.model.double import Doubled
 from headprune.model.running import batch_size, device_of, tensors, token_mask
 from headprune.model.sites import BoundSite
+from headprune.model.transfers import in_fp64, in_main_memory
 from headprune.scoring._activations import run
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
@@ -61,33 +62,104 @@ def _with_parts(configuration: Any) -> Iterator[Any]:
             yield from _with_parts(getattr(configuration, name, None))
 
 
+class Places:
+    """Which of an attention module's tensors is its map, found out on the first batch.
+
+    That a tensor is a map its numbers tell, and to read them waits for an accelerator. So they are read once, of all
+    sites together. Later maps are taken from the same place; they are tested, too, and the answers are read where the
+    problem looks at its losses.
+    """
+
+    def __init__(self, problem: Problem | None = None) -> None:
+        self.problem = problem
+        self.known: dict[str, int] = {}  # by site
+
+    def knows(self, bound: Iterable[BoundSite]) -> bool:
+        """Whether nothing has to be read for these sites."""
+        return all(b.site.name in self.known for b in bound)
+
+    def maps(self, watches: Sequence[_Watch]) -> Maps:
+        """The maps that were seen since the last call.
+
+        Raises:
+            UnsupportedModel: a module that ran and showed no map.
+        """
+        runs = [watch.runs for watch in watches]
+        asked: list[list[Tensor]] = []
+        for watch in watches:
+            asked += [] if self._is_known(watch) else watch.runs
+        answers = iter(in_main_memory(torch.stack([is_map(x) for x in run]) for run in asked))
+        found: Maps = {}
+        for number, (watch, of_site) in enumerate(zip(watches, runs, strict=True)):
+            watch.runs = []
+            if self._is_known(watch):
+                found[number] = [x for (x,) in of_site]
+                self._test(watch, found[number])
+                continue
+            places = [_first_true(next(answers)) for _ in of_site]
+            if None in places:
+                raise watch.no_map()
+            found[number] = [run[place] for run, place in zip(of_site, places, strict=True) if place is not None]
+            if len(set(places)) == 1 and places[0] is not None:
+                self.known[watch.bound.site.name] = places[0]
+        return found
+
+    def _is_known(self, watch: _Watch) -> bool:
+        return watch.bound.site.name in self.known
+
+    def _test(self, watch: _Watch, maps: list[Tensor]) -> None:
+        if self.problem is not None and maps:
+            others = torch.stack([~is_map(x) for x in maps])
+            self.problem.refuse_later(("a map", watch.bound.site.name), others, lambda _: watch.no_map())
+
+
+def _first_true(flags: Tensor) -> int | None:
+    return next((place for place, flag in enumerate(flags.tolist()) if flag), None)
+
+
+def is_map(x: Tensor) -> Tensor:
+    """``[]``: whether ``[rows, heads, queries, keys]`` are probabilities over the keys; nobody looks."""
+    x = x.detach()
+    sums = x.sum(-1, dtype=torch.float32).nan_to_num(0)  # rows of padding may be NaN
+    return (x.nan_to_num(0) >= 0).all() & (sums < 1.01).all() & (sums > 0).any()
+
+
 @contextmanager
-def mapping(bound: Iterable[BoundSite], graph: bool = False) -> Iterator[Maps]:
-    """For as long as the block lasts, every forward pass writes its maps into the dictionary, which starts empty.
+def mapping(bound: Iterable[BoundSite], places: Places, graph: bool = False) -> Iterator[Callable[[], Maps]]:
+    """For as long as the block lasts, attention maps are taken from every forward pass.
 
     Args:
         bound: Sites with heads; numbered as they come.
+        places: What is known of where their maps are.
         graph: Make the maps part of a graph although no weight needs a gradient, and keep it.
 
+    Yields:
+        A function that gives the maps of all passes since it was called last.
+
     Raises:
-        UnsupportedModel: in the forward pass: a module that runs and returns no map.
+        UnsupportedModel: in the forward pass: a module that runs and returns nothing of a map's shape.
     """
-    found: Maps = {}
+    watches = [_Watch(b, places, graph) for b in bound]
     with ExitStack() as stack:
-        for number, b in enumerate(bound):
-            watch = _Watch(b, found.setdefault(number, []), graph)
-            stack.callback(b.module.register_forward_pre_hook(watch.before, with_kwargs=True).remove)
-            for part in b.module.modules():
-                hook = watch.after if part is b.module else watch.inside
+        for watch in watches:
+            module = watch.bound.module
+            stack.callback(module.register_forward_pre_hook(watch.before, with_kwargs=True).remove)
+            for part in module.modules():
+                hook = watch.after if part is module else watch.inside
                 stack.callback(part.register_forward_hook(hook).remove)
-        yield found
+        yield lambda: places.maps(watches)
 
 
 class _Watch:
-    """The hooks on one attention module."""
+    """The hooks on one attention module.
 
-    def __init__(self, bound: BoundSite, maps: list[Tensor], graph: bool) -> None:
-        self.bound, self.maps, self.graph = bound, maps, graph
+    ``runs`` are the runs that nobody has asked for yet, each with the tensors that may be its map: what the module
+    returned, then what its parts did; where the place of the map is known, that one alone.
+    """
+
+    def __init__(self, bound: BoundSite, places: Places, graph: bool) -> None:
+        self.bound, self.places, self.graph = bound, places, graph
+        self.runs: list[list[Tensor]] = []
         self.parts: list[Tensor] = []
         self.asked = False
 
@@ -106,25 +178,27 @@ class _Watch:
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        self.parts += [t for t in tensors(out) if self._is_map(t)]
+        self.parts += [t for t in tensors(out) if self._may_be_map(t)]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        own = [t for t in tensors(out) if self._is_map(t)]
-        maps = own or self.parts
+        shown = [t for t in tensors(out) if self._may_be_map(t)] + self.parts
         self.parts = []
-        if not maps:
-            must = "an attention that computes its map (eager attention) and returns it"
-            got = f"{type(module).__name__}, which has none: a fused kernel makes no map, other code keeps it to itself"
-            raise UnsupportedModel(f"the attention map of {self.bound.site.name}", must, got, _HINT)
-        self.maps.append(maps[0] if self.graph else maps[0].detach())
+        place = self.places.known.get(self.bound.site.name)
+        if place is not None:
+            shown = shown[place : place + 1]
+        if not shown:
+            raise self.no_map()
+        self.runs.append(shown if self.graph else [x.detach() for x in shown])
         return out[0] if isinstance(module, MultiHeadAttention) and not self.asked else None
 
-    def _is_map(self, x: Tensor) -> bool:
-        if not x.is_floating_point() or x.ndim != 4 or x.shape[1] != len(self.bound.site.heads):
-            return False
-        x = x.detach()
-        sums = x.sum(-1, dtype=torch.float32).nan_to_num(0)  # rows of padding may be NaN
-        return bool((x.nan_to_num(0) >= 0).all()) and bool((sums < 1.01).all()) and bool((sums > 0).any())
+    def no_map(self) -> UnsupportedModel:
+        name, kind = self.bound.site.name, type(self.bound.module).__name__
+        must = "an attention that computes its map (eager attention) and returns it"
+        got = f"{kind}, which has none: a fused kernel makes no map, other code keeps it to itself"
+        return UnsupportedModel(f"the attention map of {name}", must, got, _HINT)
+
+    def _may_be_map(self, x: Tensor) -> bool:
+        return x.is_floating_point() and x.ndim == 4 and x.shape[1] == len(self.bound.site.heads)
 
 
 def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
@@ -185,36 +259,39 @@ class MapScorer(Scorer):
 
     def estimate(self, problem: Problem) -> Estimate:
         bound = [b for b in problem.bound if b.site.heads]
+        device = device_of(problem.model)
 
         def of_batch(number: int, batch: Any) -> Tensor:
-            for runs in maps.values():
-                runs.clear()
             with told(problem.model, bound, batch) as given:
                 run(problem.model, batch, problem.loss)
-            size = batch_size(batch)
-            return torch.cat([self._site(problem, b, maps[i], given[i], size) for i, b in enumerate(bound)], 1)
+            found, size = maps(), batch_size(batch)
+            rows = [self._site(problem, b, found[i], given[i], size) for i, b in enumerate(bound)]
+            return torch.cat([of_site.to(device) for of_site in rows], 1)
 
-        with torch.no_grad(), eager(problem.model), mapping(bound) as maps:
+        with torch.no_grad(), eager(problem.model), mapping(bound, Places(problem)) as maps:
             rows = problem.rows("attention maps", of_batch)
         return mean_over_examples(rows)
 
     def _site(self, problem: Problem, b: BoundSite, runs: list[Tensor], given: list[Any], size: int) -> Tensor:
         """``[examples, units]``, means over the queries of all runs."""
-        total, count = torch.zeros(size, len(b.site.heads), dtype=torch.float64), torch.zeros(size, 1)
+        total, count = [], []
         for probabilities, inputs in zip(checked_runs(b, runs), given, strict=True):
-            probabilities = by_example(b, probabilities, size).cpu().double()
-            queries, keys = self.kept(problem, b, inputs, (size, *probabilities.shape[2:]))
-            queries, keys = queries.cpu(), keys.cpu()
+            probabilities = in_fp64(by_example(b, probabilities, size))
+            masks = self.kept(problem, b, inputs, (size, *probabilities.shape[2:]))
+            queries, keys = (mask.to(probabilities.device) for mask in masks)
             # Chosen, not multiplied by 0: rows of padding may be NaN.
             wanted = queries[:, None, :, None] & keys[:, None, None, :]
             found = self.of_rows(probabilities.masked_fill(~wanted, 0))
-            total += found.masked_fill(~queries[:, None], 0).sum(2)
-            count += queries.sum(1, keepdim=True)
-        if not bool(count.all()):
-            row = int((count == 0).nonzero()[0, 0])
+            total.append(found.masked_fill(~queries[:, None], 0).sum(2))
+            count.append(queries.sum(1, keepdim=True).float())
+        n_queries = sum(count[1:], count[0])
+
+        def nothing(row: int) -> InvalidValue:
             got = f"none in example {row} of a batch, at {b.site.name}"
-            raise InvalidValue("batches", "with a token that counts in every example", got)
-        return unit_means(b, total / count)
+            return InvalidValue("batches", "with a token that counts in every example", got)
+
+        problem.refuse_later(("a token that counts", b.site.name), n_queries == 0, nothing)
+        return unit_means(b, sum(total[1:], total[0]) / n_queries)
 
 
 def checked_runs(b: BoundSite, runs: list[Tensor]) -> list[Tensor]:
@@ -227,7 +304,17 @@ def checked_runs(b: BoundSite, runs: list[Tensor]) -> list[Tensor]:
 
 def unit_means(b: BoundSite, heads: Tensor) -> Tensor:
     """``[examples, heads]`` to ``[examples, units]``."""
-    return torch.stack([heads[:, [b.site.heads.index(h) for h in unit]].mean(1) for unit in b.site.units], 1)
+    return torch.stack([_columns(b, heads, unit).mean(1) for unit in b.site.units], 1)
+
+
+def unit_sums(b: BoundSite, heads: Tensor) -> Tensor:
+    """``[examples, heads]`` to ``[examples, units]``."""
+    return torch.stack([_columns(b, heads, unit).sum(1) for unit in b.site.units], 1)
+
+
+def _columns(b: BoundSite, heads: Tensor, unit: tuple[int, ...]) -> Tensor:
+    """``[examples, heads of the unit]``, one after the other: a list of places would have to be sent to the device."""
+    return torch.stack([heads[:, b.site.heads.index(head)] for head in unit], 1)
 
 
 def mean_over_examples(rows: Tensor) -> Estimate:

@@ -14,6 +14,7 @@ from headprune.gating.context import gate_tensors
 from headprune.model.losses import Loss, default_loss
 from headprune.model.running import undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
+from headprune.model.transfers import in_main_memory
 from headprune.scoring._ablation import Replay, differences, nothing
 from headprune.scoring._base import Problem
 
@@ -64,5 +65,7 @@ def mask_losses(
 
 
 def mask_rows(model: nn.Module, masks: Sequence[HeadMask | PruningPlan], bound: list[BoundSite]) -> Tensor:
-    """``[masks, heads]``: the gates of all present heads, site after site."""
-    return torch.stack([torch.cat([gate for _, gate in gate_tensors(model, mask, bound)]) for mask in masks])
+    """``[masks, heads]``, on the CPU: the gates of all present heads, site after site."""
+    rows = [[gate for _, gate in gate_tensors(model, mask, bound)] for mask in masks]
+    flat = iter(in_main_memory(gate for row in rows for gate in row))
+    return torch.stack([torch.cat([next(flat) for _ in row]) for row in rows])

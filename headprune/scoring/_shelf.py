@@ -22,6 +22,7 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.core.files import atomic_path, remove_parts, write_atomic
 from headprune.core.locking import locked
+from headprune.model.transfers import in_main_memory
 
 #: Seconds between two writes, and how many times as long as a write took is waited for the next.
 EVERY, _TIMES = 30.0, 20
@@ -130,7 +131,8 @@ class Shelf:
         more = sum(tensor.nbytes for tensor in tensors.values()) - (path.stat().st_size if path.is_file() else 0)
         self._full |= self._bytes + more > LIMIT
         if not self._full:
-            whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+            here = in_main_memory(tensor.detach() for tensor in tensors.values())
+            whole = {name: tensor.contiguous().clone() for name, tensor in zip(tensors, here, strict=True)}
             words = json.dumps(said)
             with atomic_path(path) as place:
                 save_file(whole, place, {"said": words, "sha256": _sha256(whole, words)})

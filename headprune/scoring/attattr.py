@@ -11,11 +11,21 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.gating.context import gated
-from headprune.model.losses import checked_losses
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite, sites_of
+from headprune.scoring._activations import run
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
-from headprune.scoring._maps import by_example, checked_runs, eager, mapping, mean_over_examples, told, visible
+from headprune.scoring._maps import (
+    Places,
+    by_example,
+    checked_runs,
+    eager,
+    mapping,
+    mean_over_examples,
+    told,
+    unit_sums,
+    visible,
+)
 
 
 @dataclass(frozen=True)
@@ -53,36 +63,44 @@ class Attattr(Scorer):
 
     def estimate(self, problem: Problem) -> Estimate:
         bound = [b for b in problem.bound if b.site.heads]
+        device, places = device_of(problem.model), Places(problem)
 
         def of_batch(number: int, batch: Any) -> Tensor:
-            return torch.cat([self._site(problem, b, number, batch) for b in bound], 1)
+            if not places.knows(bound):  # of all sites in one pass, so that they are looked at together
+                with torch.no_grad(), mapping(bound, places) as maps:
+                    run(problem.model, batch, problem.loss)
+                    maps()
+            rows = [self._site(problem, b, number, batch, places) for b in bound]
+            if number == problem.before:
+                problem.look()  # most mistakes show in the first batch, and the others may take long
+            return torch.cat([of_site.to(device) for of_site in rows], 1)
 
         with eager(problem.model):
             rows = problem.rows("attention attribution", of_batch)
         return mean_over_examples(rows)
 
-    def _site(self, problem: Problem, b: BoundSite, number: int, batch: Any) -> Tensor:
+    def _site(self, problem: Problem, b: BoundSite, number: int, batch: Any, places: Places) -> Tensor:
         """``[examples, units]``."""
         size = batch_size(batch)
         total: list[Tensor] = []
         for step in range(1, self.steps + 1):
-            maps, gradients, given = self._step(problem, b, number, batch, step / self.steps)
+            maps, gradients, given = self._step(problem, b, number, batch, step / self.steps, places)
             total = gradients if not total else [t + g for t, g in zip(total, gradients, strict=True)]
+        only_padding = InvalidValue("batches", "with a token that is no padding", f"only padding at {b.site.name}")
         best = []
         for whole, summed, inputs in zip(maps, total, given, strict=True):  # of the last step: its maps are whole
             found = by_example(b, whole.double() * summed / self.steps, size)
             queries, keys = visible(problem.model, b, inputs, (size, *found.shape[2:]))
             counted = queries[:, None, :, None] & keys[:, None, None, :]
-            if not bool(counted.flatten(1).any(1).all()):
-                raise InvalidValue("batches", "with a token that is no padding", f"only padding at {b.site.name}")
+            nothing = ~counted.flatten(1).any(1)
+            problem.refuse_later(("a token that is no padding", b.site.name), nothing, lambda _: only_padding)
             best.append(found.masked_fill(~counted, -torch.inf).amax((2, 3)))
-        heads = torch.stack(best).amax(0).cpu()
-        return torch.stack([heads[:, [b.site.heads.index(h) for h in unit]].sum(1) for unit in b.site.units], 1)
+        return unit_sums(b, torch.stack(best).amax(0))
 
     @torch.inference_mode(False)
     @torch.enable_grad()  # whatever the caller has set
     def _step(
-        self, problem: Problem, b: BoundSite, number: int, batch: Any, scale: float
+        self, problem: Problem, b: BoundSite, number: int, batch: Any, scale: float, places: Places
     ) -> tuple[list[Tensor], list[Tensor], list[Any]]:
         """The maps of a site's runs, the gradients of F with respect to the maps times ``scale``, in fp64, and what
         tells the padding of each run.
@@ -92,11 +110,11 @@ class Attattr(Scorer):
         shape = (batch_size(batch), len(b.site.heads))
         gate = torch.full(shape, scale, device=device_of(b.module), dtype=wide, requires_grad=True)
         with ExitStack() as stack:
-            found = stack.enter_context(mapping([b], graph=True))
+            shown = stack.enter_context(mapping([b], places, graph=True))
             stack.enter_context(gated(problem.model, {b.site.name: gate}, sites_of(problem.bound)))
             given = stack.enter_context(told(problem.model, [b], batch))
-            losses = checked_losses(problem.loss, problem.model, batch, number)
-        maps = checked_runs(b, found[0])
+            losses = problem.losses(number, batch)
+            maps = checked_runs(b, shown()[0])
         answer = (torch.exp(-losses) if self.of == "probability" else -losses).sum()
         if not answer.requires_grad:
             hint = "Leave this site out with sites=, or use a loss that depends on it."
@@ -108,8 +126,8 @@ class Attattr(Scorer):
         inner = [by_example(b, m * g, len(of_gate)).nan_to_num(0).sum((2, 3)) for m, g in pairs]
         expected = of_gate.double() * scale
         slack = min(0.1, 64 * torch.finfo(weight.dtype).eps ** 0.75) * (expected.abs().max() + 1e-6)
-        if bool(((torch.stack(inner).sum(0) - expected).abs() > slack).any()):
-            raise _unused(b)
+        apart = (torch.stack(inner).sum(0) - expected).abs() > slack
+        problem.refuse_later(("a map in use", b.site.name), apart, lambda _: _unused(b))
         return [m for m, _ in pairs], [g / scale for _, g in pairs], given[0]
 
 

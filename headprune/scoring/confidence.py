@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.model.sites import BoundSite
+from headprune.model.transfers import sent
 from headprune.scoring._base import Problem
 from headprune.scoring._maps import MapScorer, visible
 
@@ -53,7 +54,7 @@ class Confidence(MapScorer):
 def _without(counted: Tensor, ids: Any, excluded: tuple[int, ...]) -> Tensor:
     if not isinstance(ids, Tensor) or ids.shape != counted.shape:
         return counted
-    return counted & ~torch.isin(ids, torch.tensor(excluded, device=ids.device)).to(counted.device)
+    return counted & ~torch.isin(ids, sent(excluded, ids.device)).to(counted.device)
 
 
 def _end_tokens(model: nn.Module) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headprune.model.transfers import in_main_memory
 from headprune.scoring._activations import ActivationScorer, Gathers, Moments, output_weight, unit_columns
 from headprune.scoring._base import one_of
 
@@ -45,9 +46,11 @@ class Fluctuation(ActivationScorer):
         if self.normalize == "zscore":
             centred = channels - channels.mean()
             spread = channels.std() if len(channels) > 1 else channels.new_zeros(())
-            channels = centred / spread if float(spread) > 0 else torch.zeros_like(centred)
+            channels = torch.where(spread > 0, centred / spread, 0)
         return torch.stack([channels[unit].mean() for unit in unit_columns(statistic.bound)])
 
     def notes(self, statistics: Iterable[Moments]) -> tuple[str, ...]:
-        still = [s.bound.site.name for s in statistics if not bool(s.variance(torch.ones_like(s.count)).any())]
+        given = list(statistics)
+        varies = in_main_memory(s.variance(torch.ones_like(s.count)).any() for s in given)
+        still = [s.bound.site.name for s, some in zip(given, varies, strict=True) if not bool(some)]
         return (f"Nothing varies over the tokens at {', '.join(still)}: all scores there are 0.",) if still else ()

@@ -22,6 +22,7 @@ from headprune.model.losses import default_loss
 from headprune.model.recompute import recomputed
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
+from headprune.model.transfers import in_fp64, sent
 from headprune.scoring._averages import averaged, with_curvature
 from headprune.scoring._base import Estimate, Problem, Scorer, added, one_of
 from headprune.scoring._distributions import Distributions, content_seeds, distributions, drawn_labels
@@ -72,20 +73,20 @@ class Ggn(Scorer):
     def estimate(self, problem: Problem) -> Estimate:
         n = n_units(problem)
         kept, drawn = not Curvature.too_large(n), False
-        total = torch.zeros(n, n, dtype=torch.float64) if kept else torch.empty(0)
+        total = torch.zeros(n, n, dtype=torch.float64) if kept else torch.empty(0)  # where the rows are
 
         def halves(number: int, batch: Any) -> Tensor:
             nonlocal drawn, total
             rows, sampled = self.rows(problem, number, batch)
             drawn |= sampled
             if kept:
-                total += _outer(rows)
+                total = sent(total, rows.device) + _outer(rows)
             return rows.square().sum(1) / 2
 
         samples = collected(problem.pieces("ggn", halves, n, keep=False))
         parts = problem.gathered("ggn", lambda: {"total": total, "drawn": torch.tensor(drawn)})
         found = averaged(samples, seed=self.seed if any(bool(part["drawn"]) for part in parts) else None)
-        found = with_curvature(found, n, lambda: added(parts, "total") / found.n_examples)
+        found = with_curvature(found, n, lambda: added(parts, "total").cpu() / found.n_examples)
         ignored = () if problem.loss is default_loss else ("loss= was not asked: ggn reads the output alone.",)
         return replace(found, notes=(*found.notes, *ignored))
 
@@ -95,11 +96,11 @@ class Ggn(Scorer):
         """``[examples, rows, units]`` whose outer products sum to each example's matrix; whether labels were drawn."""
         gates = open_gates(problem, gate_shapes(problem, batch))
         with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
-            found = distributions(problem.model, batch, f"batch {number}")
+            found = distributions(problem.model, batch, f"batch {number}", problem.given)
             softmax = found.kind == "single_label_classification"
             drawn = softmax and (self.draws is not None or found.by_token)
             if drawn:
-                seeds = content_seeds(problem.model, batch, self.seed)
+                seeds = content_seeds(problem.model, problem.given, self.seed)
                 targets = _drawn_losses(found, seeds, self.draws or 1)
             else:
                 output = found.logits[:, 0]
@@ -108,7 +109,7 @@ class Ggn(Scorer):
             for target in targets:
                 keep = target is not targets[-1]
                 gradients = gate_slopes(problem, target, gates, "the model's output", keep)
-                slopes.append(by_unit(problem, gradients).cpu().double())
+                slopes.append(in_fp64(by_unit(problem, gradients)))
         return _weighted(torch.stack(slopes, 1), found, drawn), drawn
 
 
@@ -118,16 +119,16 @@ def _outer(rows: Tensor) -> Tensor:
 
 
 def _drawn_losses(found: Distributions, seeds: list[int], draws: int) -> list[Tensor]:
-    logits = found.logits[found.counted]
+    logits = found.logits_counted()
     return [functional.cross_entropy(logits, y, reduction="sum") for y in drawn_labels(found, seeds, draws)]
 
 
 def _weighted(slopes: Tensor, found: Distributions, drawn: bool) -> Tensor:
     """Rows ``[examples, rows, units]`` from the targets' slopes, by the second derivative of the loss."""
     if drawn:
-        positions = found.counted.sum(1).clamp(min=1).cpu().double()
+        positions = sent(found.counted.sum(1).clamp(min=1).double(), slopes.device)
         return slopes / (positions * slopes.shape[1]).sqrt()[:, None, None]
-    output = found.logits[:, 0].detach().cpu().double()
+    output = in_fp64(found.logits[:, 0].detach())
     if found.kind == "regression":
         root: float = (2 / output.shape[1]) ** 0.5
         return slopes * root
@@ -168,6 +169,6 @@ def ggn_matrix(
         problem = Problem(model, bound, batches, default_loss, progress=False)
         for number, batch in problem.passes("ggn"):
             rows = scorer.rows(problem, number, batch)[0]
-            total += _outer(rows)
+            total = sent(total, rows.device) + _outer(rows)
             n_examples += len(rows)
-    return structured(total / n_examples, [len(b.site.units) for b in bound], structure)
+    return structured(total.cpu() / n_examples, [len(b.site.units) for b in bound], structure)

@@ -13,6 +13,7 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.gating.context import gated
 from headprune.model.sites import sites_of
+from headprune.model.transfers import in_fp64
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
 from headprune.scoring._gradients import gate_shapes, loss_gradients, n_units, open_gates
@@ -55,7 +56,7 @@ class IntegratedGradients(Scorer):
         whole = 0.0
 
         def of_batch(number: int, batch: Any) -> Tensor:
-            parts = [weight * loss_gradients(problem, number, batch, at).cpu().double() for at, weight in places]
+            parts = [weight * in_fp64(loss_gradients(problem, number, batch, at)) for at, weight in places]
             return torch.cat([-torch.stack(parts).sum(0), _saved(problem, number, batch).unsqueeze(1)], 1)
 
         def shares() -> Iterator[Tensor]:
@@ -75,7 +76,7 @@ def _saved(problem: Problem, number: int, batch: Any) -> Tensor:
     losses = []
     for at in (0.0, 1.0):
         with gated(problem.model, open_gates(problem, gate_shapes(problem, batch), at), sites_of(problem.bound)):
-            losses.append(problem.losses(number, batch).double().cpu())
+            losses.append(in_fp64(problem.losses(number, batch)))
     return losses[0] - losses[1]
 
 

@@ -13,6 +13,7 @@ from headprune.attention.sharded import whole
 from headprune.core.slabs import rows_of, used_groups
 from headprune.model.offloaded import fetched
 from headprune.model.sites import BoundSite, lookup
+from headprune.model.transfers import in_main_memory, sent
 from headprune.scoring._base import Estimate, Problem, Scorer
 
 
@@ -32,7 +33,7 @@ class Magnitude(Scorer):
         for b in problem.bound:
             with fetched(b.module):
                 sizes += [_size(b, unit) for unit in b.site.units]
-        return Estimate(torch.stack(sizes))
+        return Estimate(torch.stack(in_main_memory(sizes)))
 
 
 def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
@@ -48,7 +49,7 @@ def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
                 continue
             heads = groups if apart else positions
             weights = [whole(p.detach()).double().flatten() for h in heads for p in target[h].parameters()]
-            size = size * torch.cat(weights).norm().cpu()
+            size = size * torch.cat(weights).norm()
             continue
         weight = whole(target) if isinstance(target, Tensor) else effective_weight(target)
         if weight.ndim != 2:  # a bias
@@ -57,6 +58,6 @@ def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
         for kind, heads in (("value", groups), ("context", positions)):
             if kind in slab.units:
                 rows = rows_of(site.geometry, slab.units, slab.packing, kind, heads)
-                index = torch.tensor(rows, dtype=torch.long, device=weight.device)
-                size = size * weight.detach().index_select(dimension, index).double().norm().cpu()
+                index = sent(rows, weight.device, torch.long)
+                size = size * weight.detach().index_select(dimension, index).double().norm()
     return size

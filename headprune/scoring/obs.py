@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.scoring._activations import ActivationScorer, Gathers, Products, output_weight, unit_columns
+from headprune.scoring._inverse import inverted
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,21 @@ class Obs(ActivationScorer):
     def site_values(self, statistic: Products, weights: Tensor) -> Tensor:
         products = statistic.mean(weights)
         added = (self.ridge * products.diagonal().mean()).clamp(min=1e-30)
-        factor, failed = torch.linalg.cholesky_ex(products + added * torch.eye(len(products)).to(products))
-        if int(failed):
-            got = f"{self.ridge} at {statistic.bound.site.name}, whose channels depend on each other"
-            raise InvalidValue("Obs.ridge", "large enough to invert X'X", got, "Use 1e-2, or more data.")
-        inverse = torch.cholesky_inverse(factor)
+        identity = torch.eye(len(products), dtype=products.dtype, device=products.device)
+        inverse, failed = inverted(products + added * identity)
         weight = output_weight(statistic.bound).to(products)
         values = []
         for unit in unit_columns(statistic.bound):
             columns = weight[:, unit]
-            values.append((columns @ torch.linalg.inv(inverse[unit][:, unit]) * columns).sum())
-        return torch.stack(values)
+            block, code = torch.linalg.inv_ex(inverse[unit][:, unit])
+            values.append((columns @ block * columns).sum())
+            failed = failed | (code != 0)
+        # Nobody looks here, for that would wait for an accelerator: ``refused`` says why a number is missing.
+        return torch.stack(values).masked_fill(failed, torch.nan)
+
+    def refused(self, statistic: Products) -> InvalidValue:
+        everything = torch.ones_like(statistic.count)
+        if not bool(torch.isfinite(statistic.mean(everything)).all()):
+            return super().refused(statistic)
+        got = f"{self.ridge} at {statistic.bound.site.name}, whose channels depend on each other"
+        return InvalidValue("Obs.ridge", "large enough to invert X'X", got, "Use 1e-2, or more data.")

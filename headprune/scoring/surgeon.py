@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -15,12 +15,14 @@ from headprune.model.contexts import counted, inputs_of, rows_of, wide
 from headprune.model.losses import default_loss
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite
-from headprune.scoring._activations import jackknife, unit_columns
+from headprune.model.transfers import in_main_memory, sent
+from headprune.scoring._activations import by_block, jackknife, unit_columns
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer, added
 from headprune.scoring._contexts import by_example, leaves
 from headprune.scoring._distributions import content_seeds, distributions, fisher_targets
 from headprune.scoring._gradients import gradients_of
+from headprune.scoring._inverse import inverted
 
 CURVATURES = ("output", "loss")
 #: A price that would be below the one before it is above it by this share, so that the order can be read off.
@@ -104,7 +106,7 @@ class Surgeon(Scorer):
         for f in factors.values():
             if problem.crew.size > 1:
                 f.join(problem.crew.exchanged(f.parts))  # one at a time: they may be large
-            f.check()
+        _check(list(factors.values()))
         first = problem.examples
         examples = torch.tensor([len(range(g, first, self.blocks)) for g in range(self.blocks)], dtype=torch.float64)
         rows = jackknife(partial(self._prices, list(factors.values()), examples), examples, examples.int().tolist())
@@ -131,38 +133,60 @@ class Surgeon(Scorer):
             if own == "loss":
                 targets = [problem.losses(number, batch).sum()]
             else:
-                found = distributions(problem.model, batch, f"batch {number}")
-                seeds = content_seeds(problem.model, batch, self.seed)
+                found = distributions(problem.model, batch, f"batch {number}", problem.given)
+                seeds = content_seeds(problem.model, problem.given, self.seed)
                 targets, drawn = fisher_targets(found, seeds, self.draws)
             what = "the loss" if own == "loss" else "the model's output"
-            block = torch.arange(first, first + batch_size(batch)) % self.blocks
-            weights = [[torch.zeros(())] * len(runs) for runs in contexts]
+            examples = range(first, first + batch_size(batch))
+            weights: list[list[Tensor | None]] = [[None] * len(runs) for runs in contexts]
             for number, target in enumerate(targets):  # one at a time: a class's slopes are as large as the contexts
                 slopes = gradients_of(problem, target, contexts, what, number < len(targets) - 1)
                 for site, factor in factors.items():
                     for run, g in enumerate(slopes[site]):
-                        more = factor.add_slopes(block, g, batch, told[site][run])
-                        weights[site][run] = weights[site][run].to(more) + more
+                        more = factor.add_slopes(examples, g, batch, told[site][run])
+                        before = weights[site][run]
+                        weights[site][run] = more if before is None else before + more
         for site, factor in factors.items():
             for run, x in enumerate(contexts[site]):
-                factor.add_tokens(block, x.detach(), weights[site][run], batch)
+                weight = weights[site][run]
+                assert weight is not None  # there is a target
+                factor.add_tokens(examples, x.detach(), weight, batch)
         return drawn
 
     def _prices(self, factors: Sequence[_Factors], examples: Tensor, weights: Tensor) -> Tensor:
-        """``[units]`` from the blocks with weight 1."""
-        n = (weights @ examples).clamp(min=1)
-        sites = [_Site(f, weights, n, self.ridge) for f in factors]
-        left = {(s, u): price for s, site in enumerate(sites) for u, price in enumerate(site.prices())}
+        """``[units]`` from the blocks with weight 1, on the CPU.
+
+        What goes at one site changes nothing at another. So each site's order is found where its sums are, without a
+        look, all of them are brought to the CPU in one copy, and only there they are merged.
+        """
+        n = float((weights @ examples).clamp(min=1))
+        removals = in_main_memory(_removed(f, weights, n, self.ridge) for f in factors)
+        orders = []
+        for f, (units, prices) in zip(factors, removals, strict=True):
+            if bool(prices.isnan().any()):
+                got = f"{self.ridge} at {f.bound.site.name}, whose channels depend on each other"
+                raise InvalidValue("Surgeon.ridge", "large enough to invert A", got, "Use 1e-2, or more data.")
+            orders.append(list(zip(map(int, units), map(float, prices), strict=True)))
         found: dict[tuple[int, int], float] = {}
         highest = 0.0
-        while left:
-            place = min(left, key=lambda p: (left[p], p))
-            highest = max(left.pop(place), highest * (1 + _APART))
-            found[place] = highest
-            s, u = place
-            sites[s].remove_(u)
-            left.update({(s, v): price for v, price in enumerate(sites[s].prices()) if (s, v) in left})
+        for site, unit, price in _merged(orders):
+            highest = max(price, highest * (1 + _APART))
+            found[site, unit] = highest
         return torch.tensor([found[place] for place in sorted(found)], dtype=torch.float64)
+
+
+def _merged(orders: Sequence[list[tuple[int, float]]]) -> Iterator[tuple[int, int, float]]:
+    """``(site, unit, price)`` in the order in which units go when the cheapest of all sites does; of equals, the first.
+
+    Args:
+        orders: For every site its units and their prices, in the order in which they go there.
+    """
+    places = [0] * len(orders)
+    for _ in range(sum(map(len, orders))):
+        waiting = [site for site, order in enumerate(orders) if places[site] < len(order)]
+        site = min(waiting, key=lambda s: (orders[s][places[s]][1], s))
+        yield site, *orders[site][places[site]]
+        places[site] += 1
 
 
 class _Seen:
@@ -189,25 +213,25 @@ class _Factors:
         self.x = nothing.new_zeros(blocks, self.width)
         self.xx = nothing.new_zeros(blocks, self.width, self.width)
         self.gg = torch.zeros_like(self.xx)
-        self.tokens = 0
+        self.tokens = torch.zeros((), dtype=torch.int64, device=nothing.device)
 
-    def add_slopes(self, block: Tensor, g: Tensor, batch: Any, here: Tensor | None) -> Tensor:
+    def add_slopes(self, examples: range, g: Tensor, batch: Any, here: Tensor | None) -> Tensor:
         """Adds the slopes of one target at one run; returns how much each token weighs, ``[examples, tokens]``."""
-        g = self._by_example(g, len(block), batch).to(self.gg.dtype)
+        g = self._by_example(g, len(examples), batch).to(self.gg.dtype)
         if here is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
             g = g.masked_fill(~here.to(g.device).reshape(g.shape[:2])[..., None], 0)
-        for number in block.unique().tolist():
-            rows = g[block == number].flatten(0, 1)
+        for number, some in by_block(examples, len(self.gg)):
+            rows = g[some].flatten(0, 1)
             self.gg[number].addmm_(rows.T, rows)
-        self.tokens += g.shape[0] * g.shape[1] if here is None else int(here.sum())
+        self.tokens += g.shape[0] * g.shape[1] if here is None else here.sum().to(self.tokens.device)
         return g.square().sum(-1)
 
-    def add_tokens(self, block: Tensor, x: Tensor, weights: Tensor, batch: Any) -> None:
+    def add_tokens(self, examples: range, x: Tensor, weights: Tensor, batch: Any) -> None:
         """Adds one run's contexts, by the weights of their tokens; those that weigh nothing are left out."""
-        x = self._by_example(x, len(block), batch).to(self.xx.dtype)
+        x = self._by_example(x, len(examples), batch).to(self.xx.dtype)
         x = x.masked_fill(weights[..., None] == 0, 0)
-        for number in block.unique().tolist():
-            rows, w = x[block == number].flatten(0, 1), weights[block == number].flatten()
+        for number, some in by_block(examples, len(self.xx)):
+            rows, w = x[some].flatten(0, 1), weights[some].flatten()
             weighted = rows * w[:, None]
             self.weight[number] += w.sum()
             self.x[number] += weighted.sum(0)
@@ -216,35 +240,69 @@ class _Factors:
     def parts(self) -> dict[str, Tensor]:
         """All sums, for the other processes."""
         sums = {"weight": self.weight, "x": self.x, "xx": self.xx, "gg": self.gg}
-        return {**sums, "tokens": torch.tensor(self.tokens)}
+        return {**sums, "tokens": self.tokens}
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
         """Takes the sums of all processes in place of its own."""
-        self.weight, self.x, self.xx, self.gg = (
-            added(parts, name).to(self.weight.device) for name in ("weight", "x", "xx", "gg")
+        # In memory of their own: what was read from a file may begin anywhere, and products there round otherwise.
+        self.weight, self.x, self.xx, self.gg, self.tokens = (
+            added(parts, name).to(self.weight.device).clone() for name in ("weight", "x", "xx", "gg", "tokens")
         )
-        self.tokens = int(added(parts, "tokens"))
-
-    def check(self) -> None:
-        """Raises:
-        InvalidValue: nothing but padding reached the site, or numbers that are not finite.
-        """
-        name = self.bound.site.name
-        if not self.tokens:
-            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
-        if not bool(self.xx.isfinite().all() & self.gg.isfinite().all()):
-            hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(f"what {name} gives Surgeon", "finite", "NaN or infinite", hint)
 
     def _by_example(self, x: Tensor, size: int, batch: Any) -> Tensor:
         return by_example(self.bound, rows_of(self.bound, x, batch), size)
 
 
-class _Site:
-    """A site while its units go one after the other: the inverse of A, and C, of the refitted projection."""
+def _check(factors: Sequence[_Factors]) -> None:
+    """Looks at all sites at once.
 
-    def __init__(self, factors: _Factors, weights: Tensor, n: Tensor, ridge: float) -> None:
-        weights = weights.to(factors.weight)
+    Raises:
+        InvalidValue: nothing but padding reached a site, or numbers that are not finite.
+    """
+    seen = in_main_memory(torch.stack([f.tokens > 0, f.xx.isfinite().all() & f.gg.isfinite().all()]) for f in factors)
+    for f, flags in zip(factors, seen, strict=True):
+        name = f.bound.site.name
+        reached, finite = flags.tolist()
+        if not reached:
+            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
+        if not finite:
+            hint = "Look for NaN or infinite values in the batches."
+            raise InvalidValue(f"what {name} gives Surgeon", "finite", "NaN or infinite", hint)
+
+
+def _removed(factors: _Factors, weights: Tensor, n: float, ridge: float) -> Tensor:
+    """Removes all units of a site, the cheapest first, on its device; Python looks at nothing.
+
+    Which unit goes is a number on the device, and picks its columns there: to bring A and C to the CPU instead would
+    cost one wait, too, but the ``width ** 2`` multiply-adds of every channel are a GPU's work (at a width of 4096, some
+    4e11 a site in fp64).
+
+    Returns:
+        ``[2, units]``: units by number, in the order in which they go, and their prices; NaN where a matrix has no
+        inverse.
+    """
+    site = _Site(factors, weights, n, ridge)
+    gone = torch.zeros(len(site.units), dtype=torch.bool, device=site.units.device)
+    order, paid = [], []
+    for _ in range(len(site.units)):
+        prices = site.prices().masked_fill(gone, torch.inf)
+        unit = prices.argmin(keepdim=True)  # of equals, the first
+        order.append(unit)
+        paid.append(prices.index_select(0, unit))
+        gone = gone.index_fill(0, unit, True)
+        site.remove_(unit)
+    return torch.stack([torch.cat(order).to(site.c), torch.cat(paid).masked_fill(site.failed, torch.nan)])
+
+
+class _Site:
+    """A site while its units go one after the other: the inverse of A, and C, of the refitted projection.
+
+    Units are the rows of a table of columns. Where some have fewer heads than others, columns that stand for themselves
+    alone (1 in A, 0 in C) fill up their rows: they add nothing to a price.
+    """
+
+    def __init__(self, factors: _Factors, weights: Tensor, n: float, ridge: float) -> None:
+        weights = sent(weights, factors.weight.device, factors.weight.dtype)
         total = (weights @ factors.weight).clamp(min=torch.finfo(weights.dtype).tiny)
         mean = weights @ factors.x / total
         second = torch.tensordot(weights, factors.xx, 1) / total
@@ -252,26 +310,39 @@ class _Site:
         rounding = _ROUNDING * second.diagonal().mean()  # what does not vary has no inverse else
         added = torch.maximum(ridge * a.diagonal().mean(), rounding).clamp(min=1e-30)
         a.diagonal().add_(added)
-        factor, failed = torch.linalg.cholesky_ex(a)
-        if int(failed):
-            got = f"{ridge} at {factors.bound.site.name}, whose channels depend on each other"
-            raise InvalidValue("Surgeon.ridge", "large enough to invert A", got, "Use 1e-2, or more data.")
-        self.inverse = torch.cholesky_inverse(factor)
-        self.c = torch.tensordot(weights, factors.gg, 1) / n.to(weights)
-        self.units = unit_columns(factors.bound)
+        inverse, self.failed = inverted(a)
+        columns = unit_columns(factors.bound)
+        longest = max(map(len, columns))
+        n_more = longest - min(map(len, columns))
+        more = torch.arange(factors.width, factors.width + n_more, device=a.device)
+        #: ``[units, columns]``
+        self.units = torch.stack([torch.cat([u.to(a.device), more[: longest - len(u)]]) for u in columns])
+        self.inverse = torch.block_diag(inverse, torch.eye(n_more, dtype=a.dtype, device=a.device))
+        c = torch.tensordot(weights, factors.gg, 1) / n
+        self.c = torch.block_diag(c, c.new_zeros(n_more, n_more))
 
-    def prices(self) -> list[float]:
-        """What the loss rises by if each unit goes next; of units that are gone, nothing of use."""
-        found = [(torch.linalg.inv(self.inverse[u][:, u]) * self.c[u][:, u]).sum() / 2 for u in self.units]
-        return torch.stack(found).clamp(min=0).tolist()
+    def prices(self) -> Tensor:
+        """``[units]``: what the loss rises by if each goes next; of units that are gone, nothing of use."""
+        rows, columns = self.units.unsqueeze(2), self.units.unsqueeze(1)
+        blocks, code = torch.linalg.inv_ex(self.inverse[rows, columns])
+        self.failed = self.failed | (code != 0).any()
+        found: Tensor = (blocks * self.c[rows, columns]).sum((1, 2)) / 2
+        return found.clamp(min=0)
 
-    def remove_(self, unit: int) -> None:
-        """The rest takes over what it can of a unit; the unit's own channels stay, alone and without a slope."""
-        u = self.units[unit]
-        taken = torch.linalg.solve(self.inverse[u][:, u], self.inverse[u])
-        self.inverse = self.inverse - self.inverse[:, u] @ taken
-        across = self.c[:, u] @ taken
-        self.c = self.c - across - across.T + taken.T @ self.c[u][:, u] @ taken
+    def remove_(self, unit: Tensor) -> None:
+        """The rest takes over what it can of a unit; the unit's own channels stay, alone and without a slope.
+
+        Args:
+            unit: ``[1]``, its number, on the device.
+        """
+        u = self.units.index_select(0, unit).squeeze(0)
+        rows = self.inverse.index_select(0, u)
+        taken, code = torch.linalg.solve_ex(rows.index_select(1, u), rows)
+        self.failed = self.failed | (code != 0)
+        self.inverse = self.inverse - self.inverse.index_select(1, u) @ taken
+        across = self.c.index_select(1, u) @ taken
+        own = self.c.index_select(0, u).index_select(1, u)
+        self.c = self.c - across - across.T + taken.T @ own @ taken
         for matrix, alone in ((self.inverse, 1.0), (self.c, 0.0)):
-            matrix[u], matrix[:, u] = 0.0, 0.0
-            matrix[u, u] = alone
+            matrix.index_fill_(0, u, 0.0).index_fill_(1, u, 0.0)
+            matrix.diagonal().index_fill_(0, u, alone)

@@ -154,9 +154,12 @@ def test_a_loader_that_changes_is_refused_and_nothing_is_left(later: list[Any], 
 def test_a_change_beyond_the_range_of_half_precision_is_refused() -> None:
     linear = nn.Linear(4, 6).half()
     before = linear.weight.detach().clone()
-    replaced = Replaced(Undo())
+    undo = Undo()
+    replaced = Replaced(undo)
+    replaced.add_(Target("out", linear, linear), "weight", torch.full((4, 6), 1e6, dtype=torch.float64))
     with pytest.raises(InvalidValue, match=r"out\.weight: must be within the range of torch\.float16, got an infinite"):
-        replaced.add_(Target("out", linear, linear), "weight", torch.full((4, 6), 1e6, dtype=torch.float64))
+        replaced.check()
+    undo.restore()
     assert_close(linear.weight, before, rtol=0, atol=0)
 
 

@@ -1,0 +1,532 @@
+"""No mixed devices, and few waits for the GPU: on a pretended one, for scorers, recoveries, cuts and benchmarks.
+
+How often a call may wait is stated here, in ``SCORERS``, ``RECOVERIES`` and ``OTHERS``, and it is measured for a small
+case and for one with more batches, more layers and more heads: it must not grow with them, but for what is stated. A
+scorer or recovery that is in no table is measured as well, against ``USUAL``.
+
+What Transformers and accelerate do themselves is counted apart: a model that is given a mask asks once in every forward
+pass whether the mask hides anything.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+import headprune as hp
+from headprune.bench.latency import compare_latency
+from headprune.bench.quality import evaluate
+from headprune.gating import HardConcrete, SubsetTopk
+from headprune.gating.stochastic import GateDistribution
+from headprune.model.running import to_device
+from headprune.recovery import Finetune
+from headprune.recovery import registry as recoveries
+from headprune.scoring import ActivationNorm, Ggn, LeaveOneOut, Obs, Surgeon, Taylor, _gradients
+from headprune.scoring import registry as scorers
+from headprune.scoring._base import Scorer
+from tests.pretended_cuda import CPU, CUDA, PretendedCuda
+from tests.scripts import benchmark
+
+_OTHERS_OWN = ("transformers", "accelerate")
+_TOKENS = 30  # words of the tiny models
+_EXAMPLES = 4  # in a batch
+
+# ---------------------------------------------------------------- what is stated
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How often a call waits for the GPU.
+
+    Args:
+        per_call: Whatever the data and the model.
+        per_batch: For every batch.
+        per_layer: For every layer.
+        why: Why it grows, where it does.
+    """
+
+    per_call: int
+    per_batch: int = 0
+    per_layer: int = 0
+    why: str = ""
+
+    def at(self, size: Size) -> int:
+        return self.per_call + self.per_batch * size.batches + self.per_layer * size.layers
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of what is measured."""
+
+    layers: int = 2
+    heads: int = 4
+    batches: int = 2
+
+
+SIZES = {"small": Size(), "more batches": Size(batches=4), "more layers": Size(layers=3), "more heads": Size(heads=8)}
+
+#: Of anything that is in no table: most wait for the fingerprint, the first loss, the pass's last losses, the rows.
+USUAL = Waits(4)
+
+SCORERS = {
+    "activation_norm": Waits(3),
+    "add_one_in": Waits(9),  # five of them in the proof, which is made once a call
+    "attattr": Waits(8),
+    "attribution_patching": Waits(4),
+    "confidence": Waits(4),
+    "entropy": Waits(4),
+    "fisher": Waits(4),
+    "fluctuation": Waits(4),
+    "ggn": Waits(3),
+    "hard_concrete": Waits(4, per_batch=1, why="a batch is a block here: its slopes decide the gates of the next"),
+    "integrated_gradients": Waits(4),
+    "leave_one_out": Waits(9),
+    "magnitude": Waits(2),
+    "obs": Waits(3),
+    "random": Waits(1),
+    "shapley": Waits(15),  # of three passes, each by the losses of the one before
+    "subset_topk": Waits(4, per_batch=1, why="as hard_concrete"),
+    "surgeon": Waits(11),  # nine of them for eight blocks and for all: prices are merged on the CPU
+    "taylor": Waits(4),
+    "taylor2": Waits(4),
+    "wanda": Waits(3),
+}
+
+RECOVERIES = {
+    "finetune": Waits(3),
+    "head_rescale": Waits(8, per_layer=2, why="a projection is a pass of its own, after those before it were changed"),
+    "lstsq": Waits(8, per_layer=2, why="as head_rescale"),
+    "mean_fold": Waits(13),
+}
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+@dataclass
+class Measured:
+    """What was seen of one call.
+
+    Args:
+        gpu: All of it.
+        forwards: Forward passes of a whole model.
+    """
+
+    gpu: PretendedCuda
+    forwards: int = 0
+    waits: int = field(init=False)
+    others: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.others = sum(event.package in _OTHERS_OWN for event in self.gpu.waits)
+        self.waits = len(self.gpu.waits) - self.others
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on the pretended GPU and its data, which lie in main memory as from a loader."""
+
+    model: nn.Module
+    batches: list[dict[str, Tensor]]
+    size: Size
+    folder: Path
+
+
+def bert(size: Size) -> nn.Module:
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=4 * size.heads,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=16,
+        vocab_size=_TOKENS,
+        max_position_embeddings=16,
+        num_labels=3,
+    )
+    return BertForSequenceClassification(config).eval()
+
+
+def llama(size: Size) -> nn.Module:
+    """A decoder in which two query heads share a key/value head, so that units are of two heads."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=4 * size.heads,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2,
+        intermediate_size=16,
+        vocab_size=_TOKENS,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def data(size: Size, classes: bool) -> list[dict[str, Tensor]]:
+    """Batches with padding; for ``classes`` a label an example, else the tokens themselves."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for _ in range(size.batches):
+        ids = torch.randint(0, _TOKENS, (_EXAMPLES, 6), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, 4:] = 0
+        labels = torch.randint(0, 3, (_EXAMPLES,), generator=generator) if classes else ids
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return batches
+
+
+def measured(run: Callable[[Case], object], size: Size, folder: Path, make: Callable[[Size], nn.Module]) -> Measured:
+    """What happens on the pretended GPU while ``run`` runs."""
+    forwards = []
+    with PretendedCuda() as gpu:
+        model = make(size).to("cuda")
+        model.register_forward_pre_hook(lambda *_: forwards.append(1))
+        case = Case(model, data(size, make is bert), size, folder)
+        gpu.forget()
+        run(case)
+    return Measured(gpu, len(forwards))
+
+
+def check(
+    name: str, run: Callable[[Case], object], stated: Waits, folder: Path, make: Callable[[Size], nn.Module] = bert
+) -> None:
+    """Runs a call in all sizes.
+
+    Raises:
+        AssertionError: devices are mixed, a copy to the GPU is waited for, or there are other waits than were stated.
+    """
+    for what, size in SIZES.items():
+        found = measured(run, size, folder, make)
+        where = f"{name}, {what} {size}"
+        assert not found.gpu.mismatches, f"{where}: mixed devices\n{found.gpu.report()}"
+        ours = [event for event in found.gpu.uploads if event.package not in _OTHERS_OWN]
+        assert not ours, f"{where}: copies to the GPU that are waited for\n{found.gpu.report()}"
+        more = f"{found.waits} waits, stated are {stated.at(size)}"
+        assert found.waits == stated.at(size), f"{where}: {more}\n{found.gpu.report()}"
+        assert stated.per_batch == stated.per_layer == 0 or stated.why
+
+
+def with_scorer(scorer: str | Scorer) -> Callable[[Case], object]:
+    return lambda case: hp.score(case.model, case.batches, scorer, progress=False)
+
+
+def small(name: str, size: Size) -> Scorer:
+    """A registered scorer with settings that take little time."""
+    scorer: Any = scorers.resolve(name, Scorer, "scorer")[1]
+    if name in ("hard_concrete", "subset_topk"):
+        return replace(scorer, steps=size.batches, block=_EXAMPLES)  # a block a batch
+    changes = {
+        "attattr": {"steps": 2},
+        "integrated_gradients": {"points": 2},
+        "shapley": {"orders": 1, "truncation": 0.0},
+    }
+    return replace(scorer, **changes.get(name, {}))
+
+
+# ---------------------------------------------------------------- the pretended GPU itself
+
+
+def test_tensors_say_where_they_lie() -> None:
+    with PretendedCuda() as gpu:
+        here = torch.ones(3)
+        there = here.to("cuda")
+        assert (here.device, there.device, there.is_cuda, there.get_device()) == (CPU, CUDA, True, 0)
+        assert (there + 1).device == there[1:].device == torch.zeros(2, device="cuda").device == CUDA
+        assert there.new_zeros(2).device == torch.zeros_like(there).device == copy.deepcopy(there).device == CUDA
+        assert there.cpu().device == torch.zeros_like(there, device="cpu").device == CPU
+        assert there.to(torch.float64).device == torch.tensor([1.0], device="cuda:0").device == CUDA
+        model = nn.Linear(3, 2).to("cuda")
+        assert next(model.parameters()).device == CUDA
+        model(there).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.device == CUDA
+        assert gpu.mismatches == []
+    assert there.device == CPU  # no more pretence
+    assert_close(there, here)
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda here, there: here + there,
+        lambda here, there: here @ there,
+        lambda here, there: torch.cat([here, there]),
+        lambda here, there: here[there.long()],
+        lambda here, there: torch.nn.functional.linear(there[None], here[None]),
+        lambda here, there: there.index_add(0, torch.arange(3), there.clone()),
+        lambda here, there: there.numpy(),
+    ],
+)
+def test_what_cuda_would_refuse_is_found(mixed: Callable[[Tensor, Tensor], object]) -> None:
+    with PretendedCuda() as gpu:
+        mixed(torch.ones(3), torch.ones(3, device="cuda"))
+    assert len(gpu.mismatches) == 1, gpu.report()
+    assert gpu.mismatches[0].line.startswith("tests/unit/test_pretended_cuda.py:")
+
+
+def test_a_mismatch_in_the_backward_pass_is_found() -> None:
+    with PretendedCuda() as gpu:
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        x.register_hook(lambda gradient: gradient * torch.ones(3))
+        (x * 2).sum().backward()
+    assert len(gpu.mismatches) == 1, gpu.report()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: float(x[0]),
+        lambda x: int(x[0]),
+        lambda x: bool(x.any()),
+        lambda x: 1 if x.sum() > 0 else 0,
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu", torch.float64),
+        lambda x: x.to(torch.ones(())),
+        lambda x: torch.ones(3).copy_(x),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.unique(),
+        lambda x: torch.equal(x, x),
+        lambda x: x.repeat_interleave(x.long()),
+        lambda x: torch.linalg.inv(x.diag()),
+        lambda x: torch.linalg.solve(x.diag(), x),
+        lambda x: torch.linalg.cholesky(x.diag()),
+        lambda x: torch.linalg.eigh(x.diag()),
+        lambda x: torch.cuda.synchronize(),
+    ],
+)
+def test_a_wait_is_found(wait: Callable[[Tensor], object]) -> None:
+    with PretendedCuda() as gpu:
+        x = torch.ones(3, device="cuda")
+        gpu.forget()
+        wait(x)
+    assert len(gpu.waits) == 1, gpu.report()
+    assert gpu.mismatches == []
+    assert gpu.waits[0].line.startswith("tests/unit/test_pretended_cuda.py:")
+    assert gpu.waits[0].package == "tests"
+
+
+@pytest.mark.parametrize(
+    "upload",
+    [
+        lambda x: torch.ones(3).to("cuda"),
+        lambda x: torch.tensor([1, 2], device="cuda"),
+        lambda x: x.new_tensor([1, 2]),
+        lambda x: x[[0, 1]],
+        lambda x: x[torch.tensor([0, 1])],
+        lambda x: x.copy_(torch.ones(3)),
+    ],
+)
+def test_a_copy_to_the_gpu_is_found(upload: Callable[[Tensor], object]) -> None:
+    with PretendedCuda() as gpu:
+        x = torch.ones(3, device="cuda")
+        gpu.forget()
+        upload(x)
+    assert len(gpu.uploads) == 1, gpu.report()
+    assert gpu.mismatches == gpu.waits == []
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        lambda x: x * torch.tensor(2.0),
+        lambda x: torch.where(x > 0, x, torch.tensor(0.0)),
+        lambda x: x.masked_fill(x > 0, 1.0),
+        lambda x: x.index_fill(0, torch.arange(2, device="cuda"), 1.0),
+        lambda x: x[torch.arange(2, device="cuda")],
+        lambda x: x.__setitem__(x > 0, 0.0),
+        lambda x: x[1:].zero_(),
+        lambda x: x.sum().to(torch.float64),
+        lambda x: x.to("cuda"),
+        lambda x: torch.ones(3).to("cuda", non_blocking=True) + x,
+        lambda x: torch.linalg.cholesky_ex(x.diag()),
+        lambda x: torch.linalg.inv_ex(x.diag()),
+        lambda x: x.repeat_interleave(2),
+        lambda x: torch.ones(3).nonzero(),
+    ],
+)
+def test_there_are_no_false_alarms(fine: Callable[[Tensor], object]) -> None:
+    with PretendedCuda() as gpu:
+        x = torch.ones(3, device="cuda")
+        gpu.forget()
+        fine(x)
+    assert gpu.mismatches == gpu.waits == gpu.uploads == [], gpu.report()
+
+
+def test_numbers_are_those_of_the_cpu() -> None:
+    size = Size()
+    expected = hp.score(bert(size), data(size, True), "taylor", progress=False)
+    with PretendedCuda():
+        found = hp.score(bert(size).to("cuda"), data(size, True), "taylor", progress=False)
+    assert found == expected
+
+
+# ---------------------------------------------------------------- the package
+
+
+@pytest.mark.parametrize("name", scorers.names())
+def test_a_scorer_waits_as_often_as_is_stated(name: str, tmp_path: Path) -> None:
+    def run(case: Case) -> None:
+        hp.score(case.model, case.batches, small(name, case.size), progress=False)
+
+    check(name, run, SCORERS.get(name, USUAL), tmp_path)
+
+
+#: Settings in which a scorer goes another way, each with the model that it is for.
+CONFIGURED = {
+    "taylor of tokens": (Taylor(reduce="token"), bert, Waits(4)),
+    "activation_norm of outputs": (ActivationNorm(of="output"), bert, Waits(3)),
+    "leave_one_out with means": (LeaveOneOut(replacement="mean"), bert, Waits(12)),
+    "leave_one_out, a pass for each": (LeaveOneOut(replay=False), bert, Waits(4)),
+    "ggn of tokens": (Ggn(), llama, Waits(3)),
+    "surgeon of tokens": (Surgeon(blocks=2), llama, Waits(5)),
+    "taylor of grouped queries": (Taylor(), llama, Waits(4)),
+    "obs of grouped queries": (Obs(), llama, Waits(3)),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_settings_that_go_another_way(name: str, tmp_path: Path) -> None:
+    scorer, make, stated = CONFIGURED[name]
+    check(name, with_scorer(scorer), stated, tmp_path, make)
+
+
+def test_several_scorers_of_a_call(tmp_path: Path) -> None:
+    together: Any = ["taylor", "fisher", "wanda", "activation_norm"]
+    check("several scorers", with_scorer(together), Waits(7), tmp_path)
+
+
+def with_fewer_heads(model: nn.Module) -> hp.HeadMask:
+    """All heads but the first of every layer."""
+    sites = hp.find_sites(model)
+    return hp.HeadMask.from_keep({s.name: s.heads[1:] for s in sites}, {s.name: s.n_query_heads for s in sites})
+
+
+@pytest.mark.parametrize("name", recoveries.names())
+def test_a_recovery_waits_as_often_as_is_stated(name: str, tmp_path: Path) -> None:
+    recovery: Any = Finetune(distill=0.5, distill_hidden=0.5) if name == "finetune" else name
+
+    def run(case: Case) -> None:
+        teacher = copy.deepcopy(case.model)
+        hp.prune_(case.model, with_fewer_heads(case.model))
+        hp.recover_(case.model, case.batches, recovery, teacher, progress=False)
+
+    check(name, run, RECOVERIES.get(name, USUAL), tmp_path)
+
+
+def gate(case: Case) -> None:
+    with torch.no_grad(), hp.gated(case.model, with_fewer_heads(case.model)):
+        for batch in case.batches:
+            case.model(**to_device(batch, CUDA))
+
+
+def learn_gates(distribution: Callable[[], GateDistribution], case: Case) -> None:
+    """Trains gates in a loop of one's own."""
+    case.model.train()
+    with hp.learned_gates(case.model, distribution()) as gates:
+        optimizer = torch.optim.SGD(gates.parameters(), 0.1)
+        for batch in case.batches:
+            loss = case.model(**to_device(batch, CUDA)).loss + gates.penalty()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def save_and_load(case: Case) -> None:
+    hp.prune_(case.model, with_fewer_heads(case.model))
+    hp.save_pretrained(case.model, case.folder / "small")
+    hp.from_pretrained(case.folder / "small").to("cuda")
+
+
+def prove_cut(case: Case) -> None:
+    hp.prune_(case.model, with_fewer_heads(case.model), to_device(case.batches[0], CUDA))
+
+
+def compare_speed(case: Case) -> None:
+    small = copy.deepcopy(case.model)
+    hp.prune_(small, with_fewer_heads(case.model))
+    example = to_device(case.batches[0], CUDA)
+    effort = {"seconds": 0, "warmup": 1, "min_rounds": 2, "max_rounds": 2}
+    compare_latency(case.model, small, lambda *_: example, (_EXAMPLES,), (6,), **effort)
+
+
+def ways_of(name: str, function: str, on_gpu: bool = False) -> Callable[[Case], None]:
+    """Runs once each of the ways that a benchmark compares; ``on_gpu`` if it draws its batches there."""
+
+    def run(case: Case) -> None:
+        batches = to_device(case.batches, CUDA) if on_gpu else case.batches
+        for way in getattr(benchmark(name), function)(case.model, batches).values():
+            way()
+
+    return run
+
+
+SOFT = functools.partial(HardConcrete, keep=0.5)
+TOP = functools.partial(SubsetTopk, keep=0.5, steps=4)
+
+#: What else runs on a GPU; a benchmark is one more entry.
+OTHERS: dict[str, tuple[Callable[[Case], object], Waits]] = {
+    "prune_": (lambda case: hp.prune_(case.model, with_fewer_heads(case.model)), Waits(0)),
+    "prune_ with its proof": (prove_cut, Waits(10)),
+    "gated": (gate, Waits(0)),
+    "save and load": (
+        save_and_load,
+        Waits(10, per_layer=16, why="a copy a tensor: together they would need all weights' memory once more"),
+    ),
+    "evaluate": (lambda case: evaluate(case.model, case.batches), Waits(2)),
+    "compare_latency": (compare_speed, Waits(12)),  # the clock stops when the GPU is done
+    "learned gates, hard_concrete": (functools.partial(learn_gates, SOFT), Waits(0)),
+    "learned gates, subset_topk": (
+        functools.partial(learn_gates, TOP),
+        Waits(1, per_batch=1, why="its threshold is found on the CPU, in a hundred small steps"),
+    ),
+    "benchmarks/scoring_cost.py, first order": (
+        ways_of("scoring_cost", "first_order_ways", on_gpu=True),
+        Waits(9, per_batch=2, why="batches on the GPU are copied back for the digest of the data"),
+    ),
+    "benchmarks/scoring_cost.py, throughput": (ways_of("scoring_cost", "throughput_ways"), Waits(4)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_else_waits(name: str, tmp_path: Path) -> None:
+    run, stated = OTHERS[name]
+    check(name, run, stated, tmp_path)
+
+
+# ---------------------------------------------------------------- the net holds
+
+
+def test_one_copy_to_main_memory_in_a_scorers_loop_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = _gradients.loss_gradients
+
+    def copying(*args: Any, **kwargs: Any) -> Tensor:
+        return original(*args, **kwargs).to("cpu")
+
+    monkeypatch.setattr(_gradients, "loss_gradients", copying)
+    # A wait for each of two batches, in place of the one that brings all rows to the CPU.
+    with pytest.raises(AssertionError, match=r"taylor, small .*: 5 waits, stated are 4\n(.*\n)*.*copy to main memory"):
+        check("taylor", with_scorer("taylor"), SCORERS["taylor"], tmp_path)
+
+
+def test_a_tensor_of_another_device_in_a_loop_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = _gradients.loss_gradients
+
+    def mixing(*args: Any, **kwargs: Any) -> Tensor:
+        found = original(*args, **kwargs)
+        return found + torch.zeros(found.shape)
+
+    monkeypatch.setattr(_gradients, "loss_gradients", mixing)
+    with pytest.raises(AssertionError, match=r"taylor, small .*: mixed devices"):
+        check("taylor", with_scorer("taylor"), SCORERS["taylor"], tmp_path)
