@@ -44,7 +44,7 @@ JOBS = (
         "correct",
         "-m pytest -q -p no:cacheprovider tests/gpu",
         "gpu-correct.json",
-        most=150,
+        most=240,
         least=60,
         environment={"HEADPRUNE_GPU_RECORD": "{records}/gpu-correct.json"},
         tiny_environment={"HEADPRUNE_GPU_TESTS": "cpu"},

@@ -84,7 +84,7 @@ def prepare(args: argparse.Namespace, home: Home, deadline: float) -> None:
         write(home.settings, settings(args, pack, deadline))
     if not args.rehearsal:  # whose small records are no part of the study
         once(home, "records", lambda: bring_records(args.pack / "records", home.records))
-    once(home, "code", lambda: unpack(args.pack / "code.tar.gz", home.code))
+    once(home, "code", lambda: unpack_code(args.pack / "code.tar.gz", home.code))
     once(home, "data", lambda: unpack_data(args.pack / "data.tar.xz", home.data, args.rehearsal))
     once(home, "wheels", lambda: install(args.pack / "wheels", home))
 
@@ -127,6 +127,14 @@ def unpack(archive: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     with tarfile.open(archive) as file:
         file.extractall(target, filter="data")
+
+
+def unpack_code(archive: Path, target: Path) -> None:
+    """The code, with its folders of scripts made packages: an installed ``tests`` would else come before them."""
+    unpack(archive, target)
+    for name in ("tests", "benchmarks"):
+        (target / name).mkdir(exist_ok=True)
+        (target / name / "__init__.py").touch()
 
 
 def unpack_data(archive: Path, target: Path, rehearsal: bool) -> None:
