@@ -12,7 +12,7 @@ from headprune.core.files import write_atomic
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 from gpu_time import BUSY, Cell
-from pages import Record, Row, distinct, machine, of, plain, ratio, read, table
+from pages import Record, Row, distinct, interval, machine, of, plain, ratio, read, table
 from tradeoff_times import break_even
 
 PAGE = "gpu.md"
@@ -57,7 +57,7 @@ def page(records: Path) -> str:
             lines += ["", f"### {subject}, {phase}", ""]
             lines += cells(of(record, "gpu", subject=subject, phase=phase))
         lines += failed(record)
-    lines += [*correctness(records), *queue(records)]
+    lines += [*scoring(records), *correctness(records), *queue(records)]
     return "\n".join(lines) + "\n"
 
 
@@ -254,6 +254,26 @@ def correctness(records: Path) -> list[str]:
         f"On {where} beside the CPU, by `tests/gpu`: fp64, fp32, TF32, fp16, bf16 and autocast, as far as each applies."
     )
     return ["", "## The same results as on the CPU", "", about, "", *table(head, body)]
+
+
+def scoring(records: Path) -> list[str]:
+    """``leave_one_out`` beside the plain loop over heads."""
+    lines: list[str] = []
+    for record in read(records, "scoring-*.json"):
+        if "gpu" not in record["hardware"] or "leave_one_out" not in record:
+            continue
+        body = []
+        for row in record["leave_one_out"]:
+            size = f"{row['layers']} x {row['heads']}, width {row['width']}"
+            faster = [row["ratios"][f"{way} / fast"] for way in ("naive", "hp.gated loop")]
+            shown = [interval(found["median"], found["p10"], found["p90"]) for found in faster]
+            saturated = "yes" if row["saturated"] else ""
+            body.append([size, f"{row['batch']} x {row['tokens']}", *shown, saturated])
+        head = ["layers x heads", "batch x tokens", "whole passes", "loop with `hp.gated`", "GPU saturated"]
+        about = "Ablation of every head by `leave_one_out`: times as fast as each of two plain loops, with the 10th and"
+        about += " 90th percentile over rounds."
+        lines += ["", "## Scoring", "", machine(record), "", about, "", *table(head, body, left=2)]
+    return lines
 
 
 def queue(records: Path) -> list[str]:

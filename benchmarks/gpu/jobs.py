@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 TRADEOFF = "benchmarks/tradeoff.py --device {device} --model {model} --work {work} --aside --minutes {minutes}"
 #: A rehearsal trains on a few rows for a moment and judges by a few.
-TINY_TRADEOFF = "--small --seeds 1 --calibration 16 --epochs 0.05 --judged 16 --seconds 0.02 --budgets 54 36 24"
+TINY_TRADEOFF = "--small --seeds 1 --calibration 16 --epochs 0.05 --judged 16 --seconds 0.02 --budgets 54 24"
 WAYS = '--ways surgeon "surgeon + lstsq" "surgeon + finetune" taylor random'
 BUDGETS = "--budgets 54 36 24 14 --seeds 3"
 SST2 = f"{TRADEOFF} --task sst2 --data {{data}}/sst2 --out {{records}}/tradeoff-sst2-{{device}}.json"

@@ -136,6 +136,22 @@ CORRECT = {
         },
     ],
 }
+SHARES = {"median": 3.5, "p10": 3.25, "p90": 3.75}
+SCORING = {
+    **ABOUT,
+    "leave_one_out": [
+        {
+            "layers": 12,
+            "heads": 12,
+            "width": 384,
+            "batch": 1,
+            "tokens": 128,
+            "saturated": False,
+            "ratios": {"naive / fast": SHARES, "hp.gated loop / fast": SHARES},
+        }
+    ],
+    "throughput": [],
+}
 QUEUE = {
     "entries": [
         {"job": "quality", "status": "goes on", "seconds": 340.2, "commit": "c0ffee" * 6, "created": "2026-01-01T"}
@@ -149,6 +165,7 @@ def records(tmp_path: Path) -> Path:
     folder = tmp_path / "records"
     shutil.copytree(BENCHMARKS / "records", folder)
     named = {"tradeoff-sst2-cuda": CUTS, "gpu-shapes": SHAPES, "gpu-correct": CORRECT, "gpu-queue": QUEUE}
+    named["scoring-throughput-cuda"] = SCORING
     for name, record in named.items():
         (folder / f"{name}.json").write_text(json.dumps(record))
     return folder
@@ -187,6 +204,7 @@ def test_every_cell_says_what_limits_it(page: ModuleType, records: Path) -> None
     assert "no difference shown at batch 32" in text  # the same cell by its latency
     assert "Energy at 128 x 512, 24 kept: 38.3 to 27.3 mJ an example." in text
     assert "| scores | 2 | 2 | 0.5 |" in text
+    assert "| 12 x 12, width 384 | 1 x 128 | 3.50 [3.25, 3.75] | 3.50 [3.25, 3.75] |  |" in text
     assert "| checkpoints | 1 | 1 | exact |" in text
     assert "| cuts |" not in text  # a control is no comparison
     assert "| quality | goes on | 340 | c0ffeec0ffee | 2026-01-01 |" in text
