@@ -153,14 +153,21 @@ def compared(
             stack.enter_context(undisturbed(model, compiled=True))
         facts = stack.enter_context(compiling(cell.code != "eager"))
         runs = [call_of(model) for model in models]
-        backends = sdpa_backends(runs[0]) if cell.code == "eager" else []
-        rows = measured(runs, device, cell.batch, cell.tokens, how, graphed=cell.code != "eager")
+        eager = cell.code == "eager"
+        backends = sorted({name for run in runs for name in sdpa_backends(run)}) if eager else []
+        rows = measured(runs, device, cell.batch, cell.tokens, how, not eager, backends)
         counted = facts(len(models))
     return [{**asdict(cell), "backends": backends, **row, **counted} for row in rows]
 
 
 def measured(
-    runs: Sequence[Run], device: torch.device, batch: int, tokens: int, how: Measuring, graphed: bool = False
+    runs: Sequence[Run],
+    device: torch.device,
+    batch: int,
+    tokens: int,
+    how: Measuring,
+    graphed: bool = False,
+    backends: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Compare the first call with every other one; return a row for each of the others.
 
@@ -173,6 +180,7 @@ def measured(
         tokens: Tokens an example, for the rows.
         how: For how long, and what else is read.
         graphed: ``torch.compile`` has made CUDA graphs of the calls: they are not captured again.
+        backends: Kernels of attention that the calls take; a graph with others is not used.
 
     Returns:
         Rows with ``call``, and on a GPU ``gpu`` or ``no_graph`` (why there is none), ``bound``, ``state`` before and
@@ -183,7 +191,7 @@ def measured(
     found: dict[str, Any] = {}
     gpu: np.ndarray | None = None
     if device.type == "cuda":
-        replays, why = (list(runs), None) if graphed else captured(runs)
+        replays, why = (list(runs), None) if graphed else captured(runs, backends)
         if replays is None:
             found["no_graph"] = why
         else:
@@ -224,21 +232,30 @@ def bound(call: dict[str, Any], gpu: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------ time of the GPU alone
 
 
-def captured(runs: Sequence[Run]) -> tuple[list[Run] | None, str | None]:
+def captured(runs: Sequence[Run], backends: Sequence[str] = ()) -> tuple[list[Run] | None, str | None]:
     """Make a CUDA graph of every call; return their replays, or why one could not be captured.
 
-    What waits for the GPU, or copies from main memory, cannot be captured.
+    What waits for the GPU, or copies from main memory, cannot be captured. A graph whose attention runs in other
+    kernels than those of the call, ``backends``, is another computation, and is none of use.
     """
     try:
-        return [capture(run).replay for run in runs], None
+        graphs = [capture(run) for run in runs]
+        others = {name for _, names in graphs for name in names} - set(backends)
+        if others:
+            return None, f"the graph takes other kernels than the call: {', '.join(sorted(others))}"
+        return [graph.replay for graph, _ in graphs], None
     except Exception as error:  # CUDA's and PyTorch's own kinds, and whatever a model raises half-way
         torch.cuda.synchronize()
         first = (str(error).splitlines() or [""])[0]
         return None, f"{type(error).__name__}: {first[:200]}"
 
 
-def capture(run: Run) -> torch.cuda.CUDAGraph:
-    """Capture a call after three warm-up calls in a stream of their own, as PyTorch's documentation asks."""
+def capture(run: Run) -> tuple[torch.cuda.CUDAGraph, list[str]]:
+    """Capture a call after three warm-up calls in a stream of their own, as PyTorch's documentation asks.
+
+    Returns:
+        The graph, and the kernels of its attention.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -246,9 +263,32 @@ def capture(run: Run) -> torch.cuda.CUDAGraph:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
+    with masks_of_eager_mode(), torch.cuda.graph(graph):
+        backends = sdpa_backends(run)
+    return graph, backends
+
+
+@contextmanager
+def masks_of_eager_mode() -> Iterator[None]:
+    """Have Transformers build the masks of eager mode while a graph is captured.
+
+    Up to 5.17 it writes every mask out in full there, even one that hides nothing, because it cannot look at masks
+    that are inputs. Ours hide nothing and are no inputs, and a mask that is written out keeps the flash kernel away.
+    """
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        yield
+        return
+    before = getattr(masking_utils, "is_tracing", None)
+    if before is None:
+        yield
+        return
+    masking_utils.is_tracing = lambda *_: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = before
 
 
 def gpu_seconds(replays: Sequence[Run], device: torch.device, how: Measuring) -> np.ndarray:

@@ -221,7 +221,7 @@ def example(model: Any, place: Place, batch: int, device: torch.device, dtype: t
     ids = torch.randint(200, (batch, place.cell.tokens), generator=draw).to(device)
     if place.phase == "forward":
         return {"input_ids": ids}
-    return {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
+    return {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
 
 
 def decoding(model: Any, ids: torch.Tensor, length: int) -> Run:

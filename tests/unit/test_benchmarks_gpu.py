@@ -215,6 +215,43 @@ def test_a_driver_says_what_it_has(gpu_time: ModuleType, monkeypatch: pytest.Mon
     assert gpu_time.state(torch.device("cpu")) is None
 
 
+def test_a_graph_with_other_kernels_is_not_used(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StandIn()
+    clock.patch(monkeypatch, gpu_time)
+    monkeypatch.setattr(gpu_time, "sdpa_backends", lambda run: (run(), ["efficient"])[1])
+    runs = [clock.call(1.0), clock.call(0.5)]
+    replays, why = gpu_time.captured(runs, ["flash"])
+    assert (replays, why) == (None, "the graph takes other kernels than the call: efficient")
+    replays, why = gpu_time.captured(runs, ["efficient"])
+    assert why is None
+    assert len(replays) == 2
+
+
+@pytest.mark.parametrize("place", ["bert-base forward", "llama-1b prefill", "llama-1b decode"])
+def test_a_captured_call_builds_no_mask(
+    gpu_time: ModuleType, shapes: ModuleType, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Transformers 5.17 writes masks out while a stream is captured, which keeps the flash kernel away."""
+    name, _, phase = place.partition(" ")
+    device, dtype = torch.device("cpu"), torch.float32
+    model = shapes.built(shapes.SUBJECTS[name], "float32", device, small=True)
+    cell = shapes.Cell("float32", "eager", "sdpa", False, 2, 8)
+    with torch.inference_mode():
+        run = shapes.call_of(shapes.Place(name, phase, cell), device, dtype)(model)
+        given: list[Any] = []
+        attention = nn.functional.scaled_dot_product_attention
+
+        def seen(*args: Any, attn_mask: Any = None, **more: Any) -> Any:
+            given.append(attn_mask)
+            return attention(*args, attn_mask=attn_mask, **more)
+
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", seen)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with gpu_time.masks_of_eager_mode():
+            run()
+    assert given == [None, None]
+
+
 # ------------------------------------------------------------------------------------------------ cells on a CPU
 
 
