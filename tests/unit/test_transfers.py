@@ -12,7 +12,9 @@ from torch.testing import assert_close
 from headprune.model.cut import Undo
 from headprune.model.fingerprint import fingerprint, sampled_bytes
 from headprune.model.transfers import copies, in_main_memory, sent
+from headprune.recovery._distillation import _variance
 from headprune.scoring._activations import by_block
+from headprune.scoring._inverse import inverted
 from headprune.scoring._later import Later
 from tests.pretended_cuda import CPU, CUDA, PretendedCuda
 
@@ -86,3 +88,20 @@ def test_what_is_refused_later_is_the_first_that_failed() -> None:
     with pytest.raises(ValueError, match=r"^b at 2$"):
         later.check()
     later.check()  # what was read is gone
+
+
+def test_what_a_gpu_computes_another_way_is_the_same() -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(3, 4, 5) + 7, torch.rand(3, 4) > 0.4
+    a = torch.randn(6, 9, dtype=torch.float64)
+    a = a @ a.T
+    variance, (inverse, failed) = _variance(x, mask), inverted(a)
+    assert_close(inverse, torch.linalg.inv(a))
+    with PretendedCuda() as gpu:
+        gpu_variance, (gpu_inverse, gpu_failed) = _variance(x.to("cuda"), mask.to("cuda")), inverted(a.to("cuda"))
+        assert gpu.waits == [], gpu.report()
+    assert_close(gpu_variance, variance)
+    assert_close(gpu_inverse, inverse)
+    assert not bool(failed)
+    assert not bool(gpu_failed)
+    assert bool(inverted(-a)[1])
