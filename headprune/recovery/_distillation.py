@@ -148,10 +148,10 @@ def _share_missed(model: nn.Module, block: Block, student: Tensor, teacher: Tens
 
 
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
-    """Of all numbers of ``x`` ``[batch, tokens, features]`` where ``mask`` ``[batch, tokens]``, about one mean.
-
-    ``x[mask]`` would wait for the device to count the tokens.
-    """
+    """Of all numbers of ``x`` ``[batch, tokens, features]`` where ``mask`` ``[batch, tokens]``, about one mean."""
+    if x.device.type == "cpu":
+        return x[mask].var(correction=0)
+    # Elsewhere x[mask] would wait until the device has counted the tokens.
     n = mask.sum() * x.shape[-1]
     here = mask[..., None]
     mean = torch.where(here, x, 0.0).sum() / n

@@ -59,21 +59,38 @@ def predictions(model: nn.Module, example: Any) -> list[Tensor]:
 def test_prices_are_those_of_sets_solved_from_scratch(layout: str, loss: Any, curvature: str) -> None:
     """Also where heads share keys, tokens are padding, and prices of two sites compete."""
     subject = family_subject(layout, layout)
+    check_prices(subject.model, subject.sites, data(subject, 5), loss, curvature)
+
+
+def test_prices_of_units_of_unlike_sizes() -> None:
+    """A group that lost a query head, beside whole ones."""
+    subject = family_subject("llama", "llama")
     batch = data(subject, 5)
-    bound = bind(subject.model, subject.sites)
+    free = hp.find_sites(subject.model, policy="free")
+    mask = hp.HeadMask.from_keep({s.name: s.heads[1:] for s in free}, {s.name: s.n_query_heads for s in free})
+    hp.prune_(subject.model, mask, sites=free)
+    sites = hp.find_sites(subject.model)
+    assert {len(unit) for s in sites for unit in s.units} == {1, 2}
+    check_prices(subject.model, sites, batch, default_loss, "loss")
+
+
+def check_prices(model: nn.Module, sites: Any, batch: dict[str, Any], loss: Any, curvature: str) -> None:
+    """Compares prices with those of the reference, which solves every set of heads from scratch."""
+    bound = bind(model, sites)
     targets = predictions if curvature == "output" else lambda model, example: [loss(model, example).sum()]
 
     def counted(example: Any) -> Tensor:
         length = example["input_ids"].shape[1] if "input_ids" in example else next(iter(example.values())).shape[1]
-        mask = query_mask(subject.model, "self", example, (1, length))
+        mask = query_mask(model, "self", example, (1, length))
         return torch.ones(length, dtype=torch.bool) if mask is None else mask[0]
 
     projections = [b.gate for b in bound]
-    subject.model.requires_grad_(False)
-    found, n = reference.tokens(projections, one_by_one(batch), lambda e: targets(subject.model, e), counted)
+    model.requires_grad_(False)
+    found, n = reference.tokens(projections, one_by_one(batch), lambda e: targets(model, e), counted)
     units = [[columns.tolist() for columns in unit_columns(b)] for b in bound]
     expected = reference.prices([p.weight.numpy() for p in projections], found, n, units)
-    scores = hp.score(subject.model, [batch], Surgeon(blocks=1, curvature=curvature), loss=loss, progress=False)
+    scorer = Surgeon(blocks=1, curvature=curvature)  # type: ignore[arg-type]
+    scores = hp.score(model, [batch], scorer, loss=loss, sites=sites, progress=False)
     assert scores.n_examples == 5
     for mine, literal in zip(scores.values, expected, strict=True):
         assert_close(list(mine), literal, rtol=1e-7, atol=1e-12)
