@@ -204,15 +204,15 @@ def call_of(place: Place, device: torch.device, dtype: torch.dtype) -> Callable[
         inputs = example(model, place, cell.batch, device, dtype)
         return lambda: model(**inputs)
 
-    def decode(model: nn.Module) -> Run:
-        ids = torch.ones(cell.batch, 1, dtype=torch.long, device=device)
-        return decoding(model, ids, cell.tokens)
+    def cached(model: nn.Module) -> Run:
+        ids = example(model, place, cell.batch, device, dtype)["input_ids"]
+        return with_cache(model, ids[:, -1:] if place.phase == "decode" else ids, cell.tokens)
 
-    return decode if place.phase == "decode" else forward
+    return forward if place.phase == "forward" else cached
 
 
 def example(model: Any, place: Place, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What a forward pass or a prefill takes: random images, or random tokens without a mask."""
+    """What a pass without a cache takes: random images, or random tokens without a mask."""
     draw = torch.Generator().manual_seed(0)
     if SUBJECTS[place.subject].kind == "vision":
         side = model.config.image_size
@@ -221,42 +221,44 @@ def example(model: Any, place: Place, batch: int, device: torch.device, dtype: t
     ids = torch.randint(200, (batch, place.cell.tokens), generator=draw).to(device)
     if place.phase == "forward":
         return {"input_ids": ids}
-    return {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+    return {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
 
 
-def decoding(model: Any, ids: torch.Tensor, length: int) -> Run:
-    """One step behind a full cache: ``ids`` is ``[batch, 1]``, its place the last of ``length``.
+def with_cache(model: Any, ids: torch.Tensor, length: int) -> Run:
+    """A call that ends at ``length`` tokens: ``ids`` is ``[batch, new]``, one token of a decode step, all of a prefill.
 
-    Every call writes the same last place of a cache of noise. So nothing grows, as it does in a cache that appends, no
-    mask keeps the flash kernel away, as in a static one, and there is nothing that a CUDA graph could not capture.
+    Every call writes the same last places of a cache that is full. So nothing grows, as it does in a cache that
+    appends, no mask keeps the flash kernel away, as in a static one, and there is nothing that a CUDA graph could not
+    capture.
     """
-    cache = model(input_ids=ids, use_cache=True).past_key_values  # made by the model, whose layers may differ
+    cache = model(input_ids=ids[:, :1], use_cache=True).past_key_values  # made by the model, whose layers may differ
+    new = ids.shape[1]
     for layer in cache.layers:
-        fill_(layer, length)
-    step = {
+        fill_(layer, length, new)
+    inputs = {
         "input_ids": ids,
         "past_key_values": cache,
         "use_cache": True,
-        "position_ids": torch.full_like(ids, length - 1),
+        "position_ids": torch.arange(length - new, length, device=ids.device).expand(ids.shape),
         "logits_to_keep": 1,
     }
-    return lambda: model(**step)
+    return lambda: model(**inputs)
 
 
-def fill_(layer: Any, length: int) -> None:
-    """Give one layer of a cache ``length`` places of noise, the last of which every step overwrites."""
+def fill_(layer: Any, length: int, new: int) -> None:
+    """Give one layer of a cache ``length`` places of noise, the last ``new`` of which every call overwrites."""
     for name in ("keys", "values"):
         one = getattr(layer, name)  # [batch, groups, 1, head_dim]
         noise = torch.randn(*one.shape[:2], length, one.shape[3], device=one.device, dtype=one.dtype)
         setattr(layer, name, noise)
 
     def update(keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        layer.keys[:, :, -1:].copy_(keys)
-        layer.values[:, :, -1:].copy_(values)
+        layer.keys[:, :, -new:].copy_(keys)
+        layer.values[:, :, -new:].copy_(values)
         return layer.keys, layer.values
 
     layer.update = update
-    layer.get_seq_length = lambda *_, **__: length - 1
+    layer.get_seq_length = lambda *_, **__: length - new
 
 
 def work(model: nn.Module, place: Place, device: torch.device, dtype: torch.dtype) -> dict[str, float]:

@@ -338,7 +338,8 @@ def test_shapes_go_on_after_the_last_row_and_try_again_what_failed(
         shapes.main([argument for argument in arguments if argument != "--small"])
 
 
-def test_a_step_behind_a_full_cache_is_the_step_of_a_growing_one(shapes: ModuleType) -> None:
+@pytest.mark.parametrize("new", [1, 6], ids=["decode", "prefill"])
+def test_a_full_cache_gives_what_a_growing_one_gives(shapes: ModuleType, new: int) -> None:
     subject = shapes.SUBJECTS["llama-1b"]
     model: Any = shapes.built(subject, "float32", torch.device("cpu"), small=True)
     first = hp.find_sites(model)[0]
@@ -347,17 +348,15 @@ def test_a_step_behind_a_full_cache_is_the_step_of_a_growing_one(shapes: ModuleT
     ids = torch.randint(200, (2, 6))
     for net in (model, small):
         with torch.no_grad():
-            prompt = net(input_ids=ids[:, :-1], use_cache=True).past_key_values
-            wanted = net(input_ids=ids[:, -1:], past_key_values=prompt, use_cache=True).logits
-            kept = [(layer.keys, layer.values) for layer in prompt.layers]  # now with the last place
-            step = shapes.decoding(net, ids[:, -1:], 6)
-            cache = step.__closure__[1].cell_contents["past_key_values"]
-            for layer, (keys, values) in zip(cache.layers, kept, strict=True):
-                layer.keys.copy_(keys)
-                layer.values.copy_(values)
-                layer.keys[:, :, -1:] = torch.nan  # must be written anew
-            torch.testing.assert_close(step().logits, wanted)
-            torch.testing.assert_close(step().logits, wanted)
+            wanted = net(input_ids=ids, use_cache=True)
+            run = shapes.with_cache(net, ids[:, -new:], 6)
+            cache = run.__closure__[0].cell_contents["past_key_values"]
+            for layer, grown in zip(cache.layers, wanted.past_key_values.layers, strict=True):
+                layer.keys.copy_(grown.keys)
+                layer.values.copy_(grown.values)
+                layer.keys[:, :, -new:] = torch.nan  # must be written anew
+            for _ in range(2):
+                torch.testing.assert_close(run().logits, wanted.logits[:, -1:])
 
 
 def test_the_whole_grid_holds_what_is_asked_for(shapes: ModuleType) -> None:
