@@ -12,8 +12,9 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.gating.candidates import CandidateLosses
 from headprune.gating.projections import Stand
+from headprune.model.contexts import query_mask
 from headprune.model.processes import Crew
-from headprune.model.transfers import in_fp64
+from headprune.model.transfers import in_fp64, sent
 from headprune.scoring._base import Estimate, Problem
 from headprune.scoring._contexts import mean_contexts, read_contexts
 from headprune.scoring._distributions import content_seeds
@@ -127,9 +128,14 @@ def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
     here: list[int] = []
 
     def take(site: int, contexts: Tensor, counted: Tensor | None) -> None:
+        if isinstance(problem.given, Mapping) and "attention_mask" in problem.given:  # the same mask in main memory
+            kind, shape = problem.bound[site].site.kind, (contexts.shape[0], contexts.shape[1])
+            counted = query_mask(problem.model, kind, problem.given, shape)
         for row, mark in enumerate(here):
             if mark in chosen and mark not in kept[site]:
-                tokens = contexts[row] if counted is None else contexts[row][counted[row]]
+                tokens = contexts[row]
+                if counted is not None:
+                    tokens = tokens[sent(counted[row].nonzero().squeeze(1), contexts.device)]
                 if len(tokens):
                     kept[site][mark] = tokens.clone()
 
