@@ -54,7 +54,7 @@ def in_fp64(x: Tensor) -> Tensor:
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Copies of tensors: on the GPU where they lie if it has room for five of each, else in main memory.
 
-    A copy on the GPU is made without a wait and at its own pace, some fifty times that of a copy to main memory.
+    A copy on the GPU is made without a wait, and at the pace of the GPU's own memory.
     """
     found = list(tensors)
     needed: Counter[torch.device] = Counter()
