@@ -16,7 +16,7 @@ help:
 	@echo "make mutants   small changes to slabs, heads, plans and selectors, which tests must notice; takes an hour or more"
 	@echo "make docs   the documentation as a site, in site/index.html; warnings are errors"
 	@echo "make docs-figures   everything measured in README and docs, written anew from benchmarks/records"
-	@echo "make gpu-rehearsal   what benchmarks/gpu/pack packed, run on the CPU as on the GPU machine, small"
+	@echo "make gpu-rehearsal   packs the GPU study and runs it on the CPU as on the GPU machine, small"
 	@echo "make clean  remove the environment and the runs"
 
 $(BIN)/python:
@@ -56,7 +56,7 @@ docs-figures: $(VENV)/.dev
 	$(BIN)/python docs/figures.py
 
 gpu-rehearsal: $(VENV)/.dev
-	@test -f runs/gpu/pack/pack.json || benchmarks/gpu/pack
+	benchmarks/gpu/pack
 	$(BIN)/python benchmarks/gpu/rehearsal.py
 
 clean:

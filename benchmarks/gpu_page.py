@@ -28,9 +28,11 @@ costs nothing. A small model keeps Python busier than the GPU: its latency does 
 *launch-bound*; a cell is *GPU-bound* where the GPU is busy for at least {busy:.0%} of the latency, of the whole model
 and of the cut one. A speed is the time of the whole model over that of the cut one, in the same run, with its 95 %
 interval. *Limit* is what multiply-adds alone would give; of a decode step, the bytes of weights and KV cache that it
-reads.
+reads. Code under `torch.compile` makes its own graphs: *by events* is the time between events around the call, with
+Python's work before the replay in it.
 
-Inputs have no attention mask, because a mask of ones keeps the flash kernel away. Clocks are read and never locked.
+Inputs have no attention mask, because a mask of ones keeps the flash kernel away. Transformers 5.17 writes such a mask
+out for code that is compiled or captured; here it does not, as later versions do not. Clocks are read and never locked.
 Energy is read over back-to-back replays alone. How to run it: [benchmarks](https://github.com/headprune/headprune/tree/main/benchmarks).
 """
 
@@ -43,12 +45,14 @@ def draw(records: Path, docs: Path) -> Path:
 def page(records: Path) -> str:
     """Markdown; every number is computed from the records."""
     cuts, shapes = of_cuts(records), of_shapes(records)
+    rest = [*scoring(records), *correctness(records), *queue(records)]
     lines = [INTRO.format(busy=BUSY)]
-    if not cuts and not shapes:
+    if not cuts and not shapes and not rest:
         lines.append(f"On a GPU: {studies.NO_GPU}.")
     for record in cuts:
         lines += ["", f"## {record['task'].upper()}, an encoder that was cut", "", machine(record), ""]
         lines += [*headline_words(record), *ceilings(record), *cells(of(record, "gpu"))]
+        lines += failed(record)
     for record in shapes:
         lines += ["", "## Models of real sizes", "", machine(record), ""]
         lines += ["Random weights, for speed does not depend on them; a share of every layer's heads stays.", ""]
@@ -57,13 +61,13 @@ def page(records: Path) -> str:
             lines += ["", f"### {subject}, {phase}", ""]
             lines += cells(of(record, "gpu", subject=subject, phase=phase))
         lines += failed(record)
-    lines += [*scoring(records), *correctness(records), *queue(records)]
+    lines += rest
     return "\n".join(lines) + "\n"
 
 
 def of_cuts(records: Path) -> list[Record]:
     """Records of ``tradeoff.py`` with cells of a GPU."""
-    return [record for record in read(records, "tradeoff-*.json") if of(record, "gpu") and "gpu" in record]
+    return [record for record in read(records, "tradeoff-*.json") if "gpu" in record]
 
 
 def of_shapes(records: Path) -> list[Record]:
@@ -126,6 +130,9 @@ def headline_words(record: Record) -> list[str]:
         f" {plain(1000 * row['gpu']['pruned_p50'])} ms, {ratio(row['gpu'])} times as fast, {share:.2f} of the limit of"
         f" {limit(row):.2f}; latency {ratio(row['call'])}."
     ]
+    judged = {r.get("cut") for r in of(record, "quality", kept=third, seed=0) if r["way"].startswith(record["timed"])}
+    if judged - {row.get("cut")}:
+        lines.append("The heads of the judged and of the timed model differ.")
     top = next(iter(of(record, "ceiling")), None)
     if top and "macs" in row:
         rates = [
@@ -196,7 +203,9 @@ def one_cut(row: Row | None) -> list[str]:
     """Three cells of the table: a cut's speeds and its limit."""
     if row is None:
         return [""] * 3
-    gpu = ratio(row["gpu"]) if "gpu" in row else f"- ({row.get('no_graph', 'no GPU')})"
+    gpu = f"- ({row.get('no_graph', 'no GPU')})"
+    if "gpu" in row or "events" in row:
+        gpu = ratio(row["gpu"]) if "gpu" in row else f"{ratio(row['events'])} by events"
     return [gpu, f"{row['call']['ratio']:.2f}", f"{limit(row):.2f}"]
 
 
@@ -221,7 +230,7 @@ def paying(rows: list[Row]) -> list[str]:
 
 def failed(record: Record) -> list[str]:
     """Cells that could not be run."""
-    rows = [row for row in record["rows"] if "error" in row]
+    rows = [row for row in record["rows"] if row["what"] == "gpu" and "error" in row]
     said = [
         f"- {r.get('subject', '')} {r['precision']} {r['code']} {r['batch']} x {r['tokens']}: {r['error']}"
         for r in rows

@@ -7,7 +7,8 @@ changes nothing. So every cell has two times:
 - *GPU time*: between two CUDA events around replays of a CUDA graph of the same call, so that no launch weighs.
 
 Where the two are alike, the cell is GPU-bound; where latency is longer, it is launch-bound (``bound``). Code that
-``torch.compile`` has put into CUDA graphs by itself cannot be captured again: events around the call time it.
+``torch.compile`` has put into CUDA graphs by itself cannot be captured again. Events around the call time it
+(``events``), and Python's work before the replay lies between them.
 
 Clocks are read, never locked. Energy is that of back-to-back replays alone. On a CPU there is only the latency.
 """
@@ -148,6 +149,7 @@ def compared(
     device = device_of(models[0])
     with ExitStack() as stack:
         stack.enter_context(arithmetic(cell.precision))
+        stack.enter_context(masks_of_eager_mode())
         stack.enter_context(torch.inference_mode())
         for model in models:
             stack.enter_context(undisturbed(model, compiled=True))
@@ -183,34 +185,36 @@ def measured(
         backends: Kernels of attention that the calls take; a graph with others is not used.
 
     Returns:
-        Rows with ``call``, and on a GPU ``gpu`` or ``no_graph`` (why there is none), ``bound``, ``state`` before and
-        after, and ``joules`` a call.
+        Rows with ``call``, and on a GPU ``gpu`` with ``bound``, ``events`` of compiled code, or ``no_graph`` (why there
+        is neither); ``state`` before and after, and ``joules`` a call.
     """
-    before = state(device)
-    latency = in_turn(runs, device, how.effort)
+    if device.type != "cuda":
+        times = {"call": in_turn(runs, device, how.effort)}
+        return [_row(place, batch, tokens, times, {"state": [None, None]}) for place in range(1, len(runs))]
     found: dict[str, Any] = {}
-    gpu: np.ndarray | None = None
-    if device.type == "cuda":
-        replays, why = (list(runs), None) if graphed else captured(runs, backends)
-        if replays is None:
-            found["no_graph"] = why
-        else:
-            warm_up(replays[0], device)
-            gpu = gpu_seconds(replays, device, how)
-            if how.joules and not how.cold:
-                found["joules"] = energies(replays, device, how.joules)
+    warm_up(runs[0], device)
+    before = state(device)
+    times = {"call": latencies(runs, device, how)}
+    replays, why = (list(runs), None) if graphed else captured(runs, backends)
+    if replays is None:
+        found["no_graph"] = why
+    else:
+        times["events" if graphed else "gpu"] = gpu_seconds(replays, device, how)
+        if how.joules and not how.cold:
+            found["joules"] = energies(replays, device, how.joules)
     found["state"] = [before, state(device)]
-    return [_row(place, batch, tokens, latency, gpu, found) for place in range(1, len(runs))]
+    return [_row(place, batch, tokens, times, found) for place in range(1, len(runs))]
 
 
 def _row(
-    place: int, batch: int, tokens: int, latency: np.ndarray, gpu: np.ndarray | None, found: dict[str, Any]
-) -> dict[str, Any]:
+    place: int, batch: int, tokens: int, times: Mapping[str, np.ndarray], found: Mapping[str, Any]
+) -> dict[str, Any]:  # fmt: skip
     """One comparison of the cell: the first call with the one at ``place``."""
     pair = [0, place]
-    row = {**found, "call": _speed(batch, tokens, latency[:, pair])}
-    if gpu is not None:
-        row["gpu"] = _speed(batch, tokens, gpu[:, pair])
+    row = dict(found)
+    for name, seconds in times.items():
+        row[name] = _speed(batch, tokens, seconds[:, pair])
+    if "gpu" in row:
         row["bound"] = bound(row["call"], row["gpu"])
     joules = found.get("joules")
     if joules is not None:
@@ -263,17 +267,18 @@ def capture(run: Run) -> tuple[torch.cuda.CUDAGraph, list[str]]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with masks_of_eager_mode(), torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):
         backends = sdpa_backends(run)
     return graph, backends
 
 
 @contextmanager
 def masks_of_eager_mode() -> Iterator[None]:
-    """Have Transformers build the masks of eager mode while a graph is captured.
+    """Have Transformers build the masks of eager mode while code is compiled or a graph is captured.
 
     Up to 5.17 it writes every mask out in full there, even one that hides nothing, because it cannot look at masks
-    that are inputs. Ours hide nothing and are no inputs, and a mask that is written out keeps the flash kernel away.
+    that are inputs; later versions do not. Ours hide nothing and are no inputs, and a mask that is written out keeps
+    the flash kernel away.
     """
     try:
         from transformers import masking_utils
@@ -289,6 +294,23 @@ def masks_of_eager_mode() -> Iterator[None]:
         yield
     finally:
         masking_utils.is_tracing = before
+
+
+def latencies(runs: Sequence[Run], device: torch.device, how: Measuring) -> np.ndarray:
+    """Seconds ``[rounds, runs]`` by the wall clock; the L2 cache is overwritten before every cold call."""
+    if not how.cold:
+        return in_turn(runs, device, how.effort)
+    dirt = torch.empty(L2_FLUSH, dtype=torch.int8, device=device)
+
+    def timed(which: int) -> tuple[float]:
+        dirt.zero_()
+        synchronize(device)
+        begin = perf_counter()
+        runs[which]()
+        synchronize(device)
+        return (perf_counter() - begin,)
+
+    return rounds(timed, how.effort, len(runs))[:, :, 0]
 
 
 def gpu_seconds(replays: Sequence[Run], device: torch.device, how: Measuring) -> np.ndarray:

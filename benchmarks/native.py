@@ -73,6 +73,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=8, help="one after the other, at least two")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long each makes each comparison")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no process after so much time, but two")
+    parser.add_argument(
+        "--aside", action="store_true", help="leave another machine's record alone, begin one beside it"
+    )
     parser.add_argument("--small", action="store_true", help="seconds: two narrow layers, one shape")
     parser.add_argument("--out", type=Path, help="default benchmarks/records/native-DEVICE.json")
     args = parser.parse_args(argv)
@@ -89,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = arguments(argv)
     over, start = studies.clock(args), perf_counter()
     out: Path = args.out or RECORDS / f"native-{args.device}.json"
-    record = begun(args, out)
+    record, out = begun(args, out)
     found: list[list[dict[str, Any]]] = record["measured"]
     while len(found) < 2 or (len(found) < args.processes and not over()):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
@@ -103,19 +106,26 @@ def main(argv: Sequence[str] | None = None) -> Path:
     return out
 
 
-def begun(args: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """A new record, or the one at ``out``, whose processes count, if it has the same settings on the same machine."""
-    how = ("out", "processes", "minutes")  # these decide how much is measured, not what
-    settings = {name: value for name, value in vars(args).items() if name not in how}
+def begun(args: argparse.Namespace, out: Path) -> tuple[dict[str, Any], Path]:
+    """A new record, or the one at ``out``, whose processes count, if it has the same settings on the same machine.
+
+    Returns:
+        The record, and its path: one beside ``out`` with ``--aside``, where another record lies there.
+    """
+    how = ("out", "processes", "minutes", "aside")  # these decide how much is measured, not what
     here = hardware(resolve_device(args.device)) | {"threads": args.threads}
+    same = {
+        "benchmark": "native",
+        "settings": {name: value for name, value in vars(args).items() if name not in how},
+        "versions": versions(),
+        "where": here.get("gpu", here["processor"]),
+    }
+    out = studies.aside(out, same) if args.aside else out
     record: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    same = (
-        record.get("settings") == settings and record.get("hardware") == here and record.get("versions") == versions()
-    )
-    if same and "measured" in record:
-        return record
-    about = {"benchmark": "native", "created": now(), "hardware": here, "versions": versions()}
-    return {**about, "git_commit": git_commit(), "aim": AIM, "settings": settings, "rows": [], "measured": []}
+    if "measured" in record and all(record.get(name) == value for name, value in same.items()):
+        return record, out
+    about = {"created": now(), "hardware": here, "git_commit": git_commit(), "aim": AIM}
+    return {**same, **about, "rows": [], "measured": []}, out
 
 
 def one_process(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -361,5 +371,4 @@ SUBJECTS: dict[str, Callable[[argparse.Namespace], Pairs]] = {
 INPUTS: dict[str, Callable[..., Any]] = {"bert": tokens, "vit": images, "llama": tokens}
 
 if __name__ == "__main__":
-    main()
-    studies.leave()
+    studies.leave(main())

@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,9 @@ from headprune.core.files import write_atomic
 from headprune.model.running import to_device
 from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit, hardware, versions
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import studies
 
 RECORDS = Path(__file__).parent / "records"
 FIRST_ORDER: list[Any] = ["taylor", "fisher", "taylor2"]
@@ -82,6 +86,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ablation-tokens", type=int, default=128, help="a measurement, in 1 to 4 batches")
     parser.add_argument("--small", type=int, nargs="+", default=[1, 4], help="batch sizes of ablations")
     parser.add_argument("--largest", type=int, default=64, help="batch size at which the search for saturation ends")
+    parser.add_argument(
+        "--aside", action="store_true", help="leave another machine's record alone, begin one beside it"
+    )
     parser.add_argument("--out", type=Path, help="default benchmarks/records/scoring-cost-DEVICE.json")
     return parser.parse_args(argv)
 
@@ -91,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = arguments(argv)
     device = resolve_device(args.device)
     out: Path = args.out or RECORDS / f"scoring-cost-{args.device}.json"
-    record = begun(args, device, out)
+    record, out = begun(args, device, out)
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
@@ -109,19 +116,25 @@ def main(argv: Sequence[str] | None = None) -> Path:
     return out
 
 
-def begun(args: argparse.Namespace, device: torch.device, out: Path) -> dict[str, Any]:
-    """A record without parts, or the one at ``out`` if it has the same settings on the same machine."""
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "only")}
-    about: dict[str, Any] = {
+def begun(args: argparse.Namespace, device: torch.device, out: Path) -> tuple[dict[str, Any], Path]:
+    """A record without parts, or the one at ``out`` if it has the same settings on the same machine.
+
+    Returns:
+        The record, and its path: one beside ``out`` with ``--aside``, where another record lies there.
+    """
+    here = hardware(device)
+    same: dict[str, Any] = {
         "benchmark": "scoring_cost",
-        "hardware": hardware(device),
+        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "only", "aside")},
         "versions": versions(),
-        "settings": settings,
+        "where": here.get("gpu", here["processor"]),
     }
+    out = studies.aside(out, same) if args.aside else out
     record: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    if all(record.get(name) == value for name, value in about.items()) and "stamps" in record:
-        return record
-    return {**about, "created": now(), "git_commit": git_commit(), "seconds": 0.0, "stamps": {}}
+    if "stamps" in record and all(record.get(name) == value for name, value in same.items()):
+        return record, out
+    about = {"created": now(), "git_commit": git_commit(), "hardware": here, "seconds": 0.0, "stamps": {}}
+    return {**same, **about}, out
 
 
 def now() -> str:

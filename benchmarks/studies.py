@@ -75,9 +75,22 @@ UNFINISHED = 75
 _ended_early = False
 
 
-def leave() -> None:
-    """End the script: with ``UNFINISHED`` where time was over before all rows were there."""
-    sys.exit(UNFINISHED if _ended_early else 0)
+def leave(record: Path) -> None:
+    """End the script by what its record lacks: ``UNFINISHED`` where time was over, 1 where a row failed."""
+    drawn = record.suffix != ".json"  # a page, by --figure
+    rows = [] if drawn else json.loads(record.read_text()).get("rows", [])
+    failed = any("error" in row or without_graph(row) for row in rows)
+    sys.exit(UNFINISHED if _ended_early else 1 if failed else 0)
+
+
+def without_graph(row: Mapping[str, Any]) -> bool:
+    """Whether a call in eager mode could not be captured, so that its GPU time is unknown."""
+    return "no_graph" in row and row.get("code") == "eager"
+
+
+def settled(row: Mapping[str, Any]) -> bool:
+    """Whether a row stands: what failed is tried again, and what could not be captured where the code has changed."""
+    return "error" not in row and not (without_graph(row) and row.get("git_commit") != git_commit())
 
 
 def clock(args: argparse.Namespace) -> Callable[[], bool]:
@@ -98,11 +111,18 @@ def clock(args: argparse.Namespace) -> Callable[[], bool]:
     return over
 
 
-def in_time(rows: Iterable[dict[str, Any]], over: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """The rows, as they are made; none is begun when the time is over."""
+def in_time(
+    rows: Iterable[dict[str, Any] | list[dict[str, Any]]], over: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The rows, as they are made; none is begun when the time is over. Those of a list were measured together."""
     source = iter(rows)
-    while not over() and (row := next(source, None)) is not None:
-        yield row
+    while not over() and (found := next(source, None)) is not None:
+        yield from listed(found)
+
+
+def listed(rows: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row alone as a list of one."""
+    return rows if isinstance(rows, list) else [rows]
 
 
 def aside(out: Path, same: Mapping[str, Any]) -> Path:

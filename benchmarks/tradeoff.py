@@ -29,7 +29,9 @@ from __future__ import annotations
 import argparse
 import base64
 import copy
+import hashlib
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -43,12 +45,14 @@ from torch import nn
 import headprune as hp
 from headprune.bench.size import sizes
 from headprune.core.files import atomic_path
+from headprune.model.running import device_of
 from headprune.run.models import resolve_device
 from headprune.run.surroundings import git_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import studies
 import tradeoff_page
+from determinism import reproducible
 from encoder_tasks import TITLES, Cosine, Task, encoder_task
 from pipelines import interval
 from studies import RECORDS
@@ -132,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         out = studies.aside(out, same) if args.aside else out
         model = Path(args.model).name if Path(args.model).is_dir() else args.model  # where it lay is nobody's business
         record = studies.begun(out, same, device, git_commit=git_commit(), model=model)
-        record["rows"] = [row for row in record["rows"] if "error" not in row]  # they are tried again
+        record["rows"] = [row for row in record["rows"] if studies.settled(row)]
         for row in studies.in_time(rows(args, task, device, record), over):
             record["rows"].append({**row, **studies.stamp()})
             studies.keep(record, out)
@@ -166,7 +170,7 @@ def about(args: argparse.Namespace, task: Task, device: torch.device) -> dict[st
 
 def rows(
     args: argparse.Namespace, task: Task, device: torch.device, record: dict[str, Any]
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any] | list[dict[str, Any]]]:  # fmt: skip
     """What is missing, part by part."""
     done = list(record["rows"])
     if "quality" in args.parts:
@@ -178,14 +182,16 @@ def rows(
     if {"sizes", "gpu", "attention", "speed"} & set(args.parts):
         base = timed_part(task.model)
         known: dict[str, hp.HeadScores] = {}
-        cuts = {kept: timed_part(cut(task, planned(task, args.timed, kept, 0, known))) for kept in args.budgets}
+        plans = {kept: planned(task, args.timed, kept, 0, known) for kept in args.budgets}
+        cuts = {kept: timed_part(cut(task, plan)) for kept, plan in plans.items()}
         batch = task.judged["test"][0]
         example = {k: v for k, v in batch.get("first", batch).items() if k not in ("labels", "label")}
         have = {r["kept"] for r in done if r["what"] == "sizes"}
         if "sizes" in args.parts:
             yield from (size_row(base, cuts[kept], example, kept) for kept in cuts if kept not in have)
         if "gpu" in args.parts:
-            yield from gpu_rows(base, cuts, example, args, done)
+            for found in gpu_rows(base, cuts, example, args, done):
+                yield [{**r, "cut": digest(plans[r["kept"]])} if "kept" in r else r for r in studies.listed(found)]
         seen = {(r["kept"], r["length"], r["batch"]) for r in done if r["what"] == "attention"}
         if "attention" in args.parts:
             yield from attention_rows(base, cuts, example, args, seen)
@@ -214,7 +220,8 @@ def quality_rows(
             file, there = answers_file(store, way, kept, seed), (way, kept, seed) in have
             if there and file.is_file():
                 continue
-            small = copy.deepcopy(task.model) if way == DENSE else cut(task, planned(task, way, kept, seed, known))
+            plan = None if way == DENSE else planned(task, way, kept, seed, known)
+            small = copy.deepcopy(task.model) if plan is None else cut(task, plan)
             for name in recoveries(way):
                 recover_(task, small, name, seed)
             answers = task.answers(small, "test")
@@ -222,6 +229,7 @@ def quality_rows(
             if there:  # measured elsewhere: only its answers were missing
                 continue
             said = {"what": "quality", "way": way, "kept": kept, "seed": seed, "threads": torch.get_num_threads()}
+            said |= {"cut": digest(plan)} if plan is not None else {}
             yield said | {"quality": task.quality(answers, "test"), **packed(answers)}
     compared = {(row["way"], row["kept"], row["draws"], row["against"]) for row in done if row["what"] == "paired"}
     for way, kept in wanted:
@@ -282,7 +290,8 @@ def planned(task: Task, way: str, kept: int, seed: int, known: dict[str, hp.Head
 def recover_(task: Task, small: nn.Module, name: str, seed: int) -> None:
     if name == "finetune":  # by the calibration rows, for one short training that every way can have
         tune = hp.recovery.Finetune(epochs=3, learning_rate=5e-5, warmup_ratio=0.1, seed=seed)
-        hp.recover_(small, task.calibration(seed), tune)
+        with reproducible(device_of(small)):
+            hp.recover_(small, task.calibration(seed), tune)
     else:
         task.recover_(small, task.calibration(seed), hp.recovery.Lstsq(feed_forward=True))
 
@@ -294,6 +303,12 @@ def cut(task: Task, plan: hp.PruningPlan) -> nn.Module:
     small = copy.deepcopy(task.model)
     hp.prune_(small, plan)
     return small
+
+
+def digest(plan: hp.PruningPlan) -> str:
+    """Which heads stay, in a few letters: so that a record shows that quality and speed are of one cut."""
+    kept = [(row.site, sorted(row.kept)) for row in plan.mask.rows]
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:12]
 
 
 def timed_part(model: nn.Module) -> nn.Module:
@@ -333,5 +348,4 @@ def kv_rows(args: argparse.Namespace, device: torch.device, done: set[Any]) -> I
 
 
 if __name__ == "__main__":
-    main()
-    studies.leave()
+    studies.leave(main())

@@ -51,7 +51,7 @@ def tiny_grid() -> list[Cell]:
 
 def gpu_rows(
     base: nn.Module, cuts: dict[int, nn.Module], example: dict[str, Any], args: Any, done: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, Any] | list[dict[str, Any]]]:
     """A row for each cell and cut that is not ``done``, and one of what the machine can do at most.
 
     Args:
@@ -77,8 +77,8 @@ def gpu_rows(
             for kept in (None, *missing):
                 if kept not in made:
                     made[kept] = prepared_(copy.deepcopy(base if kept is None else cuts[kept]), cell)
-            for row in rows(made, missing, example, cell, args):
-                yield row if "error" in row else {**row, **known(row["kept"], cell.tokens)}
+            found = rows(made, missing, example, cell, args)
+            yield [row if "error" in row else {**row, **known(row["kept"], cell.tokens)} for row in found]
 
 
 def wanted(cuts: dict[int, nn.Module], way: tuple[str, str, str]) -> list[int]:
@@ -102,7 +102,7 @@ def rows(
     about = {"what": "gpu", "threads": torch.get_num_threads()}
     try:
         found = compared([made[None], *(made[kept] for kept in missing)], call_of, cell, how)
-    except RuntimeError as error:  # of the memory, of a kernel, of a compiler
+    except Exception as error:  # of the memory, a kernel, a compiler, a model: the next cell may run
         if device.type == "cuda":
             torch.cuda.empty_cache()
         first = (str(error).splitlines() or [""])[0]

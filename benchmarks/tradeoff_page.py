@@ -44,7 +44,7 @@ TITLES = {"sst2": "SST-2, accuracy", "trec": "TREC, accuracy", "stsb": "STS-B, S
 
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page and the figure, from every record there is."""
-    found = drawable(tradeoffs(records))
+    found = drawable(one_each(tradeoffs(records)))
     if found:
         picture(found, docs / PICTURE)
     return write_atomic(docs / PAGE, page(records).encode())
@@ -53,6 +53,16 @@ def draw(records: Path, docs: Path) -> Path:
 def tradeoffs(records: Path) -> list[Record]:
     """The records of this study."""
     return read(records, "tradeoff-*.json")
+
+
+def one_each(records: list[Record]) -> list[Record]:
+    """Of a task's records on one kind of machine, the fullest: others are of other weights."""
+    best: dict[tuple[str, str, str | None], Record] = {}
+    for record in records:
+        key = record["task"], record["device"], record.get("gpu")
+        if key not in best or len(record["rows"]) > len(best[key]["rows"]):
+            best[key] = record
+    return list(best.values())
 
 
 def drawable(records: list[Record]) -> list[Record]:
@@ -274,7 +284,7 @@ def speed(record: Record) -> list[str]:
         lines += lacking(rows, [row for row in failed if tuple(row[name] for name in WAY) == way])
     grid = itertools.product(DTYPES[record["device"]], GRID["attention"], GRID["compiled"])
     never = set(grid) - set(ways) - set(distinct(failed, *WAY))
-    if never:
+    if never and not of(record, "gpu"):
         lines += ["", f"Not measured at all: {'; '.join(way_words(*way) for way in sorted(never))}."]
     if failed:
         lines += ["", "Failed:", ""]
@@ -360,7 +370,7 @@ def shown(record: Record) -> list[Row]:
 
 def readme(records: Path) -> str:
     """The block of the README: what the figure shows, in words, and of a record without accuracy its speed."""
-    every = tradeoffs(records)
+    every = one_each(tradeoffs(records))
     said: dict[str, list[str]] = {}
     for record in every:
         if shown(record):

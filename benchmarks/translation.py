@@ -295,5 +295,4 @@ def cell(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
-    studies.leave()
+    studies.leave(main())

@@ -23,6 +23,7 @@ class Job:
             are filled in.
         record: The record that it writes, in ``{records}``.
         most: Seconds after which it is ended.
+        last_row: Seconds before its end in which a study begins no row: as long as its longest row may take.
         least: It does not begin with fewer seconds before the deadline: it could not end, or would give nothing.
         tiny: What a rehearsal adds to the command.
         environment: Variables, with the same fields filled in.
@@ -34,6 +35,7 @@ class Job:
     record: str
     most: int
     least: int
+    last_row: int = 20
     tiny: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     tiny_environment: dict[str, str] = field(default_factory=dict)
@@ -42,7 +44,7 @@ class Job:
 JOBS = (
     Job(
         "correct",
-        "-m pytest -q -p no:cacheprovider tests/gpu",
+        "-m pytest -q -p no:cacheprovider -W default tests/gpu",
         "gpu-correct.json",
         most=240,
         least=60,
@@ -54,7 +56,7 @@ JOBS = (
         f"{SST2} --parts quality {WAYS} {BUDGETS}",
         "tradeoff-sst2-{device}.json",
         most=360,
-        least=60,
+        least=90,
         tiny=TINY_TRADEOFF,
     ),
     Job(
@@ -62,7 +64,8 @@ JOBS = (
         f"{SST2} --parts sizes gpu --seconds 0.6 {BUDGETS}",
         "tradeoff-sst2-{device}.json",
         most=270,
-        least=60,
+        least=90,
+        last_row=60,
         tiny=TINY_TRADEOFF,
     ),
     Job(
@@ -70,12 +73,13 @@ JOBS = (
         "benchmarks/gpu/shapes.py --device {device} --minutes {minutes} --out {records}/gpu-shapes.json",
         "gpu-shapes.json",
         most=360,
-        least=45,
-        tiny="--small --seconds 0.02",
+        least=100,
+        last_row=75,
+        tiny="--small --seconds 0.02 --codes eager reduce-overhead",
     ),
     Job(
         "scoring",
-        "benchmarks/scoring_cost.py --device {device} --only throughput leave_one_out"
+        "benchmarks/scoring_cost.py --device {device} --only throughput leave_one_out --aside"
         " --out {records}/scoring-throughput-{device}.json",
         "scoring-throughput-{device}.json",
         most=180,
@@ -86,7 +90,7 @@ JOBS = (
     Job(
         "native",
         "benchmarks/native.py --device {device} --processes 3 --seconds 0.3 --width 768 --layers 12"
-        " --shapes 32x128 32x512 --minutes {minutes} --out {records}/native-{device}.json",
+        " --shapes 32x128 32x512 --aside --minutes {minutes} --out {records}/native-{device}.json",
         "native-{device}.json",
         most=180,
         least=120,
@@ -97,7 +101,8 @@ JOBS = (
         f"{TREC} --parts quality sizes gpu --seconds 0.4 {WAYS} {BUDGETS}",
         "tradeoff-trec-{device}.json",
         most=420,
-        least=60,
+        least=90,
+        last_row=60,
         tiny=TINY_TRADEOFF,
     ),
     Job(

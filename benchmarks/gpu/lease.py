@@ -22,7 +22,7 @@ import sys
 import tarfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from worker import Home, entries_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = "gpu.tar.gz"
+#: Seconds between archives while a call waits.
+ARCHIVE_EVERY = 30
 #: Rows of each file in a rehearsal; TREC's recipe sets 500 aside.
 REHEARSED = 640
 
@@ -39,7 +41,7 @@ REHEARSED = 640
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wait", type=float, nargs="?", default=570, help="seconds at most, 570 by default")
-    parser.add_argument("--minutes", type=float, default=27, help="of the first call: until the machine is given back")
+    parser.add_argument("--minutes", type=float, default=25, help="from the first call on, in which jobs may run")
     parser.add_argument("--pack", type=Path, default=ROOT / "runs" / "gpu" / "pack")
     parser.add_argument("--home", type=Path, default=Path.home() / "headprune-gpu", help="of the study on this machine")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="where the archive goes")
@@ -56,9 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     home = Home(args.home.resolve())
     if not home.done.exists():
         prepare(args, home, deadline)
+    archived = 0.0
     while not home.done.exists():
         if not at_work(home):
             start(home)
+        if time.time() - archived > ARCHIVE_EVERY:  # the call itself may be killed: what is in --out comes back then
+            archive(home, args.out)
+            archived = time.time()
         if time.time() > end:
             break
         time.sleep(min(2.0, args.wait))
@@ -73,6 +79,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(args: argparse.Namespace, home: Home, deadline: float) -> None:
     """Unpack and install what is missing; each step is marked when it is done, so a killed call is repeated."""
+    steps: dict[str, Callable[[], None]] = {
+        "settings": lambda: first_call(args, home, deadline),
+        "records": lambda: bring_records(args, home),
+        "code": lambda: unpack_code(args.pack / "code.tar.gz", home.code),
+        "data": lambda: unpack_data(args.pack / "data.tar.xz", home.data, args.rehearsal),
+        "model": lambda: bring_model(args.pack / "minilm", home.model),
+        "wheels": lambda: install(args.pack / "wheels", home),
+    }
+    for name, step in steps.items():
+        mark = home.path / f".{name}"
+        if not mark.exists():
+            step()
+            mark.touch()
+
+
+def first_call(args: argparse.Namespace, home: Home, deadline: float) -> None:
+    """Look at the pack, make the folders, and note what holds for the whole study."""
     if not (args.pack / "pack.json").is_file():
         raise SystemExit(f"{args.pack}: a pack must be there, built by benchmarks/gpu/pack, and it is not.")
     pack: dict[str, Any] = json.loads((args.pack / "pack.json").read_text())
@@ -82,11 +105,6 @@ def prepare(args: argparse.Namespace, home: Home, deadline: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     if not home.settings.is_file():
         write(home.settings, settings(args, pack, deadline))
-    if not args.rehearsal:  # whose small records are no part of the study
-        once(home, "records", lambda: bring_records(args.pack / "records", home.records))
-    once(home, "code", lambda: unpack_code(args.pack / "code.tar.gz", home.code))
-    once(home, "data", lambda: unpack_data(args.pack / "data.tar.xz", home.data, args.rehearsal))
-    once(home, "wheels", lambda: install(args.pack / "wheels", home))
 
 
 def settings(args: argparse.Namespace, pack: dict[str, Any], deadline: float) -> dict[str, Any]:
@@ -98,7 +116,6 @@ def settings(args: argparse.Namespace, pack: dict[str, Any], deadline: float) ->
         "machine": uuid.uuid4().hex[:8],
         "device": "cpu" if args.rehearsal else "cuda",
         "rehearsal": args.rehearsal,
-        "model": str((args.pack / "minilm").resolve()),
         "jobs": [name for name in args.jobs if name in carried],
     }
 
@@ -108,18 +125,16 @@ def has_data(command: str, tasks: list[str]) -> bool:
     return "{data}" not in command or any(f"{{data}}/{task}" in command for task in tasks)
 
 
-def once(home: Home, name: str, step: Any) -> None:
-    """Do a step that no earlier call has finished."""
-    mark = home.path / f".{name}"
-    if not mark.exists():
-        step()
-        mark.touch()
+def bring_records(args: argparse.Namespace, home: Home) -> None:
+    """Rows of earlier machines, with which studies go on; a rehearsal's small ones are no part of the study."""
+    for path in [] if args.rehearsal else sorted((args.pack / "records").glob("*.json")):
+        shutil.copy(path, home.records / path.name)
 
 
-def bring_records(source: Path, target: Path) -> None:
-    """Rows of earlier machines: studies go on with them."""
-    for path in sorted(source.glob("*.json")):
-        shutil.copy(path, target / path.name)
+def bring_model(source: Path, target: Path) -> None:
+    """The encoder, which later calls may find written anew where it came from."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
 
 
 def unpack(archive: Path, target: Path) -> None:

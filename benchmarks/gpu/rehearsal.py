@@ -96,8 +96,11 @@ def failures(out: Path) -> list[str]:
         status = ended.get(job.name, "never began")
         if status != "done":
             found.append(f"{job.name}: {status}; see {out / 'logs' / job.name}.log")
-        elif not record.is_file() or not json.loads(record.read_text()):
+        elif not record.is_file():
             found.append(f"{job.name}: no record {record.name}")
+        else:
+            rows = json.loads(record.read_text()).get("rows", [])
+            found += [f"{job.name}: {row['error']}" for row in rows if "error" in row]
     return found
 
 

@@ -34,7 +34,7 @@ from headprune.model.sites import bind
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import studies
-from gpu_time import PRECISIONS, Cell, Measuring, Run, arithmetic, ceilings, compared, prepared_
+from gpu_time import CODES, PRECISIONS, Cell, Measuring, Run, arithmetic, ceilings, compared, prepared_
 
 Models = list[nn.Module]
 
@@ -186,9 +186,10 @@ def tiny_places() -> list[Place]:
     """One cell of every kind, for trying the script."""
     found: dict[Any, Place] = {}
     for place in places():
-        kind = (SUBJECTS[place.subject].kind, place.phase, place.cell.precision == "bfloat16", place.cell.cold)
+        precise = place.cell.precision != "bfloat16"
+        kind = (SUBJECTS[place.subject].kind, place.phase, precise, place.cell.cold, place.cell.code != "eager")
         tokens = 5 if place.phase == "forward" and SUBJECTS[place.subject].kind == "vision" else 8
-        if place.cell.code == "eager":
+        if place.cell.code != "max-autotune":
             found.setdefault(kind, Place(place.subject, place.phase, replace(place.cell, batch=2, tokens=tokens)))
     return list(found.values())
 
@@ -286,12 +287,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--shares", type=float, nargs="+", default=[0.75, 0.5, 0.25], help="of each layer's units, kept"
     )
+    parser.add_argument("--codes", nargs="+", choices=CODES, help="default: all, with --small eager alone")
     parser.add_argument("--seconds", type=float, default=0.6, help="about how long each cell is timed, twice")
     parser.add_argument("--joules", type=float, default=2.0, help="seconds of each energy window, in headline cells")
     studies.add_minutes(parser)
     parser.add_argument("--small", action="store_true", help="seconds on a CPU: tiny models, one cell of every kind")
     parser.add_argument("--out", type=Path, help="default benchmarks/records/gpu-shapes.json")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.codes = args.codes or (["eager"] if args.small else list(CODES))
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -301,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     device = torch.device(args.device)
     out: Path = args.out or studies.RECORDS / "gpu-shapes.json"
     record = begin(args, device, out)
-    record["rows"] = [row for row in record["rows"] if "error" not in row]  # these are tried again
+    record["rows"] = [row for row in record["rows"] if studies.settled(row)]
     for row in studies.in_time(missing(args, device, record["rows"]), over):
         record["rows"].append({**row, **studies.stamp()})
         studies.keep(record, out)
@@ -318,16 +322,22 @@ def begin(args: argparse.Namespace, device: torch.device, out: Path) -> dict[str
     return studies.begun(out, same, device)
 
 
-def missing(args: argparse.Namespace, device: torch.device, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows that the record lacks: ceilings first, then cell by cell."""
+def missing(
+    args: argparse.Namespace, device: torch.device, done: list[dict[str, Any]]
+) -> Iterator[dict[str, Any] | list[dict[str, Any]]]:
+    """Rows that the record lacks: ceilings first, then cell by cell; compiled ones with one cut, for each takes long.
+
+    The rows of a cell come in a list: they were measured together.
+    """
     if not any(row["what"] == "ceiling" for row in done):
         yield {"what": "ceiling", **ceilings(device, args.small)}
     have = {(Place(r["subject"], r["phase"], Cell.of(r)), r["share"]) for r in done if r["what"] == "gpu"}
     made: dict[Any, Models] = {}
     for place in tiny_places() if args.small else places():
-        wanted = [share for share in args.shares if (place, share) not in have]
-        if place.subject in args.subjects and wanted:
-            yield from rows(args, device, place, wanted, made)
+        shares = args.shares if place.cell.code == "eager" else args.shares[len(args.shares) // 2 :][:1]
+        wanted = [share for share in shares if (place, share) not in have]
+        if place.subject in args.subjects and place.cell.code in args.codes and wanted:
+            yield rows(args, device, place, wanted, made)
 
 
 def rows(
@@ -348,7 +358,7 @@ def rows(
             how = Measuring(Effort(args.seconds, 3, 10, 400), place.cell.cold, joules(args, place))
             found = compared(models, call_of(place, device, dtype), place.cell, how)
             least = [work(model, place, device, dtype) for model in models]
-    except RuntimeError as error:  # of the memory, of a kernel, of a compiler
+    except Exception as error:  # of the memory, a kernel, a compiler, a model: the next cell may run
         made.clear()
         release(device)
         first = (str(error).splitlines() or [""])[0]
@@ -400,5 +410,4 @@ def in_short(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
-    studies.leave()
+    studies.leave(main())

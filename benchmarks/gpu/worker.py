@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -29,8 +30,8 @@ from jobs import JOBS, Job
 UNFINISHED = 75
 #: Seconds before the deadline that no job may use: the archive is made in them.
 RESERVE = 10
-#: Seconds of a job's limit in which a study begins no row, so that the last one can end.
-LAST_ROW = 20
+#: Turns of a job that does not come to its end on one machine.
+TURNS = 3
 #: Seconds between asking a job to end and killing it.
 PATIENCE = 5
 
@@ -52,6 +53,10 @@ class Home:
     @property
     def data(self) -> Path:
         return self.path / "data"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "minilm"
 
     @property
     def records(self) -> Path:
@@ -89,11 +94,11 @@ def main(home: Home) -> None:
             return
         end_orphan(home)
         settings = json.loads(home.settings.read_text())
-        tried: set[str] = set()
-        while (job := following(home, settings, tried)) is not None:
-            if run(job, home, settings)["status"] != "goes on":
-                tried.add(job.name)
-        note_skipped(home, settings, tried)
+        turns = Counter[str]()
+        while (job := following(home, settings, turns)) is not None:
+            status = run(job, home, settings)["status"]
+            turns[job.name] = TURNS if status == "failed" else turns[job.name] + 1
+        note_skipped(home, settings, turns)
         home.done.touch()
 
 
@@ -109,13 +114,15 @@ def alone(home: Home) -> Iterator[bool]:
         yield True
 
 
-def following(home: Home, settings: dict[str, Any], tried: set[str]) -> Job | None:
-    """The first job that is not done, was not tried here, and can still end before the deadline."""
+def following(home: Home, settings: dict[str, Any], turns: Mapping[str, int]) -> Job | None:
+    """The first of the jobs with the fewest turns that is not done and can still end before the deadline.
+
+    So a study that ended early goes on after all others had their turn.
+    """
     left = settings["deadline"] - time.time() - RESERVE
-    for job in wanted(settings):
-        if job.name not in tried and not is_done(home, job) and left >= least(job, settings):
-            return job
-    return None
+    able = [job for job in wanted(settings) if turns[job.name] < TURNS and left >= least(job, settings)]
+    waiting = [job for job in able if not is_done(home, job)]
+    return min(waiting, key=lambda job: turns[job.name], default=None)
 
 
 def wanted(settings: dict[str, Any]) -> list[Job]:
@@ -129,9 +136,25 @@ def least(job: Job, settings: dict[str, Any]) -> float:
 
 
 def is_done(home: Home, job: Job) -> bool:
-    """Whether this very command ended well, on this machine or an earlier one."""
+    """Whether this very command ended well, on this machine or an earlier one.
+
+    What an earlier one did does not count where this machine trained other weights: a record was begun aside then.
+    """
+    machine = json.loads(home.settings.read_text())["machine"]
     entries = [entry for entry in entries_of(home) if entry["job"] == job.name]
-    return bool(entries) and (entries[-1]["status"], entries[-1]["command"]) == ("done", job.command)
+    if not entries or (entries[-1]["status"], entries[-1]["command"]) != ("done", job.command):
+        return False
+    return entries[-1]["machine"] == machine or not begun_aside(home, job)
+
+
+def begun_aside(home: Home, job: Job) -> bool:
+    """Whether a record of other weights was begun on this machine beside the job's own."""
+    mark = home.path / ".records"
+    if not mark.exists():
+        return False
+    stem = job.record.format(device="cuda").removesuffix(".json")
+    found = home.records.glob(f"{stem}-????????.json")
+    return any(path.stat().st_mtime > mark.stat().st_mtime for path in found)
 
 
 def entries_of(home: Home) -> list[dict[str, Any]]:
@@ -152,11 +175,11 @@ def note(home: Home, entry: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def note_skipped(home: Home, settings: dict[str, Any], tried: set[str]) -> None:
+def note_skipped(home: Home, settings: dict[str, Any], turns: Mapping[str, int]) -> None:
     """Note the jobs for which no time was left."""
     here = {entry["job"] for entry in entries_of(home) if entry["machine"] == settings["machine"]}
     for job in wanted(settings):
-        if job.name not in tried | here and not is_done(home, job):
+        if not turns[job.name] and job.name not in here and not is_done(home, job):
             note(home, {**about(job, settings), "status": "no time", "seconds": 0.0})
 
 
@@ -173,10 +196,10 @@ def run(job: Job, home: Home, settings: dict[str, Any]) -> dict[str, Any]:
     fields = {
         "device": settings["device"],
         "data": home.data,
-        "model": settings["model"],
+        "model": home.model,
         "work": home.path / "work",
         "records": home.records,
-        "minutes": f"{max(0.1, (limit - LAST_ROW) / 60):.2f}",
+        "minutes": f"{max(0.1, (limit - job.last_row) / 60):.2f}",
     }
     tiny = settings["rehearsal"]
     words = shlex.split(f"{job.command} {job.tiny}" if tiny else job.command)

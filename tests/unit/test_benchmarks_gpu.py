@@ -165,13 +165,25 @@ def test_the_cache_is_overwritten_before_every_cold_call(gpu_time: ModuleType, m
     clock.patch(monkeypatch, gpu_time)
     dirt = SimpleNamespace(zero_=lambda: setattr(clock, "flushed", clock.flushed + 1))
     monkeypatch.setattr(gpu_time.torch, "empty", lambda *_, **__: dirt)
-    times = gpu_time.gpu_seconds([clock.call(0.1), clock.call(0.2)], CUDA, gpu_time.Measuring(QUICK, cold=True))
-    assert clock.flushed == 2 * 5  # every call of four rounds and of the one to warm up
-    assert np.median(times, 0) == pytest.approx([1e-4, 2e-4])
+    for measure in (gpu_time.gpu_seconds, gpu_time.latencies):
+        clock.flushed = 0
+        times = measure([clock.call(0.1), clock.call(0.2)], CUDA, gpu_time.Measuring(QUICK, cold=True))
+        assert clock.flushed == 2 * 5  # every call of four rounds and of the one to warm up
+        assert np.median(times, 0) == pytest.approx([1e-4, 2e-4])
     clock.flushed = 0
     warm = gpu_time.gpu_seconds([clock.call(0.1)], CUDA, gpu_time.Measuring(QUICK))
     assert clock.flushed == 0
     assert np.median(warm) == pytest.approx(1e-4)  # of one replay, though several are timed together
+
+
+def test_compiled_code_is_timed_by_events_and_says_so(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StandIn()
+    clock.patch(monkeypatch, gpu_time)
+    runs = [clock.call(0.4, 0.1), clock.call(0.2, 0.1)]
+    (row,) = gpu_time.measured(runs, CUDA, 1, 1, gpu_time.Measuring(QUICK), graphed=True)
+    assert row["events"]["ratio"] == pytest.approx(2.0)
+    assert "gpu" not in row
+    assert "bound" not in row  # Python's time lies between the events
 
 
 def test_energy_is_that_of_back_to_back_replays(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +345,9 @@ def test_shapes_go_on_after_the_last_row_and_try_again_what_failed(
     assert {row.get("error") for row in failed[2:]} == {"RuntimeError: out of memory"}
     again = json.loads(shapes.main(arguments).read_text())["rows"]
     assert again[:2] == record["rows"][:2]
-    assert [shapes.Place(r["subject"], r["phase"], shapes.Cell.of(r)) for r in again[1:]] == shapes.tiny_places()
+    eager = [place for place in shapes.tiny_places() if place.cell.code == "eager"]
+    assert [shapes.Place(r["subject"], r["phase"], shapes.Cell.of(r)) for r in again[1:]] == eager
+    assert len(eager) < len(shapes.tiny_places())  # a rehearsal compiles, too
     with pytest.raises(SystemExit, match="record of another run, with other small"):
         shapes.main([argument for argument in arguments if argument != "--small"])
 
@@ -400,16 +414,39 @@ def test_answers_travel_in_the_record(tmp_path: Path) -> None:
     assert tradeoff.packed(np.array([0.25, 1.0])) == {}  # a cosine takes too much room
 
 
-def test_the_end_of_time_is_told_by_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_status_says_what_the_record_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     studies = benchmark("studies")
-    with pytest.raises(SystemExit) as done:
-        studies.leave()
-    assert done.value.code == 0
+    record = tmp_path / "record.json"
+
+    def status(*rows: dict[str, Any]) -> Any:
+        record.write_text(json.dumps({"rows": rows}))
+        with pytest.raises(SystemExit) as ended:
+            studies.leave(record)
+        return ended.value.code
+
+    assert status({"ratio": 1.5}) == 0
+    assert status({"ratio": 1.5}, {"error": "no room"}) == 1
+    assert status({"no_graph": "it waits", "code": "eager"}) == 1
     ticks = iter([0.0, 1.0, 100.0])
     monkeypatch.setattr(studies, "perf_counter", lambda: next(ticks))
     over = studies.clock(SimpleNamespace(minutes=1.0))
     assert not over()
     assert over()
-    with pytest.raises(SystemExit) as ended:
-        studies.leave()
-    assert ended.value.code == 75 == script(BENCHMARKS / "gpu" / "worker.py").UNFINISHED
+    assert status({"error": "no room"}) == 75 == script(BENCHMARKS / "gpu" / "worker.py").UNFINISHED
+
+
+def test_what_could_not_be_captured_is_tried_again_by_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    studies = benchmark("studies")
+    monkeypatch.setattr(studies, "git_commit", lambda: "new")
+    row = {"no_graph": "it waits", "code": "eager"}
+    assert studies.settled({**row, "git_commit": "new"})
+    assert not studies.settled({**row, "git_commit": "old"})
+    assert studies.settled({"code": "eager", "git_commit": "old"})
+    assert not studies.settled({"error": "no room", "git_commit": "new"})
+
+
+def test_rows_that_were_measured_together_are_kept_together() -> None:
+    studies = benchmark("studies")
+    answers = iter([False, True])
+    rows = studies.in_time([[{"row": 1}, {"row": 2}], {"row": 3}], lambda: next(answers))
+    assert [row["row"] for row in rows] == [1, 2]
