@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,16 @@ def test_continuous_integration_does_not_go_without_a_browser() -> None:
     for name in ("BROWSER", "AXE"):
         assert re.search(rf"^\s*export HEADPRUNE_{name}=required$", text, re.MULTILINE)
         assert f'"{name}"' in said
+
+
+def test_of_torch_script_only_what_pytorch_says_itself_is_no_error() -> None:
+    said = "`torch.jit.script` is deprecated. Please switch to `torch.compile` or `torch.export`."
+    for_314 = "`torch.jit.script` is not supported in Python 3.14+ and may break."
+    for message in (said, for_314):
+        warnings.warn_explicit(message, DeprecationWarning, "_script.py", 1, "torch.jit._script")
+    for message, module in ((said, "headprune.model.cut"), ("another", "torch.jit._script")):
+        with pytest.raises(DeprecationWarning):
+            warnings.warn_explicit(message, DeprecationWarning, "a.py", 1, module)
 
 
 SOURCES = {".py", ".md", ".yaml", ".ipynb", ".j2", ".txt"}

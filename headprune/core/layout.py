@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import POLICIES, Grouping, Kind, Policy
-from headprune.core.mixin import Mixin, original_class
+from headprune.core.mixin import WITHOUT_HEADS, Mixin, original_class, refusal
 from headprune.core.slabs import Packing, check_slab
 
 #: Attribute under which a module that has been cut remembers its original heads (a HeadState).
@@ -128,8 +128,9 @@ class AttentionLayout:
         exposed: A class to put in front where the module's own code passes by its output projection's ``forward``
             (and so by every gate); it computes the same and calls the projection.
         empty: ``(module) -> None`` that turns a cut module without heads into one that adds only the output
-            projection's bias; None where the module's own code runs with no head, "refuse" where neither works. If it
-            refuses some modules, its attribute ``refusal``, ``(module) -> UnsupportedModel | None``, says so before.
+            projection's bias; None where the module's own code runs with no head (fused attention of no heads is
+            answered by us, see ``layouts/_own_code.py``), "refuse" where neither works. If it refuses some modules, its
+            attribute ``refusal``, ``(module) -> UnsupportedModel | None``, says so before.
         families: The model families that are known to have it, each with a tiny model for the laws.
     """
 
@@ -171,6 +172,8 @@ class AttentionLayout:
         if self.empty == "refuse":
             name = original_class(module).__name__
             return UnsupportedModel(name, f"left with a head (layout {self.name!r})", "none kept")
+        if self.empty is None:
+            return refusal(module, WITHOUT_HEADS)  # a class is put in front of it
         told: Callable[[Any], UnsupportedModel | None] | None = getattr(self.empty, "refusal", None)
         return None if told is None else told(module)
 

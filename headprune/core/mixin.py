@@ -14,6 +14,8 @@ from headprune.core.errors import UnsupportedModel
 
 #: Where an instance may keep a ``forward``: its own, and the one that accelerate's hooks (``device_map``) call.
 FORWARDS = ("_old_forward", "forward")
+#: What a module must be that cannot lose all its heads.
+WITHOUT_HEADS = "left with a head"
 
 
 class Mixin:

@@ -56,8 +56,6 @@ def attend(
         heads = weights @ v
         weights = weights.sum(1) / max(module.num_heads, 1) if average_attn_weights else weights
         weights = weights if batched else weights.squeeze(0)
-    elif not module.num_heads:  # PyTorch's kernels divide by the number of heads, which before 2.13 ends the process
-        heads = torch.zeros_like(q)
     else:
         heads = functional.scaled_dot_product_attention(q, k, v, mask, dropout, hinted)
     out = module.out_proj(heads.transpose(1, 2).flatten(2))

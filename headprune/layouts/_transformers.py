@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headprune.core import mixin
 from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
-from headprune.core.mixin import Mixin, mix_in, original_class
+from headprune.core.mixin import WITHOUT_HEADS, Mixin, mix_in, original_class
 
 
 class WithoutHeads(Mixin, nn.Module):
@@ -86,11 +86,8 @@ def without_heads(
     refused = refusal(module, kind)
     if refused is not None:
         raise refused
-    mix_in(module, kind, _LEFT)
+    mix_in(module, kind, WITHOUT_HEADS)
     module.headprune_gate, module.headprune_cross = gate, cross  # type: ignore[assignment]
-
-
-_LEFT = "left with a head"
 
 
 def refusal(module: nn.Module, kind: type[WithoutHeads]) -> UnsupportedModel | None:
@@ -98,9 +95,9 @@ def refusal(module: nn.Module, kind: type[WithoutHeads]) -> UnsupportedModel | N
     original = original_class(module)
     called = list(inspect.signature(original.forward).parameters)[1:2]  # type: ignore[attr-defined]
     if kind.forward is WithoutHeads.forward and called != ["hidden_states"]:
-        must = f"{_LEFT}, for only one called with hidden_states is known to work without"
+        must = f"{WITHOUT_HEADS}, for only one called with hidden_states is known to work without"
         return UnsupportedModel(original.__name__, must, f"forward({', '.join(called)}, ...)")
-    return mixin.refusal(module, _LEFT)
+    return mixin.refusal(module, WITHOUT_HEADS)
 
 
 def present_heads(module: nn.Module, x: Tensor, dim: int) -> Tensor:

@@ -27,8 +27,9 @@ from headprune.attention.linear import (
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
-from headprune.core.mixin import mix_in
+from headprune.core.mixin import WITHOUT_HEADS, mix_in
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
+from headprune.layouts._own_code import OwnCode
 from headprune.model.offloaded import Away, offloaders, own_tensors
 from headprune.model.offloaded_cut import Rehomed, Shortening, bring_home_, check_fetched, rehomed
 from headprune.model.refusals import check_cut
@@ -183,16 +184,24 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
                 mix_in(b.module, b.layout.exposed)
             if b.layout.adapt is not None:
                 b.layout.adapt(b.module, unwrap(model))
-            if not keep and callable(b.layout.empty):
-                b.layout.empty(b.module)
-                if b.layout.gate:
-                    bring_home_(b.gate)  # its bias is read, and the module not called
+            if not keep:
+                _empty(b)
         if shortenings:
             check_fetched(unwrap(model), ((module, inside) for module, _, _, inside in undo.modules), shortenings)
     except BaseException:
         undo.restore()
         raise
     return undo
+
+
+def _empty(b: BoundSite) -> None:
+    """Makes a cut module run without heads."""
+    if callable(b.layout.empty):
+        b.layout.empty(b.module)
+        if b.layout.gate:
+            bring_home_(b.gate)  # its bias is read, and the module not called
+    else:
+        mix_in(b.module, OwnCode, WITHOUT_HEADS)
 
 
 def _shortenings(cuts: Iterable[_Cut]) -> Iterator[Shortening]:

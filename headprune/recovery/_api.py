@@ -16,6 +16,7 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.model.losses import Loss
 from headprune.model.offloaded import offloaded
+from headprune.model.precision import weights_change
 from headprune.model.sites import Sites, bind, unwrap
 from headprune.recovery import registry
 from headprune.recovery._base import Job, Recovery, RecoveryReport
@@ -94,21 +95,22 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
             hint = "Save the cut model, load it onto one device, and recover it there."
             raise UnsupportedModel(f"the model for {name}", "in memory", "weights that accelerate offloads", hint)
     start = perf_counter()
-    try:
-        job.undo.remember(job.model)
-        done = method.recover_(job)
-        report = RecoveryReport(
-            method=name,
-            settings=method.settings,
-            changed=done.changed,
-            n_examples=done.n_examples,
-            seconds=perf_counter() - start,
-            metrics=FrozenDict(done.metrics),
-            notes=done.notes,
-        )
-    except BaseException:
-        job.undo.restore()
-        raise
+    with weights_change():
+        try:
+            job.undo.remember(job.model)
+            done = method.recover_(job)
+            report = RecoveryReport(
+                method=name,
+                settings=method.settings,
+                changed=done.changed,
+                n_examples=done.n_examples,
+                seconds=perf_counter() - start,
+                metrics=FrozenDict(done.metrics),
+                notes=done.notes,
+            )
+        except BaseException:
+            job.undo.restore()
+            raise
     return report
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from headprune.core.errors import CheckpointError
 from headprune.core.files import atomic_path
 from headprune.model.fingerprint import sampled_bytes
+from headprune.model.precision import weights_change
 
 FILE = "finetune.pt"
 
@@ -37,7 +38,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def load_weights_(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Copies them into the model."""
-    with torch.no_grad():
+    with weights_change(), torch.no_grad():
         for name, tensor in weights(model).items():
             tensor.copy_(saved[name])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.gating.context import gated
+from headprune.model.precision import product_eps
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite, sites_of
 from headprune.scoring._activations import run
@@ -125,7 +126,7 @@ class Attattr(Scorer):
             raise _unused(b)
         inner = [by_example(b, m * g, len(of_gate)).nan_to_num(0).sum((2, 3)) for m, g in pairs]
         expected = of_gate.double() * scale
-        slack = min(0.1, 64 * torch.finfo(weight.dtype).eps ** 0.75) * (expected.abs().max() + 1e-6)
+        slack = min(0.1, 64 * product_eps(weight.dtype, weight.device) ** 0.75) * (expected.abs().max() + 1e-6)
         apart = (torch.stack(inner).sum(0) - expected).abs() > slack
         problem.refuse_later(("a map in use", b.site.name), apart, lambda _: _unused(b))
         return [m for m, _ in pairs], [g / scale for _, g in pairs], given[0]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import headprune as hp
-from headprune.core.errors import UnsupportedModel
 from headprune.scoring import registry
 from tests.gpu import tolerances
 from tests.gpu.models import NAMES, Subject, placed, subject
@@ -56,8 +55,6 @@ TRAINED = ("hard_concrete", "subset_topk")
 SLOW = (*TRAINED, "attattr", "integrated_gradients", "shapley", "surgeon")
 #: PyTorch's own encoder shows no attention maps.
 NO_MAPS = {("torch", "entropy"), ("torch", "attattr")}
-#: Checks its maps against gradients within the rounding of the weights' type, which TF32 and autocast exceed: refused.
-MAY_REFUSE = {("attattr", "tf32"), ("attattr", "autocast")}
 
 
 def flat(found: Any) -> Tensor:
@@ -91,13 +88,7 @@ def check(compare: Compare, of: str, scorer: Any, mode: Mode, device: torch.devi
     if device.type == "cpu":
         rehearsable(known, mode)
     wanted = truth(of, scorer)
-    try:
-        found = scored(subject(of), scorer, mode, device)
-    except UnsupportedModel as error:
-        if (known, mode.name) not in MAY_REFUSE:
-            raise
-        compare.note("refused", scorer=known, mode=mode.name, why=str(error)[:300])
-        pytest.skip(f"{known} refuses {mode.name}")
+    found = scored(subject(of), scorer, mode, device)
     table = tolerances.TRAINED_SCORES if known in TRAINED else tolerances.SCORES
     compare(f"scores of the {of} by {known}", found, wanted, table[mode.name], mode.name)
     if mode not in WIDE:

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 import headprune as hp
 from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
+from headprune.layouts._tiny_timm import AttentionRope
 from headprune.model.cut import cut_
+from headprune.model.running import call, outputs
 from headprune.model.sites import bind
 from tests.laws.support import family_subject, subject_of
 
@@ -40,6 +44,46 @@ def check(model: nn.Module) -> set[int]:
 @pytest.mark.parametrize(("layout", "family"), FAMILIES)
 def test_every_family_says_beforehand_whether_a_layer_may_lose_all_heads(layout: str, family: str) -> None:
     check(family_subject(layout, family).model)
+
+
+class Watched(TorchFunctionMode):
+    """Fails at fused attention of no heads, which ends the process before PyTorch 2.13."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            assert (args[0] if args else kwargs["query"]).numel()
+        return func(*args, **kwargs)
+
+
+def emptied(model: nn.Module) -> nn.Module:
+    """Without all heads that may leave."""
+    bound = [b for b in bind(model) if not b.site.least]
+    counts = {b.site.name: b.site.n_query_heads for b in bound}
+    cut_(model, bound, hp.HeadMask.from_keep({name: [] for name in counts}, counts))
+    return model
+
+
+@pytest.mark.parametrize(("layout", "family"), FAMILIES)
+def test_no_family_calls_a_kernel_without_heads(layout: str, family: str) -> None:
+    subject = family_subject(layout, family)
+    small = emptied(subject.model)
+    with Watched():
+        assert all(x.isfinite().all() for x in outputs(call(small, subject.batch)) if x.is_floating_point())
+
+
+def test_a_compiled_layer_without_heads_calls_no_kernel() -> None:
+    model = emptied(nn.Sequential(AttentionRope(12, 6)).eval())
+    x = torch.randn(2, 5, 12)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    assert torch.equal(torch.compile(model, backend=keep, fullgraph=True)(x), model(x))
+    assert graphs
+    assert not any("scaled_dot_product" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
 def t5gemma() -> nn.Module:
