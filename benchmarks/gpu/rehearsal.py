@@ -26,6 +26,9 @@ from jobs import JOBS
 from lease import ARCHIVE, ROOT
 from packing import HERE, PYTHON
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from compatibility import Missing, interpreter
+
 GPU = ROOT / "runs" / "gpu"
 
 
@@ -58,9 +61,10 @@ def environment(given: str | None) -> Path:
     mark, python = folder / "built", folder / "bin" / "python"
     if mark.is_file() and mark.read_text() == digest:
         return python
-    base = given or shutil.which(f"python{PYTHON}")
-    if base is None:
-        raise SystemExit(f"python{PYTHON}: must be installed for the rehearsal, and is not on the PATH. Try --python.")
+    try:
+        base = given or interpreter(PYTHON)
+    except Missing as missing:
+        raise SystemExit(f"--python: must be an interpreter of Python {PYTHON}, and {missing}.") from None
     begin = perf_counter()
     print("Building an environment with the GPU machine's versions (some gigabytes, once) ...", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
