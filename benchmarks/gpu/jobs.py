@@ -112,7 +112,7 @@ JOBS = (
         "translation-full-{device}.json",
         most=900,
         least=420,
-        tiny="--small --ways cut --parts cross --set train.epochs=0.3 data.calibration=8 data.vocabulary=300"
+        tiny="--small --ways cut --parts cross --set train.epochs=1 data.calibration=8 data.vocabulary=300"
         " model.config.d_model=32 model.config.ffn_dim=32 train.batch_size=8",
     ),
 )

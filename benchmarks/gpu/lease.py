@@ -34,8 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = "gpu.tar.gz"
 #: Seconds between archives while a call waits.
 ARCHIVE_EVERY = 30
-#: Rows of each file in a rehearsal; TREC's recipe sets 500 aside.
-REHEARSED = 640
+#: Rows of each file in a rehearsal, and of tasks that need more: TREC's recipe sets 500 aside.
+REHEARSED = 64
+REHEARSED_MORE = {"trec": 640}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -156,7 +157,8 @@ def unpack_data(archive: Path, target: Path, rehearsal: bool) -> None:
     """The rows; of a rehearsal, the first few of each file."""
     unpack(archive, target)
     for path in sorted(target.glob("*/*.jsonl")) if rehearsal else []:
-        some = path.read_text(encoding="utf-8").splitlines(keepends=True)[:REHEARSED]
+        count = REHEARSED_MORE.get(path.parent.name, REHEARSED)
+        some = path.read_text(encoding="utf-8").splitlines(keepends=True)[:count]
         path.write_text("".join(some), encoding="utf-8")
 
 

@@ -388,7 +388,7 @@ def test_rows_are_made_up_where_there_are_no_data(packing: ModuleType, tmp_path:
     for task, columns in {"sst2": {"sentence", "label"}, "trec": {"text", "label"}, "multi30k": {"en", "de"}}.items():
         for split in ("train", "validation", "test"):
             rows = (tmp_path / "data" / task / f"{split}.jsonl").read_text().splitlines()
-            assert len(rows) == lease.REHEARSED
+            assert len(rows) == (640 if task == "trec" else 64)
             assert set(json.loads(rows[0])) == columns
 
 
