@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -120,9 +119,8 @@ def begun(args: argparse.Namespace, out: Path) -> tuple[dict[str, Any], Path]:
         "versions": versions(),
         "where": here.get("gpu", here["processor"]),
     }
-    out = studies.aside(out, same) if args.aside else out
-    record: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    if "measured" in record and all(record.get(name) == value for name, value in same.items()):
+    record, out = studies.there(out, same, args.aside)
+    if record is not None and "measured" in record:
         return record, out
     about = {"created": now(), "hardware": here, "git_commit": git_commit(), "aim": AIM}
     return {**same, **about, "rows": [], "measured": []}, out

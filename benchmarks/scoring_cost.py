@@ -129,9 +129,8 @@ def begun(args: argparse.Namespace, device: torch.device, out: Path) -> tuple[di
         "versions": versions(),
         "where": here.get("gpu", here["processor"]),
     }
-    out = studies.aside(out, same) if args.aside else out
-    record: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    if "stamps" in record and all(record.get(name) == value for name, value in same.items()):
+    record, out = studies.there(out, same, args.aside)
+    if record is not None and "stamps" in record:
         return record, out
     about = {"created": now(), "git_commit": git_commit(), "hardware": here, "seconds": 0.0, "stamps": {}}
     return {**same, **about}, out

@@ -140,6 +140,20 @@ def aside(out: Path, same: Mapping[str, Any]) -> Path:
     return out.with_name(f"{out.stem}-{digest}{out.suffix}")
 
 
+def there(out: Path, same: Mapping[str, Any], may_move: bool) -> tuple[dict[str, Any] | None, Path]:
+    """The record at ``out`` if it says the same; else None, and where to begin one.
+
+    Args:
+        out: The record's path.
+        same: What it must say.
+        may_move: Begin beside another record, ``aside``, and not in its place.
+    """
+    out = aside(out, same) if may_move else out
+    record = json.loads(out.read_text()) if out.is_file() else {}
+    fits = bool(record) and all(record.get(name) == value for name, value in same.items())
+    return (record if fits else None), out
+
+
 def begun(out: Path, same: dict[str, Any], device: torch.device, **more: Any) -> dict[str, Any]:
     """The record without rows; or the one that lies at ``out``, if it says the same of what it is about."""
     found: dict[str, Any] | None = json.loads(out.read_text()) if out.is_file() else None

@@ -450,3 +450,16 @@ def test_rows_that_were_measured_together_are_kept_together() -> None:
     answers = iter([False, True])
     rows = studies.in_time([[{"row": 1}, {"row": 2}], {"row": 3}], lambda: next(answers))
     assert [row["row"] for row in rows] == [1, 2]
+
+
+def test_a_record_of_another_machine_is_begun_anew_or_beside(tmp_path: Path) -> None:
+    studies = benchmark("studies")
+    out, same = tmp_path / "native-cuda.json", {"where": "a GPU", "settings": {"width": 768}}
+    assert studies.there(out, same, True) == (None, out)
+    out.write_text(json.dumps({**same, "measured": [1]}))
+    assert studies.there(out, same, True) == ({**same, "measured": [1]}, out)
+    other = {**same, "where": "another GPU"}
+    assert studies.there(out, other, False) == (None, out)
+    record, beside = studies.there(out, other, True)
+    assert record is None
+    assert beside.name.startswith("native-cuda-")
