@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headprune.bench.quality import Quality, evaluate
 from headprune.core.answers import exact_match, f1
 from headprune.core.errors import InvalidValue
+from headprune.model.batches import Batches
 from headprune.model.losses import inputs_of
 from headprune.model.running import call, device_of, to_device, undisturbed
 
@@ -92,10 +93,11 @@ def evaluate_answers(
     Raises:
         InvalidValue: there is not one question an example.
     """
-    quality = evaluate(model, batches)
+    read = Batches.of(batches)  # twice
+    quality = evaluate(model, read)
     if len(questions) != quality.n_examples:
         raise InvalidValue("questions", f"one for each of {quality.n_examples} examples", len(questions))
-    said = answer(model, batches, questions, longest=longest)
+    said = answer(model, read, questions, longest=longest)
     amounts = tuple(f1(text, q.answers) for text, q in zip(said, questions, strict=True))
     exact = [exact_match(text, q.answers) for text, q in zip(said, questions, strict=True)]
     counts = (1.0,) * len(said)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.model.batches import EMPTY
 from headprune.model.losses import (
     Loss,
     check_finite,
@@ -99,7 +100,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
             losses.append(shaped_losses(lambda m, b, out=output: losses_of(m, b, out), model, batch, number))  # type: ignore[misc]
             _count(totals, model, batch, output, bits)
     if not losses:
-        raise InvalidValue("batches", "at least one batch", "an empty iterable")
+        raise InvalidValue(*EMPTY)
     losses = in_main_memory(losses)  # once, at the end: every copy waits for an accelerator
     check_finite(enumerate(losses))
     flat = torch.cat(losses).double()

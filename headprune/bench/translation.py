@@ -14,6 +14,7 @@ from torch import nn
 from headprune.bench.quality import Quality, evaluate
 from headprune.core.bleu import bleu
 from headprune.core.errors import InvalidValue
+from headprune.model.batches import Batches
 from headprune.model.running import device_of, to_device, undisturbed
 
 
@@ -80,10 +81,11 @@ def evaluate_translation(
     check_sacrebleu("evaluate_translation")
     from sacrebleu.metrics import BLEU
 
-    quality = evaluate(model, batches)
+    read = Batches.of(batches)  # twice
+    quality = evaluate(model, read)
     if len(references) != quality.n_examples:
         raise InvalidValue("references", f"one for each of {quality.n_examples} sentences", len(references))
-    translations = translate(model, batches, tokenizer, beams=beams, max_length=max_length)
+    translations = translate(model, read, tokenizer, beams=beams, max_length=max_length)
     scorer = BLEU(effective_order=True)  # it is the counts that are taken; the order matters to one sentence's score
     scores = [scorer.sentence_score(said, [true]) for said, true in zip(translations, references, strict=True)]
     amounts = tuple((*map(float, s.counts), *map(float, s.totals)) for s in scores)

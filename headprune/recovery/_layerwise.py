@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -78,8 +78,10 @@ class LayerwiseRecovery(Recovery):
         InvalidValue: no data, data that can be read only once, or numbers that are not finite. The model is as it was,
             here as in every other case.
         """
+        batches = repeatable(job.batches)
+        job = replace(job, batches=batches)
+        model, run = job.model, job.loss or call
         assert job.teacher is not None
-        model, run, batches = job.model, job.loss or call, repeatable(job.batches)
         pairs = paired(model, job.teacher, job.sites)
         targets = sites_as_targets(pairs)
         if not any(t.gone for t in targets):

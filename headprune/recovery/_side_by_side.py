@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
+from headprune.model.batches import EMPTY, Batches
 from headprune.model.contexts import inputs_of, wide
 from headprune.model.expose import exposed
 from headprune.model.running import batch_size, device_of, to_device, undisturbed, without_fused_attention
@@ -42,29 +43,28 @@ def quiet(model: nn.Module, teacher: nn.Module, pairs: Sequence[Pair]) -> Iterat
         yield
 
 
-def repeatable(batches: Any) -> Iterable[Any]:
+def repeatable(batches: Any) -> Batches:
     """The batches, if they can be gone through more than once.
 
     Raises:
         InvalidValue: they cannot.
     """
-    if isinstance(batches, Iterator) or not hasattr(batches, "__iter__"):
+    iterable = any(hasattr(batches, name) for name in ("__iter__", "__getitem__"))
+    if isinstance(batches, Iterator) or not iterable:
         hint = "Pass a DataLoader or a list of batches: list(batches), for example."
         raise InvalidValue("batches", "readable more than once", type(batches).__name__, hint)
-    checked: Iterable[Any] = batches
-    return checked
+    return Batches.of(batches)
 
 
-def first(batches: Iterable[Any]) -> Any:
-    """The first batch.
+def first(batches: Batches) -> Any:
+    """The first batch, which the next pass still gives.
 
     Raises:
         InvalidValue: there is none.
     """
-    for batch in batches:
-        batch_size(batch, "batch 0")
-        return batch
-    raise InvalidValue("batches", "at least one batch", "an empty iterable")
+    batch = batches.first()
+    batch_size(batch, "batch 0")
+    return batch
 
 
 def difference(model: nn.Module, target: Target, mine: Trail, theirs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -191,7 +191,7 @@ def errors(
         if taught is not None:
             taught.learn(key_of(batch), streams)
     if not examples:
-        raise InvalidValue("batches", "at least one batch", "an empty iterable")
+        raise InvalidValue(*EMPTY)
     done = [(off.done(), written.done()) for off, written in (sums[number] for number in range(len(targets)))]
     reached = in_main_memory(off.n > 0 for off, _ in done)
     finite = in_main_memory(normal.finite for both in done for normal in both)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headprune.core.errors import CheckpointError, InvalidValue
+from headprune.model.batches import Batches
 from headprune.model.running import digest_of
 from headprune.recovery._traces import random_states, set_random_states
 
@@ -26,8 +27,8 @@ class Stream:
     """
 
     def __init__(self, batches: Iterable[Any], length: int, watched: bool) -> None:
-        self.batches, self.length, self.watched = batches, length, watched
-        self.generators = generators_of(batches)
+        self.batches, self.length, self.watched = Batches.of(batches), length, watched
+        self.generators = generators_of(self.batches.source)
         self.taken = 0
         self.first = ""
         self.begun: dict[str, Any] | None = None

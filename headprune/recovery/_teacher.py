@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from headprune.core.errors import HeadPruneError, InvalidValue, PlanMismatch, UnsupportedModel
 from headprune.core.heads import AttentionSite
+from headprune.model.batches import EMPTY
 from headprune.model.contexts import reading, wide
 from headprune.model.fingerprint import fingerprint
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
@@ -97,7 +98,7 @@ def mean_contexts(
             begin(batch)
             run(teacher, batch)
     if not examples:
-        raise InvalidValue("batches", "at least one batch", "an empty iterable")
+        raise InvalidValue(*EMPTY)
     means = [_mean(*of_site) for of_site in zip(bound, totals, counts, strict=True)]
     reached = in_main_memory(count > 0 for _, count in means)
     finite = in_main_memory(torch.isfinite(mean).all() for mean, _ in means)

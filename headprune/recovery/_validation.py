@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.model.batches import Batches
 from headprune.model.losses import Loss, check_finite, shaped_losses
 from headprune.model.running import device_of, to_device, undisturbed, without_fused_attention
 from headprune.model.transfers import copies, in_main_memory
@@ -27,7 +28,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, loss: Loss, batches: Iterable[Any], patience: int | None) -> None:
-        self.model, self.loss, self.batches, self.patience = model, loss, batches, patience
+        self.model, self.loss, self.batches, self.patience = model, loss, Batches.of(batches), patience
         self.losses: list[tuple[int, float]] = []
         self.best_step = 0
         self.best: dict[str, Tensor] = {}

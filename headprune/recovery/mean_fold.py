@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from headprune.attention.linear import cut_features, feature_count
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.core.slabs import rows_of
+from headprune.model.batches import Batches
 from headprune.model.running import call
 from headprune.model.sites import BoundSite
 from headprune.recovery._base import Job, Outcome, Recovery
@@ -72,6 +72,7 @@ class MeanFold(Recovery):
         UnsupportedModel: no output projection, one that is no plain one, or one whose bias belongs to another module.
         InvalidValue: no data; the model is as it was, here as in every other case.
         """
+        job = replace(job, batches=Batches.of(job.batches))
         assert job.teacher is not None
         pairs = paired(job.model, job.teacher, job.sites)
         folds, held = _folds(job.model, pairs)
@@ -94,16 +95,16 @@ class MeanFold(Recovery):
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Changes the biases; returns the errors before and after, and notes."""
         assert job.teacher is not None
-        run = job.loss or call
-        repeatable = not isinstance(job.batches, Iterator)
+        run, batches = job.loss or call, Batches.of(job.batches)
+        repeatable = self.measure and batches.again()
         with quiet(job.model, job.teacher, pairs):
-            if self.measure and repeatable:
-                found = find(job.model, job.teacher, pairs, first(job.batches), run, refit=False)
+            if repeatable:
+                found = find(job.model, job.teacher, pairs, first(batches), run, refit=False)
                 before = errors(job, pairs, found.targets, run)
             for fold, change in changes:
                 replaced.add_(fold.target, "bias", change)
             replaced.check()
-            if self.measure and repeatable:
+            if repeatable:
                 after = errors(job, pairs, found.targets, run)
                 return summary(found.targets, before.errors, after.errors), found.notes
         unread = self.measure and not repeatable

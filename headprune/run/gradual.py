@@ -17,6 +17,7 @@ from headprune.core.heads import AttentionSite
 from headprune.core.plan import Budget, PruningPlan, allowance
 from headprune.core.record import Proof
 from headprune.core.scores import HeadScores
+from headprune.model.batches import Batches
 from headprune.model.losses import Loss
 from headprune.model.sites import Sites, find_sites, unwrap
 from headprune.recovery._api import carry_out
@@ -147,7 +148,8 @@ def prune_gradually_(
         raise InvalidValue("prune_gradually_(leave_checkpoint=)", "given with folder", "no folder")
     _check(budget, stages, settings, steps)
     sites = find_sites(model) if sites is None else sites if isinstance(sites, Sites) else tuple(sites)
-    calibration = batches if calibration is None else calibration
+    calibration = Batches.of(batches if calibration is None else calibration)  # read anew at every stage
+    calibration.keep()
     rules: dict[str, Any] = {"must_keep": _listed(must_keep), "must_remove": _listed(must_remove)}
     source, whole, before = _Source(batches), 0, 0
     done: list[GradualStage] = []

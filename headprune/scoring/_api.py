@@ -102,7 +102,9 @@ def score(
 
     Raises:
         UnknownName: no such scorer.
-        InvalidValue: no data, no labels, a loss that is not finite (the message names the batch).
+        InvalidValue: no data, no labels, a loss that is not finite (the message names the batch); batches that can be
+            read only once for a scorer that reads them again; slopes of the loss that are zero but for rounding, for a
+            scorer that goes by them.
         UnsupportedModel: no known attention in the model, or weights that are neither in memory nor offloaded by
             accelerate, module by module.
         ProcessFailed: another process failed, is gone, or did not answer in time.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from tqdm.auto import tqdm
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.scores import CostTable
+from headprune.model.batches import EMPTY, Batches
 from headprune.model.costs import measure_costs
 from headprune.model.losses import Loss, check_finite, default_loss, shaped_losses
 from headprune.model.processes import Crew
@@ -88,10 +88,15 @@ class Problem:
     examples: int = field(default=0, init=False)  # of the last whole pass
     _order: bytes | None = field(default=None, init=False)  # of a whole pass
     given: Any = field(default=None, init=False)  # the batch of the pass that runs, as the user gave it
+    opening: Any = field(default=None, init=False)  # the first batch of a pass, as the user gave it
     _unseen: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # losses, by batch
     _looked: bool = field(default=False, init=False)  # whether the first losses of the pass were looked at
     _later: Later = field(default_factory=Later, init=False)  # what else is looked at with them
     _mark: str = field(default="", init=False)  # digest of all batches of a pass so far
+
+    def __post_init__(self) -> None:
+        if self.batches is not None:
+            self.batches = Batches.of(self.batches)
 
     def losses(self, number: int, batch: Any) -> Tensor:
         """``[examples]``: the loss of a batch of ``passes``, which looks whether all are finite where it ends.
@@ -260,6 +265,7 @@ class Problem:
         for count, batch in enumerate(bar, self.before):
             examples += batch_size(batch, f"batch {count}")
             _refuse_caches(batch, count)
+            self.opening = batch if count == self.before else self.opening
             digest.add(batch)
             order += digest.short()
             self._mark = order[-8:].hex()
@@ -268,7 +274,7 @@ class Problem:
             yield count, batch
         self.look()
         if not order:
-            raise InvalidValue("batches", "at least one batch", "an empty iterable")
+            raise InvalidValue(*EMPTY)
         if self._order is not None and len(order) < len(self._order):
             raise _other_batches(what, f"{len(order) // 8} batches after {len(self._order) // 8}")
         self.data, self._order, self.examples = digest.hexdigest(), bytes(order), examples
@@ -306,18 +312,12 @@ class Problem:
     def _first(self) -> Any:
         """The first batch, which stays the first."""
         assert self.batches is not None
-        iterator = iter(self.batches)
-        first = next(iterator, None)
-        if first is None:
-            raise InvalidValue("batches", "at least one batch", "an empty iterable")
-        if iterator is self.batches:  # a generator: put the batch back
-            self.batches = itertools.chain([first], iterator)
-        return first
+        return Batches.of(self.batches).first()
 
     def keep(self) -> None:
-        """Makes the data readable more than once."""
-        if isinstance(self.batches, Iterator):
-            self.batches = list(self.batches)
+        """Makes the data of an iterator readable more than once."""
+        if self.batches is not None:
+            Batches.of(self.batches).keep()
 
 
 def in_data_order(parts: Iterable[Mapping[str, Tensor]]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.samples import Curvature
 from headprune.core.scores import HeadScores
+from headprune.model.batches import Batches
 from headprune.model.cut import cut_
 from headprune.model.losses import Loss, default_loss, shaped_losses
 from headprune.model.running import undisturbed
@@ -152,7 +153,9 @@ def rescorer(
     """
     model = unwrap(model)
     located = sites_of(bind(model, sites))
-    batches = list(batches) if isinstance(batches, Iterator) else batches
+    if batches is not None:
+        batches = Batches.of(batches)  # one for all calls: it knows what those before have read
+        batches.keep()
     seen: dict[str | None, None] = {}
 
     def rescore(mask: HeadMask) -> HeadScores:

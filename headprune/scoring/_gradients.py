@@ -23,6 +23,7 @@ from headprune.model.sites import BoundSite, bind, sites_of, unwrap
 from headprune.model.transfers import sent
 from headprune.scoring._averages import in_blocks
 from headprune.scoring._base import Problem, Scorer
+from headprune.scoring._flat import refuse_flat
 from headprune.scoring._rows import Held, Rows, collected
 
 
@@ -63,7 +64,17 @@ def n_units(problem: Problem) -> int:
 
 
 def _pieces(problem: Problem) -> Iterator[Tensor]:
-    return problem.pieces("gate gradients", partial(loss_gradients, problem), n_units(problem))
+    pieces = problem.pieces("gate gradients", partial(loss_gradients, problem), n_units(problem))
+    return _not_flat(problem, pieces)
+
+
+def _not_flat(problem: Problem, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The pieces of a pass; where it ends, slopes that are nothing but rounding are refused."""
+    largest = torch.zeros((), dtype=torch.float64)
+    for piece in pieces:
+        largest = torch.maximum(largest, piece.abs().max())
+        yield piece
+    refuse_flat(problem, largest)
 
 
 class GradientScorer(Scorer):
@@ -183,7 +194,7 @@ def token_gradients(problem: Problem) -> Tensor | Rows:
         absolute = [_units(problem, b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
         return torch.cat(absolute, 1)
 
-    return collected(problem.pieces("gate gradients by token", of_batch, n_units(problem)))
+    return collected(_not_flat(problem, problem.pieces("gate gradients by token", of_batch, n_units(problem))))
 
 
 @torch.inference_mode(False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
+from headprune.model.batches import EMPTY
 from headprune.model.running import DataDigest, batch_size, tensors
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
@@ -207,7 +208,7 @@ def _parts(problem: Problem, until: Stable, digest: DataDigest, most: int) -> It
     if part:
         yield part, True
     elif not seen:
-        raise InvalidValue("batches", "at least one batch", "an empty iterable")
+        raise InvalidValue(*EMPTY)
 
 
 def _part(problem: Problem, batches: list[Any], before: int) -> Problem:

@@ -15,6 +15,7 @@ from headprune.model.contexts import reading, rows_of
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, one_of
 from headprune.scoring._contexts import leaves, mean_contexts
+from headprune.scoring._flat import refuse_flat
 from headprune.scoring._gradients import GradientScorer, by_unit, gathered, gradients_of
 
 #: By site number, the heads' outputs: one tensor for each time that the site runs in a pass, or one for all of them.
@@ -73,7 +74,9 @@ class AttributionPatching(GradientScorer):
             bases = self._corrupted(problem, batch) if self.corrupt else {site: [m] for site, m in means.items()}
             return _effects(problem, number, batch, bases)
 
-        return averaged(problem.rows("attribution patching", of_batch))
+        rows = problem.rows("attribution patching", of_batch)
+        refuse_flat(problem, rows.abs().max())
+        return averaged(rows)
 
     @property
     def reads_gradients(self) -> bool:

@@ -21,6 +21,7 @@ from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer, added
 from headprune.scoring._contexts import by_example, leaves
 from headprune.scoring._distributions import content_seeds, distributions, fisher_targets
+from headprune.scoring._flat import refuse_flat
 from headprune.scoring._gradients import gradients_of
 from headprune.scoring._inverse import inverted
 
@@ -110,6 +111,8 @@ class Surgeon(Scorer):
         first = problem.examples
         examples = torch.tensor([len(range(g, first, self.blocks)) for g in range(self.blocks)], dtype=torch.float64)
         rows = jackknife(partial(self._prices, list(factors.values()), examples), examples, examples.int().tolist())
+        if own == "loss":
+            refuse_flat(problem, (2 * rows.abs().max()).sqrt())  # a price is half a squared slope
         found = averaged(rows, first, row="example" if first == 1 else "block of examples")
         unasked = own == "output" and problem.loss is not default_loss
         notes = ("loss= was not asked: curvature='output' reads the output alone.",) if unasked else ()

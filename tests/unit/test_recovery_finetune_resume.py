@@ -344,7 +344,7 @@ def test_a_validation_loss_that_is_not_finite_is_named():
     bad = torch.full((2, 3, 8), float("nan"))
     with pytest.raises(InvalidValue, match="validation after step 0: the loss of batch 0, example 0: must be finite"):
         hp.recover_(model, [x], Finetune(eval_every=1), loss=loss, validation=[bad])
-    with pytest.raises(InvalidValue, match="validation: must be batches that can be read several times, got none"):
+    with pytest.raises(InvalidValue, match="validation after step 1: batches: must be readable more than once"):
         hp.recover_(model, [x], Finetune(eval_every=1), loss=loss, validation=iter([x]))
 
 

@@ -117,6 +117,9 @@ def test_models_that_run_differently_often_later_on_are_refused() -> None:
     assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+ONES = torch.ones(2, 6, 8)
+
+
 class Changing(list):  # type: ignore[type-arg]
     """A loader that gives something else each time."""
 
@@ -129,24 +132,21 @@ class Changing(list):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize(
-    ("later", "words"),
+    ("passes", "words"),
     [
-        ([[]], "batches: must be at least one batch, got an empty iterable"),
-        ([[torch.full((2, 6, 8), torch.nan)]], "what model and teacher write at attention.0.W_o: must be finite"),
-        (
-            [[torch.ones(2, 6, 8)], [torch.ones(2, 6, 8)], [torch.full((2, 6, 8), torch.nan)]],
-            "what model and teacher write at attention.0.W_o: must be finite",
-        ),
+        ([[ONES], []], "batches: must be readable more than once, got a Changing whose batches were read before"),
+        ([[ONES, ONES * torch.nan]], "what model and teacher write at attention.0.W_o: must be finite"),
+        ([[ONES], [ONES * torch.nan]], "what model and teacher write at attention.0.W_o: must be finite"),
     ],
     ids=["nothing", "NaN", "NaN after the errors were measured"],
 )
-def test_a_loader_that_changes_is_refused_and_nothing_is_left(later: list[Any], words: str) -> None:
+def test_a_loader_that_changes_is_refused_and_nothing_is_left(passes: list[Any], words: str) -> None:
     torch.manual_seed(0)
     teacher = Stack()
     model = cut(teacher)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(InvalidValue) as caught:
-        hp.recover_(model, Changing([torch.ones(2, 6, 8)], *later), "lstsq", teacher)
+        hp.recover_(model, Changing(*passes), "lstsq", teacher)
     assert words in str(caught.value)
     assert_close(model.state_dict(), before, rtol=0, atol=0)
 

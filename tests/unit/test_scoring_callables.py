@@ -159,7 +159,7 @@ def test_a_recovery_comes_before_the_scores() -> None:
 
 def test_scores_anew_need_the_same_data() -> None:
     subject = subject_of("bert")
-    order = iter([0, 0, 1, 1])
+    order = iter([0, 1])
 
     class Other:
         def __iter__(self) -> Any:

@@ -1,0 +1,296 @@
+"""Every kind of iterable, in everything that reads batches: each example counts once, or the iterable is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
+
+import headprune as hp
+from headprune import recovery, scoring
+from headprune.bench import evaluate
+from headprune.core.errors import InvalidValue
+from headprune.model.batches import Batches
+from headprune.recovery import Finetune
+from headprune.run.gradual import prune_gradually_
+from headprune.scoring import loss_of, rescorer
+from headprune.scoring._base import Scorer
+from tests.processes_work import SCORERS
+
+N_BATCHES = 3
+REFUSED = "batches: must be (sized and )?readable more than once"
+
+
+class OwnIterator:
+    """``iter`` gives the same iterator at every call."""
+
+    def __init__(self, data: list[Tensor]) -> None:
+        self.iterator = iter(data)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.iterator
+
+
+class NewIterator(OwnIterator):
+    """``iter`` gives a new iterator at every call, and all of them read from one."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self.iterator
+
+
+class Stream(IterableDataset[Tensor]):
+    """A dataset that can be read once."""
+
+    def __init__(self, data: list[Tensor]) -> None:
+        self.iterator = iter(data)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.iterator
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return N_BATCHES
+
+
+class ByIndex:
+    """Iterable by ``__getitem__`` alone."""
+
+    def __init__(self, data: list[Tensor]) -> None:
+        self.data = data
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+
+def hugging_face(data: list[Tensor]) -> Any:
+    """A streamed dataset of batches, which can be read again."""
+    rows = [{"x": x.tolist()} for x in data]
+    return datasets.IterableDataset.from_generator(lambda: iter(rows)).with_format("torch")
+
+
+AGAIN: dict[str, Callable[[list[Tensor]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "tqdm(list)": lambda data: tqdm(data, disable=True),
+    "DataLoader": lambda data: DataLoader(data, batch_size=None),  # type: ignore[arg-type]
+    "persistent DataLoader": lambda data: DataLoader(data, None, num_workers=1, persistent_workers=True),  # type: ignore[arg-type]
+    "by index": ByIndex,
+    "IterableDataset": hugging_face,
+}
+ONCE: dict[str, Callable[[list[Tensor]], Any]] = {
+    "iterator": iter,
+    "generator": lambda data: (x for x in data),
+    "map": lambda data: map(Tensor.clone, data),
+    "filter": lambda data: filter(torch.is_tensor, data),
+    "zip": lambda data: zip(data, strict=True),
+    "chain": lambda data: itertools.chain(data[:1], data[1:]),
+    "islice": lambda data: itertools.islice(data, N_BATCHES),
+    "tqdm(generator)": lambda data: tqdm((x for x in data), disable=True),
+    "tqdm(generator, total)": lambda data: tqdm((x for x in data), total=N_BATCHES, disable=True),
+    "enumerate": lambda data: (x for _, x in enumerate(data)),
+    "own iterator": OwnIterator,
+    "new iterator": NewIterator,
+    "DataLoader(stream)": lambda data: DataLoader(Stream(data), batch_size=None),
+    "DataLoader(sized stream)": lambda data: DataLoader(SizedStream(data), batch_size=None),
+}
+KINDS = AGAIN | ONCE
+
+
+class Model(nn.Module):
+    """Takes a batch of any of the kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(hp.MultiHeadAttention(8, 4), hp.MultiHeadAttention(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x)
+        return out
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    (x,) = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple) else (batch,)
+    found: Tensor = model(x).square().mean((1, 2))
+    return found
+
+
+def data() -> list[Tensor]:
+    """The first batch is unlike the others, so that it is missed where it does not count."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 5, 8, generator=generator) * scale for scale in (9.0, 1.0, 2.0)]
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return Model()
+
+
+def name_of(scorer: Any) -> str:
+    return scoring.registry.resolve(scorer, Scorer, "scorer")[0]
+
+
+def told(find: Callable[[Any], Any], kind: str) -> tuple[Any, int]:
+    """What is found of batches of a kind, None where they are refused; and how often a list of them is read."""
+    counted = Counted(data())
+    expected = find(counted)
+    try:
+        found = find(KINDS[kind](data()))
+    except InvalidValue as error:
+        if kind in AGAIN or not error.must.endswith("readable more than once"):
+            raise
+        return None, counted.passes
+    assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    return found, counted.passes
+
+
+class Counted(list[Tensor]):
+    """Counts the passes."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_the_scorers_are_those_of_the_registry() -> None:
+    assert {name_of(s) for s in SCORERS} == set(scoring.registry.names())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scorer", SCORERS, ids=name_of)
+def test_every_scorer_counts_every_example_once(scorer: Any, kind: str) -> None:
+    def find(batches: Iterable[Any]) -> Any:
+        scores = hp.score(model_of(), batches, scorer, loss=loss, progress=False)
+        return torch.tensor(scores.values), scores.n_examples
+
+    found, passes = told(find, kind)
+    assert found is not None or passes > 1, "one pass does not need another"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_scorers_count_every_example_once(kind: str) -> None:
+    def find(batches: Iterable[Any]) -> Any:
+        many = hp.score(model_of(), batches, ["taylor", "leave_one_out"], loss=loss, progress=False)
+        return [(torch.tensor(scores.values), scores.n_examples) for scores in many]
+
+    found, _ = told(find, kind)
+    assert found is not None or not isinstance(KINDS[kind](data()), Iterator), "what is an iterator is kept"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reading_until_the_set_is_settled_begins_at_the_first_example(kind: str) -> None:
+    def find(batches: Iterable[Any]) -> Any:
+        scores = hp.score(model_of(), batches, "taylor", loss=loss, until=hp.Stable(k=2), progress=False)
+        return torch.tensor(scores.values), scores.n_examples
+
+    assert told(find, kind)[0] is not None
+
+
+METHODS: dict[str, list[Any]] = {
+    "finetune": [Finetune(steps=N_BATCHES), Finetune(epochs=2, learning_rate=0.01)],
+    "head_rescale": ["head_rescale"],
+    "lstsq": ["lstsq"],
+    "mean_fold": ["mean_fold", recovery.MeanFold(measure=False)],
+}
+
+
+def recovered(batches: Any, method: Any, **more: Any) -> Any:
+    """The weights after a recovery, and how many examples it saw."""
+    teacher = model_of()
+    small = copy.deepcopy(teacher)
+    hp.prune_heads_(small, {0: [0], 1: [1, 2]})
+    report = hp.recover_(small, batches, method, None if isinstance(method, Finetune) else teacher, loss, **more)
+    return dict(small.state_dict()), report.n_examples
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", [m for methods in METHODS.values() for m in methods], ids=str)
+def test_every_recovery_sees_every_example_as_often(method: Any, kind: str) -> None:
+    assert set(METHODS) == set(recovery.registry.names())
+    if isinstance(method, Finetune) and kind in ("by index", "IterableDataset"):
+        with pytest.raises(InvalidValue, match="batches: must be sized and readable more than once"):
+            recovered(KINDS[kind](data()), method)
+        return
+    found, passes = told(lambda batches: recovered(batches, method), kind)
+    assert found is not None or passes > 1 or isinstance(method, Finetune)
+
+
+@pytest.mark.parametrize("kind", ONCE)
+def test_validation_that_is_read_once_is_refused(kind: str) -> None:
+    with pytest.raises(InvalidValue, match=r"validation.*readable more than once"):
+        recovered(data(), Finetune(steps=2, eval_every=1), validation=ONCE[kind](data()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_for_selectors_count_every_example_once(kind: str) -> None:
+    masks = [hp.HeadMask.from_keep({"attention.0": [1], "attention.1": k}, dict.fromkeys(SITES, 4)) for k in ([0], [2])]
+
+    def find(batches: Iterable[Any]) -> Any:
+        rise = loss_of(model_of(), batches, loss=loss, progress=False)
+        return [torch.from_numpy(rise(masks)) for _ in range(2)]
+
+    told(find, kind)
+
+    def scores(batches: Iterable[Any]) -> Any:
+        rescore = rescorer(model_of(), batches, loss=loss, progress=False)
+        return [torch.tensor(rescore(mask).values) for mask in masks]
+
+    told(scores, kind)
+
+
+SITES = ("attention.0", "attention.1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_counts_every_example_once(kind: str) -> None:
+    assert told(lambda batches: evaluate(model_of(), batches, loss).losses, kind)[0] is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuts_in_stages_score_on_every_example(kind: str) -> None:
+    def find(batches: Iterable[Any]) -> Any:
+        settings = Finetune(steps=2, learning_rate=1e-9)
+        budget = hp.Budget(keep_heads=2)
+        report = prune_gradually_(
+            model_of(), data(), budget, stages=2, finetune=settings, calibration=batches, loss=loss
+        )
+        return [int(str(stage.plan.scores)[:12], 16) for stage in report.stages]  # digests
+
+    found, _ = told(find, kind)
+    assert found is not None or not isinstance(KINDS[kind](data()), Iterator), "what is an iterator is kept"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_look_loses_no_batch(kind: str) -> None:
+    """Also a second look, and one after a pass."""
+    batches = Batches.of(KINDS[kind](data()))
+    assert Batches.of(batches) is batches
+    for first in (batches.first(), batches.first()):
+        assert_close(*(loss(model_of(), x) for x in (first, data()[0])))
+    assert len(list(batches)) == N_BATCHES
+    assert batches.again() is (kind in AGAIN)
+    if kind in AGAIN:
+        assert len(list(batches)) == N_BATCHES
+    else:
+        for read in (batches.first, lambda: list(batches)):
+            with pytest.raises(InvalidValue, match=REFUSED):
+                read()
+
+
+def test_no_batch_at_all_is_said_as_what_it_is() -> None:
+    kinds: tuple[Iterable[Any], ...] = ([], iter([]), OwnIterator([]))
+    for kind in kinds:
+        assert list(Batches(kind)) == []
+        with pytest.raises(InvalidValue, match="at least one batch, got an empty iterable"):
+            Batches(kind).first()
