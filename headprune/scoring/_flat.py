@@ -12,6 +12,7 @@ from headprune.gating.context import gated
 from headprune.model.recompute import recomputed
 from headprune.model.running import device_of, to_device
 from headprune.model.sites import sites_of
+from headprune.model.transfers import in_fp64, in_main_memory, sent
 from headprune.scoring._base import Problem
 
 #: Slopes above this many roundings are not looked at again: no flat loss was seen to come near.
@@ -51,7 +52,7 @@ def refuse_flat(problem: Problem, largest: Tensor) -> None:
         return
     move = rounding * (_MOVE if rounding < 1e-4 else _MOVE_HALF)
     try:
-        there, beside = _slopes(problem, 0.0), _slopes(problem, move)
+        there, beside = in_main_memory([_slopes(problem, 0.0), _slopes(problem, move)])
     except Exception:  # a loss that cannot be asked again, such as one that counts its calls  # nosec B110
         return
     if size > _UNLIKE * float(there.abs().max()) or float((beside - there).norm()) < _SHARE * float(there.norm()):
@@ -72,7 +73,7 @@ def _rounding(problem: Problem) -> float:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _slopes(problem: Problem, move: float) -> Tensor:
-    """``[examples, units]`` of the first batch, fp64 on the CPU, with every gate moved up or down from 1."""
+    """``[examples, units]`` of the first batch in fp64, on its device, with every gate moved up or down from 1."""
     from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, open_gates  # it imports this file
 
     batch: Any = to_device(problem.opening, device_of(problem.model))
@@ -81,9 +82,9 @@ def _slopes(problem: Problem, move: float) -> Tensor:
     with torch.no_grad():
         for gate in gates.values():  # up or down by head: a norm may hide what all do together
             signs = torch.randint(2, gate.shape[-1:], generator=generator) * 2 - 1
-            gate += move * signs.to(gate)
+            gate += move * sent(signs, gate.device, gate.dtype)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(0)  # a loss that draws numbers draws the same ones both times
         with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
             slopes = gate_slopes(problem, problem.loss(problem.model, batch).sum(), gates)
-    return by_unit(problem, slopes).detach().double().cpu()
+    return in_fp64(by_unit(problem, slopes).detach())

@@ -147,7 +147,8 @@ class Case:
     folder: Path
 
 
-def bert(size: Size) -> nn.Module:
+def bert(size: Size, spread: float = 0.5) -> nn.Module:
+    """An encoder with slopes as large as a trained one's, which fresh weights of spread 0.02 do not have."""
     torch.manual_seed(0)
     config = BertConfig(
         hidden_size=4 * size.heads,
@@ -157,6 +158,7 @@ def bert(size: Size) -> nn.Module:
         vocab_size=_TOKENS,
         max_position_embeddings=16,
         num_labels=3,
+        initializer_range=spread,
     )
     return BertForSequenceClassification(config).eval()
 
@@ -194,7 +196,7 @@ def measured(run: Callable[[Case], object], size: Size, folder: Path, make: Call
     with PretendedCuda() as gpu:
         model = make(size).to("cuda")
         model.register_forward_pre_hook(lambda *_: forwards.append(1))
-        case = Case(model, data(size, make is bert), size, folder)
+        case = Case(model, data(size, make is not llama), size, folder)
         gpu.forget()
         run(case)
     return Measured(gpu, len(forwards))
@@ -410,6 +412,12 @@ CONFIGURED = {
 def test_settings_that_go_another_way(name: str, tmp_path: Path) -> None:
     scorer, make, stated = CONFIGURED[name]
     check(name, with_scorer(scorer), stated, tmp_path, make)
+
+
+def test_slopes_that_are_small_are_looked_at_again_once(tmp_path: Path) -> None:
+    """Two passes of the first batch, and one copy of the slopes of both."""
+    again = Waits(SCORERS["taylor"].per_call + 1)
+    check("taylor of fresh weights", with_scorer("taylor"), again, tmp_path, functools.partial(bert, spread=0.02))
 
 
 def test_several_scorers_of_a_call(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_ggn_does_not_vanish_on_fitted_examples() -> None:
         return found
 
     ggn, exact = hp.score(model, [x], ["ggn", "leave_one_out"], loss=loss, progress=False)
-    with pytest.raises(InvalidValue, match="the slopes of the loss .* must be larger than rounding"):
+    with pytest.raises(InvalidValue, match=r"the slopes of the loss .* must be larger than rounding"):
         hp.score(model, [x], "fisher", loss=loss, progress=False)
     assert flat(exact).min() > 1e-6
     assert_close(flat(ggn), flat(exact), **EXACT)
