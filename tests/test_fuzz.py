@@ -59,7 +59,7 @@ from headprune.run.vocabulary import train_tokenizer
 from headprune.scoring import _shelf
 from headprune.surgery.formats import card
 from headprune.surgery.streaming import prune_checkpoint
-from tests.fuzzing import mutated, mutated_bytes, mutated_header, mutated_lines
+from tests.fuzzing import alarm, mutated, mutated_bytes, mutated_header, mutated_lines
 from tests.report_records import maps_of, plan_of, record_of, sweep_table
 
 #: Seconds of work that one damaged file may take: far above what a sound one takes on a slow machine.
@@ -472,35 +472,6 @@ def test_no_flipped_bit_of_a_training_is_gone_on_with(seed: int, tmp_path: Path)
         assert torch.equal(state["weights"]["w"], weights)
         assert state["step"] == 3
     assert found
-
-
-class TooLong(BaseException):
-    """No Exception: what takes any error for one of a damaged file must not take this one."""
-
-
-@contextmanager
-def alarm(seconds: int) -> Iterator[None]:
-    """Rings after so many seconds of work, not of waiting for a turn on a busy machine; and, in case it waits for
-    ever, after twenty times as many by the clock."""
-    late = False
-
-    def ring(*_: object) -> None:
-        nonlocal late
-        late = True
-        raise TooLong(f"more than {seconds} s")
-
-    clocks = ((signal.SIGPROF, signal.ITIMER_PROF, 1), (signal.SIGALRM, signal.ITIMER_REAL, 20))
-    before = [signal.signal(rings, ring) for rings, _, _ in clocks]
-    for _, clock, times in clocks:
-        signal.setitimer(clock, seconds * times)
-    try:
-        yield
-    finally:
-        for (rings, clock, _), handler in zip(clocks, before, strict=True):
-            signal.setitimer(clock, 0)
-            signal.signal(rings, handler)
-        if late:  # and if somebody has caught it all the same
-            raise TooLong(f"more than {seconds} s")
 
 
 def try_some(name: str, numbers: range, folder: Path) -> dict[str, int]:
