@@ -10,12 +10,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import tempfile
 import warnings
 import wave
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -360,11 +358,15 @@ def _read_finished(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as other:
         copy = Path(shutil.copytree(folder, Path(other) / "run"))
         (Path(other) / "neighbour").write_text("stays")
-        journal = Journal("a", {}, copy, void, progress=False)
-        take_folder(copy, False, journal)
-        _Keyed(journal).done("score")
+        take_finished(copy)
         assert sorted(os.listdir(other)) == ["neighbour", "run"]
     Finished.load(folder / ".work" / "score.json")
+
+
+def take_finished(folder: Path) -> None:
+    journal = Journal("a", {}, folder, void, progress=False)
+    take_folder(folder, False, journal)
+    _Keyed(journal).done("score")
 
 
 def _timings(folder: Path) -> None:
@@ -373,13 +375,17 @@ def _timings(folder: Path) -> None:
 
 
 def _read_timings(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as other:
+        shutil.copy(folder / "timings.jsonl", other)
+        sum_timings(Path(other))
+        assert sorted(os.listdir(other)) == ["timings.csv", "timings.jsonl"]
+
+
+def sum_timings(folder: Path) -> None:
     recipe = load_recipe("sst2-minilm")
     run = Run(KEY, FrozenDict({}), FrozenDict({"keep": 0.5}), 0, recipe, KEY, KEY)
     found = SweepRun(FrozenDict({}), FrozenDict({}), 0, FrozenDict({}), KEY, "done", KEY, KEY)
-    with tempfile.TemporaryDirectory() as other:
-        shutil.copy(folder / "timings.jsonl", other)
-        write_timings([run], {KEY: found}, Path(other))
-        assert sorted(os.listdir(other)) == ["timings.csv", "timings.jsonl"]
+    write_timings([run], {KEY: found}, folder)
 
 
 def _cards(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.core.opening import NotAFile, check_file, read_text
 
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")  # YAML 1.2; PyYAML alone takes 1e-3 for a string
 
@@ -99,6 +100,8 @@ def locate(recipe: str | Path) -> Path:
     path = Path(recipe)
     if path.is_file():
         return path
+    if path.exists() and not path.is_dir():
+        check_file(path)
     shipped = shipped_recipes()
     if str(recipe) in shipped:
         return shipped[str(recipe)]
@@ -117,8 +120,9 @@ def read_raw(path: Path) -> dict[str, Any]:
         InvalidValue: it cannot be read or is not a YAML mapping.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_LONGEST + 1)
+        text = read_text(path, 4 * _LONGEST)  # bytes
+    except NotAFile:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(str(path), "a readable recipe", error) from None
     data = parse_yaml(text, str(path))

@@ -123,7 +123,9 @@ class _Texts:
             for key, value in _leaves(self._raw):
                 length += len(key)
                 if length > _LONGEST_PATHS:
-                    must = f"in a recipe whose keys come to {_LONGEST_PATHS:,} characters, with the sections they are in"
+                    must = (
+                        f"in a recipe whose keys come to {_LONGEST_PATHS:,} characters, with the sections they are in"
+                    )
                     raise InvalidValue(path, must, "more", "Use shorter keys, or fewer sections in each other.")
                 self._leaves[key] = value
         return self._leaves
