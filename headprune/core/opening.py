@@ -49,7 +49,7 @@ def opened(path: str | Path) -> IO[bytes]:
         OSError: it cannot be opened.
     """
     check_file(path)  # before it is opened: some devices act on that
-    file = open(path, "rb", opener=_without_waiting)
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115, the caller closes it
     try:
         _check(os.fstat(file.fileno()).st_mode, path)  # another may have taken its place
     except NotAFile:
