@@ -140,7 +140,7 @@ class _Swaps:
     def _any(
         self, unit: _Unit, tree: _Node | None, widest: float, room: int | None = None, site: int | None = None
     ) -> bool:
-        """Whether one in a tree is a close call with a unit: in another site than ``site``, within ``room``, if given."""
+        """Whether one in a tree is a close call with a unit: outside of ``site``, within ``room``, if given."""
         level, reach = unit.level, math.hypot(unit.error, widest)
         waiting = [tree] if tree is not None else []
         while waiting:

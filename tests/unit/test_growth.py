@@ -37,7 +37,7 @@ from tests.selection_problems import CURRENCIES, SELECTORS, asked, configured, r
 PACKAGE = str(Path(hp.__file__).parent)
 #: Heads of the smaller scores; the larger ones have four times as many. Work per pair grows sixteenfold, sorting less
 #: than fivefold.
-FEW, TIMES, MOST = 196, 4, 6.0
+FEW, TIMES, MOST = 196, 4, 7.5
 
 Make = Callable[[int], HeadScores]
 
