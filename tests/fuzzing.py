@@ -1,10 +1,13 @@
-"""Damage for files that are read: mutations of bytes and of JSON, all from a seed."""
+"""Damage for files that are read: mutations of bytes and of JSON, all from a seed; and an alarm for what hangs."""
 
 from __future__ import annotations
 
 import copy
 import json
 import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _BYTES = (
@@ -142,3 +145,32 @@ def _places(data: Any) -> Any:
             yield home, key
             if isinstance(value, (dict, list)):
                 todo.append(value)
+
+
+class TooLong(BaseException):
+    """No Exception: what takes any error for one of a damaged file must not take this one."""
+
+
+@contextmanager
+def alarm(seconds: int) -> Iterator[None]:
+    """Rings after so many seconds of work, not of waiting for a turn on a busy machine; and, in case it waits for
+    ever, after twenty times as many by the clock."""
+    late = False
+
+    def ring(*_: object) -> None:
+        nonlocal late
+        late = True
+        raise TooLong(f"more than {seconds} s")
+
+    clocks = ((signal.SIGPROF, signal.ITIMER_PROF, 1), (signal.SIGALRM, signal.ITIMER_REAL, 20))
+    before = [signal.signal(rings, ring) for rings, _, _ in clocks]
+    for _, clock, times in clocks:
+        signal.setitimer(clock, seconds * times)
+    try:
+        yield
+    finally:
+        for (rings, clock, _), handler in zip(clocks, before, strict=True):
+            signal.setitimer(clock, 0)
+            signal.signal(rings, handler)
+        if late:  # and if somebody has caught it all the same
+            raise TooLong(f"more than {seconds} s")

@@ -10,12 +10,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import tempfile
 import warnings
 import wave
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +57,7 @@ from headprune.run.vocabulary import train_tokenizer
 from headprune.scoring import _shelf
 from headprune.surgery.formats import card
 from headprune.surgery.streaming import prune_checkpoint
-from tests.fuzzing import mutated, mutated_bytes, mutated_header, mutated_lines
+from tests.fuzzing import alarm, mutated, mutated_bytes, mutated_header, mutated_lines
 from tests.report_records import maps_of, plan_of, record_of, sweep_table
 
 #: Seconds of work that one damaged file may take: far above what a sound one takes on a slow machine.
@@ -360,11 +358,15 @@ def _read_finished(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as other:
         copy = Path(shutil.copytree(folder, Path(other) / "run"))
         (Path(other) / "neighbour").write_text("stays")
-        journal = Journal("a", {}, copy, void, progress=False)
-        take_folder(copy, False, journal)
-        _Keyed(journal).done("score")
+        take_finished(copy)
         assert sorted(os.listdir(other)) == ["neighbour", "run"]
     Finished.load(folder / ".work" / "score.json")
+
+
+def take_finished(folder: Path) -> None:
+    journal = Journal("a", {}, folder, void, progress=False)
+    take_folder(folder, False, journal)
+    _Keyed(journal).done("score")
 
 
 def _timings(folder: Path) -> None:
@@ -373,13 +375,17 @@ def _timings(folder: Path) -> None:
 
 
 def _read_timings(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as other:
+        shutil.copy(folder / "timings.jsonl", other)
+        sum_timings(Path(other))
+        assert sorted(os.listdir(other)) == ["timings.csv", "timings.jsonl"]
+
+
+def sum_timings(folder: Path) -> None:
     recipe = load_recipe("sst2-minilm")
     run = Run(KEY, FrozenDict({}), FrozenDict({"keep": 0.5}), 0, recipe, KEY, KEY)
     found = SweepRun(FrozenDict({}), FrozenDict({}), 0, FrozenDict({}), KEY, "done", KEY, KEY)
-    with tempfile.TemporaryDirectory() as other:
-        shutil.copy(folder / "timings.jsonl", other)
-        write_timings([run], {KEY: found}, Path(other))
-        assert sorted(os.listdir(other)) == ["timings.csv", "timings.jsonl"]
+    write_timings([run], {KEY: found}, folder)
 
 
 def _cards(folder: Path) -> None:
@@ -472,35 +478,6 @@ def test_no_flipped_bit_of_a_training_is_gone_on_with(seed: int, tmp_path: Path)
         assert torch.equal(state["weights"]["w"], weights)
         assert state["step"] == 3
     assert found
-
-
-class TooLong(BaseException):
-    """No Exception: what takes any error for one of a damaged file must not take this one."""
-
-
-@contextmanager
-def alarm(seconds: int) -> Iterator[None]:
-    """Rings after so many seconds of work, not of waiting for a turn on a busy machine; and, in case it waits for
-    ever, after twenty times as many by the clock."""
-    late = False
-
-    def ring(*_: object) -> None:
-        nonlocal late
-        late = True
-        raise TooLong(f"more than {seconds} s")
-
-    clocks = ((signal.SIGPROF, signal.ITIMER_PROF, 1), (signal.SIGALRM, signal.ITIMER_REAL, 20))
-    before = [signal.signal(rings, ring) for rings, _, _ in clocks]
-    for _, clock, times in clocks:
-        signal.setitimer(clock, seconds * times)
-    try:
-        yield
-    finally:
-        for (rings, clock, _), handler in zip(clocks, before, strict=True):
-            signal.setitimer(clock, 0)
-            signal.signal(rings, handler)
-        if late:  # and if somebody has caught it all the same
-            raise TooLong(f"more than {seconds} s")
 
 
 def try_some(name: str, numbers: range, folder: Path) -> dict[str, int]:

@@ -50,13 +50,16 @@ def diff(
 
 def _read(path: Path) -> PruningPlan | RunRecord:
     """What lies in a file, by the name of its type; of a folder, the record."""
+    from headprune.core.opening import NotAFile, read_text
     from headprune.core.plan import PruningPlan
     from headprune.core.record import RunRecord
     from headprune.run.journal import record_path
 
     file = record_path(path)
     try:
-        kind = json.loads(file.read_text(encoding="utf-8"))["headprune"]
+        kind = json.loads(read_text(file))["headprune"]
+    except NotAFile:
+        raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InvalidValue(str(path), "a plan, a record or the folder of a run", f"{type(error).__name__}") from None
     return PruningPlan.load(file) if kind == "PruningPlan" else RunRecord.load(file)

@@ -15,6 +15,7 @@ from headprune.core.attention_patterns import Pattern, find_patterns, main_patte
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import write_atomic
 from headprune.core.heads import KINDS, HeadId
+from headprune.core.opening import check_file, reason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,6 +158,7 @@ class AttentionMaps:
 
         must = "a file of attention maps"
         try:
+            check_file(path)
             with safe_open(path, framework="np") as file:
                 marks: dict[str, str] = file.metadata() or {}
                 types = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, no mapping
@@ -164,7 +166,7 @@ class AttentionMaps:
                     raise CheckpointError(str(path), must, f"numbers of type {', '.join(sorted(types))}", _HINT)
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(str(path), must, str(error), _HINT) from error
+            raise CheckpointError(str(path), must, reason(error), _HINT) from error
         if marks.get("headprune") != _MARK:
             raise CheckpointError(str(path), must, "a file of something else", _HINT)
         if marks.get("sha256") != _digest(arrays, marks.get("facts", "")):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Union, get_args, get_origin, ge
 
 from headprune.core.errors import HeadPruneError, InvalidValue, did_you_mean
 from headprune.core.files import write_atomic
+from headprune.core.opening import NotAFile, read_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -180,7 +181,9 @@ class Value:
             InvalidValue: the file cannot be read or is not a stored value of this type.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
+        except NotAFile:
+            raise
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidValue(str(path), f"a readable {cls.__name__} file", error) from None
         return cls.from_json(text, str(path))

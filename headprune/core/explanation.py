@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from headprune.core.codec import Value
 from headprune.core.display import clean, rich_table
 from headprune.core.errors import HeadPruneError, PlanMismatch
-from headprune.core.heads import HeadId
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import Cost, HeadScores, ScoredUnit
 
@@ -145,7 +144,9 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
     """
     _check(plan, scores)
     ranked = scores.ranked()
-    kept = {(unit.site, unit.unit): _stays(plan, unit) for unit in ranked}
+    heads = {row.site: frozenset(row.kept) for row in plan.mask.rows}
+    # A unit stays if the plan keeps any of its heads: a plan of finer units than the scores may take a part of one.
+    kept = {(unit.site, unit.unit): not heads[unit.name].isdisjoint(unit.heads) for unit in ranked}
     gone = [unit for unit in ranked if not kept[unit.site, unit.unit]]
     highest = max((unit.value for unit in gone), default=-math.inf)
     lowest = min((unit.value for unit in ranked if kept[unit.site, unit.unit]), default=math.inf)
@@ -174,14 +175,10 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
 def _check(plan: PruningPlan, scores: HeadScores) -> None:
     if plan.model is not None and plan.model.structure != scores.model.structure:
         raise PlanMismatch("scores", "of the model that the plan is for", "those of a model of another structure")
-    unknown = [site.name for site in scores.sites if site.name not in plan.mask.sites]
+    known = set(plan.mask.sites)
+    unknown = [site.name for site in scores.sites if site.name not in known]
     if unknown:
         raise PlanMismatch("scores", "of sites that the plan is for", f"{unknown[0]!r}, which it lacks")
-
-
-def _stays(plan: PruningPlan, unit: ScoredUnit) -> bool:
-    """A unit stays if the plan keeps any of its heads: a plan of finer units than the scores may take a part of one."""
-    return any(HeadId(unit.name, head) in plan.mask for head in unit.heads)
 
 
 def _chances(scores: HeadScores, k: int) -> tuple[dict[tuple[int, int], float], float | None]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from headprune.core.errors import HeadPruneError, NotWritten
+from headprune.core.opening import opened, read_bytes
 
 #: How the name of what is not whole yet ends; it begins with a dot.
 PART = ".part"
@@ -245,8 +246,8 @@ def settle(folder: Path) -> None:
 def _names(path: Path) -> list[str] | None:
     """Names of files beside each other, as a file has them; None where it has others, or anything else."""
     try:
-        names = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        names = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
         return None
     plain = isinstance(names, list) and all(isinstance(n, str) and n == Path(n).name and "\0" not in n for n in names)
     return names if plain else None
@@ -343,7 +344,7 @@ def _to_disk(path: Path) -> None:
 def sha256_file(path: str | Path) -> str:
     """SHA-256 of a file's bytes, read in pieces."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with opened(path) as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()

@@ -34,6 +34,8 @@ def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
         raise InvalidValue(str(folder), "a folder", "a file", "Give another one.")
     if (folder / LOCK).is_symlink():  # some versions of filelock would empty what it names
         raise InvalidValue(str(folder / LOCK), "a file", "a link to another place", "Take it away.")
+    if (folder / LOCK).exists() and not (folder / LOCK).is_file():
+        raise InvalidValue(str(folder / LOCK), "a file", "something else", "Take it away.")
     with ExitStack() as stack:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from headprune.core.arrays import packed
 from headprune.core.errors import InvalidValue
 from headprune.core.files import PART
+from headprune.core.opening import NotAFile, check_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,15 +99,18 @@ class StoredMatrix(ABC):
         """The matrix of this hash, or why the file does not give it."""
         from safetensors import SafetensorError, safe_open
 
-        if not path.is_file():
-            return "no such file"
         try:
+            check_file(path)
             with safe_open(path, framework="np") as file:
                 if (file.metadata() or {}).get("sha256") != self.sha256:
                     return "the numbers of other scores"
                 if file.get_slice(self.kind).get_dtype() != "F64":
                     return "a damaged file"
                 data = file.get_tensor(self.kind)
+        except FileNotFoundError:
+            return "no such file"
+        except NotAFile as error:
+            return f"{error.got}"
         except (SafetensorError, OSError):
             return "a damaged file"
         return _sealed(data) if data.shape == self.shape and _digest(data) == self.sha256 else "a damaged file"

@@ -164,7 +164,8 @@ def stability(scores: HeadScores, k: int, confidence: float, draws: int, seed: i
     shares = {(u.site, u.unit): float(share) for u, share in zip(units, among.mean(0), strict=True)}
     sure_in = tuple(u for u in ranked[:k] if shares[u.site, u.unit] >= confidence)
     sure_out = tuple(u for u in ranked[k:] if shares[u.site, u.unit] <= 1 - confidence)
-    rest = tuple((u, shares[u.site, u.unit]) for u in ranked if u not in sure_in and u not in sure_out)
+    sure = {(u.site, u.unit) for u in (*sure_in, *sure_out)}
+    rest = tuple((u, shares[u.site, u.unit]) for u in ranked if (u.site, u.unit) not in sure)
     return Stability(k, confidence, float((among == inside).all(1).mean()), sure_in, sure_out, rest)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import CheckpointError
 from headprune.core.files import atomic_path
+from headprune.core.opening import check_file
 from headprune.model.fingerprint import sampled_bytes
 from headprune.model.precision import weights_change
 
@@ -104,9 +105,10 @@ class Keeper:
         Raises:
             CheckpointError: one of another training, or none of ours.
         """
-        if not self.path.is_file():
+        if not self.path.exists():
             return None
         try:
+            check_file(self.path)
             with zipfile.ZipFile(self.path) as file:
                 if (damaged := file.testzip()) is not None:  # torch.load looks at no checksum
                     raise ValueError(f"the checksum of {damaged} is another")

@@ -13,7 +13,7 @@ from torch import nn
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue
 from headprune.model.classes import class_named
 from headprune.run.patterns import LONGEST, work
-from headprune.surgery.formats.foreign import read_object
+from headprune.surgery.formats.foreign import check_files, read_object
 
 #: The class that an adapter's task is for, by PEFT's name of it.
 _TASKS = {
@@ -53,6 +53,7 @@ def merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
     import peft
     import transformers
 
+    check_files(folder)
     found = read_object(folder / "adapter_config.json", "a configuration of PEFT")
     _check_patterns(found, folder / "adapter_config.json")
     if found.get("megatron_config") is not None:

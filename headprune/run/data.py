@@ -20,7 +20,7 @@ from headprune.run.order import LikeLengths
 from headprune.run.questions import check_answers, cut_off, encode_questions, has_unanswerable
 from headprune.run.recipe import CLASSIFICATIONS, UNLABELLED, DataSection, Recipe, Task
 from headprune.run.sound import clip_of
-from headprune.run.sources import Source, folder_of, load_source, undecoded
+from headprune.run.sources import Source, check_pictures, folder_of, load_source, undecoded
 from headprune.run.splits import Part, calibration_rows, normalised, partition
 
 
@@ -128,6 +128,8 @@ def load_rows(recipe: Recipe) -> RawData:
     if task == "audio_classification":
         splits = {role: undecoded(rows, section.audio) for role, rows in source.splits.items()}
         source = replace(source, splits=splits)
+    for rows in source.splits.values() if task == "image_classification" else ():
+        check_pictures(rows, section.image)
     present = source.splits["train"].column_names
     label = next((name for name in section.label_columns if name in present), section.label_columns[0])
     for role, rows in source.splits.items():

@@ -14,8 +14,9 @@ import yaml
 from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.model.classes import class_name_of
 from headprune.run.models import model_config
-from headprune.run.reading import REFERENCE, override, parse_yaml
+from headprune.run.reading import override, parse_yaml
 from headprune.run.recipe import UNLABELLED, DataSection, Recipe, Task
+from headprune.run.references import REFERENCE
 from headprune.run.sources import Source, load_source, undecoded
 from headprune.run.validate import check_recipe
 

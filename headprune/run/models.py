@@ -19,7 +19,7 @@ from headprune.run.adapters import is_adapter, merged
 from headprune.run.imported import build_own
 from headprune.run.recipe import CLASSIFICATIONS, UNLABELLED, Recipe, Task
 from headprune.run.vocabulary import train_tokenizer
-from headprune.surgery.formats.foreign import check_folder, check_weights
+from headprune.surgery.formats.foreign import check_files, check_folder, check_weights
 
 _AUTO = {
     "text_classification": "AutoModelForSequenceClassification",
@@ -149,6 +149,7 @@ def _trained(recipe: Recipe, texts: Callable[[], Sequence[str]] | None, base: Pa
 
     wanted = recipe.data
     if base is not None:
+        check_files(base)
         tool: Any = PreTrainedTokenizerFast.from_pretrained(str(base))
     elif texts is None:
         raise InvalidValue("prepare(texts=)", "given for data.tokenizer, which is trained on train rows", "none")
@@ -347,6 +348,7 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
     from headprune.surgery.checkpoint import MANIFEST, from_pretrained
 
     folder = Path(resolve_path(path, where))
+    check_files(folder)
     if (folder / MANIFEST).is_file():
         return from_pretrained(folder)
     if is_adapter(folder):

@@ -15,6 +15,7 @@ from torch import nn
 from headprune.core.arrays import packed
 from headprune.core.codec import FrozenDict
 from headprune.core.files import write_atomic
+from headprune.core.opening import check_file
 from headprune.core.paired import Answers
 from headprune.model.costs import measure_costs
 from headprune.model.sites import bind
@@ -60,6 +61,7 @@ class Outcome:
         from safetensors import SafetensorError, safe_open
 
         try:
+            check_file(path)
             with safe_open(path, framework="np") as file:
                 marks = file.metadata() or {}
                 types = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118, no mapping

@@ -1,18 +1,17 @@
-"""Reads recipes: YAML text, ``--set`` overrides and ``${other.key}`` references become plain checked data."""
+"""Reads recipes: YAML text and ``--set`` overrides become plain data."""
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
+from headprune.core.opening import NotAFile, check_file, read_text
 
-REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")  # YAML 1.2; PyYAML alone takes 1e-3 for a string
 
 
@@ -101,6 +100,8 @@ def locate(recipe: str | Path) -> Path:
     path = Path(recipe)
     if path.is_file():
         return path
+    if path.exists() and not path.is_dir():
+        check_file(path)
     shipped = shipped_recipes()
     if str(recipe) in shipped:
         return shipped[str(recipe)]
@@ -119,8 +120,9 @@ def read_raw(path: Path) -> dict[str, Any]:
         InvalidValue: it cannot be read or is not a YAML mapping.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_LONGEST + 1)
+        text = read_text(path, 4 * _LONGEST)  # bytes
+    except NotAFile:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(str(path), "a readable recipe", error) from None
     data = parse_yaml(text, str(path))
@@ -171,49 +173,3 @@ def _put(target: Any, steps: list[str], value: Any, path: str) -> None:
         if isinstance(target, dict) and target.get(key) is None:
             target[key] = {}
         target = target[key]
-
-
-def interpolate(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[InvalidValue]]:
-    """A copy in which every ``${section.key}`` is replaced by that key's value, and what went wrong on the way.
-
-    >>> interpolate({"model": {"path": "a"}, "data": {"path": "${model.path}/rows.jsonl"}})[0]["data"]
-    {'path': 'a/rows.jsonl'}
-    """
-    problems: list[InvalidValue] = []
-
-    def resolve(value: Any, path: str, seen: tuple[str, ...]) -> Any:
-        if isinstance(value, Mapping):
-            return {k: resolve(v, f"{path}.{k}" if path else str(k), seen) for k, v in value.items()}
-        if isinstance(value, list):
-            return [resolve(v, f"{path}.{i}", seen) for i, v in enumerate(value)]
-        if not isinstance(value, str):
-            return value
-        whole = REFERENCE.fullmatch(value)
-        if whole:
-            return follow(whole[1].strip(), path, seen)
-        return REFERENCE.sub(lambda match: str(follow(match[1].strip(), path, seen)), value)
-
-    def follow(key: str, path: str, seen: tuple[str, ...]) -> Any:
-        known = dict(_leaves(raw))
-        if key in seen or key == path:
-            problems.append(InvalidValue(path, "free of circles", f"${{{key}}}, which refers back to itself"))
-        elif key not in known:
-            hint = did_you_mean(key, known)
-            problems.append(InvalidValue(path, "a reference to another key", f"${{{key}}}", hint))
-        elif known[key] is None:
-            hint = f"Give it: --set {shlex.quote(f'{key}=...')}"
-            problems.append(InvalidValue(path, f"preceded by a value for {key}", "none", hint))
-        else:
-            return resolve(known[key], path, (*seen, key))
-        return ""
-
-    return resolve(raw, "", ()), problems
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield path, value
-        return
-    for key, item in items:
-        yield from _leaves(item, f"{path}.{key}" if path else str(key))

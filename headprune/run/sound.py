@@ -17,12 +17,15 @@ import torch
 from numpy.typing import NDArray
 
 from headprune.core.errors import InvalidValue
+from headprune.core.opening import read_bytes, reason
 
 Samples = NDArray[np.float32]
 
 
 #: Samples a second: above any recording, and what is asked for in memory when one is brought to another rate.
 _FASTEST = 1_000_000
+#: Bytes of a file of sound: what its format can say.
+_LARGEST = 1 << 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +87,9 @@ def _of_file(value: Any, where: str, folder: Path) -> Clip:
             raise InvalidValue(where, "a path, or a mapping with an array or bytes", repr(value)[:80])
         try:
             place = folder / Path(path).expanduser()
-            if place.exists() and not place.is_file():  # a device or a pipe would be read for ever
-                raise OSError(None, "no ordinary file")
-            data = place.read_bytes()
+            data = read_bytes(place, _LARGEST)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in a name
-            got = f"{path!r} ({getattr(error, 'strerror', None) or error})"
+            got = f"{path!r} ({reason(error)})"
             raise InvalidValue(where, "the path of a file that can be read", got) from None
     try:
         with wave.open(io.BytesIO(data)) as file:

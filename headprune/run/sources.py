@@ -12,6 +12,7 @@ from typing import Any
 
 from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.core.files import sha256_file
+from headprune.core.opening import check_file
 from headprune.run.recipe import DataSection
 
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -70,6 +71,21 @@ def undecoded(rows: Any, column: str) -> Any:
     return rows.cast_column(column, Audio(decode=False)) if kept else rows
 
 
+def check_pictures(rows: Any, column: str) -> None:
+    """Refuses rows that name devices and FIFOs: ``datasets`` opens pictures by their names.
+
+    Raises:
+        InvalidValue: a row that does.
+    """
+    from datasets import Image
+
+    if isinstance(rows.features.get(column), Image):
+        for row in rows.select_columns([column]).cast_column(column, Image(decode=False)):
+            value = row[column] or {}
+            if value.get("bytes") is None and value.get("path") and os.path.exists(value["path"]):
+                check_file(value["path"])
+
+
 def _flat(source: Source, section: DataSection) -> Source:
     """The rows with nested columns as columns ``outer.inner`` of their own, where the recipe names one of these."""
     wanted = {*section.text_columns, *([section.target] if section.target else []), *section.label_columns}
@@ -125,6 +141,8 @@ def _sklearn(path: str) -> Source:
 
 def _local(path: Path, section: DataSection) -> Source:
     unused: tuple[str, ...] = ()
+    if not path.is_dir():
+        check_file(path)
     if path.is_file():
         files, names = {"train": [path]}, _split_names(section, (path.stem,), train=path.stem)
     else:

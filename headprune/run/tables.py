@@ -11,6 +11,7 @@ from typing import Any
 
 from headprune.core.codec import FrozenDict
 from headprune.core.files import atomic_path, write_atomic
+from headprune.core.opening import read_bytes
 from headprune.core.paired import paired_drops
 from headprune.core.sweeps import SweepTable
 from headprune.run.grid import Design
@@ -82,7 +83,7 @@ def write_timings(runs: Sequence[Run], files: Mapping[str, SweepRun], sweep: Pat
     """
     seconds: dict[tuple[str, str], float] = {}
     path = sweep / TIMINGS
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    for line in read_bytes(path).splitlines() if path.is_file() else ():
         # The last line of a killed process, or whatever else lies there: times are for people, nothing is made of them.
         with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             found = json.loads(line)

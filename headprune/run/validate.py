@@ -14,8 +14,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, did_you_mean
 from headprune.core.registry import Registry
 from headprune.run.presets import preset_named
-from headprune.run.reading import interpolate, locate, override, read_raw
+from headprune.run.reading import locate, override, read_raw
 from headprune.run.recipe import BudgetSection, LatencySection, Recipe
+from headprune.run.references import interpolate
 from headprune.run.sense import data_problems, model_problems, section_in
 from headprune.selection._inner import CALLABLES
 
@@ -61,7 +62,10 @@ def check_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
     Raises:
         RecipeError: with every error that the recipe has.
     """
-    data, problems = interpolate(raw)
+    try:
+        data, problems = interpolate(raw)
+    except InvalidValue as error:  # nothing is written out that is too long, so there is nothing else to check
+        raise RecipeError(source, [error]) from None
     recipe = None
     if data.get("preset") is not None:
         try:

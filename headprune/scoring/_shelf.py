@@ -22,6 +22,7 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.core.files import atomic_path, remove_parts, write_atomic
 from headprune.core.locking import locked
+from headprune.core.opening import check_file, read_bytes
 from headprune.model.transfers import in_main_memory
 
 #: Seconds between two writes, and how many times as long as a write took is waited for the next.
@@ -160,7 +161,7 @@ def opened(folder: Path | None, call: Mapping[str, str], seen: Sequence[float], 
     with locked(folder, "a call of score()", "Wait for it, or give another folder."):
         path, own = folder / _CALL, {**call, "what the model makes of the first batch": list(seen)}
         try:
-            theirs = json.loads(path.read_bytes()) if path.is_file() else own
+            theirs = json.loads(read_bytes(path)) if path.exists() else own
             differing = sorted(name for name in {*theirs, *own} if not _alike(theirs.get(name), own.get(name), close))
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidValue(str(path), "what score(folder=) left there", "an unreadable file", _HINT) from error
@@ -169,7 +170,7 @@ def opened(folder: Path | None, call: Mapping[str, str], seen: Sequence[float], 
             raise InvalidValue(
                 f"score(folder={str(folder.parent)!r})", "free, or with batches of this call", got, _HINT
             )
-        if not path.is_file():
+        if not path.exists():
             write_atomic(path, json.dumps(own, indent=1, sort_keys=True).encode())
         yield Shelf(folder)
 
@@ -320,6 +321,7 @@ def _said(path: Path) -> dict[str, Any] | None:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_file(path)
         with safe_open(path, framework="pt") as file:
             said = json.loads((file.metadata() or {})["said"])
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError):

@@ -79,13 +79,13 @@ class Problem:
 
     def broken(self, keep: Iterable[Position]) -> str:
         """The first rule that an answer breaks, in words; empty where it is lawful."""
-        rows = self.by_site(keep)
+        rows, stay, go = self.by_site(keep), self.by_site(self.stay), self.by_site(self.go)
         for site, units in enumerate(rows):
             here = self.scores.sites[site]
-            if lost := [u for s, u in sorted(self.stay) if s == site and u not in units]:
-                return f"{here.name} without heads {list(here.units[lost[0]])}, which must stay"
-            if left := [u for s, u in sorted(self.go) if s == site and u in units]:
-                return f"{here.name} with heads {list(here.units[left[0]])}, which must go"
+            if lost := stay[site] - units:
+                return f"{here.name} without heads {list(here.units[min(lost)])}, which must stay"
+            if wrong := go[site] & units:
+                return f"{here.name} with heads {list(here.units[min(wrong)])}, which must go"
             if (count := self.heads(site, units)) not in self.counts[site]:
                 heads = f"{count} head{'' if count == 1 else 's'}"
                 return f"{heads} at {here.name}, which may have {_words(self.counts[site])}"
@@ -100,8 +100,13 @@ class Problem:
 
     def heads(self, site: int, units: Iterable[int]) -> int:
         """How many heads some units of one site hold."""
-        held = self.scores.sites[site].units
-        return sum(len(held[u]) for u in units)
+        sizes = self._sizes[site]
+        return sum(sizes[u] for u in units)
+
+    @cached_property
+    def _sizes(self) -> tuple[tuple[int, ...], ...]:
+        """For every site, how many heads each of its units holds."""
+        return tuple(tuple(map(len, site.units)) for site in self.scores.sites)
 
     def site_cost(self, site: int, units: Iterable[int]) -> int:
         """What one site costs with these units."""
@@ -121,7 +126,10 @@ class Problem:
         What must stay comes first, then the units in the order of ``ranking``. Where the units of a site hold
         equally many heads, these are the first ones of the ranking, so each state is a part of the next.
         """
-        return tuple(self._states(site, [u for s, u in ranking if s == site]) for site in range(len(self.costs)))
+        ranked: list[list[int]] = [[] for _ in self.costs]
+        for site, unit in ranking:
+            ranked[site].append(unit)
+        return tuple(self._states(site, units) for site, units in enumerate(ranked))
 
     def _states(self, site: int, ranked: list[int]) -> dict[int, tuple[int, ...]]:
         forced = tuple(u for u in ranked if (site, u) in self.stay)
@@ -130,7 +138,8 @@ class Problem:
             if (site, unit) not in self.stay and (site, unit) not in self.go:
                 size = self.heads(site, [unit])
                 for held, units in list(found.items()):
-                    found.setdefault(held + size, (*units, unit))
+                    if held + size not in found:
+                        found[held + size] = (*units, unit)
         present, most = self.heads(site, ranked), max(found)
         least = max(min(self.min_heads, most), self.scores.sites[site].least)
         return {

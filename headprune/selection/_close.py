@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from headprune.selection._base import Position, Problem, Selector
@@ -35,7 +34,7 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
         return ()
     stay, go = _sides(problem, selector, keep)
     swaps = _Swaps(problem, selector, keep)
-    close = [[unit for unit in stay if swaps.any(unit, go)], [unit for unit in go if swaps.any(unit, stay)]]
+    close = [swaps.close(stay, go), swaps.close(go, stay)]
     if not close[0]:
         return ()
     verbs = ("stays", "stay"), ("goes", "go")
@@ -48,10 +47,11 @@ def close_calls(problem: Problem, selector: Selector, keep: frozenset[Position])
 def _sides(problem: Problem, selector: Selector, keep: frozenset[Position]) -> tuple[list[_Unit], list[_Unit]]:
     """What stays, lowest first, and what goes, highest first, without what was told to."""
     scales = [selector.scale(row) for row in problem.scores.values]
+    settled = problem.stay | problem.go
     units: tuple[list[_Unit], list[_Unit]] = ([], [])
     for unit in problem.scores.ranked():
         position, (shift, divisor) = (unit.site, unit.unit), scales[unit.site]
-        if position not in problem.stay | problem.go:
+        if position not in settled:
             level, error = (unit.value - shift) / divisor, (unit.standard_error or 0.0) / divisor
             cost = problem.costs[unit.site][unit.unit]
             units[position not in keep].append(_Unit(position, level, error, len(unit.heads), cost))
@@ -59,8 +59,53 @@ def _sides(problem: Problem, selector: Selector, keep: frozenset[Position]) -> t
     return stay, go[::-1]
 
 
+@dataclass(frozen=True)
+class _Node:
+    """Some units that lie next to each other in the order of their levels, and bounds for all of them.
+
+    Args:
+        low, high: The lowest and the highest level.
+        error: The largest error.
+        price: The least that one of them adds to the cost when it changes places with a unit of another site.
+        site: Their site; None where there are several.
+        parts: Two nodes that make up this one; none of a single unit.
+        unit: The single unit.
+    """
+
+    low: float
+    high: float
+    error: float
+    price: int
+    site: int | None
+    parts: tuple[_Node, ...] = ()
+    unit: _Unit | None = None
+
+
+def _joined(first: _Node, second: _Node) -> _Node:
+    return _Node(
+        low=min(first.low, second.low),
+        high=max(first.high, second.high),
+        error=max(first.error, second.error),
+        price=min(first.price, second.price),
+        site=first.site if first.site == second.site else None,
+        parts=(first, second),
+    )
+
+
+def _tree(nodes: list[_Node]) -> _Node | None:
+    """One node over all, in as many steps as the number of units has binary digits; None over none."""
+    while len(nodes) > 1:
+        pairs = [_joined(nodes[i], nodes[i + 1]) for i in range(0, len(nodes) - 1, 2)]
+        nodes = pairs + nodes[2 * len(pairs) :]
+    return nodes[0] if nodes else None
+
+
 class _Swaps:
-    """Which units could change places, told in constant time a pair."""
+    """Which units could change places, found without looking at every pair.
+
+    Units of the other side lie in a tree; what no unit of a part of it can fulfil is seen at that part. Units of the
+    same site, which another rule holds for, lie in trees of those with as many heads and of equal cost.
+    """
 
     def __init__(self, problem: Problem, selector: Selector, keep: frozenset[Position]) -> None:
         self._problem = problem
@@ -69,24 +114,72 @@ class _Swaps:
         self._left = problem.limit - problem.cost(keep)
         self._keep = keep
 
-    def any(self, unit: _Unit, others: list[_Unit]) -> bool:
-        """Whether one of the others, which lie on the other side and are in order, is a close call with a unit."""
-        rising = unit.position not in self._keep  # what stays is in rising order, what goes in falling order
-        sign = 1.0 if rising else -1.0
+    def close(self, units: list[_Unit], others: list[_Unit]) -> list[_Unit]:
+        """The units that are a close call with one of the others, which lie on the other side."""
+        widest = max((other.error for other in others), default=0.0)
+        prices = {unit.position: self._price(unit) for unit in (*units, *others)}
+        able = [other for other in others if self._across and prices[other.position] is not None]
+        everywhere = _tree([_leaf(other, prices[other.position]) for other in able])
+        kinds: dict[tuple[int, int, int], list[_Unit]] = {}
+        for other in others:
+            kinds.setdefault((other.position[0], other.heads, other.cost), []).append(other)
+        here: dict[int, list[tuple[_Unit, _Node | None]]] = {}
+        for (site, _, _), alike in kinds.items():
+            here.setdefault(site, []).append((alike[0], _tree([_leaf(other, 0) for other in alike])))
 
-        def key(unit: _Unit) -> float:
-            return sign * unit.level
+        def is_close(unit: _Unit) -> bool:
+            site, price = unit.position[0], prices[unit.position]
+            room = None if price is None else self._left - price
+            if room is not None and self._any(unit, everywhere, widest, room, site):
+                return True
+            possible = (tree for one, tree in here.get(site, ()) if self._possible(*self._pair(unit, one)))
+            return any(self._any(unit, tree, widest) for tree in possible)
 
-        widest = math.hypot(unit.error, max((other.error for other in others), default=0.0))
-        level = key(unit)
-        for other in others[bisect_left(others, level - widest, key=key) :]:
-            if key(other) > level + widest:
-                return False
-            if abs(other.level - unit.level) <= math.hypot(unit.error, other.error):
-                pair = (other, unit) if rising else (unit, other)
-                if self._possible(*pair):
-                    return True
+        return [unit for unit in units if is_close(unit)]
+
+    def _any(
+        self, unit: _Unit, tree: _Node | None, widest: float, room: int | None = None, site: int | None = None
+    ) -> bool:
+        """Whether one in a tree is a close call with a unit: outside of ``site``, within ``room``, if given."""
+        level, reach = unit.level, math.hypot(unit.error, widest)
+        waiting = [tree] if tree is not None else []
+        while waiting:
+            node = waiting.pop()
+            if (site is not None and node.site == site) or (room is not None and node.price > room):
+                continue
+            apart = max(node.low - level, level - node.high, 0.0)
+            if apart > math.hypot(unit.error, node.error) * (1 + 1e-12):  # the last digit is left to the units
+                continue
+            if node.unit is None:
+                waiting.extend(sorted(node.parts, key=lambda part: -max(part.low - level, level - part.high)))
+                continue
+            other = node.unit
+            near = abs(other.level - level) <= math.hypot(unit.error, other.error)
+            if near and self._within(unit, other, reach) and self._possible(*self._pair(unit, other)):
+                return True
         return False
+
+    def _within(self, unit: _Unit, other: _Unit, reach: float) -> bool:
+        """Whether a level is between those that lie ``reach`` from a unit's, as they are rounded."""
+        sign = 1.0 if unit.position not in self._keep else -1.0
+        level = sign * unit.level
+        return level - reach <= sign * other.level <= level + reach
+
+    def _pair(self, unit: _Unit, other: _Unit) -> tuple[_Unit, _Unit]:
+        """The kept one of two units, then the removed one."""
+        return (unit, other) if unit.position in self._keep else (other, unit)
+
+    def _price(self, unit: _Unit) -> int | None:
+        """What the cost of its site gains when a unit changes places with one of another site; None where no rule
+        allows that."""
+        site, kept = unit.position[0], unit.position in self._keep
+        heads = self._heads[site] + (-unit.heads if kept else unit.heads)
+        if heads not in self._problem.counts[site]:
+            return None
+        if self._problem.steps is None:
+            return -unit.cost if kept else unit.cost
+        steps = self._problem.steps[site]
+        return (steps[heads] or 0) - (steps[self._heads[site]] or 0)
 
     def _possible(self, out: _Unit, back: _Unit) -> bool:
         """Whether budget and rules allow one kept unit to go and one removed unit to come back."""
@@ -101,6 +194,10 @@ class _Swaps:
             return back.cost - out.cost <= self._left
         steps = self._problem.steps
         return sum((steps[s][n] or 0) - (steps[s][self._heads[s]] or 0) for s, n in heads.items()) <= self._left
+
+
+def _leaf(unit: _Unit, price: int | None) -> _Node:
+    return _Node(unit.level, unit.level, unit.error, price or 0, unit.position[0], unit=unit)
 
 
 def _names(problem: Problem, units: list[_Unit]) -> str:

@@ -14,6 +14,7 @@ from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue,
 from headprune.core.files import settle, staged
 from headprune.core.heads import AttentionSite
 from headprune.core.layout import FOLDED_ATTRIBUTE
+from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
 from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
@@ -109,7 +110,7 @@ def write_card(
     before = None if built is None else sum(p.numel() for p in built.parameters())
     text = card.section(model, sites, _loading(model, format, folder), plan, before)
     old = folder / card.CARD
-    card.write(place, text, card.hub_name(model), old.read_bytes().decode() if old.is_file() else None)
+    card.write(place, text, card.hub_name(model), read_bytes(old).decode() if old.is_file() else None)
 
 
 def applicable_formats(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> dict[Format, str | None]:

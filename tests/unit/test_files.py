@@ -358,6 +358,7 @@ def test_a_saved_model_stays_whole_at_every_moment_of_a_disk_that_fills_up(
 EXCEPTIONS = {
     "cli/_shared.py guarded": "the null device, in the place of a pipe that was closed",
     "core/files.py": "the one place that does",
+    "core/opening.py _without_waiting": "opened to be read",
     "core/samples.py write": "to a path that atomic_paths gave",
     "core/scores.py save": "to a path that atomic_paths gave",
     "model/offloaded_cut.py _written": "to a path that atomic_path gave",

@@ -13,6 +13,7 @@ from torch import nn
 from headprune.core.display import escape
 from headprune.core.files import write_atomic
 from headprune.core.heads import AttentionSite
+from headprune.core.opening import read_bytes
 from headprune.core.plan import PruningPlan
 from headprune.core.version import __version__
 from headprune.model.offloaded import count_parameters
@@ -77,7 +78,7 @@ def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -
         known = [f"base_model: {json.dumps(hub_name)}"] if hub_name else []
         head = "\n".join(["---", *known, "tags:", "- headprune", "---", ""])
         return write_atomic(path, f"{head}\n{block}".encode())
-    old = path.read_bytes().decode() if old is None else old
+    old = read_bytes(path).decode() if old is None else old
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
@@ -88,8 +89,8 @@ def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -
 
 def carry(folder: Path, original: Path) -> None:
     """Lets the words of the base model's card, above all its licence, stay around the section of this one."""
-    ours = (folder / CARD).read_bytes().decode().partition(BEGIN)[2].partition(END)[0].strip("\n")
-    before, begin, rest = original.read_bytes().decode(errors="replace").partition(BEGIN)
+    ours = read_bytes(folder / CARD).decode().partition(BEGIN)[2].partition(END)[0].strip("\n")
+    before, begin, rest = read_bytes(original).decode(errors="replace").partition(BEGIN)
     words = before + rest.partition(END)[2].removeprefix("\n") if begin else before  # without an earlier cut's section
     if ours and words.strip():
         title = "## Attention heads\n"

@@ -13,6 +13,7 @@ from typing import Any
 from headprune.core.display import clean
 from headprune.core.errors import InvalidValue
 from headprune.core.files import staged, write_atomic
+from headprune.core.opening import read_bytes
 from headprune.surgery.formats import card
 
 #: Files of tokenizers, image processors, feature extractors and processors, as Transformers names them, and licences.
@@ -89,7 +90,7 @@ class Beside:
 
 def _without_code(path: Path) -> None:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bytes(path))
     except (ValueError, RecursionError):  # Transformers will not read it either
         return
     if found := list(_cleared(content)):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from headprune.core.errors import CheckpointError
+from headprune.core.opening import NotAFile, check_file, read_text
 from headprune.surgery.formats.building import no_memory
 
 #: Bytes of a configuration or an index: far above those of the largest models.
@@ -36,6 +37,8 @@ _MODULES = 200_000
 #: Parameters that a byte of a file may hold (weights of two bits), and those that may lack beside it: a small head.
 _DENSEST, _LACKING = 4, 10_000_000
 _CONFIGURATION = "a model's configuration"
+#: How the names of files end that are read out of a model's folder.
+_READ = (".json", ".txt", ".jinja", ".model", ".spm", ".bpe", ".codes", ".bin", ".safetensors", ".gguf", ".pt", ".md")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 #: What a key's number is no size of, and what numbers lie under that nothing is built by.
 _FREE = re.compile(
@@ -53,11 +56,27 @@ def check_folder(folder: Path) -> None:
         CheckpointError: such a folder, or an index that is none. What is no JSON at all is left to the reader, which
             says so of the model that it was asked for.
     """
+    check_files(folder)
     for index in sorted(folder.glob("*.index.json")):
         files_of(index)
     config = folder / "config.json"
     if config.is_file() and _parsed(config, _CONFIGURATION) is not None:
         check_config(config)
+
+
+def check_files(folder: Path) -> None:
+    """Refuses a folder with anything but regular files where Transformers, tokenizers and PEFT read by name.
+
+    Raises:
+        CheckpointError: a FIFO, a device, a socket or a folder, or a link to one, under the name of such a file.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        passed_by = path.suffix != ".json" and path.is_dir()
+        if path.suffix in _READ and path.exists() and not passed_by:
+            try:
+                check_file(path)
+            except NotAFile as error:
+                raise CheckpointError(error.where, error.must, error.got, error.hint) from None
 
 
 def files_of(index: Path) -> list[str]:
@@ -179,13 +198,11 @@ def _parsed(path: Path, must: str) -> Any:
         CheckpointError: a file that is too long to be read.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_LONGEST + 1)
-        if len(text) <= _LONGEST:
-            return json.loads(text)
+        return json.loads(read_text(path, _LONGEST))
+    except NotAFile as error:
+        raise CheckpointError(str(path), f"{must}, in {error.must}", error.got, error.hint) from None
     except (OSError, ValueError, RecursionError):
         return None
-    raise CheckpointError(str(path), must, f"more than {_LONGEST:,} characters")
 
 
 def _values(path: Path, value: Any, keys: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:

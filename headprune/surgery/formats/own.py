@@ -29,7 +29,7 @@ from headprune.model.offloaded import Away, offloaded, tied
 from headprune.model.sites import BoundSite
 from headprune.surgery.formats import slices
 from headprune.surgery.formats.building import fresh, no_memory
-from headprune.surgery.formats.foreign import check_config, few_modules
+from headprune.surgery.formats.foreign import check_config, check_files, few_modules
 from headprune.surgery.formats.manifest import MANIFEST, Folded, Manifest
 from headprune.surgery.formats.weights import WEIGHTS, distinct, written
 
@@ -90,6 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: there is none, or one that we cannot read.
     """
+    check_files(folder)
     if not (folder / MANIFEST).is_file():
         got = f"no {MANIFEST} in it" if folder.is_dir() else "no such folder"
         hint = "A folder in the format 'transformers' or 'remote-code' is loaded by Transformers, see its README.md."

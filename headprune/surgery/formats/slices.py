@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import CheckpointError
+from headprune.core.opening import check_file, opened, reason
 from headprune.model.offloaded import Away
 from headprune.surgery.formats.foreign import files_of
 
@@ -87,7 +88,7 @@ class Slice:
     def pieces(self) -> Iterator[bytes]:
         """The bytes, row-major, in pieces of about ``PIECE``."""
         shape, item = self.stored.shape, self.stored.dtype.itemsize
-        with open(self.stored.path, "rb") as file:
+        with opened(self.stored.path) as file:
             if self.rows is None:
                 yield from _ranges(file, [(self.stored.start, self.stored.n_bytes)])
                 return
@@ -134,7 +135,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def sampled(stored: Stored, positions: Sequence[int]) -> bytes:
     """Single values of a tensor, by their places in it."""
     item = stored.dtype.itemsize
-    with open(stored.path, "rb") as file:
+    with opened(stored.path) as file:
         return b"".join(_read(file, stored.start + at * item, item) for at in positions)
 
 
@@ -177,11 +178,12 @@ def _header(path: Path) -> dict[str, Stored]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_file(path)
         with safe_open(path, "np"):  # every offset is checked here, and nothing is read
             pass
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(str(path), "a valid safetensors file", str(error), "Copy the folder again.") from error
-    with open(path, "rb") as file:
+        raise CheckpointError(str(path), "a valid safetensors file", reason(error), "Copy the folder again.") from error
+    with opened(path) as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))  # what safe_open took is sound
     header.pop("__metadata__", None)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headprune.core.errors import CheckpointError
 from headprune.core.files import atomic_path, sha256_file
+from headprune.core.opening import check_file, reason
 from headprune.surgery.formats.manifest import MANIFEST, Alias, Manifest, Shard
 
 WEIGHTS = "model.safetensors"
@@ -147,13 +148,14 @@ def _read_file(path: Path, sha256: str) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not path.is_file():
-        raise CheckpointError(str(path), "the model's weights", "no such file")
     try:
+        check_file(path)
         # Copied: a file's tensors lie at any address, and kernels round otherwise where memory is not aligned.
         tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    except FileNotFoundError:
+        raise CheckpointError(str(path), "the model's weights", "no such file") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(str(path), "a valid safetensors file", str(error), _AGAIN) from error
+        raise CheckpointError(str(path), "a valid safetensors file", reason(error), _AGAIN) from error
     _check(path, sha256)
     return tensors
 

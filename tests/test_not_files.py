@@ -1,0 +1,215 @@
+"""Everything that is read from a path, with a FIFO, a device, a socket or a folder in its place: each reader ends soon.
+
+The kinds of files are those of tests/test_fuzz.py, so a new one is tried here, too. What is tried runs in a process of
+its own that is ended where it waits: neither a reader that hangs nor one that fills the memory takes the tests along.
+"""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headprune as hp
+from headprune.core import opening
+from headprune.core.errors import HeadPruneError
+from headprune.core.opening import NotAFile, check_file, opened, read_bytes, read_text
+from headprune.run.progress import Finished
+from headprune.run.sources import check_pictures
+from tests.test_fuzz import KINDS, sum_timings, take_finished
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has none of these in its folders")
+
+PACKAGE = Path(hp.__file__).parent
+#: Seconds for a reader, far above what any takes; and memory beyond what the process has.
+PATIENCE, MEMORY = 60, 2 << 30
+
+
+def _finished(folder: Path) -> None:
+    take_finished(folder)
+    Finished.load(folder / ".work" / "score.json")
+
+
+#: Readers without the copy of the folder that those of test_fuzz.py make: it would fail by itself.
+UNCOPIED = {"finished stage": _finished, "timings": sum_timings}
+
+
+def _socket(path: Path) -> None:
+    """Bound from its own folder: the path of a socket has about a hundred characters."""
+    before = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+def _link_to_fifo(path: Path) -> None:
+    os.mkfifo(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+IN_PLACE: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "link to a FIFO": _link_to_fifo,
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to a terminal": lambda path: path.symlink_to("/dev/tty"),
+    "socket": _socket,
+    "folder": Path.mkdir,
+}
+
+
+def _in_child(action: Callable[[], object], answer: Any) -> None:
+    if sys.platform == "linux":
+        own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (own + MEMORY, own + MEMORY))
+    warnings.simplefilter("ignore")
+    try:
+        action()
+        answer.send(("read", ""))
+    except HeadPruneError as error:
+        answer.send(("refused", str(error)))
+    except BaseException:
+        answer.send(("broken", traceback.format_exc()[-2000:]))
+    finally:
+        answer.close()
+        os._exit(0)
+
+
+def outcome(action: Callable[[], object]) -> tuple[str, str]:
+    """What became of an action, and its words: read, refused (an error of ours), broken (another), or waiting."""
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(action, there))
+    child.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(PATIENCE) else ("waiting", "")
+    except EOFError:
+        return "broken", "the process was ended"
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # that processes fork beside threads
+@pytest.mark.parametrize("name", KINDS)
+def test_every_reader_ends_where_no_file_is(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    sound = tmp_path / "sound"
+    sound.mkdir()
+    kind.make(sound)
+    for what, make in IN_PLACE.items():
+        folder = tmp_path / what
+        shutil.copytree(sound, folder)
+        (folder / kind.file).unlink()
+        make(folder / kind.file)
+        told, words = outcome(partial(UNCOPIED.get(name, kind.read), folder))
+        assert told == "refused" or (told == "read" and not kind.refuses), f"{name}, {what}: {told} {words}"
+        assert told == "read" or 0 < len(words) < 5000
+
+
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_the_one_reader_takes_regular_files_alone(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    IN_PLACE[what](path)
+    for read in (check_file, opened, read_bytes, read_text):
+        start = time.monotonic()
+        with pytest.raises(NotAFile, match="must be a regular file, got a ") as refused:
+            read(path)
+        assert time.monotonic() - start < 5
+        assert isinstance(refused.value, OSError)
+        assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
+
+
+def test_what_takes_the_place_of_a_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may put a FIFO there between the look and the opening."""
+    os.mkfifo(path := tmp_path / "a.json")
+    monkeypatch.setattr(opening, "check_file", lambda path: None)
+    assert outcome(lambda: read_bytes(path))[0] == "refused"
+
+
+def test_files_and_links_to_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("é\r\nb\n".encode())
+    (tmp_path / "b").symlink_to("a")
+    assert read_bytes(tmp_path / "b") == "é\r\nb\n".encode()
+    assert read_text(tmp_path / "b") == (tmp_path / "a").read_text(encoding="utf-8") == "é\nb\n"
+    assert read_bytes(tmp_path / "a", 6) == read_bytes(tmp_path / "a")
+    with pytest.raises(NotAFile, match="must be a file of at most 5 bytes, got one of 6 bytes"):
+        read_bytes(tmp_path / "a", 5)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "none")
+
+
+def test_a_file_of_nothing_but_a_length_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "record.json", "wb") as file:
+        file.truncate(1 << 40)
+    told, words = outcome(lambda: hp.RunRecord.load(tmp_path / "record.json"))
+    assert (told, "at most 268,435,456 bytes" in words) == ("refused", True)
+
+
+def test_rows_that_name_a_fifo_in_place_of_a_picture_are_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    os.mkfifo(tmp_path / "a.png")
+    features = datasets.Features({"image": datasets.Image()})
+    rows = datasets.Dataset.from_dict({"image": [str(tmp_path / "a.png")]}, features=features)
+    assert outcome(lambda: check_pictures(rows, "image"))[0] == "refused"
+
+
+#: Calls that open a file by its name, and where they may stand: files of the package or of the system, and what comes
+#: right after ``check_file``.
+OPENING = ("open", "read_text", "read_bytes", "load_file", "safe_open", "ZipFile")
+ALLOWED = {
+    "report/html.py": "a template of ours",
+    "surgery/formats/remote_code.py": "a template of ours",
+    "core/registry.py": "an installed package",
+    "run/surroundings.py": "what the system says of itself",
+    "cli/prune.py": "what was written a moment ago",
+    "cli/_shared.py": "the null device",
+    "core/files.py": "places that are written to",
+    "run/sound.py": "bytes in memory",
+}
+
+
+def _opens(tree: ast.AST) -> list[int]:
+    """Lines that open a file by its name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            ours = isinstance(node.func, ast.Name) and called in ("read_text", "read_bytes")
+            writes = any(isinstance(a, ast.Constant) and a.value in ("wb", "ab+", "x") for a in node.args)
+            if called.rpartition(".")[2] in OPENING and not ours and not writes:
+                found.append(node.lineno)
+    return found
+
+
+def test_the_look_for_openings_sees_them() -> None:
+    lines = ("Path(a).read_text()", "open(a)", "read_text(a)", "open(a, 'wb')", "safe_open(a, 'np')")
+    assert _opens(ast.parse("\n".join(lines))) == [1, 2, 5]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_are_opened_in_one_place(path: Path) -> None:
+    if str(path.relative_to(PACKAGE)) in (*ALLOWED, "core/opening.py"):
+        return
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for number in _opens(ast.parse(text)):
+        before = "\n".join(lines[max(0, number - 12) : number])
+        assert "check_file(" in before or "_said(" in before, f"{path.name}:{number} opens a file that nobody looked at"
