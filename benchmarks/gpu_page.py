@@ -28,8 +28,9 @@ costs nothing. A small model keeps Python busier than the GPU: its latency does 
 *launch-bound*; a cell is *GPU-bound* where the GPU is busy for at least {busy:.0%} of the latency, of the whole model
 and of the cut one. A speed is the time of the whole model over that of the cut one, in the same run, with its 95 %
 interval. *Limit* is what multiply-adds alone would give; of a decode step, the bytes of weights and KV cache that it
-reads. Code under `torch.compile` makes its own graphs: *by events* is the time between events around the call, with
-Python's work before the replay in it.
+reads. The limit counts multiply-adds alone: norms, activations and residual sums multiply nothing, stay as large as
+before, and take time for the bytes that they move. Code under `torch.compile` makes its own graphs: *by events* is the
+time between events around the call, with Python's work before the replay in it.
 
 Inputs have no attention mask, because a mask of ones keeps the flash kernel away. Transformers 5.17 writes such a mask
 out for code that is compiled or captured; here it does not, as later versions do not. Clocks are read and never locked.
@@ -144,11 +145,6 @@ def headline_words(record: Record) -> list[str]:
             f"The whole and the cut model compute at {done} TFLOP/s, {rates[0] / top['bfloat16_flops']:.0%} and"
             f" {rates[1] / top['bfloat16_flops']:.0%} of what a large matrix product reaches on the same machine."
         )
-    if share < AIM:
-        lines.append(
-            "The limit counts multiply-adds alone. Norms, activations and residual sums multiply nothing, stay as large"
-            " as before, and take time for the bytes that they move."
-        )
     return [" ".join(lines), ""]
 
 
@@ -178,7 +174,7 @@ def cells(rows: list[Row]) -> list[str]:
         precision, code, attention, cold = way
         mine = [row for row in rows if tuple(row[name] for name in ("precision", "code", "attention", "cold")) == way]
         about = f"{precision}, {code}, {attention} attention" + ", L2 cache overwritten before every call" * cold
-        lines += [f"**{about}**", "", *one_table(mine), *paying(mine), ""]
+        lines += [f"**{about}**", "", *one_table(mine), *short_of_limit(mine), *paying(mine), ""]
     return lines[:-1]
 
 
@@ -211,6 +207,16 @@ def one_cut(row: Row | None) -> list[str]:
 
 def ms(row: Row, which: str) -> str:
     return plain(1000 * row[which]["original_p50"]) if which in row else "-"
+
+
+def short_of_limit(rows: list[Row]) -> list[str]:
+    """GPU-bound cells whose speed is below ``AIM`` of what the least work would allow; the introduction says why."""
+    said = []
+    for row in rows:
+        if row.get("bound") == "gpu" and row["gpu"]["ratio"] / limit(row) < AIM:
+            share = row["gpu"]["ratio"] / limit(row)
+            said.append(f"{row['batch']} x {row['tokens']}, {kept(row)}: {share:.2f}")
+    return ["", f"GPU-bound and below {AIM} of the limit: {'; '.join(said)}."] if said else []
 
 
 def paying(rows: list[Row]) -> list[str]:

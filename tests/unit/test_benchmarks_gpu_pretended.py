@@ -74,3 +74,15 @@ def test_no_cell_of_a_cut_mixes_devices(shapes: ModuleType, monkeypatch: pytest.
     assert [row["what"] for row in rows] == ["ceiling", "gpu", "gpu"]
     assert not any("error" in row for row in rows)
     assert json.loads(json.dumps(rows)) == rows  # tuples and tensors would not come back
+
+
+def test_native_comparisons_do_not_mix_devices() -> None:
+    native = benchmark("native")
+    args = native.arguments(
+        ["--small", "--seconds", "0", "--threads", "1", "--width", "48", "--heads", "4", "--keep", "4"]
+    )
+    args.keep = 2
+    with PretendedCuda() as gpu:
+        rows = [row for name in ("bert", "vit", "llama") for row in native.compared(name, args, CUDA, "float32")]
+    assert gpu.mismatches == [], gpu.report()
+    assert [row["subject"] for row in rows] == ["bert", "vit", "llama"]
