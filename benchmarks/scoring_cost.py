@@ -39,7 +39,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -108,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
             start = perf_counter()
             record[part] = PARTS[part](args, device)
             record["seconds"] += perf_counter() - start
-            record["stamps"][part] = {"created": now(), "git_commit": git_commit()}
+            record["stamps"][part] = {"created": studies.now(), "git_commit": git_commit()}
             write_atomic(out, (json.dumps(record, indent=1) + "\n").encode())
     finally:
         torch.set_num_threads(threads)
@@ -132,12 +131,8 @@ def begun(args: argparse.Namespace, device: torch.device, out: Path) -> tuple[di
     record, out = studies.there(out, same, args.aside)
     if record is not None and "stamps" in record:
         return record, out
-    about = {"created": now(), "git_commit": git_commit(), "hardware": here, "seconds": 0.0, "stamps": {}}
+    about = {"created": studies.now(), "git_commit": git_commit(), "hardware": here, "seconds": 0.0, "stamps": {}}
     return {**same, **about}, out
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 # ------------------------------------------------------------------------------------------------ what is measured
