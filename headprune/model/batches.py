@@ -43,6 +43,11 @@ class Batches:
         if self.only_once:
             self.source, self._begun = list(self), None
 
+    def restart(self) -> None:
+        """Forgets a pass that a look began, so that the next one draws its own order."""
+        self._seen = self._seen or self._begun is not None
+        self._begun = None
+
     def first(self) -> Any:
         """The first batch of the next pass, which still gives it.
 

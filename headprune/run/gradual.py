@@ -167,6 +167,7 @@ def prune_gradually_(
             whole, before, rules["must_remove"] = saved["whole"], saved["before"], {}
             budget = replace(budget, length=saved["length"])
     for i in range(len(done) + 1, stages + 1):
+        calibration.restart()  # a run that goes on from this stage has looked at nothing
         scores = score(model, calibration, scorer, loss=loss, sites=sites, progress=progress)
         extra = _callables(selector, model, calibration, scorer, loss, sites, progress)
         if i == 1:
