@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, final
@@ -17,6 +16,7 @@ from headprune.attention.linear import cut_features, replace_features_
 from headprune.attention.masks import join_masks
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import KINDS, AttentionSite, Kind, Policy
+from headprune.core.indices import indices
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadState
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
 
@@ -262,7 +262,7 @@ class MultiHeadAttention(nn.Module):
         counts = (state.n_query_heads, state.n_kv_heads, self.head_dim, self.value_dim)
         policy = "balanced" if policy == "group" and state.n_kv_heads == 1 else policy
         site = AttentionSite(type(self).__name__, "headprune", "self", *counts, heads=present, policy=policy)
-        kept = site.check(_indices(keep))
+        kept = site.check(indices(keep, "keep"))
         if kept == present:
             return ()
         positions = [present.index(head) for head in kept]
@@ -330,12 +330,3 @@ def _tied(projections: Iterable[nn.Module]) -> dict[int, nn.Parameter | None]:
     """Identities of the parameters that several projections share, each with no successor yet."""
     count = Counter(id(p) for module in projections for p in module._parameters.values() if p is not None)
     return {identity: None for identity, n in count.items() if n > 1}
-
-
-def _indices(keep: Iterable[int]) -> list[int]:
-    items = list(keep.tolist() if isinstance(keep, Tensor) else keep)
-    for item in items:
-        # A list of booleans would pass as the indices 0 and 1.
-        if isinstance(item, bool) or not hasattr(item, "__index__"):
-            raise InvalidValue("keep", "a collection of head indices", repr(item))
-    return [operator.index(item) for item in items]

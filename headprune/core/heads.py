@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from headprune.core.codec import Value
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, did_you_mean
+from headprune.core.indices import indices, kept_in_row
 from headprune.core.slabs import MOST_HEADS, HeadGeometry
 
 Kind = Literal["self", "causal", "cross"]
@@ -228,11 +229,51 @@ class HeadMask(Value):
 
     @classmethod
     def from_keep(cls, keep: Mapping[str, Iterable[int]], n_heads: Mapping[str, int]) -> HeadMask:
-        """From kept original indices and head counts a site; a site absent from ``keep`` keeps every head."""
+        """From kept original indices and head counts per site; a site absent from ``keep`` keeps every head.
+
+        Raises:
+            UnknownName: a site or a head that does not exist.
+            InvalidValue: values that are no indices, such as a row of 0 and 1 for every head: see ``from_array``.
+        """
         for site in keep:
             if site not in n_heads:
                 raise UnknownName(f"site {site!r}", "a known attention site", repr(site), did_you_mean(site, n_heads))
-        rows = (SiteKeep(s, n, tuple(sorted(set(keep.get(s, range(n)))))) for s, n in n_heads.items())
+        rows = []
+        for site, n in n_heads.items():
+            kept = indices(keep[site], f"keep[{site!r}]", n) if site in keep else range(n)
+            rows.append(SiteKeep(site, n, tuple(sorted(set(kept)))))
+        return cls(tuple(rows))
+
+    @classmethod
+    def from_array(cls, array: Any, sites: Iterable[AttentionSite]) -> HeadMask:
+        """From ``[layers, heads]``: 1 or True where a head is kept, 0 or False where it is removed.
+
+        Args:
+            array: A NumPy array, a tensor or nested lists. Rows are in the order of ``sites``, heads in original
+                indices; rows may have different lengths, as the sites have.
+            sites: The sites whose heads they are.
+
+        Raises:
+            InvalidValue: another shape, or values other than 0 and 1.
+            UnknownName: a kept head that was removed before.
+
+        >>> sites = [AttentionSite(name, "bert", "self", 3, 3, 4, 4, (0, 1, 2)) for name in ("a", "b")]
+        >>> HeadMask.from_array([[1, 0, 1], [0, 0, 1]], sites).kept("a")
+        (0, 2)
+        """
+        sites = tuple(sites)
+        table = array.tolist() if hasattr(array, "tolist") else array
+        if not isinstance(table, Sequence) or len(table) != len(sites):
+            got = f"{len(table)} rows" if isinstance(table, Sequence) else type(array).__name__
+            raise InvalidValue("array", f"[layers, heads] with one row per site, {len(sites)}", got)
+        rows = []
+        for number, (row, site) in enumerate(zip(table, sites, strict=True)):
+            where = f"array[{number}], for {site.name}"
+            kept = kept_in_row(row, site.n_query_heads, where)
+            gone = sorted(set(kept) - set(site.heads))
+            if gone:
+                raise UnknownName(where, f"1 only for the present heads {list(site.heads)}", f"1 for head {gone[0]}")
+            rows.append(SiteKeep(site.name, site.n_query_heads, kept))
         return cls(tuple(rows))
 
     @classmethod

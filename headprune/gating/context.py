@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +31,8 @@ from headprune.model.running import device_of
 from headprune.model.sites import BoundSite, bind
 from headprune.model.transfers import sent
 
-Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Tensor] | Tensor"
+Array: TypeAlias = "Tensor | np.ndarray[Any, Any]"
+Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Array] | Array"
 
 
 @contextmanager
@@ -42,7 +44,7 @@ def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None 
         gates: A plan or a mask (kept heads 1, others 0); or a mapping from site name to a tensor ``[heads]`` or, one
             row an example, ``[batch, heads]`` (``[batch, tokens, heads]`` gates every token); or one tensor
             ``[layers, heads]`` for all sites in model order. Heads are the present ones, in order. Sites that a
-            mapping leaves out are not gated.
+            mapping leaves out are not gated. NumPy arrays and booleans are taken, too.
         sites: Where; default ``find_sites(model)``.
 
     Gates are differentiable: the gradient at gates of 1 is the head's first-order importance. With gradient
@@ -98,16 +100,24 @@ def gate_tensors(model: nn.Module, gates: Gates, bound: list[BoundSite]) -> list
             warnings.warn(note, UserWarning, stacklevel=4)
         mask = gates.mask if isinstance(gates, PruningPlan) else gates
         return [(b, _from_mask(b, mask)) for b in bound]
-    if isinstance(gates, Tensor):
-        return _from_table(gates, bound)
+    if isinstance(gates, (Tensor, np.ndarray)):
+        return _from_table(_as_tensor(gates), bound)
     if isinstance(gates, Mapping):
         by_name = {b.site.name: b for b in bound}
         for name in gates:
             if name not in by_name:
                 raise UnknownName("gates", "keyed by site names", repr(name), did_you_mean(str(name), by_name))
         return [(by_name[name], _checked(gate, by_name[name])) for name, gate in gates.items()]
-    must = "a plan, a mask, a mapping from site name to tensor, or a tensor [layers, heads]"
+    must = "a plan, a mask, a mapping from site name to tensor, or a tensor or array [layers, heads]"
     raise InvalidValue("gates", must, type(gates).__name__)
+
+
+def _as_tensor(gates: Any) -> Any:
+    """A NumPy array as a tensor, booleans as 0 and 1; anything else as it is."""
+    if isinstance(gates, np.ndarray):
+        gates = torch.tensor(gates)
+    boolean = isinstance(gates, Tensor) and gates.dtype == torch.bool
+    return gates.float() if boolean else gates
 
 
 def _from_mask(bound: BoundSite, mask: HeadMask) -> Tensor:
@@ -133,6 +143,7 @@ def _checked(gate: Any, bound: BoundSite) -> Tensor:
     n_heads = len(bound.site.heads)
     must = f"a floating-point tensor [{n_heads}], [batch, {n_heads}] or [batch, tokens, {n_heads}]"
     where = f"gates[{bound.site.name!r}]"
+    gate = _as_tensor(gate)
     if not isinstance(gate, Tensor):
         raise InvalidValue(where, must, type(gate).__name__)
     if not gate.is_floating_point():

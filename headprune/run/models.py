@@ -20,6 +20,7 @@ from headprune.run.imported import build_own
 from headprune.run.recipe import CLASSIFICATIONS, UNLABELLED, Recipe, Task
 from headprune.run.vocabulary import train_tokenizer
 from headprune.surgery.formats.foreign import check_files, check_folder, check_weights
+from headprune.surgery.formats.transformers_4 import pruned_heads
 
 _AUTO = {
     "text_classification": "AutoModelForSequenceClassification",
@@ -228,7 +229,8 @@ def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
 
     kind = getattr(transformers, _AUTO[recipe.task])
     path = str(recipe.model.path)
-    if (Path(resolve_path(path)) / MANIFEST).is_file():
+    folder = Path(resolve_path(path))
+    if (folder / MANIFEST).is_file() or pruned_heads(folder):
         return Loaded(_cut_before(recipe, labels, kind))
     headed = recipe.task in (*CLASSIFICATIONS, "regression")
     more = {"ignore_mismatched_sizes": True} if headed else {}
@@ -349,7 +351,7 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
 
     folder = Path(resolve_path(path, where))
     check_files(folder)
-    if (folder / MANIFEST).is_file():
+    if (folder / MANIFEST).is_file() or pruned_heads(folder):
         return from_pretrained(folder)
     if is_adapter(folder):
         return merged(folder, where, _loaded)

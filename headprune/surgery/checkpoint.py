@@ -20,7 +20,7 @@ from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.offloaded import offloaded
 from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
-from headprune.surgery.formats import card, companions, own, plain, proof, remote_code
+from headprune.surgery.formats import card, companions, own, plain, proof, remote_code, transformers_4
 from headprune.surgery.formats.building import fresh
 from headprune.surgery.formats.manifest import MANIFEST as MANIFEST
 from headprune.surgery.formats.manifest import Manifest
@@ -140,6 +140,8 @@ def from_pretrained(
 ) -> nn.Module:
     """Loads what ``save_pretrained`` wrote in our own form, in evaluation mode and on the CPU.
 
+    A folder of Transformers 4 whose configuration has ``pruned_heads`` is opened, too.
+
     Args:
         folder: A checkpoint folder.
         model: For a class that is not a Transformers one: a freshly built full-size model, which is cut and filled.
@@ -153,6 +155,8 @@ def from_pretrained(
     """
     folder = Path(folder)
     settle(folder)
+    if model is None and not (folder / MANIFEST).is_file() and transformers_4.pruned_heads(folder):
+        return transformers_4.opened(folder)
     manifest = own.read_manifest(folder)
     tensors = read(folder, manifest)
     if model is None:

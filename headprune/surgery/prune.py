@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
 from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.indices import indices
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof
 from headprune.gating.context import gated
@@ -56,7 +59,7 @@ class PruneReport:
 
 def prune_(
     model: nn.Module,
-    plan: PruningPlan | HeadMask,
+    plan: PruningPlan | HeadMask | ArrayLike,
     example: Any = None,
     sites: Iterable[AttentionSite] | None = None,
 ) -> PruneReport:
@@ -68,7 +71,7 @@ def prune_(
 
     Args:
         model: A model with the plan's sites.
-        plan: Kept heads in original indices.
+        plan: Kept heads in original indices; or an array ``[layers, heads]`` of 1 (kept) and 0 (removed).
         example: A batch the model takes. With it the pruned model is compared with the gated one.
         sites: Default ``find_sites(model, policy=...)`` with the plan's policy.
 
@@ -77,12 +80,11 @@ def prune_(
         VerificationFailed: pruned and gated differ by more than rounding; the model is as it was.
         UnsupportedModel: a projection that cannot be cut; the model is as it was, here and after any other error.
     """
-    if not isinstance(plan, (PruningPlan, HeadMask)):
-        raise InvalidValue("plan", "a PruningPlan or a HeadMask", type(plan).__name__)
     policy = plan.policy if isinstance(plan, PruningPlan) else "group"
     if sites is None:
         sites = find_sites(model, policy=policy)
     located = sites if isinstance(sites, Sites) else Sites(sites, ())
+    plan = _decided(plan, located)
     bound = bind(model, located)
     notes = check_plan(model, [b.site for b in bound], plan)
     for note in notes:
@@ -110,6 +112,16 @@ def prune_(
     return report
 
 
+def _decided(plan: Any, sites: Sites) -> PruningPlan | HeadMask:
+    """A plan or a mask as it is, an array ``[layers, heads]`` as a mask."""
+    if isinstance(plan, (PruningPlan, HeadMask)):
+        return plan
+    if not hasattr(plan, "tolist") and not isinstance(plan, (list, tuple)):
+        must = "a PruningPlan, a HeadMask or an array [layers, heads] of 0 and 1"
+        raise InvalidValue("plan", must, type(plan).__name__)
+    return HeadMask.from_array(plan, sites)
+
+
 def _prove(model: nn.Module, example: Any, expected: list[Tensor], n_examples: int) -> Proof:
     """The comparison of the cut model with the gated one's outputs."""
     difference = compare(expected, sample_outputs(model, example))
@@ -129,18 +141,20 @@ def prune_heads_(
 ) -> PruneReport:
     """The Transformers 4 call: removes heads ``{layer: [heads]}``, layers counted over the sites in model order.
 
-    Heads are original indices; one that is gone already may be named again, as in Transformers 4.
+    Heads are original indices; one that is gone already may be named again, as in Transformers 4. A negative layer
+    counts from the last. Heads may be a list, a set, a NumPy array or a tensor.
 
     Raises:
         UnknownName: a layer or a head that does not exist.
+        InvalidValue: no collection of indices.
     """
     located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
     keep = {s.name: set(s.heads) for s in located}
     for layer, gone in heads.items():
-        if not isinstance(layer, int) or not 0 <= layer < len(located):
+        if isinstance(layer, bool) or not isinstance(layer, Integral) or not -len(located) <= layer < len(located):
             raise UnknownName("layer", f"an index below {len(located)}", repr(layer))
-        site = located[layer]
-        for head in gone:
+        site = located[int(layer)]
+        for head in indices(gone, f"heads of layer {layer}", site.n_query_heads):
             if not 0 <= head < site.n_query_heads:
                 raise UnknownName(f"head of layer {layer}", f"an index below {site.n_query_heads}", head)
             keep[site.name].discard(head)

@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
@@ -217,3 +218,25 @@ def test_the_algebra_holds_on_a_large_ragged_mask():
         assert a - (b | c) == (a - b) & (a - c)
         assert (a | b) & c == (a & c) | (b & c)
         assert (a & b) | (a - b) == a
+
+
+# --- indices and rows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [[2, 0], {0, 2}, (i for i in (0, 2)), np.array([0, 2]), [np.int64(0), 2], [0, 0, 2]])
+def test_from_keep_takes_every_kind_of_index(kept):
+    assert HeadMask.from_keep({"b": kept}, COUNTS).kept("b") == (0, 2)
+
+
+@pytest.mark.parametrize("row", [[1, 0, 1], [True, False, True], np.array([1, 0, 1], bool), np.array([0, 1, 1])])
+def test_from_keep_refuses_a_row_of_0_and_1(row):
+    with pytest.raises(InvalidValue, match=r"keep\['b'\]: must be a collection of head indices.*HeadMask.from_array"):
+        HeadMask.from_keep({"b": row}, COUNTS)
+
+
+def test_from_array_is_from_keep_of_the_ones():
+    sites = [site(n, n, name=name) for name, n in COUNTS.items()]
+    for mask in map(mask_of, masks()):
+        table = [[int(h in mask.kept(name)) for h in range(n)] for name, n in COUNTS.items()]
+        assert HeadMask.from_array(table, sites) == mask
+        assert HeadMask.from_array([np.array(row, bool) for row in table], sites) == mask

@@ -19,6 +19,7 @@ from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import ModelFingerprint
 from headprune.model.fingerprint import fingerprint
+from headprune.surgery.verify import sample_outputs
 from tests.laws.support import CLOSE, EXACT, picture, subject_of
 
 F64 = torch.float64
@@ -41,13 +42,12 @@ def x_of(*shape: int) -> torch.Tensor:
         ({"0": torch.ones(3)}, InvalidValue, r"gates\['0'\]: must be a floating-point tensor \[4\], .*got shape \[3\]"),
         ({"0": torch.ones(2, 2, 2, 4)}, InvalidValue, r"got shape \[2, 2, 2, 4\]"),
         ({"0": torch.tensor(1.0)}, InvalidValue, r"got shape \[\]"),
-        ({"0": torch.ones(4, dtype=torch.bool)}, InvalidValue, "got torch.bool"),
         ({"0": torch.ones(4, dtype=torch.long)}, InvalidValue, "got torch.int64"),
         ({"0": [1.0, 1.0, 0.0, 1.0]}, InvalidValue, "got list"),
         ({"o": torch.ones(4)}, UnknownName, "gates: must be keyed by site names, got 'o'"),
         ({1: torch.ones(4)}, UnknownName, "keyed by site names, got 1"),
         (torch.ones(2, 4), InvalidValue, r"a mapping, because the layers have different head counts, got \[4, 2\]"),
-        ([1.0, 0.0], InvalidValue, "a plan, a mask, a mapping from site name to tensor, or a tensor"),
+        ([1.0, 0.0], InvalidValue, "a plan, a mask, a mapping from site name to tensor, or a tensor or array"),
         (None, InvalidValue, "got NoneType"),
         (hp.HeadMask.from_keep({}, {"0": 4, "1": 3}), PlanMismatch, "with 3 heads at '1'"),
         (hp.HeadMask.from_keep({}, {"0": 4}), PlanMismatch, "with no heads at '1'"),
@@ -60,6 +60,24 @@ def test_refused(gates: Any, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words), hp.gated(model, gates):
         pytest.fail("the block was entered")
     assert picture(model) == before
+
+
+def test_arrays_and_booleans_are_gates() -> None:
+    subject = subject_of("llama")
+    table = torch.ones(3, 6)
+    table[1, :2] = 0
+    with hp.gated(subject.model, table):
+        expected = sample_outputs(subject.model, subject.batch)
+    names = [site.name for site in subject.sites]
+    for gates in (
+        table.numpy(),
+        table.bool(),
+        table.bool().numpy(),
+        dict(zip(names, table.double().numpy(), strict=True)),
+    ):
+        with hp.gated(subject.model, gates):
+            found = sample_outputs(subject.model, subject.batch)
+        assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 6), (2, 6), (6,), (3, 5), (1, 3, 6)])

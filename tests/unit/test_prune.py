@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,9 +27,9 @@ from tests.unit.test_sites import ODD, odd_model
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [None, {"0": [1]}, [1, 2], "plan.json"])
+@pytest.mark.parametrize("plan", [None, {"0": [1]}, {0, 1}, "plan.json"])
 def test_something_that_is_no_plan(plan: Any) -> None:
-    with pytest.raises(InvalidValue, match="plan: must be a PruningPlan or a HeadMask"):
+    with pytest.raises(InvalidValue, match="plan: must be a PruningPlan, a HeadMask or an array"):
         hp.prune_(hp.MultiHeadAttention(8, 2), plan)
 
 
@@ -264,7 +266,8 @@ def test_prune_heads_twice_names_original_indices(subject: Subject) -> None:
     ("heads", "words"),
     [
         ({3: [0]}, "layer: must be an index below 3, got 3"),
-        ({-1: [0]}, "layer: must be an index below 3, got -1"),
+        ({-4: [0]}, "layer: must be an index below 3, got -4"),
+        ({True: [0]}, "layer: must be an index below 3, got True"),
         ({"0": [0]}, "layer: must be an index below 3, got '0'"),
         ({0: [4]}, "head of layer 0: must be an index below 4, got 4"),
         ({1: [-1]}, "head of layer 1: must be an index below 4, got -1"),
@@ -276,6 +279,69 @@ def test_prune_heads_of_a_layer_or_head_that_is_not_there(heads: Any, words: str
     with pytest.raises(UnknownName, match=words):
         hp.prune_heads_(subject.model, heads)
     assert picture(subject.model) == before
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {-1: [1, 2]},
+        {2: torch.tensor([1, 2])},
+        {2: np.array([1, 2])},
+        {np.int64(2): {1, 2}},
+        {2: (i for i in (2, 1))},
+        {2: [torch.tensor(1), np.int8(2)]},
+    ],
+    ids=["layer -1", "tensor", "array", "NumPy layer", "generator", "scalars"],
+)
+def test_prune_heads_takes_every_kind_of_index(heads: Any) -> None:
+    subject = subject_of("gpt2")
+    report = hp.prune_heads_(subject.model, heads, subject.batch)
+    assert [gone for _, gone in report.removed] == [(1, 2)]
+    assert report.removed[0][0] == report.sites[2].name
+
+
+@pytest.mark.parametrize("row", [[True, False, True, True], [1, 0, 1, 1], torch.tensor([0, 1, 0, 0]), 1, "12", [1.0]])
+def test_prune_heads_of_what_is_no_index(row: Any) -> None:
+    subject = subject_of("gpt2")
+    before = picture(subject.model)
+    with pytest.raises(InvalidValue, match="heads of layer 0: must be a collection of head indices"):
+        hp.prune_heads_(subject.model, {0: row})
+    assert picture(subject.model) == before
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor, list, lambda rows: np.array(rows, bool)])
+def test_a_table_of_0_and_1_is_a_plan(make: Callable[[Any], Any]) -> None:
+    subject = subject_of("gpt2")
+    table = [[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
+    report = hp.prune_(subject.model, make(table), subject.batch)
+    assert [site.heads for site in report.sites] == [(0, 2, 3), (0, 1, 2, 3), (3,)]
+    again = hp.prune_(subject.model, make([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]), subject.batch)
+    assert again.removed == ((report.sites[0].name, (0,)),)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ([[1, 1, 1, 1]] * 2, r"array: must be \[layers, heads\] with one row per site, 3, got 2 rows"),
+        ([[1, 1, 1]] * 3, r"array\[0\], for .*: must be one value per head, 4, got 3"),
+        ([[0, 1, 2, 3]] * 3, r"array\[0\], for .*: must be 1 \(kept\) or 0 \(removed\) per head, got 2"),
+        (np.full((3, 4), np.nan), "got nan"),
+        ([1, 1, 1], "must be one value per head, 4, got 1"),
+    ],
+)
+def test_a_table_that_is_none_of_the_heads(table: Any, words: str) -> None:
+    subject = subject_of("gpt2")
+    before = picture(subject.model)
+    with pytest.raises(InvalidValue, match=words):
+        hp.prune_(subject.model, table)
+    assert picture(subject.model) == before
+
+
+def test_a_table_does_not_bring_heads_back() -> None:
+    subject = subject_of("gpt2")
+    hp.prune_heads_(subject.model, {1: [2]})
+    with pytest.raises(UnknownName, match=r"must be 1 only for the present heads \[0, 1, 3\], got 1 for head 2"):
+        hp.prune_(subject.model, np.ones((3, 4)))
 
 
 def test_prune_heads_of_nothing(subject: Subject) -> None:

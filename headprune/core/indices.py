@@ -1,0 +1,64 @@
+"""Head indices, and rows of 0 and 1, as plain integers: from lists, NumPy arrays and tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from headprune.core.errors import InvalidValue
+
+_HINT = "For 1 or 0 per head take HeadMask.from_array."
+
+
+def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tuple[int, ...]:
+    """The head indices as plain integers, in their order.
+
+    Args:
+        values: A list, a set, a NumPy array or a tensor of integers.
+        where: What they are, for an error.
+        n_heads: How many heads there are, where that is known.
+
+    Raises:
+        InvalidValue: something else. A row with 0 or 1 for every head is refused, because it would pass as the
+            indices 0 and 1.
+
+    >>> indices({2}, "keep"), indices((), "keep")
+    ((2,), ())
+    """
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Iterable):
+        raise InvalidValue(where, "a collection of head indices", repr(listed))
+    found = []
+    for value in listed:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise InvalidValue(where, "a collection of head indices", repr(value), _HINT)
+        found.append(operator.index(value))
+    repeated = len(set(found)) < len(found)
+    if repeated and len(found) == n_heads and set(found) <= {0, 1}:
+        raise InvalidValue(where, "a collection of head indices", f"{found}, a row of 0 and 1", _HINT)
+    return tuple(found)
+
+
+def kept_in_row(row: Any, n_heads: int, where: str) -> tuple[int, ...]:
+    """The indices of the heads that a row of 0 and 1 keeps.
+
+    Args:
+        row: One value per head: 1 or True where it is kept, 0 or False where it is removed.
+        n_heads: How many values there must be.
+        where: What the row is, for an error.
+
+    Raises:
+        InvalidValue: another number of values, or another value.
+
+    >>> kept_in_row([1, 0, 1], 3, "row 0")
+    (0, 2)
+    """
+    values = row.tolist() if hasattr(row, "tolist") else row
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or len(values) != n_heads:
+        got = f"{len(values)}" if isinstance(values, Sequence) else repr(values)
+        raise InvalidValue(where, f"one value per head, {n_heads}", got)
+    for value in values:
+        if value not in (0, 1):
+            raise InvalidValue(where, "1 (kept) or 0 (removed) per head", repr(value))
+    return tuple(head for head, value in enumerate(values) if value)
