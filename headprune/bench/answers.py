@@ -53,7 +53,7 @@ def answer(
     """
     asked, found = iter(questions), []
     device = device_of(model)
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model, packed=True), torch.no_grad():
         for batch in batches:
             output = call(model, to_device(inputs_of(model, batch), device))
             starts, ends = (output[f"{name}_logits"].float().cpu() for name in ("start", "end"))

@@ -98,7 +98,7 @@ def compare_decoding(
     draw, rows = torch.Generator().manual_seed(seed), []
     with ExitStack() as stack:
         for model in models:
-            stack.enter_context(undisturbed(model, compiled=True))
+            stack.enter_context(undisturbed(model, compiled=True, packed=True))
         stack.enter_context(torch.inference_mode())
         for prompt in sizes_of("prompts", prompts):
             for batch in sizes_of("batch_sizes", batch_sizes):

@@ -98,8 +98,8 @@ def compare_latency(
         raise InvalidValue("pruned", f"on {device}, where the original is", device_of(pruned), "Move it there.")
     rows = []
     with ExitStack() as stack:
-        stack.enter_context(undisturbed(original, compiled=True))
-        stack.enter_context(undisturbed(pruned, compiled=True))
+        stack.enter_context(undisturbed(original, compiled=True, packed=True))
+        stack.enter_context(undisturbed(pruned, compiled=True, packed=True))
         stack.enter_context(torch.inference_mode())
         for batch, length in tqdm(cells, desc="latency", disable=not progress, leave=False):
             inputs = to_device(make_batch(batch, length), device)

@@ -90,7 +90,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
     """
     totals, losses = _Totals(), []
     device = device_of(model)
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model, packed=True), torch.no_grad():
         for number, batch in enumerate(batches):
             batch = to_device(batch, device)
             if loss is not None:

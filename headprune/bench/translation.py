@@ -45,7 +45,7 @@ def translate(
     generate: Any = model.generate
     wanted = {"num_beams": beams, "do_sample": False, "max_new_tokens": max_length, "use_cache": True}
     device = device_of(model)
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model, packed=True), torch.no_grad():
         for batch in batches:
             sources = {name: batch[name] for name in ("input_ids", "attention_mask")}
             tokens = generate(**to_device(sources, device), **wanted)

@@ -18,6 +18,8 @@ from headprune.model.transfers import in_main_memory
 
 #: The keys of a batch that tell the answers.
 ANSWERS = ("labels", "start_positions", "end_positions")
+#: The attribute by which PyTorch's encoder packs padded batches.
+_PACKS = "use_nested_tensor"
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -144,6 +146,25 @@ def without_fused_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+def packing(model: nn.Module) -> list[nn.Module]:
+    """Encoders of PyTorch's that pack padded batches into nested tensors, where they may."""
+    return [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.__dict__.get(_PACKS)]
+
+
+@contextmanager
+def nested_tensors(encoders: Iterable[nn.Module], made: bool) -> Iterator[None]:
+    """For as long as the block lasts, encoders that are ``packing`` make nested tensors, or none."""
+    encoders = list(encoders)
+    before = [getattr(encoder, _PACKS) for encoder in encoders]
+    try:
+        for encoder in encoders:
+            setattr(encoder, _PACKS, made)
+        yield
+    finally:
+        for encoder, packs in zip(encoders, before, strict=True):
+            setattr(encoder, _PACKS, packs)
+
+
 @contextmanager
 def other_forwards(instead: Iterable[tuple[nn.Module, Callable[[Callable[..., Any]], Any]]]) -> Iterator[None]:
     """For as long as the block lasts, modules of pairs (module, make) are called by ``make(forward)``."""
@@ -162,14 +183,17 @@ def other_forwards(instead: Iterable[tuple[nn.Module, Callable[[Callable[..., An
 
 
 @contextmanager
-def undisturbed(model: nn.Module, frozen: bool = True, compiled: bool = False) -> Iterator[nn.Module]:
+def undisturbed(
+    model: nn.Module, frozen: bool = True, compiled: bool = False, packed: bool = False
+) -> Iterator[nn.Module]:
     """Evaluation mode and, if ``frozen``, weights that need no gradient; everything is put back afterwards.
 
     Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's random state, what
     accelerate offloads, and the problem type that Transformers' classifiers write into their configuration when they
     see labels. A model that
     was compiled in place runs uncompiled, unless ``compiled``: compiled code ignores the hooks that measurements hang
-    on it.
+    on it. PyTorch's encoder makes no nested tensors of padded batches, whose parts have no shape to
+    be read, unless ``packed``.
     """
     modes = [(m, m.training) for m in model.modules()]
     grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
@@ -180,7 +204,8 @@ def undisturbed(model: nn.Module, frozen: bool = True, compiled: bool = False) -
     # Setting the stance imports dynamo, which takes a second; nothing is compiled where nobody has imported it.
     forced = "torch._dynamo" in sys.modules and not compiled
     eager = torch.compiler.set_stance("force_eager") if forced else nullcontext()
-    with torch.random.fork_rng(devices=devices), eager, sent_back(model):
+    plain = nested_tensors([] if packed else packing(model), made=False)
+    with torch.random.fork_rng(devices=devices), eager, plain, sent_back(model):
         try:
             model.eval()
             if frozen:

@@ -22,7 +22,7 @@ from headprune.model.fingerprint import fingerprint, weights_digest
 from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
 from headprune.model.processes import Crew, Processes
-from headprune.model.running import device_of, undisturbed
+from headprune.model.running import device_of, nested_tensors, packing, undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring import registry
 from headprune.scoring._base import Estimate, Problem, Scorer
@@ -135,6 +135,7 @@ def score(
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
     check_in_memory(model, _LOAD, known=True)
     mark = fingerprint(model, [b.site for b in bound])
+    packs = packing(model)
     with nullcontext(Crew()) if processes is None else processes.together() as crew, undisturbed(model):
         if crew.size > 1:
             check_whole(model, "one whose weights are whole in every process, where they share batches")
@@ -145,6 +146,7 @@ def score(
         if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
         problem.measure()
+        notes = _zeros_in_padding(problem, packs)
         own = _own_folder(folder, crew)
         call = _call(model, named, until, loss, mark, bound) if own else {}
         with opened(own, call, problem.seen() if own else [], _close(model)) as problem.shelf:
@@ -162,7 +164,7 @@ def score(
             seed=e.seed,
             costs=problem.costs,
             samples=None if e.samples is None else Samples.of(e.samples.detach().cpu().numpy()),
-            notes=_notes(s, e),
+            notes=(*_notes(s, e), *(notes if s.needs_data else ())),
             curvature=None if e.curvature is None else Curvature.of(e.curvature.detach().cpu().numpy()),
         )
         for (name, s), e in zip(named, estimates, strict=True)
@@ -239,3 +241,17 @@ def _notes(scorer: Scorer, estimate: Estimate) -> tuple[str, ...]:
     if scorer.needs_data and estimate.n_examples == 1 and not any("tandard error" in n for n in estimate.notes):
         return (*estimate.notes, "No standard error: the scores rest on a single example.")
     return estimate.notes
+
+
+def _zeros_in_padding(problem: Problem, packs: list[nn.Module]) -> tuple[str, ...]:
+    """What there is to say of encoders that, packing padded batches, put zeros where the padding was."""
+    if not packs:
+        return ()
+    judged = torch.tensor(problem.seen())
+    with nested_tensors(packs, made=True):
+        packed = torch.tensor(problem.seen())
+    if judged.shape == packed.shape and torch.allclose(judged, packed, rtol=1e-3, atol=1e-4, equal_nan=True):
+        return ()
+    said = "PyTorch's encoder puts zeros where there is padding, in evaluation and without gradients, and the model reads"
+    advice = "Leave padding out of what follows the encoder, or build it with enable_nested_tensor=False."
+    return (f"{said} them: it has other losses then than those that were judged here. {advice}",)

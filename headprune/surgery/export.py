@@ -58,7 +58,7 @@ def export_onnx(
     if not isinstance(example, Mapping) or not all(isinstance(t, Tensor) and t.ndim for t in example.values()):
         must = "a mapping of input names to tensors with the examples first"
         raise InvalidValue("example", must, type(example).__name__)
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model, packed=True), torch.no_grad():
         whole = {name: torch.cat([t, t]) if len(t) == 1 else t for name, t in example.items()}  # 1 would be a constant
         step = _Step(model, cache)
         inputs, past = step.split(whole, 2) if cache else (whole, [])

@@ -39,7 +39,7 @@ def sample_outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     Raises:
         InvalidValue: the model returns no floating-point tensor to compare, or nothing finite in them.
     """
-    with undisturbed(model), full_precision(), torch.no_grad():
+    with undisturbed(model, packed=True), full_precision(), torch.no_grad():
         found = [t.detach().clone() for t in outputs(call(model, to_device(batch, device_of(model))))]
     if not found:
         raise InvalidValue("example", "a batch on which the model returns floating-point tensors", "no such output")
