@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from headprune.cli._shared import AsJson, Debug, echo, emit, guarded, say
 if TYPE_CHECKING:
     from torch import nn
 
+    from headprune.core.coverage import NotTaken
     from headprune.core.heads import Policy
     from headprune.model.sites import BoundSite
 
@@ -28,7 +30,7 @@ def inspect(
     """Show the attention modules of a model: heads, prune units, what a cut changes, and those not recognised."""
     with guarded(debug):
         from headprune.core.errors import UnsupportedModel
-        from headprune.model.sites import find_sites
+        from headprune.model.sites import find_sites, not_taken
         from headprune.run.models import open_model
         from headprune.run.subject import quiet
 
@@ -37,7 +39,7 @@ def inspect(
         try:
             find_sites(opened)
         except UnsupportedModel:
-            _say_not_taken(_not_taken(opened, []))
+            _say_not_taken(not_taken(opened, []))
             raise
         found = _inspect(opened, policy)  # type: ignore[arg-type]
         if as_json:
@@ -49,7 +51,8 @@ def inspect(
 def _inspect(model: nn.Module, policy: Policy) -> dict[str, Any]:
     from headprune.model.sites import bind, find_sites
 
-    bound = bind(model, find_sites(model, policy=policy))
+    sites = find_sites(model, policy=policy)
+    bound = bind(model, sites)
     rows = [_row(b) for b in bound]
     totals = {
         "heads": sum(len(b.site.heads) for b in bound),
@@ -61,7 +64,7 @@ def _inspect(model: nn.Module, policy: Policy) -> dict[str, Any]:
     layouts = {b.layout.name: _layout(b) for b in bound}
     for b in {(b.layout.name, b.site.kind): b for b in reversed(bound) if b.site.heads}.values():
         layouts[b.layout.name]["no_heads_left"][b.site.kind] = _without_heads(model, b)
-    others = _not_taken(model, [b.site.name for b in bound])
+    others = list(map(_as_data, sites.not_taken))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     facts = {"sites": rows, "totals": totals, "cache": _cache_words(bound), "layouts": layouts, "not_taken": others}
     return {"model": type(model).__name__, "dtype": dtype, **facts}
@@ -136,26 +139,20 @@ _CACHE = {
 }
 
 
-def _not_taken(model: nn.Module, names: list[str]) -> list[dict[str, Any]]:
-    """Attention-like modules outside of all sites, those of one class and one reason together."""
-    from headprune.layouts import registry
-    from headprune.model.sites import attention_like, closest_reason
-
-    inside = tuple(f"{n}." if n else "" for n in names)
-    layouts = [registry.get(name) for name in registry.names()]
-    found: dict[tuple[str, str], list[str]] = {}
-    for name, module in attention_like(model):
-        if name in names or (inside and name.startswith(inside)) or any(s.startswith(f"{name}.") for s in names):
-            continue
-        reason = closest_reason(module, layouts)
-        found.setdefault((type(module).__name__, reason), []).append(name)
-    return [{"module": m[0], "modules": m, "class": kind, "reason": why} for (kind, why), m in found.items()]
+def _as_data(group: NotTaken) -> dict[str, Any]:
+    names = list(group.modules)
+    return {"module": names[0], "modules": names, "class": group.kind, "reason": group.reason}
 
 
-def _say_not_taken(groups: list[dict[str, Any]]) -> None:
-    for other in groups:
-        more = f" and {len(other['modules']) - 1} more" if len(other["modules"]) > 1 else ""
-        say(f"not taken: {other['module'] or 'the model itself'}{more} ({other['class']}; {other['reason']})")
+def _of_data(group: dict[str, Any]) -> NotTaken:
+    from headprune.core.coverage import NotTaken
+
+    return NotTaken(tuple(group["modules"]), group["class"], group["reason"])
+
+
+def _say_not_taken(groups: Sequence[NotTaken]) -> None:
+    for group in groups:
+        say(f"not taken: {group}")
     if groups:
         say("headprune.propose_layouts(model, example) looks for a layout of such modules and proves it.")
 
@@ -199,4 +196,4 @@ def _print(found: dict[str, Any]) -> None:
         answers = layout["no_heads_left"]
         words = {next(iter(answers.values()))} if len(set(answers.values())) == 1 else map(": ".join, answers.items())
         echo(f"  a layer may lose all its heads: {'; '.join(words)}")
-    _say_not_taken(found["not_taken"])
+    _say_not_taken([_of_data(group) for group in found["not_taken"]])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from headprune.core.codec import EMPTY, FrozenDict, Value
+from headprune.core.coverage import coverage_notes
 from headprune.core.display import Cell, Row, html_grid, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, PlanMismatch
 from headprune.core.heads import POLICIES, AttentionSite, HeadMask, Policy, places
@@ -160,7 +161,8 @@ class PruningPlan(Value):
         said = {f.name: getattr(other, f.name) for f in fields(other) if f.name not in own}
         model = self.model or other.model  # the plan that does both is for the model that the first one is for
         policy = max(self.policy, other.policy, key=POLICIES.index)  # the one that allows more
-        notes = self.notes + other.notes
+        once = set(coverage_notes(self.notes))
+        notes = (*self.notes, *(note for note in other.notes if note not in once))
         return PruningPlan(mask=self.mask & other.mask, model=model, notes=notes, policy=policy, **said)
 
     def rows(self) -> list[Row]:

@@ -9,12 +9,14 @@ from typing import Any
 from torch import nn
 
 from headprune.attention.sharded import check_no_tensor_parallel
+from headprune.core.coverage import NotTaken
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel, did_you_mean
 from headprune.core.heads import POLICIES, AttentionSite, Policy
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState
 from headprune.core.slabs import HeadGeometry
 from headprune.layouts import registry
 from headprune.model.fit import fitted, geometry, lookup, reason_against, slab_length, slabs_of
+from headprune.model import missed
 from headprune.model.missed import attention_like, closest_reason, nothing_found
 
 __all__ = [  # what is asked of sites elsewhere, wherever it is written
@@ -26,6 +28,7 @@ __all__ = [  # what is asked of sites elsewhere, wherever it is written
     "find_sites",
     "geometry",
     "lookup",
+    "not_taken",
     "reason_against",
     "sites_of",
     "slab_length",
@@ -35,24 +38,41 @@ __all__ = [  # what is asked of sites elsewhere, wherever it is written
 
 
 class Sites(tuple[AttentionSite, ...]):
-    """The located sites of one model, in model order, with the layouts that located them."""
+    """The located sites of one model, in model order.
+
+    Attributes:
+        layouts: The layouts that located them, by name.
+        not_taken: The model's attention that no layout takes, and why; empty where all of it is taken.
+    """
 
     layouts: dict[str, AttentionLayout]
+    not_taken: tuple[NotTaken, ...]
 
-    def __new__(cls, sites: Iterable[AttentionSite], layouts: Iterable[AttentionLayout]) -> Sites:
+    def __new__(
+        cls,
+        sites: Iterable[AttentionSite],
+        layouts: Iterable[AttentionLayout],
+        not_taken: Iterable[NotTaken] = (),
+    ) -> Sites:
         self = super().__new__(cls, sites)
         self.layouts = {layout.name: layout for layout in layouts}
+        self.not_taken = tuple(not_taken)
         return self
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
-        return Sites(found, self.layouts.values()) if isinstance(index, slice) else found
+        return Sites(found, self.layouts.values(), self.not_taken) if isinstance(index, slice) else found
 
     def __reduce__(self) -> Any:
-        return Sites, (tuple(self), tuple(self.layouts.values()))
+        return Sites, (tuple(self), tuple(self.layouts.values()), self.not_taken)
+
+    def __repr__(self) -> str:
+        plain = super().__repr__()
+        return f"Sites({plain}, not_taken={self.not_taken!r})" if self.not_taken else plain
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "no sites"
+        missing = [f"not taken: {group}" for group in self.not_taken]
+        return "\n".join([*map(str, self), *missing]) or "no sites"
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,18 @@ def sites_of(bound: Iterable[BoundSite]) -> Sites:
     return Sites((b.site for b in bound), (b.layout for b in bound))
 
 
+def not_taken(
+    model: nn.Module, sites: Iterable[AttentionSite], layouts: Iterable[AttentionLayout] = ()
+) -> tuple[NotTaken, ...]:
+    """The attention of a model that none of these sites is at, and that neither these layouts nor registered ones take.
+
+    Sites that layouts would take, and that are not among these, are nobody's oversight.
+    """
+    own = sites.layouts.values() if isinstance(sites, Sites) else ()
+    known = [*layouts, *own, *(registry.get(name) for name in registry)]
+    return missed.not_taken(unwrap(model), [site.name for site in sites], known)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile``'s wrapper, or the model itself."""
     inner = getattr(model, "_orig_mod", model)
@@ -100,7 +132,8 @@ def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy
             A single key/value head of all query heads (MQA) stays as long as one of them does, also with ``group``.
 
     Returns:
-        The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of your own.
+        The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of your own. Their
+        ``not_taken`` says which other modules look like attention, and why no layout takes them.
 
     Raises:
         UnsupportedModel: nothing was found; the message lists the attention-like modules and what each lacks. Or a
@@ -115,7 +148,9 @@ def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy
         raise InvalidValue("model", "a torch.nn.Module", type(model).__name__)
     if policy not in POLICIES:
         raise InvalidValue("policy", f"one of {', '.join(POLICIES)}", repr(policy))
-    return sites_of(_located(model, layouts, policy))
+    layouts = tuple(layouts)
+    found = sites_of(_located(model, layouts, policy))
+    return Sites(found, found.layouts.values(), not_taken(model, found, layouts))
 
 
 def _located(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group") -> list[BoundSite]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from headprune.core.agreement import MEASURES, Agreement, Measure, Pair
 from headprune.core.codec import FrozenDict
+from headprune.core.coverage import coverage_notes
 from headprune.core.errors import InvalidValue, PlanMismatch
 from headprune.core.scores import HeadScores
 from headprune.core.uncertainty import check_confidence, check_draws, check_k, lowest_places, resampled
@@ -123,7 +124,7 @@ def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) 
         data=data.pop() if len(data) == 1 else None,
         seed=None if errors is None else seed,
         costs=next((s.costs for s in scores if s.costs is not None), None),
-        notes=tuple(notes),
+        notes=(*notes, *coverage_notes(dict.fromkeys(note for s in scores for note in s.notes))),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention.sharded import check_whole
+from headprune.core.coverage import NotTaken, coverage_note
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature, Samples
@@ -23,7 +24,7 @@ from headprune.model.losses import Loss, default_loss
 from headprune.model.offloaded import check_in_memory
 from headprune.model.processes import Crew, Processes
 from headprune.model.running import device_of, nested_tensors, packing, undisturbed
-from headprune.model.sites import BoundSite, bind, unwrap
+from headprune.model.sites import BoundSite, bind, not_taken, unwrap
 from headprune.scoring import registry
 from headprune.scoring._base import Estimate, Problem, Scorer
 from headprune.scoring._shelf import opened
@@ -135,6 +136,7 @@ def score(
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
     check_in_memory(model, _LOAD, known=True)
     mark = fingerprint(model, [b.site for b in bound])
+    beyond = not_taken(model, [b.site for b in bound] if sites is None else sites)
     packs = packing(model)
     with nullcontext(Crew()) if processes is None else processes.together() as crew, undisturbed(model):
         if crew.size > 1:
@@ -164,7 +166,7 @@ def score(
             seed=e.seed,
             costs=problem.costs,
             samples=None if e.samples is None else Samples.of(e.samples.detach().cpu().numpy()),
-            notes=(*_notes(s, e), *(notes if s.needs_data else ())),
+            notes=(*_notes(s, e), *(notes if s.needs_data else ()), *coverage_note(beyond)),
             curvature=None if e.curvature is None else Curvature.of(e.curvature.detach().cpu().numpy()),
         )
         for (name, s), e in zip(named, estimates, strict=True)

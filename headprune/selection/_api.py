@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from headprune.core.coverage import coverage_notes
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.heads import HeadMask
 from headprune.core.latency import LatencyTable
@@ -189,4 +190,4 @@ def _notes(task: Task, scores: HeadScores, mask: HeadMask) -> tuple[str, ...]:
         note = f"Predicted: {1000 * after:.4g} ms in place of {1000 * table.whole:.4g} ms, "
         note += f"{table.whole / max(after, 1e-9):.3f} times as fast, at batch {table.batch_size} of {table.length} "
         notes += (f"{note}tokens ({table.dtype}, {table.device}).",)
-    return (*notes, *task.notes)
+    return (*notes, *task.notes, *coverage_notes(scores.notes))

@@ -180,7 +180,8 @@ def filled(
         if offloaded(model):
             raise UnsupportedModel("model", "a freshly built one", "one that accelerate offloads")
         check_plan(model, located, manifest.mask)
-        located = Sites((s.permitting(manifest.mask.kept(s.name)) for s in located), located.layouts.values())
+        permitted = (s.permitting(manifest.mask.kept(s.name)) for s in located)
+        located = Sites(permitted, located.layouts.values(), located.not_taken)
         bound = bind(model, located)
         if fingerprint(model, [b.site for b in bound]).structure != manifest.structure:
             raise CheckpointError(str(folder), f"a checkpoint of {type(model).__name__}", manifest.model_class)

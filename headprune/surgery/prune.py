@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from headprune.core.coverage import coverage_note
 from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
 from headprune.core.heads import AttentionSite, HeadMask
 from headprune.core.indices import indices
@@ -21,7 +22,7 @@ from headprune.model.cut import Undo, cut_
 from headprune.model.fingerprint import check_plan
 from headprune.model.offloaded import count_parameters
 from headprune.model.running import batch_size
-from headprune.model.sites import Sites, bind, find_sites, unwrap
+from headprune.model.sites import Sites, bind, find_sites, not_taken, unwrap
 from headprune.surgery.verify import compare, sample_outputs
 
 
@@ -89,6 +90,7 @@ def prune_(
     notes = check_plan(model, [b.site for b in bound], plan)
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
+    beyond = not_taken(model, located)
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
     expected = None
     n_examples = 0 if example is None else batch_size(example, "example")
@@ -103,8 +105,9 @@ def prune_(
         done = cut_(model, bound, mask)
         proof = None if expected is None else _prove(model, example, expected, n_examples)
         after = count_parameters(model)
-        now = Sites((b.site for b in bind(model, located)), located.layouts.values())
-        report = PruneReport(tuple(g for g in gone if g[1]), now, before, after, proof, tuple(notes))
+        now = Sites((b.site for b in bind(model, located)), located.layouts.values(), beyond)
+        said = (*notes, *coverage_note(beyond))
+        report = PruneReport(tuple(g for g in gone if g[1]), now, before, after, proof, said)
     except BaseException:
         done.restore()
         undo.restore()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.core.coverage import coverage_note
 from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel
 from headprune.core.files import occupied, settle, staged
 from headprune.core.heads import HeadMask
@@ -101,8 +102,10 @@ def prune_checkpoint(
         stored = _renamed(model, stored, folder)
     sources = _sources(model, stored, tables, folder)
     mask, policy = (plan.mask, plan.policy) if isinstance(plan, PruningPlan) else (plan, "group")
-    bound = bind(model, find_sites(model, policy=policy))
+    sites = find_sites(model, policy=policy)
+    bound = bind(model, sites)
     warnings = check_plan(model, [b.site for b in bound], plan, lambda name, tensor: _sample(sources, name, tensor))
+    warnings = [*warnings, *coverage_note(sites.not_taken)]
     gone = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
     rows = kept_rows_of(model, bound, mask)
     before = sum(p.numel() for p in model.parameters())

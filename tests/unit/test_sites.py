@@ -270,9 +270,10 @@ def test_attention_is_known_by_its_parts_too() -> None:
                 self.add_module(name, nn.Linear(4, 4))
 
     alike = [("q", "k", "v", "out_proj"), ("to_q", "to_k", "to_v"), ("Wq", "Wk", "Wv"), ("query_1", "keys", "value")]
-    others = [("q", "k", "out"), ("query_key_value", "dense"), ("kernel", "quality", "volume"), ("a", "b", "c")]
+    alike += [("query_key_value", "dense"), ("Wqkv", "out"), ("to_q", "to_kv", "to_out"), ("in_proj_qkvz", "out_proj")]
+    others = [("q", "k", "out"), ("kernel", "quality", "volume"), ("a", "b", "c"), ("to_kv", "out"), ("q", "out")]
     model = nn.ModuleList(Mixer(*names) for names in (*alike, *others))
-    assert [name for name, _ in attention_like(model)] == ["0", "1", "2", "3"]
+    assert [name for name, _ in attention_like(model)] == [str(i) for i in range(len(alike))]
     with pytest.raises(UnsupportedModel, match=r"0 \(Mixer; near to no layout, made of q, k, v, out_proj\)"):
         hp.find_sites(model)
 
