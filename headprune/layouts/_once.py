@@ -1,11 +1,16 @@
-"""Remembers what was proved of a module: a model has many that are built alike, and every verb looks at them again."""
+"""Remembers what was proved of a module: a model has many that are built alike, and every verb looks at them again.
+
+What failed is not remembered: memory may have been short, or code may not have been there yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
@@ -31,25 +36,31 @@ class _Incomparable(Exception):
     """A value whose state cannot be seen from outside."""
 
 
-def once(proof: Callable[..., bool]) -> Callable[..., bool]:
-    """``proof(module, *plain)``, run once for all modules of one structure: the classes and plain attributes of the
-    module and of its parts, and the shapes of their tensors. A module that holds anything else is proved every time.
+def once(proof: Callable[..., Any]) -> Callable[..., Any]:
+    """``proof(module, *plain)``, run alone and, where it succeeds, once for all modules of one structure: the classes
+    and plain attributes of the module and of its parts, their code, and the shapes of their tensors. A module that
+    holds anything else is proved every time.
 
-    The proof must depend on nothing else, so not on the values of parameters.
+    The proof must depend on nothing else, so not on the values of parameters. It returns what is true.
     """
-    known: dict[Any, bool] = {}
+    known: dict[Any, Any] = {}
 
     @wraps(proof)
-    def asked(module: Any, *rest: Any) -> bool:
+    def asked(module: Any, *rest: Any) -> Any:
+        from headprune.layouts._isolated import isolated
+
         try:
             key = (_structure(module), rest)
         except (_Incomparable, RuntimeError):  # nested without end, or a lazy parameter that has no shape yet
-            return proof(module, *rest)
-        if key not in known:
+            return isolated(proof, module, *rest)
+        if key in known:
+            return known[key]
+        answer = isolated(proof, module, *rest)
+        if answer:
             if len(known) >= _MANY:
                 known.clear()
-            known[key] = proof(module, *rest)
-        return known[key]
+            known[key] = answer
+        return answer
 
     return asked
 
@@ -86,7 +97,7 @@ def _of_module(module: Any) -> Any:
     shapes = {
         k: None if t is None else tuple(t.shape) for k, t in (*module._parameters.items(), *module._buffers.items())
     }
-    return kind, kind.forward, _structure([own, shapes, dict(module._modules)])  # type: ignore[attr-defined]
+    return kind, tuple(code_of(kind)), _structure([own, shapes, dict(module._modules)])
 
 
 @cache
@@ -95,3 +106,59 @@ def _all_in_python(kind: type) -> bool:
     hidden = (GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType)
     members = [(k, v) for c in kind.__mro__[:-1] for k, v in vars(c).items()]
     return all(k in ("__dict__", "__weakref__") or not isinstance(v, hidden) for k, v in members)
+
+
+def code_of(kind: type) -> Iterator[Any]:
+    """What a class computes with: the code and plain values of itself and its bases, and of its modules' globals
+    those that this code names."""
+    from torch import nn
+
+    waiting: list[Any] = []
+    homes: set[int] = set()
+    for base in kind.__mro__:
+        if base in (nn.Module, object):
+            continue
+        for name, value in vars(base).items():
+            function = _function(value)
+            if function is not None:
+                waiting.append(function)
+                homes.add(id(function.__globals__))
+            elif type(value) in _PLAIN and not name.startswith("__"):
+                yield base, name, type(value), value
+    seen: set[FunctionType] = set()
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        yield function, function.__code__
+        if id(function.__globals__) in homes:
+            for name, value in _named(function):
+                inner = _function(value)
+                if inner is not None:
+                    waiting.append(inner)
+                elif type(value) in _PLAIN:
+                    yield name, type(value), value
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The function of a method, a property or a wrapper; None where there is none."""
+    found = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+    return found if isinstance(found, FunctionType) else None
+
+
+def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function names outside of itself: globals, and what it closes over."""
+    waiting = [function.__code__]
+    names: set[str] = set()
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_names)
+        waiting += [c for c in code.co_consts if isinstance(c, CodeType)]
+    for name in sorted(names & function.__globals__.keys()):
+        yield name, function.__globals__[name]
+    try:
+        enclosed = inspect.getclosurevars(function).nonlocals
+    except ValueError:  # one of them is not there yet
+        return
+    yield from enclosed.items()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.mixin import FORWARDS, has_own_forward, original_class
@@ -50,16 +51,63 @@ def _bare(module: nn.Module, children: Mapping[str, nn.Module | None]) -> Any:
     return made
 
 
+def on_cpu(module: nn.Module) -> Any:
+    """A copy of ``module`` in evaluation mode on the CPU, without hooks: parameters of the same shapes, in fp32.
+
+    Raises:
+        UnsupportedModel: a ``forward`` of its own, or a lazy parameter that has no shape yet.
+    """
+    if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
+        raise UnsupportedModel(type(module).__name__, "run once", "parameters without a shape")
+    made = _bare(module, dict.fromkeys(module._modules))
+    made._modules.update({k: None if v is None else on_cpu(v) for k, v in module._modules.items()})
+    for name, parameter in module._parameters.items():
+        made._parameters[name] = None if parameter is None else nn.Parameter(wave(*parameter.shape))
+    for name, buffer in module._buffers.items():
+        made._buffers[name] = buffer if buffer is None else _seen(buffer)
+    for name, value in module.__dict__.items():
+        if isinstance(value, Tensor):
+            made.__dict__[name] = _seen(value)
+    return made
+
+
+def _seen(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU; ones where it holds no numbers."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
+
+
 def agree(expected: Callable[[], Tensor], got: Callable[[], Any]) -> bool:
-    """Whether both compute the same; an error of the second means no."""
+    """Whether both compute the same; an error of the second means no.
+
+    Raises:
+        MemoryError: there was none left; so do PyTorch's errors of the kind.
+    """
+    wanted, found = tried(expected), tried(got)
+    return wanted is not None and found is not None and same(found, wanted)
+
+
+def tried(run: Callable[[], Any]) -> Tensor | None:
+    """The first tensor of what code that we know nothing about returns; None where it fails.
+
+    Raises:
+        MemoryError: there was none left; so do PyTorch's errors of the kind.
+    """
     with torch.no_grad():
         try:
-            found = got()
-        except Exception:  # it is code that we know nothing about
-            return False
-        found = found[0] if isinstance(found, tuple) else found
-        wanted = expected()
-        return isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
+            found = run()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if "memory" in str(error) and "alloc" in str(error):  # PyTorch's on a CPU is a RuntimeError
+                raise
+            return None
+    found = found[0] if isinstance(found, tuple) and found else found
+    return found if isinstance(found, Tensor) else None
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    """Whether two tensors are equal up to rounding, and not a number in the same places."""
+    return found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5, equal_nan=True)
 
 
 def linear(n_in: int, n_out: int, seed: int = 0) -> nn.Linear:

@@ -15,7 +15,7 @@ def _is_attention(module: Any) -> bool:
     """Whether it computes scaled dot-product attention for any number of heads."""
     from torch.nn import ModuleList
 
-    from headprune.layouts._proofs import WIDTH, is_attention
+    from headprune.layouts._proofs import WIDTH, is_attention, seen
     from headprune.layouts._stand_in import stand_in
 
     return (
@@ -24,7 +24,8 @@ def _is_attention(module: Any) -> bool:
         and is_attention(
             module,
             lambda n, ways: stand_in(module, {"linears": ModuleList(ways)}, h=n, d_k=WIDTH),
-            lambda small, q, k, v: small.forward(q, k, v, None),
+            lambda small, q, k, v, mask: small.forward(q, k, v, mask),
+            forms=seen(),
         )
     )
 

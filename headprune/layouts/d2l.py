@@ -16,14 +16,15 @@ from headprune.layouts._tiny import TinyModule
 @once
 def _is_attention(module: Any) -> bool:
     """Whether it computes scaled dot-product attention for any number of heads."""
-    from headprune.layouts._proofs import is_attention
+    from headprune.layouts._proofs import is_attention, lengths
     from headprune.layouts._stand_in import stand_in
 
     names = ("W_q", "W_k", "W_v", "W_o")
     return is_attention(
         module,
         lambda n, ways: stand_in(module, dict(zip(names, ways, strict=True)), num_heads=n),
-        lambda small, q, k, v: small.forward(q, k, v, None),
+        lambda small, q, k, v, mask: small.forward(q, k, v, mask),
+        forms=lengths(),
     )
 
 

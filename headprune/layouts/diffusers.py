@@ -24,7 +24,7 @@ def _is_attention(module: Any) -> bool:
     """Whether its processor computes scaled dot-product attention for any number of heads."""
     from torch.nn import Dropout, ModuleList
 
-    from headprune.layouts._proofs import WIDTH, is_attention
+    from headprune.layouts._proofs import WIDTH, added, is_attention, seen
     from headprune.layouts._stand_in import stand_in
 
     def build(n: int, ways: Any) -> Any:
@@ -33,10 +33,11 @@ def _is_attention(module: Any) -> bool:
         sizes = {"heads": n, "sliceable_head_dim": n, "inner_dim": n * WIDTH, "inner_kv_dim": n * WIDTH}
         return stand_in(module, parts, **sizes, scale=WIDTH**-0.5, residual_connection=False, rescale_output_factor=1.0)
 
-    def call(small: Any, q: Any, k: Any, v: Any) -> Any:
-        return small.forward(q, encoder_hidden_states=k)
+    def call(small: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        masked = {} if mask is None else {"attention_mask": mask}
+        return small.forward(q, encoder_hidden_states=k, **masked)
 
-    return is_attention(module, build, call, values_are_keys=True)
+    return is_attention(module, build, call, values_are_keys=True, forms=map(added, seen()))
 
 
 def _head_dim(module: Any) -> int:

@@ -17,7 +17,7 @@ def _is_attention(module: Any) -> bool:
     """Whether it computes scaled dot-product attention for any number of heads."""
     from torch.nn import Module
 
-    from headprune.layouts._proofs import WIDTH, is_attention
+    from headprune.layouts._proofs import WIDTH, is_attention, seen
     from headprune.layouts._stand_in import stand_in
 
     def build(n: int, ways: Any) -> Any:
@@ -27,13 +27,15 @@ def _is_attention(module: Any) -> bool:
         }
         return stand_in(module, {**made, "output": ways[3]}, heads=n, d_k=WIDTH, scale=WIDTH**-0.5)
 
-    def call(small: Any, *inputs: Any) -> Any:
-        rows = dict(zip(_WAYS, (x.transpose(0, 1) for x in inputs), strict=True))
-        return small.forward(**rows).transpose(0, 1)
+    def call(small: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+        rows = dict(zip(_WAYS, (x.transpose(0, 1) for x in (q, k, v)), strict=True))
+        masked = {} if mask is None else {"mask": mask}
+        return small.forward(**rows, **masked).transpose(0, 1)
 
     parts = [getattr(module, name) for name in _WAYS]
     split = all(isinstance(part, Module) and hasattr(part, "linear") for part in parts)
-    return split and is_attention(module, build, call)
+    forms = [mask.permute(1, 2, 0) for mask in seen()]  # [queries, keys, examples]
+    return split and is_attention(module, build, call, forms=forms)
 
 
 def _head_dim(module: Any) -> int:

@@ -90,11 +90,18 @@ def test_a_forward_of_the_instance_is_refused_and_hooks_are_not() -> None:
 def test_more_structures_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_once, "_MANY", 2)
     asked: list[int] = []
-    proof = once(lambda module, n: asked.append(n) or n % 2 == 0)  # type: ignore[func-returns-value]
+    proof = once(lambda module, n: asked.append(n) or True)  # type: ignore[func-returns-value]
     module = nn.Dropout()
     for n in (1, 2, 1, 2, 3, 3, 4, 1, 1):
-        assert proof(module, n) == (n % 2 == 0)
+        assert proof(module, n)
     assert asked == [1, 2, 3, 4, 1]
+
+
+def test_what_failed_is_asked_again() -> None:
+    answers = [False, 0, True, False]
+    proof = once(lambda module: answers.pop(0))
+    module = nn.Dropout()
+    assert [bool(proof(module)) for _ in range(5)] == [False, False, True, True, True]
 
 
 def test_what_cannot_be_compared_is_proved_every_time() -> None:

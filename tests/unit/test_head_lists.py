@@ -1,0 +1,168 @@
+"""Lists of heads: however a head is made, a cut equals the gates, or the module is refused before it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing import assert_close
+from transformers.pytorch_utils import Conv1D
+
+import headprune as hp
+from headprune.core.errors import UnsupportedModel
+from headprune.layouts._tiny_textbook import Projected, SideBySide
+from headprune.model.sites import find_sites
+from tests.laws.support import CLOSE, shaken
+
+Way = Callable[[int, int], nn.Module]
+
+
+class InOut(nn.Module):
+    """A bare matrix that the input is multiplied by."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_in, n_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class OutIn(nn.Module):
+    """A bare matrix, the other way round."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+class Own(nn.Module):
+    """A matrix of 24 numbers in another form, which no size of an input tells."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.n_in, self.weight = n_in, nn.Parameter(torch.empty(n_in * n_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.view(self.n_in, -1)
+
+
+WAYS: dict[str, Way] = {
+    "Linear": lambda n_in, n_out: nn.Linear(n_in, n_out, bias=False),
+    "Linear with bias": nn.Linear,
+    "in x out": InOut,
+    "out x in": OutIn,
+    "Conv1D": lambda n_in, n_out: Conv1D(n_out, n_in),
+    "one axis": Own,
+}
+
+
+class Head(nn.Module):
+    """Queries and keys of one width; values of another one, or the inputs themselves."""
+
+    def __init__(self, dim: int, width: int, value_width: int, way: Way, causal: bool = False) -> None:
+        super().__init__()
+        self.query, self.key = way(dim, width), way(dim, width)
+        self.value = way(dim, value_width) if value_width else nn.Identity()
+        if causal:
+            self.register_buffer("tril", torch.ones(8, 8).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, n = self.query(x), self.key(x), self.value(x), x.shape[1]
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        if hasattr(self, "tril"):
+            scores = scores.masked_fill(self.get_buffer("tril")[:n, :n] == 0, -torch.inf)
+        return scores.softmax(-1) @ v
+
+
+class Net(nn.Module):
+    """An attention and a layer that takes its width."""
+
+    def __init__(self, kind: type[SideBySide], heads: list[nn.Module], dim: int, width: int) -> None:
+        super().__init__()
+        attention = kind(dim, len(heads))
+        attention.heads = nn.ModuleList(heads)
+        if isinstance(attention, Projected):
+            attention.proj = nn.Linear(len(heads) * width, dim)
+        self.attention = attention
+        self.end = nn.Linear(dim if isinstance(attention, Projected) else len(heads) * width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.attention(x))
+
+
+#: Width of the input, of queries and keys, of values; 0: the inputs. With axes that coincide, and all different.
+SIZES = [(12, 3, 3), (12, 3, 5), (12, 5, 3), (12, 3, 0), (4, 4, 4), (4, 4, 0), (4, 2, 4), (8, 8, 8)]
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("kind", [SideBySide, Projected])
+@pytest.mark.parametrize(
+    ("way", "sizes", "causal"),
+    [*product(WAYS, SIZES, [False]), *product(WAYS, SIZES[:4:3], [True])],
+    ids=lambda v: str(v),
+)
+def test_a_cut_is_right_or_refused(
+    kind: type[SideBySide], way: str, sizes: tuple[int, int, int], causal: bool, example: bool
+) -> None:
+    dim, _, value_width = sizes
+    made = value_width or dim
+    heads: list[nn.Module] = [Head(*sizes, WAYS[way], causal) for _ in range(4)]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for head in heads:
+            for parameter in head.parameters():
+                parameter.normal_()
+    model = shaken(Net(kind, heads, dim, made)).double().eval()
+    x = torch.randn(3, 6, dim).double()
+    if way == "one axis":
+        with pytest.raises(UnsupportedModel):
+            find_sites(model)
+        return
+    (site,) = find_sites(model)
+    assert (site.n_query_heads, site.value_dim) == (4, made)
+    for keep in ([0, 3], [2], []):
+        small, mask = copy.deepcopy(model), hp.HeadMask.from_keep({"attention": keep}, {"attention": 4})
+        with hp.gated(model, mask):
+            expected = model(x)
+        hp.prune_(small, mask, example=x if example else None)
+        assert_close(small(x), expected, **CLOSE)
+
+
+class Rows(nn.Module):
+    """Each head returns all that it read, whatever its parameters' sizes."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(n, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.mean()
+
+
+class Sliced(nn.Module):
+    """Takes what it needs of inputs of any width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x[..., :3] @ self.weight], -1)
+
+
+@pytest.mark.parametrize("head", [lambda: Rows(6), Sliced, nn.Identity, lambda: nn.LazyLinear(3)])
+def test_a_width_that_does_not_show_is_refused(head: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(SideBySide(12, 4))
+    model[0].heads = nn.ModuleList(head() for _ in range(4))
+    model[0].__class__ = type("ListAttention", (SideBySide,), {})
+    with pytest.raises(UnsupportedModel, match="fit no layout"):
+        find_sites(model)
