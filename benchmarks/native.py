@@ -244,7 +244,7 @@ def llama_free(args: argparse.Namespace) -> Pairs:
     hp.prune_(small, mask, sites=sites)
     # One key/value head a query head holds every pair of the two, so that it can be given the same weights.
     native = _llama(args, args.keep, args.keep)
-    state = small.state_dict()
+    state = {name: parameter.detach() for name, parameter in small.named_parameters()}
     rows = torch.tensor([0, *range(args.keep - 1)])
     for name, tensor in state.items():
         if name.endswith(("k_proj.weight", "v_proj.weight")):

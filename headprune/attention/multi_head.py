@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headprune.attention.attend import attend, repeated
 from headprune.attention.cache import Cache
 from headprune.attention.compatibility import resolve_compatibility
+from headprune.attention.kept_heads import check_heads, say_heads, store_heads_
 from headprune.attention.linear import cut_features, replace_features_
 from headprune.attention.masks import join_masks
 from headprune.core.errors import InvalidValue, UnsupportedModel
@@ -288,6 +289,7 @@ class MultiHeadAttention(nn.Module):
             replace_features_(module, tensors)
         self.n_heads, self.n_kv_heads = len(kept), len(kv)
         setattr(self, STATE_ATTRIBUTE, HeadState(state.n_query_heads, state.n_kv_heads, kept))
+        store_heads_(self, bool(kept))
         return tuple(head for head in present if head not in kept)
 
     @classmethod
@@ -317,6 +319,14 @@ class MultiHeadAttention(nn.Module):
         from headprune.attention.convert import to_torch
 
         return to_torch(self)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        say_heads(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+        check_heads(self, state_dict, prefix, metadata)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
     def extra_repr(self) -> str:
         kv = "" if self.n_kv_heads == self.n_heads else f", n_kv_heads={self.n_kv_heads}"

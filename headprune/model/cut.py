@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.kept_heads import store_heads_, watch_heads_
 from headprune.attention.linear import (
     Axis,
     check_plain,
@@ -24,10 +25,11 @@ from headprune.attention.linear import (
     recount_,
     replace_features_,
 )
+from headprune.attention.multi_head import MultiHeadAttention
 from headprune.core.errors import UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.core.layout import GATES_ATTRIBUTE, STATE_ATTRIBUTE, HeadSlab, HeadState
-from headprune.core.mixin import WITHOUT_HEADS, mix_in
+from headprune.core.mixin import WITHOUT_HEADS, Mixin, mix_in
 from headprune.core.slabs import HeadGeometry, kept_rows, used_groups
 from headprune.layouts._own_code import OwnCode
 from headprune.model.offloaded import Away, offloaders, own_tensors
@@ -39,16 +41,41 @@ from headprune.model.transfers import copies, sent
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
 
+@dataclass(frozen=True)
+class Shortened:
+    """A tensor of a module that is cut along one dimension.
+
+    Args:
+        owner: The module.
+        name: The tensor's name there.
+        old: The tensor before.
+        dimension: Along which.
+        rows: Positions along it that stay.
+    """
+
+    owner: nn.Module
+    name: str
+    old: Any
+    dimension: int
+    rows: tuple[int, ...]
+
+    @property
+    def new(self) -> nn.Parameter | None:
+        """The parameter that is there now; None where there is none."""
+        return self.owner._parameters.get(self.name)
+
+
 @dataclass
 class Undo:
     """Everything that a model's modules hold, to be put back as it was; of tensors, the numbers of those that are
-    kept."""
+    kept. Of a cut, also what was shortened."""
 
     modules: list[tuple[nn.Module, type, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     parameters: list[tuple[nn.Parameter, bool, Tensor | None]] = field(default_factory=list)
     numbers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     hooks: list[tuple[Any, Mapping[str, Tensor]]] = field(default_factory=list)
     kept: Rehomed = field(default_factory=Rehomed)
+    shortened: list[Shortened] = field(default_factory=list)
 
     def remember(self, module: nn.Module) -> None:
         """Notes tensors, attributes, children, hooks, mode and class of a module and of those in it; call before any
@@ -166,8 +193,9 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
     work, cuts = _planned(bound, mask)
     check_cut(model, [(c.bound, c.slab.path) for c in cuts])
     plan = _new_tensors(model, cuts)
-    shortenings = list(_shortenings(cuts))
-    undo = Undo(kept=rehomed(unwrap(model), shortenings))
+    shortened = list(_shortened(cuts))
+    shortenings = list(_shortenings(shortened))
+    undo = Undo(kept=rehomed(unwrap(model), shortenings), shortened=shortened)
     try:
         undo.remember(unwrap(model))
         undo.hooks = undo.kept.install_()
@@ -186,6 +214,7 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
                 b.layout.adapt(b.module, unwrap(model))
             if not keep:
                 _empty(b)
+            _say_heads(b, keep)
         if shortenings:
             check_fetched(unwrap(model), ((module, inside) for module, _, _, inside in undo.modules), shortenings)
     except BaseException:
@@ -204,14 +233,38 @@ def _empty(b: BoundSite) -> None:
         mix_in(b.module, OwnCode, WITHOUT_HEADS)
 
 
-def _shortenings(cuts: Iterable[_Cut]) -> Iterator[Shortening]:
-    """What the cuts do to tensors that accelerate offloads."""
+def _say_heads(b: BoundSite, keep: tuple[int, ...]) -> None:
+    """Makes a state dict say which heads the module has: in a buffer, where its weights alone do not decide what it
+    computes; in the metadata otherwise, so that a model that was built as small takes them."""
+    ours = isinstance(b.module, MultiHeadAttention)
+    corrected = any(isinstance(part, Mixin) for part in b.module.modules())
+    fetched = any(hook.offload_buffers for hook in offloaders(b.module))  # from where there is no such buffer
+    store_heads_(b.module, bool(keep) and (ours or corrected or not _in_state(b)) and not fetched)
+    if not ours:
+        watch_heads_(b.module)
+
+
+def _in_state(b: BoundSite) -> bool:
+    """Whether all that is cut is in state dicts: tables may be plain attributes, or buffers that are not stored."""
+    stored = b.module.state_dict(keep_vars=True)
+    tables = [slab.path for slab in b.slabs if isinstance(lookup(b.module, slab.path), Tensor)]
+    return all(path in stored for path in tables)
+
+
+def _shortened(cuts: Iterable[_Cut]) -> Iterator[Shortened]:
+    """What the cuts do to single tensors; heads that are modules of a list leave whole."""
     for cut in cuts:
         for owner, dimensions in () if isinstance(cut.target, nn.ModuleList) else cut.dimensions():
-            for name, dimension in dimensions.items() if offloaders(owner) else ():
-                tensor = own_tensors(owner).get(name)  # None: a plain attribute, which stays where it is
-                if tensor is not None and tensor.is_meta:
-                    yield Away(owner, name, tensor), dimension, cut.rows
+            for name, dimension in dimensions.items():
+                yield Shortened(owner, name, getattr(owner, name), dimension, cut.rows)
+
+
+def _shortenings(shortened: Iterable[Shortened]) -> Iterator[Shortening]:
+    """What the cuts do to tensors that accelerate offloads."""
+    for s in shortened:
+        tensor = own_tensors(s.owner).get(s.name) if offloaders(s.owner) else None
+        if tensor is not None and tensor.is_meta:  # not a plain attribute, which stays where it is
+            yield Away(s.owner, s.name, tensor), s.dimension, s.rows
 
 
 def kept_rows_of(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.kept_heads import weights_of
 from headprune.attention.sharded import own_class, whole
 from headprune.core.errors import PlanMismatch
 from headprune.core.heads import AttentionSite, HeadMask
@@ -39,7 +40,7 @@ def fingerprint(model: nn.Module, sites: Iterable[AttentionSite], sampled: Sampl
     parts += [f"{s.name} {s.layout} {s.n_query_heads} {s.n_kv_heads} {s.head_dim} {s.value_dim}" for s in sites]
     structure = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     weights, away = hashlib.sha256(), offloaded(model)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    tensors = {name: tensor for name, tensor in weights_of(model).items() if isinstance(tensor, Tensor)}
     if sampled is not None:
         values = [sampled(name, tensor) for name, tensor in tensors.items()]
     else:
@@ -54,7 +55,7 @@ def weights_digest(model: nn.Module) -> str:
     """SHA-256 over every byte of every tensor, with its name: one read of all weights."""
     model = unwrap(model)
     digest, away = hashlib.sha256(), offloaded(model)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in weights_of(model).items():
         if isinstance(tensor, Tensor):
             here = away[name].read() if name in away else tensor
             digest.update(f"{name} {here.dtype} {tuple(here.shape)}".encode())

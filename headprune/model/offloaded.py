@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import UnsupportedModel
 
 
@@ -115,8 +116,8 @@ def source_of(hook: Any, name: str) -> tuple[Any, str]:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with every tensor in memory, tied ones shared."""
-    state: dict[str, Tensor] = model.state_dict()
+    """The tensors of the state dict, every one in memory, tied ones shared."""
+    state = weights_of(model)
     away = offloaded(model)
     if not away:
         return state

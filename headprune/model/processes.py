@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import InvalidValue, ProcessFailed
 
 #: The key of what a process says in place of tensors when it failed.
@@ -165,7 +166,7 @@ def copy_from_first_(model: nn.Module) -> None:
     Raises:
         ProcessFailed: another process is gone.
     """
-    for tensor in model.state_dict().values():
+    for tensor in weights_of(model).values():
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # gloo knows not every type
         with in_words(math.inf, "the other processes"):
             dist.broadcast(flat, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from headprune.attention.kept_heads import KEPT_HEADS, check_stored
 from headprune.attention.sharded import check_no_tensor_parallel
 from headprune.core.coverage import NotTaken
 from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel, did_you_mean
@@ -18,6 +19,7 @@ from headprune.layouts import registry
 from headprune.model.fit import fitted, geometry, lookup, reason_against, slab_length, slabs_of
 from headprune.model import missed
 from headprune.model.missed import attention_like, closest_reason, nothing_found
+from headprune.model.transfers import in_main_memory
 
 __all__ = [  # what is asked of sites elsewhere, wherever it is written
     "BoundSite",
@@ -172,6 +174,7 @@ def _located(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: 
                 break
     if not found:
         raise nothing_found(unwrap(model), candidates)
+    _check_stored(found)
     return found
 
 
@@ -198,7 +201,21 @@ def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list
             raise UnsupportedModel(site.name, must, type(modules[site.name]).__name__, now)
         check_no_tensor_parallel(unwrap(model), site.name, modules[site.name])
         bound.append(_bound(layout, modules[site.name], now, site.name, site.shared_with, site.policy))
+    _check_stored(bound)
     return bound
+
+
+def _check_stored(bound: Iterable[BoundSite]) -> None:
+    """Checks that nobody put weights of other heads into cut modules past ``load_state_dict``, as accelerate does.
+
+    Raises:
+        InvalidValue: the heads that came with the weights are not those of the module.
+    """
+    cut = [b for b in bound if b.module._buffers.get(KEPT_HEADS) is not None]
+    buffers = [b.module._buffers[KEPT_HEADS] for b in cut]
+    here = [(b, x) for b, x in zip(cut, buffers, strict=True) if x is not None and not x.is_meta]
+    for (b, _), stored in zip(here, in_main_memory([x for _, x in here]), strict=True):
+        check_stored(b.module, stored, f"the heads that came with the weights of {b.site.name}")
 
 
 def _bound(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import CheckpointError
 from headprune.core.files import atomic_path
 from headprune.core.opening import check_file
@@ -34,7 +35,7 @@ _HINT = "Give another folder, or take that file away to begin anew."
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """What a training changes: parameters that need a gradient, and buffers. The tensors themselves, no copies."""
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {k: v.detach() for k, v in model.state_dict().items() if isinstance(v, Tensor) and k not in frozen}
+    return {k: v.detach() for k, v in weights_of(model).items() if isinstance(v, Tensor) and k not in frozen}
 
 
 def load_weights_(model: nn.Module, saved: Mapping[str, Tensor]) -> None:

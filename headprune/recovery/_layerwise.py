@@ -86,7 +86,7 @@ class LayerwiseRecovery(Recovery):
         targets = sites_as_targets(pairs)
         if not any(t.gone for t in targets):
             return Outcome((), 0, {"heads": 0}, ("Nothing to refit: the model lacks no head of its teacher's.",))
-        with Replaced(job.undo) as replaced:
+        with Replaced(model, job.undo, self.adds_biases) as replaced:
             replaced.open_(t.ours for t in without_columns(targets))
             with quiet(model, job.teacher, pairs):
                 found = find(model, job.teacher, pairs, first(batches), run, self.feed_forward)
@@ -99,7 +99,7 @@ class LayerwiseRecovery(Recovery):
                 playback.learn(lambda: run(model, to_device(first(batches), device_of(model))))
                 known = Known(taught, playback)
                 after, notes = self._refit_(job, pairs, found, run, replaced, before.scales, known)
-            replaced.close_(found.targets, self.adds_biases)
+            replaced.close_(found.targets)
         metrics = {
             "heads": sum(len(t.gone) for t in found.targets),
             "projections": len(found.targets),

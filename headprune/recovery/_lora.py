@@ -15,6 +15,7 @@ from headprune.attention.linear import base_of, feature_count, is_conv1d
 from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, UnsupportedModel, did_you_mean
 from headprune.core.heads import AttentionSite
 from headprune.model.sites import bind
+from headprune.model.wrappers import check_unwrapped
 from headprune.recovery._blocks import blocks_of
 
 _TARGETS = "Finetune.lora_targets"
@@ -69,13 +70,15 @@ def adapted(
     Raises:
         InvalidValue: PEFT is not installed, or the model has adapters already.
         UnknownName: a target that names no module.
-        UnsupportedModel: a target that cannot have an adapter, or no layer with attention to look in.
+        UnsupportedModel: a target that cannot have an adapter, or no layer with attention to look in; a wrapper that
+            would not average the adapters' gradients.
     """
     peft = _peft()
     if any(base_of(module) is not module for module in model.modules()):
         hint = "Merge them first (PEFT: model.merge_and_unload()), or leave lora_rank out to train them."
         raise InvalidValue("model", "one without adapters, for Finetune.lora_rank", "adapters", hint)
     names = _named(model, targets) if targets is not None else _default(model, sites)
+    check_unwrapped(model, names, "given adapters before it is wrapped")
     needed = [(p, p.requires_grad) for p in model.parameters()]
     pattern = "|".join(map(re.escape, names))
     config = peft.LoraConfig(r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=pattern)

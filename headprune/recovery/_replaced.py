@@ -12,6 +12,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.layout import FOLDED_ATTRIBUTE
 from headprune.model.cut import Undo
 from headprune.model.transfers import in_main_memory
+from headprune.model.wrappers import check_unwrapped, retire_wrappers
 from headprune.recovery._targets import Target
 
 
@@ -19,11 +20,13 @@ class Replaced:
     """Projections that are being changed.
 
     Args:
+        model: The model that they are in.
         undo: Puts them back as they were on an error.
+        adds_biases: Whether those that have no bias keep the one that they get.
     """
 
-    def __init__(self, undo: Undo) -> None:
-        self._undo = undo
+    def __init__(self, model: nn.Module, undo: Undo, adds_biases: bool) -> None:
+        self._model, self._undo, self._adds_biases = model, undo, adds_biases
         self._parameters: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._kept: set[int] = set()
         self._finite: list[tuple[str, torch.dtype, Tensor]] = []  # of what was added: name, type, whether it is finite
@@ -39,7 +42,16 @@ class Replaced:
                 module._parameters.update(parameters)
 
     def open_(self, modules: Iterable[nn.Module]) -> None:
-        """Gives projections a bias of zeros where they have none; call it where weights need gradients as ever."""
+        """Gives projections a bias of zeros where they have none; call it where weights need gradients as ever.
+
+        Raises:
+            UnsupportedModel: a new bias in a wrapper that would not know of it.
+        """
+        modules = list(modules)
+        if self._adds_biases:
+            names = {id(module): name for name, module in self._model.named_modules()}
+            new = [names.get(id(module), "") for module in modules if module._parameters.get("bias") is None]
+            check_unwrapped(self._model, new, "given new biases before it is wrapped")
         for module in modules:
             if id(module) in self._parameters:
                 continue
@@ -75,17 +87,21 @@ class Replaced:
             if not bool(fine):
                 raise InvalidValue(name, f"within the range of {kind}", "an infinite value")
 
-    def close_(self, targets: Iterable[Target], biases: bool) -> None:
-        """Keeps the biases that were given to these projections, if it changed ``biases``, and notes what they hold.
+    def close_(self, targets: Iterable[Target]) -> None:
+        """Keeps the biases that were given to these projections, if it adds any, and notes what they hold.
 
         Raises:
             InvalidValue: see ``check``.
         """
         self.check()
-        for target in targets if biases else ():
+        grown = []
+        for target in targets if self._adds_biases else ():
             module = target.ours
             self._kept.add(id(module))
-            self.added += self._parameters[id(module)][1].get("bias") is None
+            if self._parameters[id(module)][1].get("bias") is None:
+                grown.append(module)
             held = {*getattr(module, FOLDED_ATTRIBUTE, ()), *target.gone}
             if held:
                 module.__dict__[FOLDED_ATTRIBUTE] = tuple(sorted(held))
+        self.added += len(grown)
+        retire_wrappers(grown)

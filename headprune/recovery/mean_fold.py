@@ -83,10 +83,10 @@ class MeanFold(Recovery):
         wanted = [(f.teacher, f.columns) for f in folds]
         means, examples = mean_contexts(job.teacher, wanted, job.batches, job.loss or call, job.progress)
         changes = [_change(fold, mean) for fold, mean in zip(folds, means, strict=True)]
-        with Replaced(job.undo) as replaced:
+        with Replaced(job.model, job.undo, adds_biases=True) as replaced:
             replaced.open_(t.ours for t in (*without_columns(sites_as_targets(pairs)), *(f.target for f in folds)))
             measured, more = self._folded_(job, pairs, replaced, list(zip(folds, changes, strict=True)))
-            replaced.close_((f.target for f in folds), biases=True)
+            replaced.close_(f.target for f in folds)
         metrics = {"heads": sum(len(f.heads) for f in folds), "biases_added": replaced.added, **measured}
         return Outcome(tuple(f"{f.target.name}.bias" for f in folds), examples, metrics, (*notes, *more))
 

@@ -20,6 +20,7 @@ from headprune.core.scores import HeadScores
 from headprune.model.batches import Batches
 from headprune.model.losses import Loss
 from headprune.model.sites import Sites, find_sites, unwrap
+from headprune.model.wrappers import check_unwrapped
 from headprune.recovery._api import carry_out
 from headprune.recovery._base import Job, RecoveryReport
 from headprune.recovery._checkpoint import Keeper, identity, load_weights_, weights
@@ -148,6 +149,7 @@ def prune_gradually_(
         raise InvalidValue("prune_gradually_(leave_checkpoint=)", "given with folder", "no folder")
     _check(budget, stages, settings, steps)
     sites = find_sites(model) if sites is None else sites if isinstance(sites, Sites) else tuple(sites)
+    check_unwrapped(model, (site.name for site in sites), "cut before it is wrapped")
     calibration = Batches.of(batches if calibration is None else calibration)  # read anew at every stage
     calibration.keep()
     rules: dict[str, Any] = {"must_keep": _listed(must_keep), "must_remove": _listed(must_remove)}

@@ -23,6 +23,8 @@ from headprune.model.fingerprint import check_plan
 from headprune.model.offloaded import count_parameters
 from headprune.model.running import batch_size
 from headprune.model.sites import Sites, bind, find_sites, not_taken, unwrap
+from headprune.model.wrappers import check_unwrapped, retire_wrappers
+from headprune.surgery.parameters import CutParameter, Optimizers, carry_, checked, successions
 from headprune.surgery.verify import compare, sample_outputs
 
 
@@ -36,6 +38,7 @@ class PruneReport:
         params_before, params_after: Parameters of the whole model.
         proof: The comparison with the gated model; None where no example was given.
         warnings: What a user should know.
+        parameters: What became of each parameter that is not as it was.
     """
 
     removed: tuple[tuple[str, tuple[int, ...]], ...]
@@ -44,6 +47,7 @@ class PruneReport:
     params_after: int
     proof: Proof | None
     warnings: tuple[str, ...] = ()
+    parameters: tuple[CutParameter, ...] = ()
 
     @property
     def n_removed(self) -> int:
@@ -63,23 +67,27 @@ def prune_(
     plan: PruningPlan | HeadMask | ArrayLike,
     example: Any = None,
     sites: Iterable[AttentionSite] | None = None,
+    *,
+    optimizer: Optimizers | None = None,
 ) -> PruneReport:
     """Removes from ``model``, in place, every head that ``plan`` does not keep.
 
-    dtype, device, ``requires_grad``, tied weights, module hooks and training mode stay. Parameters are replaced, so
-    make optimizers afterwards; hooks that were registered on a parameter itself stay with the old one. A second plan
-    composes with the first; a layer may lose all its heads.
+    dtype, device, ``requires_grad``, tied weights, module hooks and training mode stay. Parameters are replaced: make
+    optimizers afterwards, or pass them; hooks that were registered on a parameter itself stay with the old one. A
+    second plan composes with the first; a layer may lose all its heads.
 
     Args:
         model: A model with the plan's sites.
         plan: Kept heads in original indices; or an array ``[layers, heads]`` of 1 (kept) and 0 (removed).
         example: A batch the model takes. With it the pruned model is compared with the gated one.
         sites: Default ``find_sites(model, policy=...)`` with the plan's policy.
+        optimizer: One or several of the model's, which go on with the new parameters and their part of the state.
 
     Raises:
         PlanMismatch: the plan is for a model of another structure.
         VerificationFailed: pruned and gated differ by more than rounding; the model is as it was.
-        UnsupportedModel: a projection that cannot be cut; the model is as it was, here and after any other error.
+        UnsupportedModel: a projection that cannot be cut, or a wrapper that would go on with the old parameters
+            (``DistributedDataParallel``); the model is as it was, here and after any other error.
     """
     policy = plan.policy if isinstance(plan, PruningPlan) else "group"
     if sites is None:
@@ -95,7 +103,11 @@ def prune_(
     expected = None
     n_examples = 0 if example is None else batch_size(example, "example")
     before = count_parameters(model)
-    gone = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
+    everything = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
+    gone = tuple((name, heads) for name, heads in everything if heads)
+    changed = [b for b in bound if b.site.name in dict(gone)]
+    check_unwrapped(model, [b.site.name for b in changed], "cut before it is wrapped")
+    optimizers, old = checked(optimizer, unwrap(model)), dict(unwrap(model).named_parameters())
     undo, done = Undo(), Undo()
     try:
         undo.remember(unwrap(model))
@@ -106,13 +118,15 @@ def prune_(
         proof = None if expected is None else _prove(model, example, expected, n_examples)
         after = count_parameters(model)
         now = Sites((b.site for b in bind(model, located)), located.layouts.values(), beyond)
-        said = (*notes, *coverage_note(beyond))
-        report = PruneReport(tuple(g for g in gone if g[1]), now, before, after, proof, said)
+        changes = successions(old, unwrap(model), done.shortened)
+        notes += carry_(optimizers, changes)
     except BaseException:
         done.restore()
         undo.restore()
         raise
-    return report
+    retire_wrappers(b.module for b in changed)
+    said = (*notes, *coverage_note(beyond))
+    return PruneReport(gone, now, before, after, proof, said, tuple(c.cut for c in changes))
 
 
 def _decided(plan: Any, sites: Sites) -> PruningPlan | HeadMask:
@@ -141,6 +155,8 @@ def prune_heads_(
     heads: Mapping[int, Iterable[int]],
     example: Any = None,
     sites: Iterable[AttentionSite] | None = None,
+    *,
+    optimizer: Optimizers | None = None,
 ) -> PruneReport:
     """The Transformers 4 call: removes heads ``{layer: [heads]}``, layers counted over the sites in model order.
 
@@ -162,4 +178,4 @@ def prune_heads_(
                 raise UnknownName(f"head of layer {layer}", f"an index below {site.n_query_heads}", head)
             keep[site.name].discard(head)
     mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in located})
-    return prune_(model, mask, example, located)
+    return prune_(model, mask, example, located, optimizer=optimizer)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.kept_heads import weights_of
 from headprune.core.coverage import coverage_note
 from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel
 from headprune.core.files import occupied, settle, staged
@@ -198,7 +199,7 @@ def _renamed(model: Any, stored: dict[str, Stored], folder: Path) -> dict[str, S
     changes = get_model_conversion_mapping(model)
     names = [change for change in changes if isinstance(change, WeightRenaming)]
     shapes = [change for change in changes if isinstance(change, WeightConverter)]
-    state, found = model.state_dict(), {}
+    state, found = weights_of(model), {}
     for old, source in stored.items():
         new, merged = rename_source_key(old, names, shapes, model.base_model_prefix, state)
         if merged is not None:
@@ -214,7 +215,7 @@ def _sources(model: nn.Module, stored: dict[str, Stored], tables: frozenset[str]
     Raises:
         UnsupportedModel: a tensor that is not there under its own name, or has another shape or type there.
     """
-    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    state = weights_of(model, keep_vars=True)
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
@@ -257,7 +258,7 @@ def _check(model: nn.Module, cut: dict[str, Slice], tables: frozenset[str]) -> N
     Raises:
         UnsupportedModel: a layout whose cut makes or changes tensors in another way.
     """
-    state = model.state_dict()
+    state = weights_of(model)
     foreign = sorted((state.keys() ^ cut.keys()) - tables)
     shapes = [n for n, tensor in state.items() if n in cut and tuple(tensor.shape) != cut[n].shape]
     if foreign or shapes:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.attention.kept_heads import weights_of
 from headprune.attention.linear import is_conv1d
 from headprune.core.errors import CheckpointError, HeadPruneError
 from headprune.core.files import sha256_file, write_atomic
@@ -58,7 +59,7 @@ def write(
 
     new = fresh(model)
     tables = _tables(model, new)
-    state = {**model.state_dict(keep_vars=True), **tables}
+    state = {**weights_of(model, keep_vars=True), **tables}
     state.update({name: state[first] for name, first in tied(model, away).items() if {name, first} <= state.keys()})
     stored, aliases = distinct(state, elsewhere)
     config = _config_text(model)
@@ -138,7 +139,7 @@ def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], fold
         owner = modules.get(name.rpartition(".")[0])
         if owner is not None and getattr(owner, "bias", None) is None and name in tensors:
             owner.register_parameter("bias", nn.Parameter(torch.empty_like(tensors[name], device="meta")))
-    expected = model.state_dict(keep_vars=True)
+    expected = weights_of(model, keep_vars=True)
     tables = dict(model.named_buffers(remove_duplicate=False))
     expected.update({name: tables[name] for name in manifest.tables if name in tables})
     available = {**tensors, **{a.name: tensors[a.stored] for a in manifest.aliases if a.stored in tensors}}

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import UnsupportedModel
 from headprune.model.sites import BoundSite
 from headprune.surgery.formats.building import fresh, is_known
@@ -58,7 +59,7 @@ def config_of_cut(model: nn.Module, bound: list[BoundSite]) -> Any:
 def differing_shapes(built: nn.Module | None, model: nn.Module) -> list[str]:
     """What is not as in the cut model among the tensors of a freshly built one, in words."""
     assert built is not None
-    theirs, ours = ({n: list(t.shape) for n, t in m.state_dict().items()} for m in (built, model))
+    theirs, ours = ({n: list(t.shape) for n, t in weights_of(m).items()} for m in (built, model))
     names = [n for n in {**ours, **theirs} if theirs.get(n) != ours.get(n)]
     return [f"{n} {theirs.get(n, 'missing')}, not {ours.get(n, 'at all')}" for n in names]
 

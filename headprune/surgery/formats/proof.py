@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import InvalidValue, NotWritten, VerificationFailed
 from headprune.core.files import writing
 from headprune.model.examples import example_batch
@@ -66,7 +67,7 @@ def written_and_proven(
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
             raise VerificationFailed(where, must, f"{what.replace('_', ' ')}: {sorted(map(str, info[what]))[:3]}")
-    ours, theirs = state_of(model), loaded.state_dict()
+    ours, theirs = state_of(model), weights_of(loaded)
     for name in {**ours, **theirs}:
         a, b = ours.get(name), theirs.get(name)
         if a is None or b is None or a.dtype != b.dtype or not torch.equal(a.to(b.device), b):

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import UnsupportedModel
 from headprune.core.files import write_atomic
 from headprune.core.layout import FOLDED_ATTRIBUTE, STATE_ATTRIBUTE
@@ -64,7 +65,7 @@ def description_of_cut(model: nn.Module, bound: list[BoundSite]) -> dict[str, An
     for b in bound:
         if len(b.site.heads) != b.site.n_query_heads:
             sites[b.site.name] = _site(b, full[b.site.name])
-    ours, theirs = ({n: t.shape for n, t in m.state_dict().items()} for m in (model, built))
+    ours, theirs = ({n: t.shape for n, t in weights_of(m).items()} for m in (model, built))
     names = {b.site.name: (b.site.name, *b.site.shared_with) for b in bound}
     told = {f"{n}.{path}".lstrip(".") for site, s in sites.items() for n in names[site] for path in s["shapes"]}
     told |= set(added_biases(model, built))
@@ -138,7 +139,7 @@ def _site(b: BoundSite, full: nn.Module) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     front: dict[str, str] = {}
     theirs = dict(full.state_dict())
-    for path, tensor in b.module.state_dict().items():
+    for path, tensor in weights_of(b.module).items():
         if path in theirs and theirs[path].shape != tensor.shape:
             shapes[path] = list(tensor.shape)
     modules = dict(full.named_modules())

@@ -1,0 +1,277 @@
+"""Which heads are kept is a part of the state of MultiHeadAttention, in whatever way a state dict is stored."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.attention.kept_heads import KEPT_HEADS, weights_of
+from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
+from headprune.core.errors import InvalidValue
+from headprune.model.fingerprint import fingerprint, weights_digest
+from tests.laws.support import subject_of
+
+REFUSED = r"the heads of .* in the state dict: must be those of the module, .* of \d, got .* of \d"
+
+
+def module_of(keep: tuple[int, ...], n_kv_heads: int, seed: int = 0) -> hp.MultiHeadAttention:
+    """Cut to some heads."""
+    torch.manual_seed(seed)
+    module = hp.MultiHeadAttention(16, 4, n_kv_heads=n_kv_heads).eval()
+    module.prune_heads_(keep, policy="free")
+    return module
+
+
+def by_torch(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    stored = io.BytesIO()
+    torch.save(state, stored)
+    stored.seek(0)
+    found: dict[str, Tensor] = torch.load(stored, weights_only=True)
+    return found
+
+
+def by_safetensors(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    safetensors.torch.save_file(state, folder / "state.safetensors")
+    return safetensors.torch.load_file(folder / "state.safetensors")
+
+
+STORED: dict[str, Callable[[dict[str, Tensor], Path], dict[str, Tensor]]] = {
+    "in memory": lambda state, folder: state,
+    "torch": by_torch,
+    "safetensors": by_safetensors,
+    "averaged": lambda state, folder: {k: (v.double() + v.double()) / 2 for k, v in state.items()},
+}
+KEPT = [keep for n in (1, 2, 3) for keep in combinations(range(4), n)]
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_a_state_dict_goes_into_the_heads_it_is_of(n_kv_heads: int, stored: str, tmp_path: Path) -> None:
+    """Every two sets of as many heads: either the outputs are those that were stored, or it is an error."""
+    x = torch.randn(2, 5, 16)
+    for ours, theirs in product(KEPT, KEPT):
+        if len(ours) != len(theirs):
+            continue
+        source, target = module_of(ours, n_kv_heads), module_of(theirs, n_kv_heads, seed=1)
+        before = copy.deepcopy(target)
+        state = STORED[stored](source.state_dict(), tmp_path)
+        if ours == theirs:
+            target.load_state_dict(state)
+            assert_close(target(x), source(x))
+            continue
+        for strict in (True, False):
+            with pytest.raises(InvalidValue, match=REFUSED):
+                target.load_state_dict(state, strict=strict)
+        assert_close(target(x), before(x), rtol=0, atol=0)
+
+
+def test_the_whole_counts_too() -> None:
+    """Heads 1, 2 and 3: of 4 in two groups the first group has one, of 6 in two groups it has two."""
+    module, wide = module_of((1, 2, 3), 2), hp.MultiHeadAttention(24, 6, n_kv_heads=2, head_dim=4)
+    wide.prune_heads_([1, 2, 3], policy="free")
+    narrow = hp.MultiHeadAttention(24, 4, n_kv_heads=2, head_dim=4)
+    narrow.prune_heads_([1, 2, 3], policy="free")
+    assert {k: v.shape for k, v in wide.state_dict().items()} == {k: v.shape for k, v in narrow.state_dict().items()}
+    with pytest.raises(InvalidValue, match=REFUSED):
+        narrow.load_state_dict(wide.state_dict())
+    assert module.state_dict()[KEPT_HEADS].tolist() == [4, 2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_older_state_dicts_load(n_kv_heads: int) -> None:
+    """Those of cut modules do not say which heads they have, those of whole ones never do."""
+    for keep in [*KEPT, (0, 1, 2, 3)]:
+        source, target = module_of(keep, n_kv_heads), module_of(keep, n_kv_heads, seed=1)
+        old = {k: v for k, v in source.state_dict().items() if k != KEPT_HEADS}
+        assert (old.keys() == source.state_dict().keys()) == (len(keep) == 4)
+        assert target.load_state_dict(old) == ([], [])
+        assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
+
+
+def test_a_whole_module_has_the_names_that_it_always_had() -> None:
+    names = [f"W_{name}.{part}" for name in "qkvo" for part in ("weight", "bias")]
+    assert list(hp.MultiHeadAttention(16, 4).state_dict()) == names
+
+
+def test_a_module_that_was_built_small_takes_what_means_the_same_in_it() -> None:
+    x = torch.randn(2, 5, 16)
+    source = module_of((1, 2, 3), 4)
+    small = hp.MultiHeadAttention(16, 3, head_dim=4).eval()
+    small.load_state_dict(source.state_dict())
+    assert_close(small(x), source(x))
+    for uneven, heads in ((module_of((0, 1, 2), 2), 3), (module_of((1, 3), 4), 4)):
+        with pytest.raises(InvalidValue, match=REFUSED + r".*Cut the full-size model to the heads \["):
+            hp.MultiHeadAttention(16, heads, head_dim=4).load_state_dict(uneven.state_dict())
+
+
+@pytest.mark.parametrize("stored", [torch.zeros(()), torch.tensor([1]), torch.tensor([4, 2**40, 0]), 4], ids=str)
+def test_what_is_no_such_tensor_is_refused(stored: Any) -> None:
+    module = module_of((0, 1), 4)
+    with pytest.raises(InvalidValue, match="must be a tensor"):
+        module.load_state_dict({**module.state_dict(), KEPT_HEADS: stored})
+
+
+# --- in a model -------------------------------------------------------------------------------------------------------
+
+
+def cut(heads: dict[int, list[int]]) -> tuple[nn.Module, Any]:
+    subject = subject_of("multi_head_attention")
+    model = copy.deepcopy(subject.model)
+    hp.prune_heads_(model, heads)
+    return model, subject.batch
+
+
+def test_tools_that_store_models_keep_the_heads(tmp_path: Path) -> None:
+    """In PyTorch, safetensors and torch.distributed.checkpoint; pruned by ``hp.prune_``."""
+    (source, batch), (other, _) = cut({0: [0, 1]}), cut({0: [2, 3]})
+    file = str(tmp_path / "model.safetensors")
+    safetensors.torch.save_model(source, file)
+    load: list[Callable[[nn.Module], Any]] = [
+        lambda model: model.load_state_dict(source.state_dict(), assign=True),
+        lambda model: safetensors.torch.load_model(model, file),
+        lambda model: set_model_state_dict(model, get_model_state_dict(source)),
+    ]
+    for one in load:
+        same, _ = cut({0: [0, 1]})
+        one(same)
+        assert_close(same(**batch), source(**batch), rtol=0, atol=0)
+        with pytest.raises(InvalidValue, match=r"the heads of layers\.0\.attention in the state dict"):
+            one(copy.deepcopy(other))
+
+
+def test_what_we_store_of_a_model_is_as_it_was(tmp_path: Path) -> None:
+    """Folders, fingerprints and digests know the heads by themselves."""
+    model, batch = cut({0: [0, 1]})
+    hp.save_pretrained(model, tmp_path)
+    assert not any(KEPT_HEADS in k for k in safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    loaded = hp.from_pretrained(tmp_path, copy.deepcopy(subject_of("multi_head_attention").model))
+    assert_close(loaded(**batch), model(**batch), rtol=0, atol=0)
+    assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert weights_of(model).keys() == {n for n, _ in model.named_parameters()}
+    marks = [fingerprint(model, hp.find_sites(model)), weights_digest(model)]
+
+    def as_before(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        destination.pop(prefix + KEPT_HEADS, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hp.MultiHeadAttention, "_save_to_state_dict", as_before)
+        assert [fingerprint(model, hp.find_sites(model)), weights_digest(model)] == marks
+
+
+def test_transformers_stores_the_heads_of_our_encoder_decoder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = TransformerForTranslation(TransformerConfig(vocab_size=20, d_model=16)).eval()
+    names = hp.find_sites(whole)
+    models = []
+    for gone in (0, 1):
+        models.append(copy.deepcopy(whole))
+        hp.prune_heads_(models[-1], {layer: [gone] for layer in range(len(names))})
+    models[0].save_pretrained(tmp_path)
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    same = copy.deepcopy(models[0])
+    same.load_state_dict(stored, strict=False)
+    with pytest.raises(InvalidValue, match=REFUSED):
+        models[1].load_state_dict(stored, strict=False)
+
+
+# --- however a model is moved, stored and loaded ----------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "half": lambda model: model.half(),
+    "to dtype": lambda model: model.to(torch.bfloat16).double(),
+    "copied": copy.deepcopy,
+    "pickled": lambda model: pickled(model),
+    "given memory": lambda model: filled(copy.deepcopy(model).to("meta").to_empty(device="cpu"), model),
+    "assigned": lambda model: filled(copy.deepcopy(model).to("meta"), model, assign=True),
+}
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    """With its parts pickled, for the classes of tiny models may be local ones."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, hp.MultiHeadAttention) or type(module).__module__.startswith("transformers."):
+            if not name:
+                return pickle.loads(pickle.dumps(model))
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, pickle.loads(pickle.dumps(module)))
+    return model
+
+
+def filled(empty: nn.Module, source: nn.Module, **how: bool) -> nn.Module:
+    """With weights as an older state dict has them, which does not say its heads."""
+    empty.load_state_dict(dict(weights_of(source)), **how)
+    return empty
+
+
+@pytest.mark.parametrize("layout", ["multi_head_attention", "mpnet", "bert"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_a_model_keeps_the_heads(change: str, layout: str) -> None:
+    subject = subject_of(layout)
+    models = [subject.copy(), subject.copy()]
+    for model, gone in zip(models, (0, -1), strict=True):
+        hp.prune_(model, subject.without({s.name: s.units[gone] for s in subject.sites}))
+    n_weights = sum(p.numel() for p in models[0].parameters())
+    same, other = (CHANGES[change](model) for model in models)
+    state = same.state_dict()
+    stored = [v for k, v in state.items() if k.endswith(KEPT_HEADS)]
+    assert (stored == []) == (layout == "bert"), "BERT's weights say all there is to compute"
+    assert all(v.dtype == torch.int64 and not v.is_meta for v in stored)
+    assert sum(p.numel() for p in same.parameters()) == n_weights
+    same.load_state_dict(state)
+    with pytest.raises(InvalidValue, match=REFUSED):
+        other.load_state_dict(state)
+    assert hp.find_sites(same)[0].heads != hp.find_sites(other)[0].heads
+
+
+def test_weights_of_a_cut_model_go_into_one_that_was_built_small() -> None:
+    """Strictly: a library's class has no place for more than its weights."""
+    subject = subject_of("bert")
+    small = subject.copy()
+    hp.prune_(small, subject.without({s.name: [1] for s in subject.sites}))
+    built = subject.copy()
+    hp.prune_(built, subject.without({s.name: [0] for s in subject.sites}))
+    for module in built.modules():  # as a new one: no class of ours, nothing that we noted
+        module.__dict__.pop("headprune_state", None)
+        module._load_state_dict_pre_hooks.clear()
+    built.load_state_dict(small.state_dict())
+    assert_close(subject.run(built), subject.run(small), rtol=0, atol=0)
+
+
+def test_accelerate_dispatches_a_stored_model(tmp_path: Path) -> None:
+    """It sets tensors one by one: a place for the heads must be there, and what came is looked at in the next verb."""
+    (source, batch), (same, _), (other, _) = cut({0: [0, 1]}), cut({0: [0, 1]}), cut({0: [2, 3]})
+    file = str(tmp_path / "model.safetensors")
+    safetensors.torch.save_model(source, file)
+    loaded = accelerate.load_checkpoint_and_dispatch(same, file, device_map={"": "cpu"})
+    assert_close(loaded(**batch), source(**batch), rtol=0, atol=0)
+    accelerate.load_checkpoint_and_dispatch(other, file, device_map={"": "cpu"})
+    with pytest.raises(InvalidValue, match=r"the heads that came with the weights of layers\.0\.attention: must be"):
+        hp.find_sites(other)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_a_model_whose_buffers_are_offloaded_can_be_cut(buffers: bool) -> None:
+    (expected, batch), (model, _) = cut({0: [0, 1]}), cut({})
+    model = accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=buffers)
+    hp.prune_heads_(model, {0: [0, 1]})
+    assert_close(model(**batch), expected(**batch), rtol=0, atol=0)
+    again = accelerate.cpu_offload(expected, torch.device("cpu"), offload_buffers=buffers)
+    assert_close(again(**batch), model(**batch), rtol=0, atol=0)
+    hp.prune_heads_(again, {1: [0, 1]})
+    hp.prune_heads_(model, {1: [0, 1]})
+    assert_close(again(**batch), model(**batch), rtol=0, atol=0)

@@ -1,0 +1,286 @@
+"""Optimizers that exist before a cut: which parameter became which, and training goes on as if the heads were gated."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.surgery.parameters import CutParameter
+from tests.laws.support import CLOSE, Subject, logits, objective, picture, subject_of
+
+#: Every optimizer of PyTorch whose step takes each number of a weight by itself, with settings that give it all states.
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "ASGD": {"lr": 1e-3, "t0": 1},
+    "Adadelta": {},
+    "Adagrad": {"lr": 1e-2},
+    "Adam": {"lr": 1e-3, "amsgrad": True},
+    "AdamW": {"lr": 1e-3},
+    "Adamax": {"lr": 1e-3},
+    "NAdam": {"lr": 1e-3},
+    "RAdam": {"lr": 1e-3},
+    "RMSprop": {"lr": 1e-3, "momentum": 0.9, "centered": True},
+    "Rprop": {"lr": 1e-3},
+    "SGD": {"lr": 1e-4, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+}
+#: Those whose step takes a weight as a whole, or is for other gradients.
+OTHERS = {"Adafactor", "LBFGS", "Muon", "Optimizer", "SparseAdam"}
+LAYOUTS = ["multi_head_attention", "bert", "gpt2", "llama", "head_list", "t5", "albert"]
+
+
+def test_every_optimizer_of_pytorch_is_tried() -> None:
+    kinds = {name for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
+    assert kinds == {*ELEMENTWISE, *OTHERS}
+
+
+def made(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """With two groups, and weights that are named."""
+    named = list(model.named_parameters())
+    groups = [{"params": named[::2]}, {"params": named[1::2], "lr": 2e-4}]
+    found: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **ELEMENTWISE[name])
+    return found
+
+
+def step(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    optimizer.zero_grad()
+    objective(logits(model, batch)).backward()
+    optimizer.step()
+
+
+def mask_of(subject: Subject) -> hp.HeadMask:
+    return subject.without({s.name: s.units[i % 2] for i, s in enumerate(subject.sites)})
+
+
+#: Every optimizer with two layouts, every layout with two optimizers.
+PAIRS = [(n, o) for n in ELEMENTWISE for o in LAYOUTS if n in ("AdamW", "SGD") or o in ("multi_head_attention", "bert")]
+
+
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
+def test_training_goes_on_as_if_the_heads_were_gated(name: str, layout: str) -> None:
+    """Step for step, with all states and two rates of learning: gated heads have no gradient, and weigh nothing."""
+    subject = subject_of(layout)
+    mask = mask_of(subject)
+    gated, cut = subject.model, subject.copy()  # without dropout
+    optimizers = [made(name, gated), made(name, cut)]
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in optimizers]
+    for _ in range(3):
+        for model, optimizer, schedule in zip((gated, cut), optimizers, schedules, strict=True):
+            step(model, optimizer, subject.batch)
+            schedule.step()
+    groups = [id(group) for group in optimizers[1].param_groups]
+    report = hp.prune_(cut, mask, optimizer=optimizers[1])
+    assert report.warnings == ()
+    assert [id(group) for group in optimizers[1].param_groups] == groups
+    assert held(optimizers[1]) == {id(p) for p in cut.parameters()}
+    assert set(map(id, optimizers[1].state)) <= held(optimizers[1])
+    before = copy.deepcopy(cut.state_dict())
+    for _ in range(4):
+        with hp.gated(gated, mask, subject.sites):
+            step(gated, optimizers[0], subject.batch)
+            expected = logits(gated, subject.batch)
+        step(cut, optimizers[1], subject.batch)
+        for schedule in schedules:
+            schedule.step()
+        assert_close(logits(cut, subject.batch), expected, **CLOSE)
+    assert any(not torch.equal(before[k], v) for k, v in cut.state_dict().items())
+    for group in optimizers[1].param_groups:
+        assert len(group["params"]) == len(group["param_names"])
+
+
+def held(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_report_says_which_parameter_became_which(layout: str) -> None:
+    """From it alone anybody's state can be cut: the old weights, cut so, are the new ones."""
+    subject = subject_of(layout)
+    cut = subject.copy()
+    report = hp.prune_(cut, mask_of(subject))
+    old, new = dict(subject.model.named_parameters()), dict(cut.named_parameters())
+    told = {c.name: c for c in report.parameters}
+    assert len(told) == len(report.parameters) > 0
+    reached = set()
+    for name, tensor in old.items():
+        c = told.get(name, CutParameter(name, name))
+        if c.became is None:
+            continue
+        reached.add(c.became)
+        part = tensor if c.dimension is None else tensor.index_select(c.dimension, torch.tensor(c.kept))
+        assert torch.equal(part, new[c.became]), name
+    assert reached == set(new)
+    assert any(c.became is None for c in told.values()) == (layout == "head_list")
+
+
+def pruned(optimizer: Any, model: nn.Module, **more: Any) -> Any:
+    return hp.prune_(model, hp.HeadMask.from_keep({"0": [0, 2]}, {"0": 4}), optimizer=optimizer, **more)
+
+
+def attention(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(hp.MultiHeadAttention(width, 4), nn.Linear(width, width))
+
+
+def trained(kind: Any, model: nn.Module, parameters: Any = None, **settings: Any) -> Any:
+    optimizer = kind(model.parameters() if parameters is None else parameters, **settings)
+    width = model[1].in_features
+    for _ in range(2):
+        optimizer.zero_grad()
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            found: Tensor = model(torch.ones(2, 3, width)).square().sum()
+            found.backward()
+            return found
+
+        loss()
+        optimizer.step(loss) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
+    return optimizer
+
+
+KEPT = [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "row", "column"),
+    [
+        (torch.optim.Adafactor, {}, "row_var", "col_var"),
+        (transformers.Adafactor, {"lr": 1e-3, "relative_step": False}, "exp_avg_sq_row", "exp_avg_sq_col"),
+    ],
+    ids=["torch", "transformers"],
+)
+def test_factored_moments_are_cut_along_the_axis_that_they_have(
+    kind: Any, settings: Any, row: str, column: str
+) -> None:
+    """Also where rows and columns are equally many, and a shape alone does not tell them apart."""
+    model = attention()
+    optimizer = trained(kind, model, **settings)
+    attended = model[0]
+    before = {n: copy.deepcopy(optimizer.state[attended.get_parameter(f"{n}.weight")]) for n in ("W_q", "W_o")}
+    report = pruned(optimizer, model)
+    rows, columns = (optimizer.state[attended.get_parameter(f"{n}.weight")] for n in ("W_q", "W_o"))
+    assert_close(rows[row], before["W_q"][row][KEPT], rtol=0, atol=0)
+    assert_close(rows[column], before["W_q"][column], rtol=0, atol=0)
+    assert_close(columns[row], before["W_o"][row], rtol=0, atol=0)
+    assert_close(columns[column].flatten(), before["W_o"][column].flatten()[KEPT], rtol=0, atol=0)
+    assert rows["step"] == before["W_q"]["step"]
+    assert "averages over removed rows" in report.warnings[0]
+    trained(lambda *_, **__: optimizer, model)
+
+
+def test_muon_goes_on() -> None:
+    model = attention()
+    optimizer = trained(torch.optim.Muon, model, [p for p in model.parameters() if p.ndim == 2], lr=1e-3)
+    before = optimizer.state[model[0].W_o.weight]["momentum_buffer"].clone()
+    assert pruned(optimizer, model).warnings == ()
+    assert_close(optimizer.state[model[0].W_o.weight]["momentum_buffer"], before[:, KEPT], rtol=0, atol=0)
+    trained(lambda *_, **__: optimizer, model)
+
+
+def test_lbfgs_begins_anew() -> None:
+    model = attention()
+    optimizer = trained(torch.optim.LBFGS, model, lr=1e-2)
+    assert pruned(optimizer, model).warnings == ("LBFGS begins anew",)
+    assert not optimizer.state
+    trained(lambda *_, **__: optimizer, model)
+
+
+class EightBit(torch.optim.SGD):
+    """Keeps state as bitsandbytes does: a number of 8 bits for each weight, and one scale a block of them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(state1=torch.ones_like(p, dtype=torch.uint8), absmax1=torch.ones(2), step=0)
+                state["step"] += 1
+
+
+def test_state_that_cannot_be_cut_begins_anew() -> None:
+    model = attention()
+    optimizer = trained(EightBit, model, lr=1e-3)
+    untouched = model[1].weight
+    report = pruned(optimizer, model)
+    assert "EightBit begins anew for 0.W_q.weight, 0.W_q.bias, 0.W_k.weight and 4 more" in report.warnings
+    assert set(optimizer.state) == {untouched, model[1].bias, model[0].W_o.bias}
+    trained(lambda *_, **__: optimizer, model)
+    assert optimizer.state[model[0].W_q.weight]["step"] == 2
+
+
+def test_several_optimizers_and_parameters_that_are_frozen() -> None:
+    model = attention()
+    model[0].W_k.weight.requires_grad_(False)
+    one = trained(torch.optim.AdamW, model, [*model[0].W_q.parameters()])
+    two = trained(torch.optim.SGD, model, [*model[0].W_o.parameters(), *model[1].parameters()], lr=1e-3, momentum=0.9)
+    pruned([one, two], model)
+    assert held(one) == {id(p) for p in model[0].W_q.parameters()}
+    assert held(two) == {id(p) for p in [*model[0].W_o.parameters(), *model[1].parameters()]}
+    assert one.state[model[0].W_q.weight]["exp_avg"].shape == (4, 8)
+    assert two.state[model[0].W_o.weight]["momentum_buffer"].shape == (8, 4)
+
+
+def test_gradients_that_wait_for_their_step_come_along() -> None:
+    model = attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 3, 8)).square().sum().backward()
+    before = {n: p.grad for n, p in model.named_parameters()}
+    pruned(optimizer, model)
+    assert_close(model[0].W_q.weight.grad, before["0.W_q.weight"][KEPT], rtol=0, atol=0)
+    assert_close(model[0].W_o.weight.grad, before["0.W_o.weight"][:, KEPT], rtol=0, atol=0)
+    assert model[1].weight.grad is before["1.weight"]
+
+
+def test_accelerate_wraps_optimizers() -> None:
+    model = attention()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 3, 8)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    pruned(optimizer, model)
+    assert held(optimizer) == {id(p) for p in model.parameters()}
+    assert optimizer.state[model[0].W_q.weight]["exp_avg"].shape == (4, 8)
+
+
+def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
+    model = attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    other = torch.optim.SGD(attention().parameters(), lr=1e-3)
+    before = picture(model)
+    for wrong, where in ((schedule, "optimizer:"), (other, "optimizer:"), ([optimizer, other], r"optimizer\[1\]:")):
+        with pytest.raises(InvalidValue, match=where):
+            pruned(wrong, model)
+    spread = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})(model.parameters(), lr=1e-3)
+    with pytest.raises(UnsupportedModel, match="state is whole in this process"):
+        pruned(spread, model)
+    assert picture(model) == before
+    pruned(optimizer, model)
+    stale = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1e-3)
+    with pytest.raises(InvalidValue, match="earlier cut has old tensors"):
+        hp.prune_heads_(model, {0: [0]}, optimizer=stale)
+    hp.prune_heads_(model, {0: [0]}, optimizer=optimizer)
+    assert held(optimizer) == {id(p) for p in model.parameters()}
+
+
+def test_a_cut_that_fails_leaves_optimizers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attention()
+    optimizer = trained(torch.optim.AdamW, model)
+    before = copy.deepcopy(optimizer.state_dict()), [id(p) for g in optimizer.param_groups for p in g["params"]]
+    monkeypatch.setattr("headprune.surgery.prune.compare", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pruned(optimizer, model, example=torch.ones(2, 3, 8))
+    assert_close(optimizer.state_dict(), before[0], rtol=0, atol=0)
+    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == before[1]
+    assert held(optimizer) == {id(p) for p in model.parameters()}

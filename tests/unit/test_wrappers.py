@@ -1,0 +1,192 @@
+"""Wrappers that keep parameters of their own: a cut inside of one is refused, with the order that works."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import UnsupportedModel
+from headprune.recovery import Finetune, Lstsq, MeanFold
+from headprune.run.gradual import prune_gradually_
+from tests.laws.support import picture
+
+ORDER = "Unwrap it first"
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A group of this one process."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def attention(bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(hp.MultiHeadAttention(8, 4, bias=bias), nn.Linear(8, 8))
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch).square().mean((1, 2))
+    return found
+
+
+X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+class DeepSpeedEngine(nn.Module):
+    """Stands for theirs, which flattens parameters; the package is not installed."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "compiled ddp": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+    "ddp of compiled": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
+    "a part": lambda model: nn.Sequential(DistributedDataParallel(model), nn.Linear(8, 8)),
+    "deepspeed": DeepSpeedEngine,
+}
+CUTS: dict[str, Callable[[nn.Module], Any]] = {
+    "prune_": lambda model: hp.prune_(
+        model, hp.HeadMask.from_keep({s.name: [0, 2] for s in found(model)}, counts(model))
+    ),
+    "prune_heads_": lambda model: hp.prune_heads_(model, {0: [1]}),
+    "prune_gradually_": lambda model: prune_gradually_(
+        model, [X], hp.Budget(keep_heads=2), stages=1, finetune=Finetune(steps=1), scorer="magnitude", loss=square
+    ),
+}
+
+
+def found(model: nn.Module) -> Any:
+    return hp.find_sites(model)
+
+
+def counts(model: nn.Module) -> dict[str, int]:
+    return {s.name: s.n_query_heads for s in found(model)}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_a_cut_inside_of_a_wrapper_is_refused(wrapped: str, cut: str, group: None) -> None:
+    model = WRAPPED[wrapped](attention())
+    before = picture(model)
+    with pytest.raises(UnsupportedModel, match=f"cut before it is wrapped, got .*inside of .*{ORDER}"):
+        CUTS[cut](model)
+    assert picture(model) == before
+
+
+def test_fsdp_is_refused(group: None) -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    sharded = fully_shard(attention(), mesh=mesh)
+    with pytest.raises(UnsupportedModel, match="before fully_shard"):
+        hp.prune_heads_(sharded, {0: [1]})
+    with pytest.warns(UserWarning, match="NO_SHARD"):
+        older = FullyShardedDataParallel(attention(), device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(UnsupportedModel):
+        hp.prune_heads_(older, {0: [1]})
+
+
+def test_what_is_outside_of_the_wrapper_can_be_cut(group: None) -> None:
+    both = nn.Sequential(attention()[0], DistributedDataParallel(attention()))
+    hp.prune_heads_(both, {0: [1]})
+    assert both[0].heads == (0, 2, 3)
+
+
+def test_scores_gates_and_empty_cuts_of_a_wrapped_model(group: None) -> None:
+    plain, wrapped = attention(), DistributedDataParallel(attention())
+    scores = [hp.score(model, [X], "taylor", loss=square) for model in (plain, wrapped)]
+    assert scores[0].values == scores[1].values
+    mask = hp.HeadMask.from_keep({"module.0": [0, 2]}, {"module.0": 4})
+    with hp.gated(wrapped, mask):
+        assert not torch.equal(wrapped(X), plain(X))
+    report = hp.prune_(wrapped, hp.HeadMask.full(hp.find_sites(wrapped)))
+    assert report.n_removed == 0
+
+
+def test_the_order_that_works(group: None) -> None:
+    """Unwrap, cut, wrap: gradients of the new parameters are averaged; the old wrapper refuses to train."""
+    old = DistributedDataParallel(attention())
+    old(X).sum().backward()
+    model = old.module
+    hp.prune_heads_(model, {0: [1]})
+    with torch.no_grad():
+        assert_close(old(X), model(X))
+    with pytest.raises(UnsupportedModel, match=r"DistributedDataParallel: must be made after .* was cut"):
+        old(X)
+    new = DistributedDataParallel(model)
+    seen: list[int] = []
+
+    def averaged(state: Any, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.extend(p.numel() for p in bucket.parameters())
+        return distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    new.register_comm_hook(None, averaged)
+    new(X).sum().backward()
+    assert sorted(seen) == sorted(p.numel() for p in model.parameters())
+
+
+def test_another_wrapper_goes_on(group: None) -> None:
+    model, other = DistributedDataParallel(attention()), DistributedDataParallel(attention())
+    hp.prune_heads_(model.module, {0: [1]})
+    other(X).sum().backward()
+
+
+def test_a_cut_that_fails_leaves_the_wrapper_as_it_was(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = DistributedDataParallel(attention())
+    monkeypatch.setattr("headprune.surgery.prune.compare", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hp.prune_heads_(wrapper.module, {0: [1]}, example=X)
+    wrapper(X).sum().backward()
+
+
+@pytest.mark.parametrize("method", [MeanFold(), Lstsq()], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_recoveries_add_no_bias_inside_of_a_wrapper(method: Any, bias: bool, group: None) -> None:
+    """What changes numbers in place is right; a new parameter would not be averaged."""
+    teacher = attention(bias)
+    cut = copy.deepcopy(teacher)
+    hp.prune_heads_(cut, {0: [1]})
+    plain = copy.deepcopy(cut)
+    hp.recover_(plain, [X], method, teacher)
+    wrapped = DistributedDataParallel(cut)
+    if bias:
+        hp.recover_(wrapped, [X], method, DistributedDataParallel(teacher))
+        assert_close(wrapped.module.state_dict(), plain.state_dict(), rtol=0, atol=0)
+        return
+    with pytest.raises(UnsupportedModel, match=f"given new biases before it is wrapped, got .*{ORDER}"):
+        hp.recover_(wrapped, [X], method, DistributedDataParallel(teacher))
+
+
+def test_adapters_are_not_put_inside_of_a_wrapper(group: None) -> None:
+    wrapped = DistributedDataParallel(attention())
+    with pytest.raises(UnsupportedModel, match=f"given adapters before it is wrapped, got .*{ORDER}"):
+        hp.recover_(wrapped, [X], Finetune(steps=1, lora_rank=2, lora_targets=("W_q",)), loss=square)
+
+
+def test_data_parallel_and_compiled_models_can_be_cut() -> None:
+    """They look at the parameters that are there in every call."""
+    expected = attention()
+    hp.prune_heads_(expected, {0: [1]})
+    for wrap in (nn.DataParallel, lambda model: torch.compile(model, backend="eager")):
+        model = wrap(attention())
+        model(X).sum().backward()
+        hp.prune_heads_(model, {0: [1]})
+        assert_close(model(X), expected(X))
+        model(X).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
