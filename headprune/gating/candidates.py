@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.gating.changes import batch_axis, by_site, first_sites, on_cpu, worst
+from headprune.gating.changes import Known, batch_axis, by_site, crowded, first_sites, on_cpu, worst
 from headprune.gating.context import multiplied, spread
 from headprune.gating.projections import Stand, output_gated, plain_weight
-from headprune.gating.rows import Path, form, largest_row, over_rows, repeated_along, with_rows
+from headprune.gating.rows import form, largest_row, over_rows, repeated_along, with_rows
 from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
 from headprune.model.contexts import query_mask
 from headprune.model.expose import exposed
@@ -43,29 +42,7 @@ _EXAMPLES = 2  # that the proof runs on
 _AT_WORK = 8  # tensors of the largest recorded size that a pass holds at once, about
 _INEXACT = "inexact"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
-
-
-@dataclass
-class _Known:
-    """What the proof found out about batches of one form.
-
-    Args:
-        rows: Their tensors that have a row for every example.
-        examples: Examples that the proof ran on.
-        axes: The axis of every tensor on the tape that holds examples, None where none does.
-        kept: Bytes of an example on the tape.
-        work: Bytes of an example that a pass holds at once, about.
-        largest: Numbers of an example in its largest tensor.
-        exact: Whether playing back is.
-    """
-
-    rows: frozenset[Path]
-    examples: int
-    axes: dict[tuple[Key, int], int | None] = field(default_factory=dict)
-    kept: int = 0
-    work: int = 0
-    largest: int = 1
-    exact: bool = True
+_WIDER = 10.0  # times that, for the largest gap of many examples
 
 
 class CandidateLosses:
@@ -99,7 +76,7 @@ class CandidateLosses:
         self.tape = Tape(model, self.bound)
         self.replay = replay
         self.see = see or (lambda number, losses: check_finite([(number, losses)]))
-        self._known: dict[Any, _Known] = {}
+        self._known: dict[Any, Known] = {}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -131,7 +108,7 @@ class CandidateLosses:
             whole = self._proven(batch, base, fill, number)
             found = None
             if self.replay and whole.known.exact:
-                found = self._guarded(whole, functools.partial(whole.in_parts, settings))
+                found = self._guarded(whole, functools.partial(whole.checked, settings))
             found = whole.naive(settings) if found is None else found
         self.see(number, worst(*found))
         return found
@@ -168,7 +145,7 @@ class CandidateLosses:
         known = self._known.get(kind)
         new = known is None or not known.rows <= rows or known.examples < examples
         if known is None or new:
-            known = self._known[kind] = _Known(rows if known is None else rows & known.rows, examples)
+            known = self._known[kind] = Known(rows if known is None else rows & known.rows, examples)
         whole = _Pass(self, batch, size, known, base, dict(fill or {}), number)
         if new and self.replay:
             self._guarded(whole, whole.prove)
@@ -197,7 +174,7 @@ class _Pass:
         of: CandidateLosses,
         batch: Any,
         size: int,
-        known: _Known,
+        known: Known,
         base: Tensor,
         fill: dict[int, Stand],
         number: int,
@@ -252,13 +229,13 @@ class _Pass:
             expected = small.naive(torch.stack(settings))[0]
             small.compare(torch.stack(played), expected.to(played[0].dtype), "losses from the middle of a pass on")
 
-    def compare(self, got: Tensor, expected: Tensor, what: str) -> None:
+    def compare(self, got: Tensor, expected: Tensor, what: str, wider: float = 1.0) -> None:
         """Raises:
         InvalidValue: a loss that is not finite, which no other way to run the passes would help.
         CannotReplay: losses that are apart.
         """
         gap = float(((got - expected).abs() / expected.abs().clamp(min=1)).max()) if got.numel() else 0.0
-        if gap <= _TOLERANCE.get(got.dtype, 1e-2):
+        if gap <= wider * _TOLERANCE.get(got.dtype, 1e-2):
             return
         check_finite((self.number, losses.reshape(-1, self.size).amax(0)) for losses in (expected, got))
         raise CannotReplay(what, "those of whole passes of each example alone", f"{gap:.1e} off")
@@ -276,6 +253,21 @@ class _Pass:
         """Shapes of all tensors on the tape."""
         outputs = self.of.tape.outputs.items()
         return {(key, i): tuple(t.shape) for key, output in outputs for i, t in enumerate(tensors(output))}
+
+    def checked(self, settings: Tensor) -> tuple[Tensor, Tensor]:
+        """``in_parts``; of the first batch, a setting against a whole pass, for the proof has seen two examples.
+
+        Raises:
+            CannotReplay: they are apart, as where the loss couples examples that were not in the proof.
+        """
+        found = self.in_parts(settings)
+        firsts = first_sites(self.of.sizes, self.of.tape.order(), settings, self.base)
+        if firsts and not self.known.compared and self.size > self.known.examples:
+            some = crowded(firsts)
+            whole = self._run(settings[some])
+            self.compare(found[0][some], whole, "losses of a whole batch", _WIDER)
+            self.known.compared = True
+        return found
 
     def in_parts(self, settings: Tensor) -> tuple[Tensor, Tensor]:
         """Only what each setting changes, of as many examples at once as the memory allows."""

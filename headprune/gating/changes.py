@@ -1,15 +1,44 @@
-"""What settings of gates change, decided on the CPU, and what their losses and recorded tensors have in common."""
+"""What settings of gates change, decided on the CPU, what their losses and recorded tensors have in common, and what is
+known of batches of one form."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from headprune.gating.tape import CannotReplay
+from headprune.gating.rows import Path
+from headprune.gating.tape import CannotReplay, Key
 from headprune.model.transfers import in_main_memory
+
+
+@dataclass
+class Known:
+    """What the proof found out about batches of one form.
+
+    Args:
+        rows: Their tensors that have a row for every example.
+        examples: Examples that the proof ran on.
+        axes: The axis of every tensor on the tape that holds examples, None where none does.
+        kept: Bytes of an example on the tape.
+        work: Bytes of an example that a pass holds at once, about.
+        largest: Numbers of an example in its largest tensor.
+        exact: Whether playing back is.
+        compared: Whether a setting of a whole batch was compared with a whole pass.
+    """
+
+    rows: frozenset[Path]
+    examples: int
+    axes: dict[tuple[Key, int], int | None] = field(default_factory=dict)
+    kept: int = 0
+    work: int = 0
+    largest: int = 1
+    exact: bool = True
+    compared: bool = False
 
 
 def on_cpu(settings: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -32,6 +61,13 @@ def first_sites(sizes: Sequence[int], order: Sequence[int], settings: Tensor, ba
     places = [next((p for p, site in enumerate(order) if changed[site]), None) for changed in rows]
     found = sorted((place, setting) for setting, place in enumerate(places) if place is not None)
     return [(order[place], setting) for place, setting in found]
+
+
+def crowded(firsts: Sequence[tuple[int, int]]) -> int:
+    """A setting of the site with the most of ``first_sites``, whose settings run as the largest batch."""
+    counts = Counter(site for site, _ in firsts)
+    most = max(counts.values())
+    return next(setting for site, setting in firsts if counts[site] == most)
 
 
 def by_site(values: list[bool], sizes: Sequence[int]) -> list[list[bool]]:

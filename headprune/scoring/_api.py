@@ -254,6 +254,6 @@ def _zeros_in_padding(problem: Problem, packs: list[nn.Module]) -> tuple[str, ..
         packed = torch.tensor(problem.seen())
     if judged.shape == packed.shape and torch.allclose(judged, packed, rtol=1e-3, atol=1e-4, equal_nan=True):
         return ()
-    said = "PyTorch's encoder puts zeros where there is padding, in evaluation and without gradients, and the model reads"
+    said = "In evaluation and without gradients PyTorch's encoder puts zeros at padding, and the model reads them"
     advice = "Leave padding out of what follows the encoder, or build it with enable_nested_tensor=False."
-    return (f"{said} them: it has other losses then than those that were judged here. {advice}",)
+    return (f"{said}: its losses are others then than those that were judged here. {advice}",)

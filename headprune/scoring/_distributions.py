@@ -36,6 +36,13 @@ class Distributions:
     counted: Tensor
     by_token: bool = True
 
+    def numbers(self) -> Tensor:
+        """``[batch]``: a number an example that all of its counted logits are in, each with a weight of its own."""
+        counted = sent(self.counted, self.logits.device).unsqueeze(-1)
+        logits = self.logits.masked_fill(~counted, 0).flatten(1)
+        weights = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32).cos()
+        return logits @ weights.to(logits.dtype)
+
     def logits_counted(self) -> Tensor:
         """``[counted positions, classes]``: those that count, example after example."""
         examples, positions = (sent(index, self.logits.device) for index in self.counted.nonzero(as_tuple=True))

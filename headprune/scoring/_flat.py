@@ -46,11 +46,11 @@ def refuse_flat(problem: Problem, largest: Tensor) -> None:
     Raises:
         InvalidValue: they are zero but for rounding.
     """
-    rounding = _rounding(problem)
+    unit = rounding(problem)
     size = float(largest)
-    if not size <= _SMALL * rounding:  # also where it is NaN, which others refuse
+    if not size <= _SMALL * unit:  # also where it is NaN, which others refuse
         return
-    move = rounding * (_MOVE if rounding < 1e-4 else _MOVE_HALF)
+    move = unit * (_MOVE if unit < 1e-4 else _MOVE_HALF)
     try:
         there, beside = in_main_memory([_slopes(problem, 0.0), _slopes(problem, move)])
     except Exception:  # a loss that cannot be asked again, such as one that counts its calls  # nosec B110
@@ -61,13 +61,18 @@ def refuse_flat(problem: Problem, largest: Tensor) -> None:
     raise InvalidValue("the slopes of the loss in the gates of the heads", "larger than rounding", got, _HINT)
 
 
-def _rounding(problem: Problem) -> float:
+def rounding(problem: Problem) -> float:
     """The relative rounding of the narrowest type that the model computes in."""
+    return max(torch.finfo(dtype).eps for dtype in types_of(problem))
+
+
+def types_of(problem: Problem) -> set[torch.dtype]:
+    """The types that the model computes in."""
     types = {p.dtype for p in problem.model.parameters() if p.is_floating_point()} or {torch.float32}
     device = device_of(problem.model).type
     if torch.is_autocast_enabled(device):
         types.add(torch.get_autocast_dtype(device))
-    return max(torch.finfo(dtype).eps for dtype in types)
+    return types
 
 
 @torch.inference_mode(False)

@@ -1,11 +1,13 @@
-"""The exact matrix of gate gradients: dl_i/dm_h for every example and every head, in one forward and one backward."""
+"""The exact matrix of gate gradients: dl_i/dm_h for every example and every head, in one forward and one backward.
+
+Where the loss couples examples, such as a contrastive one, there is a backward pass an example (``_coupling``).
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from headprune.model.sites import BoundSite, bind, sites_of, unwrap
 from headprune.model.transfers import sent
 from headprune.scoring._averages import in_blocks
 from headprune.scoring._base import Problem, Scorer
+from headprune.scoring._coupling import LOSSES, Slopes, alone, coupled, refuse_coupled
 from headprune.scoring._flat import refuse_flat
 from headprune.scoring._rows import Held, Rows, collected
 
@@ -36,7 +39,8 @@ def gate_gradients(
     """The matrix G, ``[examples, units]``: how each example's loss changes with each unit's gate, at gates of 1.
 
     Every example has gates of its own, so that one backward pass of the summed losses gives all gradients exactly
-    (Michel et al. 2019, section 2.3, for the gradient; a unit of grouped queries is the sum over its heads).
+    (Michel et al. 2019, section 2.3, for the gradient; a unit of grouped queries is the sum over its heads). A loss
+    that depends on other examples of its batch, as a contrastive one does, takes a backward pass an example.
 
     Args:
         model: The model; left as it was found. A compiled model is run uncompiled.
@@ -64,8 +68,24 @@ def n_units(problem: Problem) -> int:
 
 
 def _pieces(problem: Problem) -> Iterator[Tensor]:
-    pieces = problem.pieces("gate gradients", partial(loss_gradients, problem), n_units(problem))
-    return _not_flat(problem, pieces)
+    return _not_flat(problem, problem.pieces("gate gradients", LossGradients(problem), n_units(problem)))
+
+
+@dataclass(frozen=True)
+class LossGradients:
+    """The rows of G that a batch gives; whether the loss couples examples is found out on the first one."""
+
+    problem: Problem
+
+    def __call__(self, number: int, batch: Any) -> Tensor:
+        return loss_gradients(self.problem, number, batch)
+
+    def told(self, batch: Any) -> list[str]:
+        return [LOSSES] if self.problem.shared.get(LOSSES) else []
+
+    def catch_up(self, number: int, batch: Any, told: Sequence[str]) -> None:
+        if LOSSES in told:
+            self.problem.shared[LOSSES] = True
 
 
 def _not_flat(problem: Problem, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -178,34 +198,71 @@ class _Stream:
         return self.total / self.rows.count
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # whatever the caller has set: a gate made or reshaped without it is no part of the graph
 def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -> Tensor:
     """``[examples, units]``: the rows of G that a batch gives, with every gate at ``at``, where the gates are."""
-    return by_unit(problem, _backward(problem, number, batch, gate_shapes(problem, batch), at))
+    gates = open_gates(problem, gate_shapes(problem, batch), at)
+    with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
+        losses, gradients, slopes = _summed(problem, number, batch, gates)
+        if coupled(problem, losses, slopes, gradients):
+            return by_unit(problem, alone(losses, slopes))
+    return by_unit(problem, gradients)
 
 
 def token_gradients(problem: Problem) -> Tensor | Rows:
-    """``[examples, units]``: absolute gate gradients of single tokens, summed over the tokens of each example."""
+    """``[examples, units]``: absolute gate gradients of single tokens, summed over the tokens of each example.
 
+    Raises:
+        InvalidValue: the loss couples examples; whose token's gate counts for whom is not defined then.
+    """
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def of_batch(number: int, batch: Any) -> Tensor:
         size = batch_size(batch)
         lengths = _lengths(problem, batch, size)
-        shapes = [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
-        gradients = _backward(problem, number, batch, shapes)
+        gates = open_gates(problem, [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound])
+        with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
+            losses, gradients, slopes = _summed(problem, number, batch, gates)
+            if coupled(problem, losses, slopes, gradients):
+                refuse_coupled(problem, "Taylor(reduce='token')")
         absolute = [_units(problem, b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
         return torch.cat(absolute, 1)
 
     return collected(_not_flat(problem, problem.pieces("gate gradients by token", of_batch, n_units(problem))))
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()  # whatever the caller has set: a gate made or reshaped without it is no part of the graph
-def _backward(
-    problem: Problem, number: int, batch: Any, shapes: Sequence[tuple[int, ...]], at: float = 1.0
-) -> list[Tensor]:
-    """Gradients of the summed losses with respect to gates of the given shapes, one a site."""
-    gates = open_gates(problem, shapes, at)
-    with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
-        return gate_slopes(problem, problem.losses(number, batch).sum(), gates)
+def refuse_coupled_losses(problem: Problem, number: int, batch: Any, scorer: str) -> None:
+    """Refuses a loss that couples examples, for a scorer that has no use for one; found out on the first batch.
+
+    Raises:
+        InvalidValue: the loss of an example depends on others.
+    """
+    if LOSSES not in problem.shared and batch_size(batch) > 1:
+        loss_gradients(problem, number, batch)
+    if problem.shared.get(LOSSES):
+        refuse_coupled(problem, scorer)
+
+
+def _summed(
+    problem: Problem, number: int, batch: Any, gates: Mapping[str, Tensor]
+) -> tuple[Tensor, list[Tensor], Slopes]:
+    """A batch's losses, the gradients of their sum with respect to gates, one a site, and those of weighted sums."""
+    losses = problem.losses(number, batch)
+    asked = problem.shared.get(LOSSES, len(losses) > 1)  # whether gradients of other sums follow
+    gradients = gate_slopes(problem, losses.sum(), gates, keep_graph=asked)
+    return losses, gradients, slopes_of(losses, list(gates.values()))
+
+
+def slopes_of(numbers: Tensor, inputs: Sequence[Tensor]) -> Slopes:
+    """Gradients of weighted sums of ``numbers`` ``[examples]`` with respect to inputs with the examples first."""
+
+    def slopes(weights: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(numbers, inputs, weights, retain_graph=True, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+    return slopes
 
 
 def gate_shapes(problem: Problem, batch: Any) -> list[tuple[int, ...]]:

@@ -15,10 +15,13 @@ from headprune.model.batches import EMPTY
 from headprune.model.running import DataDigest, batch_size, tensors
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._coupling import LOSSES, OUTPUTS
 from headprune.scoring._rows import Collected, Moments, room
 
 #: Share of a look's error that chooses which pairs are close; the rest tests them.
 _CHOOSING = 0.1
+#: What of a problem holds for all data.
+_CARRIED = ("scorers", LOSSES, OUTPUTS)
 #: Relative difference of means in fp64 that rounding makes.
 _SAME = 1e-13
 
@@ -161,6 +164,7 @@ def read_until(problem: Problem, scorers: list[tuple[str, Scorer]], until: Stabl
     for batches, look in _parts(problem, until, digest, room() // (8 * n_units)):
         part = _part(problem, batches, read)
         found = [_checked(name, scorer.estimate(part)) for name, scorer in scorers]
+        problem.shared |= {k: v for k, v in part.shared.items() if k in _CARRIED}
         if not read and len(batches) > 1:
             _check_additive(_part(problem, batches[:1], 0), scorers, found)
         read += len(batches)
@@ -212,8 +216,8 @@ def _parts(problem: Problem, until: Stable, digest: DataDigest, most: int) -> It
 
 
 def _part(problem: Problem, batches: list[Any], before: int) -> Problem:
-    """The problem for some of the batches; nothing that was gathered from others is carried over."""
-    kept = {k: v for k, v in problem.shared.items() if k == "scorers"}
+    """The problem for some of the batches; no numbers of others are carried over."""
+    kept = {k: v for k, v in problem.shared.items() if k in _CARRIED}
     return replace(problem, batches=batches, shared=kept, before=before)
 
 

@@ -16,6 +16,7 @@ from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite, sites_of
 from headprune.scoring._activations import run
 from headprune.scoring._base import Estimate, Problem, Scorer, one_of
+from headprune.scoring._gradients import refuse_coupled_losses
 from headprune.scoring._maps import (
     Places,
     by_example,
@@ -71,6 +72,7 @@ class Attattr(Scorer):
                 with torch.no_grad(), mapping(bound, places) as maps:
                     run(problem.model, batch, problem.loss)
                     maps()
+            refuse_coupled_losses(problem, number, batch, "attattr")
             rows = [self._site(problem, b, number, batch, places) for b in bound]
             if number == problem.before:
                 problem.look()  # most mistakes show in the first batch, and the others may take long

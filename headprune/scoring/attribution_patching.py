@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,11 +12,13 @@ from torch import Tensor
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import reading, rows_of
+from headprune.model.sites import BoundSite
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, one_of
 from headprune.scoring._contexts import leaves, mean_contexts
+from headprune.scoring._coupling import LOSSES, alone, coupled, noted
 from headprune.scoring._flat import refuse_flat
-from headprune.scoring._gradients import GradientScorer, by_unit, gathered, gradients_of
+from headprune.scoring._gradients import GradientScorer, by_unit, gathered, gradients_of, slopes_of
 
 #: By site number, the heads' outputs: one tensor for each time that the site runs in a pass, or one for all of them.
 Contexts: TypeAlias = dict[int, list[Tensor]]
@@ -67,7 +69,7 @@ class AttributionPatching(GradientScorer):
 
     def estimate(self, problem: Problem) -> Estimate:
         if self.base == "zero":
-            return averaged(gathered(problem, self).rows)
+            return noted(problem, averaged(gathered(problem, self).rows))
         means = mean_contexts(problem) if self.base == "mean" else {}
 
         def of_batch(number: int, batch: Any) -> Tensor:
@@ -76,7 +78,7 @@ class AttributionPatching(GradientScorer):
 
         rows = problem.rows("attribution patching", of_batch)
         refuse_flat(problem, rows.abs().max())
-        return averaged(rows)
+        return noted(problem, averaged(rows))
 
     @property
     def reads_gradients(self) -> bool:
@@ -105,17 +107,39 @@ def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tens
     """``[examples, units]``: ``sum_t <base - ctx, dl/dctx>``, summed over the runs of a site and its unit's heads."""
     with leaves(problem) as contexts:
         losses = problem.losses(number, batch)
-        found = gradients_of(problem, losses.sum(), contexts)
-    effects = []
-    for site, (b, xs, gradients) in enumerate(zip(problem.bound, contexts, found, strict=True)):
-        effect = losses.new_zeros(len(losses), len(b.site.heads)).detach()
-        for run, (x, gradient) in enumerate(zip(xs, gradients, strict=True)):
-            base = bases[site][min(run, len(bases[site]) - 1)].to(x.dtype)
-            x = rows_of(b, x.detach(), batch)
-            if base.ndim > 1 and base.shape != x.shape:
-                where = f"the corrupted batch at {b.site.name}, rows x tokens x width"
-                raise InvalidValue(where, f"as long as the clean one, {list(x.shape)}", list(base.shape))
-            products = (base - x) * rows_of(b, gradient, batch)
-            effect += products.reshape(len(losses), -1, len(b.site.heads), b.site.value_dim).sum((1, 3))
-        effects.append(effect)
-    return by_unit(problem, effects)
+        asked = problem.shared.get(LOSSES, len(losses) > 1)  # whether gradients of other sums follow
+        found = gradients_of(problem, losses.sum(), contexts, keep_graph=asked)
+    sizes = [len(xs) for xs in contexts]
+    of_sums = slopes_of(losses, [x for xs in contexts for x in xs])
+
+    def effects(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        sites = zip(range(len(sizes)), contexts, gradients, strict=True)
+        return [_effect(problem.bound[site], batch, losses, xs, bases[site], g) for site, xs, g in sites]
+
+    def slopes(weights: Tensor) -> list[Tensor]:
+        flat = iter(of_sums(weights))
+        return effects([[next(flat) for _ in range(size)] for size in sizes])
+
+    together = effects(found)
+    return by_unit(problem, alone(losses, slopes) if coupled(problem, losses, slopes, together) else together)
+
+
+def _effect(
+    b: BoundSite,
+    batch: Any,
+    losses: Tensor,
+    contexts: Sequence[Tensor],
+    bases: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+) -> Tensor:
+    """``[examples, heads]`` of a site, in all its runs."""
+    effect = losses.new_zeros(len(losses), len(b.site.heads)).detach()
+    for run, (x, gradient) in enumerate(zip(contexts, gradients, strict=True)):
+        base = bases[min(run, len(bases) - 1)].to(x.dtype)
+        x = rows_of(b, x.detach(), batch)
+        if base.ndim > 1 and base.shape != x.shape:
+            where = f"the corrupted batch at {b.site.name}, rows x tokens x width"
+            raise InvalidValue(where, f"as long as the clean one, {list(x.shape)}", list(base.shape))
+        products = (base - x) * rows_of(b, gradient, batch)
+        effect += products.reshape(len(losses), -1, len(b.site.heads), b.site.value_dim).sum((1, 3))
+    return effect

@@ -15,6 +15,7 @@ from headprune.model.losses import Loss, default_loss
 from headprune.model.sites import bind, unwrap
 from headprune.scoring._averages import averaged, in_blocks, with_curvature
 from headprune.scoring._base import Estimate, Problem, one_of
+from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gate_gradients, gathered
 
 
@@ -49,7 +50,7 @@ class Fisher(GradientScorer):
     def estimate(self, problem: Problem) -> Estimate:
         row = "example" if self.block == 1 else "block of examples"
         of_data = gathered(problem, self)
-        found = averaged(of_data.rows, of_data.n_examples, row=row)
+        found = noted(problem, averaged(of_data.rows, of_data.n_examples, row=row))
         return with_curvature(found, len(found.values), of_data.products)
 
     @property

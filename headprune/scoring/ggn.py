@@ -25,8 +25,9 @@ from headprune.model.sites import bind, sites_of, unwrap
 from headprune.model.transfers import in_fp64, sent
 from headprune.scoring._averages import averaged, with_curvature
 from headprune.scoring._base import Estimate, Problem, Scorer, added, one_of
+from headprune.scoring._coupling import OUTPUTS, coupled, refuse_coupled
 from headprune.scoring._distributions import Distributions, content_seeds, distributions, drawn_labels
-from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, n_units, open_gates
+from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, n_units, open_gates, slopes_of
 from headprune.scoring._rows import collected
 from headprune.scoring.fisher import structured
 
@@ -97,6 +98,9 @@ class Ggn(Scorer):
         gates = open_gates(problem, gate_shapes(problem, batch))
         with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
             found = distributions(problem.model, batch, f"batch {number}", problem.given)
+            numbers = found.numbers()
+            if coupled(problem, numbers, slopes_of(numbers, list(gates.values())), key=OUTPUTS):
+                refuse_coupled(problem, "ggn", OUTPUTS)
             softmax = found.kind == "single_label_classification"
             drawn = softmax and (self.draws is not None or found.by_token)
             if drawn:

@@ -16,6 +16,7 @@ from headprune.model.sites import sites_of
 from headprune.model.transfers import in_fp64
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import gate_shapes, loss_gradients, n_units, open_gates
 from headprune.scoring._rows import collected
 
@@ -65,7 +66,7 @@ class IntegratedGradients(Scorer):
                 whole += float(piece[:, -1].sum())
                 yield piece[:, :-1]
 
-        found = averaged(collected(shares()))
+        found = noted(problem, averaged(collected(shares())))
         return replace(found, notes=(*found.notes, *_gap(float(found.values.sum()), whole / found.n_examples)))
 
 

@@ -20,9 +20,10 @@ from headprune.scoring._activations import by_block, jackknife, unit_columns
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer, added
 from headprune.scoring._contexts import by_example, leaves
+from headprune.scoring._coupling import LOSSES, OUTPUTS, Slopes, coupled, noted, refuse_coupled
 from headprune.scoring._distributions import content_seeds, distributions, fisher_targets
 from headprune.scoring._flat import refuse_flat
-from headprune.scoring._gradients import gradients_of
+from headprune.scoring._gradients import gradients_of, slopes_of
 from headprune.scoring._inverse import inverted
 
 CURVATURES = ("output", "loss")
@@ -101,9 +102,11 @@ class Surgeon(Scorer):
             into = problem.added(seen=seen, **{str(site): factor for site, factor in factors.items()})
             for number, first, batch in problem.share("slopes of contexts", into):
                 seen.drawn |= self._slopes(problem, number, batch, own, factors, first)
+                seen.coupled |= problem.shared.get(LOSSES, False)
             return seen.parts()
 
         seen.join(problem.gathered("slopes of contexts", of_share))
+        problem.shared |= {LOSSES: True} if seen.coupled else {}
         for f in factors.values():
             if problem.crew.size > 1:
                 f.join(problem.crew.exchanged(f.parts))  # one at a time: they may be large
@@ -116,7 +119,8 @@ class Surgeon(Scorer):
         found = averaged(rows, first, row="example" if first == 1 else "block of examples")
         unasked = own == "output" and problem.loss is not default_loss
         notes = ("loss= was not asked: curvature='output' reads the output alone.",) if unasked else ()
-        return replace(found, seed=self.seed if seen.drawn else None, notes=(*found.notes, *notes))
+        found = replace(found, seed=self.seed if seen.drawn else None, notes=(*found.notes, *notes))
+        return noted(problem, found) if own == "loss" else found
 
     @torch.inference_mode(False)
     @torch.enable_grad()
@@ -134,9 +138,14 @@ class Surgeon(Scorer):
         with inputs_of(problem.model, problem.bound) as inputs, leaves(problem, see) as contexts:
             inputs.begin(batch)
             if own == "loss":
-                targets = [problem.losses(number, batch).sum()]
+                losses = problem.losses(number, batch)
+                each = coupled(problem, losses, self._by_example(problem, batch, losses, contexts))
+                targets = list(losses.unbind()) if each else [losses.sum()]
             else:
                 found = distributions(problem.model, batch, f"batch {number}", problem.given)
+                numbers = found.numbers()
+                if coupled(problem, numbers, self._by_example(problem, batch, numbers, contexts), key=OUTPUTS):
+                    refuse_coupled(problem, "surgeon with curvature='output'", OUTPUTS)
                 seeds = content_seeds(problem.model, problem.given, self.seed)
                 targets, drawn = fisher_targets(found, seeds, self.draws)
             what = "the loss" if own == "loss" else "the model's output"
@@ -155,6 +164,18 @@ class Surgeon(Scorer):
                 assert weight is not None  # there is a target
                 factor.add_tokens(examples, x.detach(), weight, batch)
         return drawn
+
+    def _by_example(self, problem: Problem, batch: Any, numbers: Tensor, contexts: list[list[Tensor]]) -> Slopes:
+        """Slopes of numbers ``[examples]`` in all that the sites have read."""
+        runs = [(b, x) for b, xs in zip(problem.bound, contexts, strict=True) for x in xs]
+        of_sums = slopes_of(numbers, [x for _, x in runs])
+
+        def slopes(weights: Tensor) -> list[Tensor]:
+            pairs = zip(runs, of_sums(weights), strict=True)
+            rows = [by_example(b, rows_of(b, g, batch), len(numbers)).flatten(1) for (b, _), g in pairs]
+            return [x.nan_to_num(0) for x in rows]  # attention may leave NaN at padding
+
+        return slopes
 
     def _prices(self, factors: Sequence[_Factors], examples: Tensor, weights: Tensor) -> Tensor:
         """``[units]`` from the blocks with weight 1, on the CPU.
@@ -193,15 +214,16 @@ def _merged(orders: Sequence[list[tuple[int, float]]]) -> Iterator[tuple[int, in
 
 
 class _Seen:
-    """Whether labels were drawn."""
+    """Whether labels were drawn, and whether the loss couples examples."""
 
-    drawn = False
+    drawn = coupled = False
 
     def parts(self) -> dict[str, Tensor]:
-        return {"drawn": torch.tensor(self.drawn)}
+        return {"drawn": torch.tensor(self.drawn), "coupled": torch.tensor(self.coupled)}
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
         self.drawn = any(bool(part["drawn"]) for part in parts)
+        self.coupled = any(bool(part["coupled"]) for part in parts)
 
 
 class _Factors:

@@ -10,6 +10,7 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, one_of
+from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gathered, token_gradients
 
 
@@ -56,7 +57,8 @@ class Taylor(GradientScorer):
             mean = rows.mean(0) if isinstance(rows, Tensor) else rows.mean_and_error[0]
             norms = _layer_norms(mean, [len(b.site.units) for b in problem.bound])
             rows = rows / norms if isinstance(rows, Tensor) else rows.divided(norms)
-        return averaged(rows, n_examples, row="block of examples" if self.reduce == "batch" else "example")
+        row = "block of examples" if self.reduce == "batch" else "example"
+        return noted(problem, averaged(rows, n_examples, row=row))
 
     @property
     def reads_gradients(self) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._coupling import noted
 from headprune.scoring._gradients import GradientScorer, gathered
 
 
@@ -30,7 +31,7 @@ class Taylor2(GradientScorer):
     """
 
     def estimate(self, problem: Problem) -> Estimate:
-        return averaged(gathered(problem, self).rows)
+        return noted(problem, averaged(gathered(problem, self).rows))
 
     def of_gradients(self, gradients: Tensor) -> Tensor:
         return gradients.square() / 2 - gradients

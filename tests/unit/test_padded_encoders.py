@@ -75,7 +75,9 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def mask() -> hp.HeadMask:
-    return hp.HeadMask.from_keep({name: set(range(4)) - set(gone) for name, gone in GONE.items()}, dict.fromkeys(GONE, 4))
+    return hp.HeadMask.from_keep(
+        {name: set(range(4)) - set(gone) for name, gone in GONE.items()}, dict.fromkeys(GONE, 4)
+    )
 
 
 def packs(model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -88,16 +90,21 @@ def packs(model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> bool
     return bool(made)
 
 
+def scored(model: nn.Module, scorer: str) -> Any:
+    """Scores, or what refused them."""
+    try:
+        return hp.score(model, data(), scorer, loss=loss, progress=False)
+    except UnsupportedModel as error:  # no map to be seen
+        return str(error)
+
+
 @pytest.mark.parametrize("scorer", scorers.names())
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_scores_do_not_depend_on_nested_tensors(options: dict[str, Any], scorer: str) -> None:
     default, plain = pair(**options)
     found = []
     for model in (default, plain):
-        try:
-            found.append(hp.score(model, data(), scorer, loss=loss, progress=False))
-        except UnsupportedModel as error:  # no map to be seen, in either model
-            found.append(str(error))
+        found.append(scored(model, scorer))
     assert default.encoder.use_nested_tensor == (options == FORMS["default"]), "it is as it was"
     if isinstance(found[1], str):
         assert found[0] == found[1]
@@ -143,9 +150,7 @@ def test_recoveries_do_not_depend_on_nested_tensors(
 
 
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_the_cut_model_reads_padding_as_the_gated_one(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cut_model_reads_padding_as_the_gated_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     default, plain = pair(**options)
     batch = data()[0]
     native = packs(default, batch, monkeypatch)

@@ -1,0 +1,437 @@
+"""Losses that depend on other examples of their batch: every scorer computes what it documents, or says no."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.core.errors import InvalidValue
+from headprune.layouts import registry as layouts
+from headprune.model.sites import bind
+from headprune.scoring import (
+    AttributionPatching,
+    Fisher,
+    LeaveOneOut,
+    Surgeon,
+    Taylor,
+    _coupling,
+    _gradients,
+    gate_gradients,
+    ggn_matrix,
+    registry,
+)
+from headprune.scoring._base import Problem
+from headprune.scoring._coupling import LOSSES, NOTE
+from tests.laws.support import Subject, subject_of
+
+SIZE = 12  # examples in a batch
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Classifier(nn.Module):
+    """Two layers of attention and what comes after them."""
+
+    def __init__(self, last: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(hp.MultiHeadAttention(12, 3) for _ in range(2))
+        self.head = nn.Linear(12, 4)
+        self.last = last or nn.Identity()
+        self.double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        found: Tensor = self.last(self.head(x.mean(1)))
+        return found
+
+
+def data(batches: int = 2, size: int = SIZE) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "x": torch.randn(size, 4, 12, generator=generator, dtype=torch.float64),
+            "labels": torch.randint(4, (size,), generator=generator),
+        }
+        for _ in range(batches)
+    ]
+
+
+# ---------------------------------------------------------------- losses
+
+
+def own(model: nn.Module, batch: Any) -> Tensor:
+    """Of each example alone."""
+    return told(model(batch["x"]), batch)
+
+
+def told(logits: Tensor, batch: Any) -> Tensor:
+    return functional.cross_entropy(logits, batch["labels"], reduction="none")
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    z = functional.normalize(model(batch["x"]), dim=-1)
+    return functional.cross_entropy(5 * z @ z.roll(1, 0).T, torch.arange(len(z)), reduction="none")
+
+
+def supervised(model: nn.Module, batch: Any) -> Tensor:
+    """Near those of the same label, far from the others."""
+    z = functional.normalize(model(batch["x"]), dim=-1)
+    same = batch["labels"][:, None] == batch["labels"][None]
+    return -((3 * z @ z.T).log_softmax(-1) * same).sum(1) / same.sum(1)
+
+
+def standardised(model: nn.Module, batch: Any) -> Tensor:
+    z = model(batch["x"])
+    return functional.cross_entropy((z - z.mean(0)) / z.std(0), batch["labels"], reduction="none")
+
+
+def normalised_in_training(model: nn.Module, batch: Any) -> Tensor:
+    """A head of the loss's own, which nobody has set to evaluation."""
+    torch.manual_seed(0)
+    layer = nn.BatchNorm1d(4).double().train()
+    return functional.cross_entropy(layer(model(batch["x"])), batch["labels"], reduction="none")
+
+
+def centred(model: nn.Module, batch: Any) -> Tensor:
+    """Sums to 0, so that the slopes of the sum are 0."""
+    losses = own(model, batch)
+    return losses - losses.mean()
+
+
+def neighbours(model: nn.Module, batch: Any) -> Tensor:
+    z = model(batch["x"])
+    return (z - z.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)).square().mean(1)
+
+
+def halves(model: nn.Module, batch: Any) -> Tensor:
+    z = model(batch["x"])
+    return (z - z.roll(len(z) // 2, 0)).square().mean(1)
+
+
+def hardest(model: nn.Module, batch: Any) -> Tensor:
+    """A margin to the nearest example of another label."""
+    z = model(batch["x"])
+    away = (z[:, None] - z[None]).square().sum(-1)
+    other = batch["labels"][:, None] != batch["labels"][None]
+    return (4 - away.masked_fill(~other, torch.inf).amin(1)).clamp(min=0) + told(z, batch)
+
+
+def one_pair(model: nn.Module, batch: Any) -> Tensor:
+    """Example 10 alone sees another one."""
+    z = model(batch["x"])
+    seen = torch.zeros(len(z), dtype=z.dtype)
+    seen[10 % len(z)] = 1
+    return told(z, batch) + seen * z[3 % len(z)].square().mean()
+
+
+def weak(model: nn.Module, batch: Any) -> Tensor:
+    z = model(batch["x"])
+    return told(z, batch) + 1e-5 * z.square().mean()
+
+
+COUPLED = [
+    contrastive,
+    supervised,
+    standardised,
+    normalised_in_training,
+    centred,
+    neighbours,
+    halves,
+    hardest,
+    one_pair,
+    weak,
+]
+
+
+# ---------------------------------------------------------------- what is documented, literally
+
+
+def jacobian(model: nn.Module, batches: Any, loss: Any, at: float = 1.0) -> Tensor:
+    """``[examples, units]``: the slope of every example's loss in gates that all examples share."""
+    sites = hp.find_sites(model)
+    rows = []
+    for batch in batches:
+        gates = {s.name: torch.full((3,), at, dtype=torch.float64, requires_grad=True) for s in sites}
+        with hp.gated(model, gates):
+            losses = loss(model, batch)
+            slopes = (torch.autograd.grad(one, list(gates.values()), retain_graph=True) for one in losses)
+            rows += [torch.cat(of_example) for of_example in slopes]
+    return torch.stack(rows)
+
+
+def ablated(model: nn.Module, batches: Any, loss: Any) -> Tensor:
+    """``[examples, units]``: what every loss rises by without each head."""
+    sites = hp.find_sites(model)
+    rows = []
+    with torch.no_grad():
+        for batch in batches:
+            base, columns = loss(model, batch), []
+            for site in sites:
+                for head in range(3):
+                    gate = torch.ones(3, dtype=torch.float64)
+                    gate[head] = 0
+                    with hp.gated(model, {site.name: gate}):
+                        columns.append(loss(model, batch) - base)
+            rows.append(torch.stack(columns, 1))
+    return torch.cat(rows)
+
+
+def patched(model: nn.Module, batches: Any, loss: Any) -> Tensor:
+    """``[units]``: what each loss rises by, to first order, when a head puts out its mean everywhere."""
+    bound = bind(model)
+    seen: list[list[Tensor]] = []
+
+    def run(batch: Any) -> Tensor:
+        handles = []
+        for site, b in enumerate(bound):
+
+            def take(module: Any, args: Any, site: int = site) -> Any:
+                x = args[0].detach().requires_grad_() if site == 0 else args[0]
+                seen[-1].append(x)
+                return (x,)
+
+            handles.append(b.gate.register_forward_pre_hook(take))
+        seen.append([])
+        try:
+            found: Tensor = loss(model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    for p in model.parameters():
+        p.requires_grad_(False)
+    losses = [run(batch) for batch in batches]
+    means = [torch.cat([x[site].detach().flatten(0, 1) for x in seen]).mean(0) for site in range(len(bound))]
+    rows = []
+    for of_batch, contexts in zip(losses, seen, strict=True):
+        for one in of_batch:
+            slopes = torch.autograd.grad(one, contexts, retain_graph=True)
+            effects = [((m - x.detach()) * g).sum((0, 1)) for m, x, g in zip(means, contexts, slopes, strict=True)]
+            rows.append(torch.cat([e.unflatten(0, (3, -1)).sum(1) for e in effects]))
+    return torch.stack(rows).mean(0)
+
+
+def integrated(model: nn.Module, batches: Any, loss: Any) -> Tensor:
+    nodes, weights = np.polynomial.legendre.leggauss(8)
+    parts = [w / 2 * jacobian(model, batches, loss, (1 + x) / 2) for x, w in zip(nodes, weights, strict=True)]
+    return -torch.stack(parts).sum(0).mean(0)
+
+
+ORACLES: dict[str, Callable[[Any, Any, Any], Tensor]] = {
+    "taylor": lambda *given: jacobian(*given).abs().mean(0),
+    "taylor2": lambda *given: (jacobian(*given).square() / 2 - jacobian(*given)).mean(0),
+    "fisher": lambda *given: jacobian(*given).square().mean(0) / 2,
+    "attribution_patching": lambda *given: -jacobian(*given).mean(0),
+    "integrated_gradients": integrated,
+    "leave_one_out": lambda *given: ablated(*given).mean(0),
+}
+CONFIGURED: dict[str, tuple[Any, Callable[[Any, Any, Any], Tensor]]] = {
+    "signed": (Taylor(reduce="signed"), lambda *given: -jacobian(*given).mean(0)),
+    "blocks": (
+        Taylor(reduce="batch", block=5),
+        lambda *given: torch.stack([b.mean(0) for b in jacobian(*given).split(5)]).abs().mean(0),
+    ),
+    "fisher in blocks": (
+        Fisher(block=5),
+        lambda *given: torch.stack([b.mean(0) for b in jacobian(*given).split(5)]).square().mean(0) / 2,
+    ),
+    "mean": (AttributionPatching(base="mean"), patched),
+    "without replay": (LeaveOneOut(replay=False), lambda *given: ablated(*given).mean(0)),
+}
+#: What needs no slope of a loss: statistics, losses of whole batches, gates trained on the mean loss of a block.
+NO_SLOPES = {
+    "activation_norm",
+    "add_one_in",
+    "confidence",
+    "entropy",
+    "fluctuation",
+    "ggn",  # of the output
+    "hard_concrete",
+    "magnitude",
+    "obs",
+    "random",
+    "shapley",
+    "subset_topk",
+    "wanda",
+}
+REFUSING: dict[str, Any] = {"attattr": "attattr", "tokens": Taylor(reduce="token")}
+
+
+def test_every_scorer_is_in_a_table() -> None:
+    assert {*ORACLES, *NO_SLOPES, "attattr", "surgeon"} == set(registry.names())
+
+
+def values(scores: hp.HeadScores) -> Tensor:
+    return torch.tensor([v for row in scores.values for v in row], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("name", [*ORACLES, *CONFIGURED])
+def test_scores_are_what_is_documented(name: str, loss: Any) -> None:
+    scorer, oracle = CONFIGURED.get(name, (name, ORACLES.get(name)))
+    assert oracle is not None
+    model, batches = Classifier(), data()
+    found = hp.score(model, batches, scorer, loss=loss, progress=False)
+    assert_close(values(found), oracle(model, batches, loss), **CLOSE)
+    asks_slopes = "leave_one_out" not in found.scorer
+    assert (NOTE in found.notes) == asks_slopes
+
+
+@pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("scorer", REFUSING.values(), ids=REFUSING)
+def test_others_say_no(scorer: Any, loss: Any) -> None:
+    model = Classifier()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    with pytest.raises(InvalidValue, match=r"depends on that example alone.*Take taylor"):
+        hp.score(model, data(), scorer, loss=loss, progress=False)
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
+def test_rows_and_errors_are_of_the_examples(loss: Any) -> None:
+    model, batches = Classifier(), data()
+    found = hp.score(model, batches, "taylor", loss=loss, progress=False)
+    rows = jacobian(model, batches, loss).abs()
+    assert found.samples is not None
+    assert_close(torch.tensor(found.samples.matrix), rows, rtol=1e-6, atol=1e-9)
+    assert found.standard_errors is not None
+    errors = torch.tensor([v for row in found.standard_errors for v in row], dtype=torch.float64)
+    assert_close(errors, rows.std(0) / len(rows) ** 0.5, **CLOSE)
+    assert_close(gate_gradients(model, batches, loss), jacobian(model, batches, loss), **CLOSE)
+
+
+@pytest.mark.parametrize("scorer", ["leave_one_out", "add_one_in", "shapley"])
+@pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
+def test_played_back_passes_are_whole_ones(loss: Any, scorer: str) -> None:
+    """Also of losses that show no coupling on the two examples of the proof."""
+    model, batches = Classifier(), data(1)
+    found = hp.score(model, batches, scorer, loss=loss, progress=False)
+    if scorer == "leave_one_out":
+        assert_close(values(found), ablated(model, batches, loss).mean(0), **CLOSE)
+    if scorer == "shapley":  # the shares add up
+        off = {s.name: torch.zeros(3) for s in hp.find_sites(model)}
+        with torch.no_grad(), hp.gated(model, off):
+            none = loss(model, batches[0]).mean()
+        assert_close(values(found).sum(), none - loss(model, batches[0]).mean().detach(), **CLOSE)
+
+
+@pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
+def test_the_first_batch_alone_is_judged_and_that_is_enough(loss: Any) -> None:
+    """A batch of one couples nothing; the next one does."""
+    model, batches = Classifier(), [data(1, 1)[0], *data(1)]
+    if loss in (standardised, normalised_in_training, neighbours):
+        batches = batches[1:]  # have no batches of one
+    found = hp.score(model, batches, "taylor", loss=loss, progress=False)
+    assert_close(values(found), jacobian(model, batches, loss).abs().mean(0), **CLOSE)
+
+
+def test_until_stable_computes_the_same() -> None:
+    model, batches = Classifier(), data(20)
+    found = hp.score(
+        model, batches, "taylor", loss=contrastive, until=hp.Stable(k=1, rare=0.5, first=30), progress=False
+    )
+    read = batches[: found.n_examples // SIZE]
+    assert NOTE in found.notes
+    assert_close(values(found), jacobian(model, read, contrastive).abs().mean(0), **CLOSE)
+
+
+def test_a_call_that_was_cut_off_goes_on(tmp_path: Any) -> None:
+    model, batches = Classifier(), data(4)
+    whole = hp.score(model, batches, ["taylor", "surgeon"], loss=contrastive, progress=False)
+    kept = hp.score(model, batches, ["taylor", "surgeon"], loss=contrastive, folder=tmp_path, progress=False)
+    again = hp.score(model, batches, ["taylor", "surgeon"], loss=contrastive, folder=tmp_path, progress=False)
+    assert whole == kept == again
+    assert all(NOTE in scores.notes for scores in again)
+
+
+# ---------------------------------------------------------------- models that couple
+
+
+class BatchStatistics(nn.BatchNorm1d):
+    """Statistics of the batch, also in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(4, track_running_stats=False)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_a_model_that_couples(name: str) -> None:
+    model, batches = Classifier(BatchStatistics()), data()
+    found = hp.score(model, batches, name, loss=own, progress=False)
+    assert_close(values(found), ORACLES[name](model, batches, own), **CLOSE)
+
+
+@pytest.mark.parametrize("scorer", ["ggn", Surgeon(curvature="output")], ids=["ggn", "surgeon"])
+def test_the_output_of_a_model_that_couples(scorer: Any) -> None:
+    for last, refused in ((BatchStatistics(), True), (nn.BatchNorm1d(4), False), (None, False)):
+        model = Classifier(last)
+        if not refused:
+            assert hp.score(model, data(), scorer, progress=False).n_examples == 2 * SIZE
+            continue
+        with pytest.raises(InvalidValue, match="the model's output: must be of each example"):
+            hp.score(model, data(), scorer, progress=False)
+    with pytest.raises(InvalidValue, match="the model's output"):
+        ggn_matrix(Classifier(BatchStatistics()), data())
+
+
+# ---------------------------------------------------------------- losses that couple nothing
+
+
+@pytest.mark.parametrize(
+    "scorer", [*sorted({*ORACLES} - {"leave_one_out"}), "surgeon", AttributionPatching(base="mean")], ids=str
+)
+def test_the_slow_way_gives_the_same(scorer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed where examples are coupled is what is computed where they are not."""
+    model, batches = Classifier(), data()
+    fast = hp.score(model, batches, scorer, loss=own, progress=False)
+    assert NOTE not in fast.notes
+    for module in (_gradients, __import__(f"headprune.scoring.{fast.scorer}", fromlist=["x"])):
+        if hasattr(module, "coupled"):
+            monkeypatch.setattr(module, "coupled", lambda problem, *_, **__: problem.shared.setdefault(LOSSES, True))
+    slow = hp.score(model, batches, scorer, loss=own, progress=False)
+    assert NOTE in slow.notes, "it ran"
+    assert_close(values(slow), values(fast), rtol=1e-8, atol=1e-12)
+
+
+def read_logits(model: nn.Module, batch: Any) -> Tensor:
+    output = model(**{k: v for k, v in batch.items() if k != "labels"}) if isinstance(batch, dict) else model(batch)
+    found = output if isinstance(output, Tensor) else next(t for t in output.values() if isinstance(t, Tensor))
+    return found.float().flatten(1).logsumexp(1).square()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", layouts.names())
+def test_models_that_do_not_couple_take_two_backward_passes_more(
+    layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One to find out, on the first batch; none of an example alone, also where types are narrow."""
+    subject: Subject = subject_of(layout)
+    model = subject.model.to(dtype)
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in subject.batch.items()}
+    bound = bind(model)
+    calls, grad = [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(_gradients, "refuse_flat", lambda *_: None)  # which looks twice where types are narrow
+    problem = Problem(model, bound, [batch, batch], read_logits, progress=False)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    found = _gradients.unit_gradients(problem)
+    assert problem.shared[LOSSES] is False
+    assert len(calls) == 2 + 1
+    monkeypatch.setattr(_coupling, "coupled", lambda *_: False)
+    gates = _gradients.open_gates(problem, _gradients.gate_shapes(problem, batch))
+    with hp.gated(model, gates):
+        summed = grad(read_logits(model, batch).sum(), list(gates.values()))
+    size = len(found) // 2
+    assert_close(found[:size], _gradients.by_unit(problem, summed).double(), rtol=0, atol=0)
+    assert_close(found[size:], found[:size], rtol=0, atol=0)
