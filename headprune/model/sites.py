@@ -16,8 +16,8 @@ from headprune.core.heads import POLICIES, AttentionSite, Policy
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState
 from headprune.core.slabs import HeadGeometry
 from headprune.layouts import registry
-from headprune.model.fit import fitted, geometry, lookup, reason_against, slab_length, slabs_of
 from headprune.model import missed
+from headprune.model.fit import fitted, geometry, lookup, reason_against, slab_length, slabs_of
 from headprune.model.missed import attention_like, closest_reason, nothing_found
 from headprune.model.transfers import in_main_memory
 

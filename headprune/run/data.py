@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from headprune.core.errors import InvalidValue, did_you_mean
 from headprune.run.features import Collate, Encoder, Example, pixel_array, pixel_statistics
 from headprune.run.models import Preparation
 from headprune.run.order import LikeLengths
+from headprune.run.overlap import given_notes, given_twice
 from headprune.run.questions import check_answers, cut_off, encode_questions, has_unanswerable
 from headprune.run.recipe import CLASSIFICATIONS, UNLABELLED, DataSection, Recipe, Task
 from headprune.run.sound import clip_of
@@ -38,6 +39,10 @@ class RawData:
         columns: The columns of text, that of the translation last.
         class_names: The label of every value of that column, where these are not the labels themselves: the data has
             numbers and says what they are called, or names that the model spells another way.
+        said: What the data itself calls its class numbers, where it does (``ClassLabel``).
+        present: Values of the label column that some row has.
+        numbering: How labels got their numbers: by their ``name`` or ``number``, ``sorted``, or ``given``; empty
+            where a head is trained for them, which any order serves.
     """
 
     splits: dict[str, Any]
@@ -48,6 +53,9 @@ class RawData:
     warnings: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     class_names: Mapping[Any, str] = field(default_factory=dict)
+    said: Mapping[int, str] = field(default_factory=dict)
+    present: tuple[Any, ...] = ()
+    numbering: Literal["", "name", "number", "sorted", "given"] = ""
 
     @property
     def label_ids(self) -> dict[Any, int]:
@@ -139,7 +147,8 @@ def load_rows(recipe: Recipe) -> RawData:
         _check_targets(source, section.target)
     for role, rows in source.splits.items() if task == "question_answering" else ():
         check_answers(rows, section, label, role)
-    labels = _labels(source, label, task)
+    present = _present(source, label, task)
+    labels = _labels(present, task)
     names = _class_names(source, label, task)
     strata = list(source.splits["train"][label]) if task in CLASSIFICATIONS and task != "token_classification" else None
     amounts = (section.holdout, section.test_holdout, section.calibration)
@@ -147,10 +156,13 @@ def load_rows(recipe: Recipe) -> RawData:
     splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
     columns = {"label": label} if task not in UNLABELLED else {}
     said = {"rows": _digest(keys)}  # a table of paths stays as it is where the files that it names are replaced
+    twice = given_twice(keys, parts)
     facts = {"source": {**source.facts, **said, **columns}, **{name: part.facts for name, part in parts.items()}}
+    facts["overlap"] = {"given": twice}
     texts = (*section.text_columns, *([section.target] if section.target else []))
     order = tuple(names.values()) or labels
-    return RawData(splits, label, order, facts, parts, source.warnings, texts, names)
+    warnings = (*source.warnings, *given_notes(twice, parts))
+    return RawData(splits, label, order, facts, parts, warnings, texts, names, names, present)
 
 
 def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype: torch.dtype = torch.float32) -> Data:
@@ -253,18 +265,23 @@ def _image_key(image: Any, where: str) -> str:
     return hashlib.sha256(f"{array.shape}".encode() + array.tobytes()).hexdigest()
 
 
-def _labels(source: Source, column: str, task: Task) -> tuple[Any, ...]:
-    """Label values in the order of their numbers."""
+def _present(source: Source, column: str, task: Task) -> tuple[Any, ...]:
+    """Label values that rows have, each once, of tasks whose labels are classes."""
     if task in UNLABELLED or task == "question_answering":
         return ()
-    values: set[Any] = set()
+    values: dict[Any, None] = {}
     for role, rows in source.splits.items():
         for i, label in enumerate(rows[column]):
             found = label if task == "token_classification" and isinstance(label, list) else [label]
             for value in found:
                 _check_label(value, task, f"data: {role}, row {i}")
-            values.update(found)
-    if task == "regression":
+            values.update(dict.fromkeys(found))
+    return () if task == "regression" else tuple(values)
+
+
+def _labels(values: Sequence[Any], task: Task) -> tuple[Any, ...]:
+    """Label values in the order of their numbers."""
+    if task not in CLASSIFICATIONS:
         return ()
     if all(isinstance(v, int) for v in values):  # numbers of classes already, some maybe without rows here
         if min(values) < 0:

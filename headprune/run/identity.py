@@ -37,8 +37,9 @@ def made_of(recipe: Recipe, rows: Mapping[str, Any]) -> str:
 
 
 def facts_of(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Which rows are for what, but for the calibration rows, which every draw has of its own."""
-    return {name: facts for name, facts in rows.items() if name != "calibration"}
+    """Which rows are for what, but for the calibration rows, which every draw has of its own, and what of rows is in
+    several parts, which follows."""
+    return {name: facts for name, facts in rows.items() if name not in ("calibration", "overlap")}
 
 
 def hashes(folder: Path, names: tuple[str, ...] = (".",)) -> dict[str, str]:

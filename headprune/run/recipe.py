@@ -92,6 +92,8 @@ class DataSection(Section):
         label: Column with labels; of several names, the first that the train rows have. For question answering that
             of SQuAD's answers, ``{text: [...], answer_start: [...]}``; without any text there is no answer, as in
             SQuAD 2.
+        labels: The label of every class of the model, in the order of its class numbers, for a model that does not name
+            its classes, or otherwise than the data does.
         max_length: Longer examples are cut to this many tokens; of a question and its context, the context is cut.
         holdout: Rows (or fraction) of train that become validation rows where there are none.
         test_holdout: The same for test rows.
@@ -117,6 +119,7 @@ class DataSection(Section):
     audio: str = "audio"
     seconds: Annotated[float, Field(gt=0)] | None = None
     label: str | Annotated[list[str], Field(min_length=1)] = LABEL
+    labels: Annotated[list[str | int], Field(min_length=2)] | None = None
     max_length: Positive | None = None
     holdout: Rows = 0.1
     test_holdout: Rows = 0.2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headprune.core.errors import InvalidValue
-from headprune.run.recipe import LABEL, UNLABELLED, DecodeSection
+from headprune.run.recipe import CLASSIFICATIONS, LABEL, UNLABELLED, DecodeSection
 
 #: Tasks for models of one's own.
 _OWN_TASKS = ("image_classification", "audio_classification")
@@ -44,6 +44,11 @@ def data_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
         return problems
     if task in UNLABELLED and (label := columns.get("label", LABEL)) != LABEL:  # a resolved recipe has the default
         return [InvalidValue("data.label", f"left out: {task} has no labels", repr(label))]
+    if (order := columns.get("labels")) is not None:
+        if task not in CLASSIFICATIONS:
+            return [InvalidValue("data.labels", f"left out: {task} has no classes", repr(order))]
+        if isinstance(order, list) and len({str(label) for label in order}) < len(order):
+            return [InvalidValue("data.labels", "a list without repetitions", repr(order))]
     if columns.get("normalise") is not None and section_in(data, "model").get("path") is not None:
         return [InvalidValue("data.normalise", "left out: the model has its own", columns["normalise"])]
     if task == "causal_lm" and (text is None) == (tokens is None):

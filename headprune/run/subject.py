@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +24,10 @@ from headprune.core.latency import LatencyTable
 from headprune.core.record import QualityRow
 from headprune.model.sites import Sites, find_sites
 from headprune.recovery._api import recover_
-from headprune.run.data import Data, encode_rows, load_rows
+from headprune.run.data import Data, RawData, encode_rows, load_rows
 from headprune.run.imported import check_takes, own_layouts
 from headprune.run.journal import BASE, ROWS, Journal
+from headprune.run.label_order import check_order, facts_of_labels, mapping_words
 from headprune.run.labels import number_labels
 from headprune.run.launched import Launch
 from headprune.run.models import (
@@ -38,6 +40,7 @@ from headprune.run.models import (
     prepare,
     resolve_device,
 )
+from headprune.run.overlap import read_notes, read_twice
 from headprune.run.progress import Progress
 from headprune.run.recipe import Recipe, SelectSection
 from headprune.run.surroundings import git_commit, hardware, versions
@@ -179,29 +182,56 @@ def prepare_subject(
         if journal.folder is not None:
             write_atomic(journal.folder / ROWS, (json.dumps(raw.numbers()) + "\n").encode())
         journal.tell(", ".join(f"{name} {len(rows)}" for name, rows in raw.splits.items()))
+        _warn(journal, raw.warnings)
     progress.begin(recipe, raw.facts, device.type, known)
     train = train and recipe.train is not None and base is None
     if train and journal.folder is not None and progress.done("train"):
         train, base = False, journal.folder / BASE
     with journal.stage("model"):
-        raw = number_labels(recipe, raw)
+        before, raw = raw.warnings, number_labels(recipe, raw)
         preparation = prepare(recipe, raw.texts, base)
         opened = None if base is None else Loaded(_open_base(recipe, base))
         loaded = opened or load_model(recipe, raw.labels, preparation)
         model = loaded.model.to(device)
-        journal.note(warnings=(*raw.warnings, *loaded.warnings))
+        _warn(journal, (*raw.warnings[len(before) :], *loaded.warnings))
         data = encode_rows(recipe, raw, preparation, dtype=next(model.parameters()).dtype)
-        journal.note(warnings=data.warnings)
+        _warn(journal, data.warnings)
+        _note_overlap(journal, data)
         _check_length(model, data)
         if recipe.model.import_path is not None:
             check_takes(model, data.batches("test", _EXAMPLE_ROWS)[0], recipe, len(raw.labels))
         sites = _located(model, recipe)  # refused now, not after the training
         _check_select(recipe.select, sites)
+        if base is None:
+            _check_labels(recipe, journal, model, data, raw)
         journal.tell(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
     subject = Subject(recipe, journal, data, model, preparation)
     if train:
         progress.once("train", lambda: _train_(subject, progress.work("train")), lambda: None, (BASE,))
     return subject
+
+
+def _warn(journal: Journal, warnings: Iterable[str]) -> None:
+    """Notes what a reader should know, and tells it now, before any long work."""
+    for warning in warnings:
+        journal.note(warnings=(warning,))
+        journal.tell(f"warning: {warning}")
+
+
+def _note_overlap(journal: Journal, data: Data) -> None:
+    found = read_twice(data.examples)
+    journal.note(rows={"overlap": {**journal.record.rows["overlap"], "read": found}})
+    _warn(journal, read_notes(found, data.examples))
+
+
+def _check_labels(recipe: Recipe, journal: Journal, model: nn.Module, data: Data, raw: RawData) -> None:
+    """Says which label is which class of a model that comes trained, and looks whether its answers fit that."""
+    if not raw.labels or recipe.train is not None or recipe.model.class_name is not None:
+        return
+    journal.tell(mapping_words(raw))
+    fit, notes = check_order(model, data, raw)
+    journal.note(metrics={"labels": facts_of_labels(raw, fit)})
+    _warn(journal, notes)
 
 
 def _train_(subject: Subject, work: Path | None) -> None:

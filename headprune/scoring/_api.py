@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention.sharded import check_whole
-from headprune.core.coverage import NotTaken, coverage_note
+from headprune.core.coverage import coverage_note
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature, Samples
