@@ -145,6 +145,7 @@ def score(
         if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
         problem.measure()
+        problem.judge(any(s.needs_data and s.reads_loss for s in scorers))
         own = _own_folder(folder, crew)
         call = _call(model, named, until, loss, mark, bound) if own else {}
         with opened(own, call, problem.seen() if own else [], _close(model)) as problem.shelf:
@@ -162,7 +163,7 @@ def score(
             seed=e.seed,
             costs=problem.costs,
             samples=None if e.samples is None else Samples.of(e.samples.detach().cpu().numpy()),
-            notes=_notes(s, e),
+            notes=(*(problem.notes if s.needs_data else ()), *_notes(s, e)),
             curvature=None if e.curvature is None else Curvature.of(e.curvature.detach().cpu().numpy()),
         )
         for (name, s), e in zip(named, estimates, strict=True)
