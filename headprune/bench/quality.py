@@ -15,6 +15,7 @@ from headprune.model.batches import EMPTY
 from headprune.model.losses import (
     Loss,
     check_finite,
+    is_causal_lm,
     logits_of,
     losses_of,
     predict,
@@ -22,7 +23,7 @@ from headprune.model.losses import (
     shaped_losses,
     token_losses,
 )
-from headprune.model.losses import is_causal_lm as _is_causal
+from headprune.model.own_loss import Reading, is_default, reading_of
 from headprune.model.running import device_of, to_device, undisturbed
 from headprune.model.transfers import in_fp64, in_main_memory
 
@@ -82,23 +83,28 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
     Args:
         model: The model.
         batches: Batches with labels.
-        loss: Your own per-example loss; the metric is then the mean loss.
+        loss: Your own per-example loss; the metric is then the mean loss. The default one is compared with the model's
+            own on the first batch.
         bits: For causal language models whose tokens are characters: bits per character in place of perplexity.
 
     Raises:
-        InvalidValue: no batch, no labels, a loss that is not finite.
+        InvalidValue: no batch, no labels, a loss that is not finite; a default loss that is not the model's own.
     """
     totals, losses = _Totals(), []
+    reading: Reading | None = None
     device = device_of(model)
     with undisturbed(model, packed=True), torch.no_grad():
         for number, batch in enumerate(batches):
             batch = to_device(batch, device)
-            if loss is not None:
+            if loss is not None and not is_default(loss):
                 losses.append(shaped_losses(loss, model, batch, number))
                 continue
-            output = predict(model, batch)
-            losses.append(shaped_losses(lambda m, b, out=output: losses_of(m, b, out), model, batch, number))  # type: ignore[misc]
-            _count(totals, model, batch, output, bits)
+            if reading is None:
+                reading = reading_of(model, batch)
+                reading.check()
+            of_batch = _Answered(predict(model, batch), reading.shifted)
+            losses.append(shaped_losses(of_batch.losses, model, batch, number))
+            _count(totals, model, batch, of_batch, bits)
     if not losses:
         raise InvalidValue(*EMPTY)
     losses = in_main_memory(losses)  # once, at the end: every copy waits for an accelerator
@@ -115,14 +121,25 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
     return Quality(totals.metric, value, mean, len(flat), *per_example)
 
 
-def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], output: Any, bits: bool) -> None:
+@dataclass(frozen=True)
+class _Answered:
+    """A model's output, and whether labels of tokens are those of the next token."""
+
+    output: Any
+    shifted: bool
+
+    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+        return losses_of(model, batch, self.output, self.shifted)
+
+
+def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], found: _Answered, bits: bool) -> None:
     """Adds a batch to the metric that fits the model; leaves the metric at the loss where none does."""
     if "start_positions" in batch:
         return
-    logits = logits_of(output)
+    logits = logits_of(found.output)
     if logits.ndim == 3:
-        losses, counted = token_losses(model, batch, logits)
-        if _is_causal(model):
+        losses, counted = token_losses(model, batch, logits, found.shifted)
+        if found.shifted or is_causal_lm(model):
             name, unit = ("bits_per_character", math.log(2)) if bits else ("perplexity", 1.0)
             totals.add(name, (losses.double() * counted).sum(1) / unit, counted.sum(1))
         else:
@@ -134,4 +151,4 @@ def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], output: 
     if kind == "single_label_classification":
         totals.add("accuracy", logits.argmax(-1) == labels.reshape(-1))
     elif kind == "regression":
-        totals.add("mse", losses_of(model, batch, output))
+        totals.add("mse", found.losses(model, batch))

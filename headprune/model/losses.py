@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from headprune.core.errors import InvalidValue
 from headprune.model.running import ANSWERS, batch_size, call
-from headprune.model.sites import unwrap
+from headprune.model.inside import bare
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
@@ -32,22 +32,47 @@ def _causal_classes() -> frozenset[str]:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether a Transformers model predicts the next token, so that labels are its inputs, shifted by one."""
-    return any(kind.__name__ in _causal_classes() for kind in type(unwrap(model)).__mro__)
+    """Whether it is one of Transformers' causal language models, whose labels may be their inputs; in any wrapper."""
+    return any(kind.__name__ in _causal_classes() for kind in type(bare(model)).__mro__)
 
 
-def _is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False))
+def reads_next(model: nn.Module) -> bool:
+    """Whether labels are those of the next token, as far as the model's class says.
+
+    So they are for causal language models and for composites (an encoder of images or sound before one), to which
+    Transformers gives the same loss. An encoder-decoder shifts its decoder's inputs in place of the labels.
+    """
+    if is_causal_lm(model):
+        return True
+    return not is_encoder_decoder(model) and _loss_name(bare(model)) == "ForCausalLMLoss"
+
+
+def _loss_name(model: nn.Module) -> str:
+    """The loss that Transformers chose for a model by its class; empty for other models."""
+    kind = getattr(model, "loss_type", None)
+    if not isinstance(kind, str):
+        return ""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    return getattr(LOSS_MAPPING.get(kind), "__name__", "")
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether its configuration says so; in any wrapper."""
+    return bool(getattr(getattr(bare(model), "config", None), "is_encoder_decoder", False))
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """One loss an example for a Transformers model and a batch with labels.
 
     Sequence and image classification (one label, several, or regression), token classification, masked and
-    sequence-to-sequence language models (mean over the labelled tokens), causal language models (mean over the
-    next tokens; without ``labels`` the inputs are the labels), extractive question answering. Padding
-    (``attention_mask`` 0), what is predicted from it, and labels of -100 do not count. Computed in fp32 where the
-    logits are narrower.
+    sequence-to-sequence language models (mean over the labelled tokens), causal language models and those that read
+    images or sound as well (mean over the next tokens; a causal one without ``labels`` takes the inputs), extractive
+    question answering. Padding (``attention_mask`` 0), what is predicted from it, and labels of -100 do not count.
+    Computed in fp32 where the logits are narrower.
+
+    Whether labels are those of the next token is read off the model's class here. ``score``, ``recover_`` and
+    ``evaluate`` compare with the model's own loss, too: see ``headprune.model.own_loss.reading_of``.
 
     Args:
         model: A Transformers model with a head.
@@ -62,12 +87,16 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     return losses_of(model, batch, predict(model, batch))
 
 
+def has_labels(batch: Any) -> bool:
+    """Whether a batch says what the default loss judges by."""
+    return isinstance(batch, Mapping) and ("labels" in batch or "start_positions" in batch)
+
+
 def predict(model: nn.Module, batch: Any) -> Any:
     """The model's output, labels left out: Transformers would spend time on a mean loss and guess a problem type."""
     if not isinstance(batch, Mapping):
         raise InvalidValue("batch", "a mapping with the model's inputs and 'labels'", type(batch).__name__, _HINT)
-    causal = is_causal_lm(model)
-    if not causal and "labels" not in batch and "start_positions" not in batch:
+    if not has_labels(batch) and not is_causal_lm(model):
         hint = f"{_HINT} The scorers ggn and obs need no labels."
         raise InvalidValue("batch", "a mapping with 'labels'", f"only {sorted(map(str, batch))}", hint)
     return call(model, inputs_of(model, batch))
@@ -75,20 +104,27 @@ def predict(model: nn.Module, batch: Any) -> Any:
 
 def inputs_of(model: nn.Module, batch: Any) -> Any:
     """The batch without its answers; an encoder-decoder makes its decoder's inputs from the labels and keeps them."""
-    if not isinstance(batch, Mapping) or _is_encoder_decoder(model):
+    if not isinstance(batch, Mapping) or is_encoder_decoder(model):
         return batch
     return {k: v for k, v in batch.items() if k not in ANSWERS}
 
 
-def losses_of(model: nn.Module, batch: Mapping[str, Any], output: Any) -> Tensor:
-    """Losses ``[batch]`` from an output of ``predict``; see ``default_loss``."""
+def losses_of(model: nn.Module, batch: Mapping[str, Any], output: Any, shifted: bool | None = None) -> Tensor:
+    """Losses ``[batch]`` from an output of ``predict``; see ``default_loss``.
+
+    Args:
+        model: The model.
+        batch: The batch.
+        output: Its output.
+        shifted: Whether labels of tokens are those of the next token; None goes by the model's class.
+    """
     if "start_positions" in batch:
         ends = [(output["start_logits"], batch["start_positions"]), (output["end_logits"], batch["end_positions"])]
         mask = batch.get("attention_mask")
         return torch.stack([_position_losses(_wide(x), y, mask) for x, y in ends]).mean(0)
     logits = logits_of(output)
     if logits.ndim == 3:
-        losses, counted = token_losses(model, batch, logits)
+        losses, counted = token_losses(model, batch, logits, shifted)
         return (losses * counted).sum(1) / counted.sum(1).clamp(min=1)
     return _sequence_losses(model, batch, logits)
 
@@ -102,17 +138,20 @@ def logits_of(output: Any) -> Tensor:
     return logits
 
 
-def token_losses(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses ``[batch, tokens]`` and which of them count, as 0 or 1."""
+def token_losses(
+    model: nn.Module, batch: Mapping[str, Any], logits: Tensor, shifted: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Losses ``[batch, tokens]`` and which of them count, as 0 or 1; see ``losses_of``."""
     labels = batch.get("labels")
+    shifted = reads_next(model) if shifted is None or labels is None else shifted
     if labels is None:
         labels = batch.get("input_ids")
     if labels is None:
         raise InvalidValue("batch", "a mapping with 'labels' or 'input_ids'", f"only {sorted(map(str, batch))}", _HINT)
-    mask = None if _is_encoder_decoder(model) else batch.get("attention_mask")  # that of the encoder is not the labels'
+    mask = None if is_encoder_decoder(model) else batch.get("attention_mask")  # that of the encoder is not the labels'
     if isinstance(mask, Tensor) and mask.shape == labels.shape:
         labels = labels.masked_fill(mask == 0, _IGNORED)
-    if is_causal_lm(model):
+    if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
         if isinstance(mask, Tensor) and mask.shape[1] == labels.shape[1] + 1:
             # After padding on the left, nothing has been read yet that could predict the first token.
@@ -125,7 +164,7 @@ def token_losses(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> 
 
 def problem_type(model: nn.Module, labels: Tensor, logits: Tensor) -> str:
     """``regression``, ``single_label_classification`` or ``multi_label_classification``."""
-    given = getattr(getattr(unwrap(model), "config", None), "problem_type", None)
+    given = getattr(getattr(bare(model), "config", None), "problem_type", None)
     if given is not None:
         return str(given)
     if logits.shape[-1] == 1:
@@ -142,6 +181,8 @@ def _sequence_losses(model: nn.Module, batch: Mapping[str, Any], logits: Tensor)
         return (logits - labels.to(logits.dtype).reshape(logits.shape)).square().mean(-1)
     if kind == "multi_label_classification":
         return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(-1)
+    if labels.numel() != len(logits):
+        raise InvalidValue("labels", f"one class for each of {len(logits)} examples", list(labels.shape), _HINT)
     return functional.cross_entropy(logits, labels.reshape(-1), reduction="none")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headprune.core.errors import InvalidValue
 from headprune.model.offloaded import offloaders, sent_back
 from headprune.model.transfers import in_main_memory
+from headprune.model.inside import bare
 
 #: The keys of a batch that tell the answers.
 ANSWERS = ("labels", "start_positions", "end_positions")
@@ -37,7 +38,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 def _taken(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     if not any(name in batch for name in ANSWERS):
         return batch
-    parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
+    parameters = inspect.signature(bare(model).forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return batch
     return {name: value for name, value in batch.items() if name not in ANSWERS or name in parameters}
@@ -199,7 +200,7 @@ def undisturbed(
     grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     device = device_of(model)
     devices = [device.index or 0] if device.type == "cuda" else []
-    config = getattr(model, "config", None)
+    config = getattr(bare(model), "config", None)
     problem_type = getattr(config, "problem_type", None)
     # Setting the stance imports dynamo, which takes a second; nothing is compiled where nobody has imported it.
     forced = "torch._dynamo" in sys.modules and not compiled

@@ -14,9 +14,13 @@ from headprune.attention.sharded import check_whole
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
+from headprune.model.batches import Batches
+from headprune.model.judging import judged
 from headprune.model.losses import Loss
+from headprune.model.modes import has_own_code
 from headprune.model.offloaded import offloaded
 from headprune.model.precision import weights_change
+from headprune.model.running import device_of, to_device
 from headprune.model.sites import Sites, bind, unwrap
 from headprune.recovery import registry
 from headprune.recovery._base import Job, Recovery, RecoveryReport
@@ -98,6 +102,7 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
     with weights_change():
         try:
             job.undo.remember(job.model)
+            job, notes = _looked_at(job, method)
             done = method.recover_(job)
             report = RecoveryReport(
                 method=name,
@@ -106,12 +111,25 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
                 n_examples=done.n_examples,
                 seconds=perf_counter() - start,
                 metrics=FrozenDict(done.metrics),
-                notes=done.notes,
+                notes=(*notes, *done.notes),
             )
         except BaseException:
             job.undo.restore()
             raise
     return report
+
+
+def _looked_at(job: Job, method: Recovery) -> tuple[Job, tuple[str, ...]]:
+    """The job, and whether its model does something else in training mode; a method that trains looks itself."""
+    if method.trains or not has_own_code(job.model):
+        return job, ()
+    batches = Batches.of(job.batches)
+    try:
+        batch = batches.first()
+    except (InvalidValue, TypeError):  # the method says itself what it needs
+        return job, ()
+    looked = judged(job.model, job.loss, to_device(batch, device_of(job.model)), asked=False)
+    return replace(job, batches=batches), looked.notes
 
 
 def _check_use(argument: str, value: object, used: bool, name: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import Loss, check_finite, shaped_losses
+from headprune.model.judging import Judge
+from headprune.model.losses import check_finite, shaped_losses
 from headprune.model.running import batch_size, device_of, to_device
 from headprune.model.transfers import in_main_memory
 from headprune.recovery._distillation import Comparison
@@ -36,7 +37,7 @@ class Objective(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, comparison: Comparison | None, settings: Finetune, before: int
+        self, model: nn.Module, loss: Judge, comparison: Comparison | None, settings: Finetune, before: int
     ) -> None:
         super().__init__()
         self.model = model
@@ -62,6 +63,7 @@ class Objective(nn.Module):
         number = self.before + self.steps
         batch = to_device(batch, device_of(self.model))
         loss, comparison = self.outside
+        loss.look(self.model, batch)
         try:
             with comparison.listening() if comparison is not None else nullcontext():
                 losses = shaped_losses(loss, self.model, batch, number)

@@ -50,9 +50,10 @@ def repeatable(batches: Any) -> Batches:
         InvalidValue: they cannot.
     """
     iterable = any(hasattr(batches, name) for name in ("__iter__", "__getitem__"))
-    if isinstance(batches, Iterator) or not iterable:
+    given = batches.source if isinstance(batches, Batches) else batches
+    if isinstance(given, Iterator) or not iterable:
         hint = "Pass a DataLoader or a list of batches: list(batches), for example."
-        raise InvalidValue("batches", "readable more than once", type(batches).__name__, hint)
+        raise InvalidValue("batches", "readable more than once", type(given).__name__, hint)
     return Batches.of(batches)
 
 

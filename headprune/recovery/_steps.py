@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from headprune.model.judging import Judge
 from headprune.recovery._checkpoint import Keeper, load_weights_, weights
 from headprune.recovery._objective import Objective
 from headprune.recovery._stream import Stream
@@ -27,6 +28,7 @@ class Steps(TrainerCallback):
         watch: Judges it, if wanted.
         eval_every: Steps between judgements.
         keeper: Keeps its checkpoint, if wanted.
+        loss: The task loss, of which all parts of a training have to think the same.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class Steps(TrainerCallback):
         watch: Watch | None,
         eval_every: int,
         keeper: Keeper | None,
+        loss: Judge,
     ) -> None:
         self.trainer, self.objective, self.stream, self.bar = trainer, objective, stream, bar
         self.watch, self.eval_every, self.keeper = watch, eval_every, keeper
+        self.loss = loss
         self.continued: int | None = None
         self._saved: dict[str, Any] | None = None
         self._due = monotonic()
@@ -53,6 +57,7 @@ class Steps(TrainerCallback):
         self.continued = saved["step"]
         load_weights_(self.objective.model, saved["weights"])
         self.objective.examples, self.objective.told = saved["examples"], saved["told"]
+        self.loss.continue_from(saved.get("shifted"))
         if self.watch is not None:
             self.watch.continue_from(saved["watch"])
         self.bar.update(saved["step"])
@@ -88,6 +93,7 @@ class Steps(TrainerCallback):
                     "weights": weights(self.objective.model),
                     "examples": self.objective.examples,
                     "told": self.objective.told,
+                    "shifted": self.loss.state(),
                     "stream": self.stream.state(),
                     **{name: part.state_dict() for name, part in self._parts(kwargs).items()},
                     **({"watch": self.watch.state()} if self.watch is not None else {}),

@@ -15,7 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from headprune.attention.linear import base_of
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import default_loss
+from headprune.model.judging import Judge
 from headprune.model.running import device_of, undisturbed
 from headprune.model.transfers import in_main_memory
 from headprune.recovery._base import Job, Outcome
@@ -86,19 +86,19 @@ def train_(settings: Finetune, job: Job, steps: int) -> Outcome:
         part = job.part or (0, steps)
         keeper = _keeper(settings, job, length, steps, part)
         stream = Stream(job.batches, length, watched=keeper is not None)
-        loss = job.loss or default_loss
+        loss = Judge(job.loss)
         watch = Watch(model, loss, job.validation, settings.patience) if job.validation is not None else None
         objective = Objective(model, loss, comparison, settings, part[0])
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="headprune-"))
         bar = stack.enter_context(tqdm(total=steps, desc="finetune", disable=not job.progress, leave=False))
         trainer = _Trainer(objective, _arguments(settings, folder, steps, part[1], device_of(model)), stream, part)
-        callback = Steps(trainer, objective, stream, bar, watch, settings.eval_every or length, keeper)
+        callback = Steps(trainer, objective, stream, bar, watch, settings.eval_every or length, keeper, loss)
         trainer.add_callback(callback)
         if not callback.returned():
             trainer.train()
         metrics = objective.metrics(length)
         metrics |= watch.restore_() if watch is not None else {}
-        notes = _notes(settings, objective, steps, adapters, callback)
+        notes = loss.notes + _notes(settings, objective, steps, adapters, callback)
         _check_finite(model, part[0] + steps)
     if keeper is not None:
         keeper.finish()

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from headprune.attention.linear import effective_weight
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.contexts import reading
-from headprune.model.losses import Loss, default_loss, inputs_of
+from headprune.model.losses import Loss, inputs_of
 from headprune.model.offloaded import fetched
+from headprune.model.own_loss import is_default
 from headprune.model.running import batch_size, call, device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory, sent
@@ -203,6 +204,8 @@ def by_block(examples: range, blocks: int) -> Iterator[tuple[int, slice]]:
 class ActivationScorer(Scorer):
     """A scorer that reads one statistic a site; its standard errors are a jackknife over blocks of examples."""
 
+    reads_loss: ClassVar[bool] = False
+
     @property
     @abstractmethod
     def gathers(self) -> Gathers:
@@ -296,7 +299,7 @@ def run(model: nn.Module, batch: Any, loss: Loss) -> None:
 
     Labels are left out, except for an encoder-decoder, which makes its decoder's inputs from them.
     """
-    if loss is not default_loss:
+    if not is_default(loss):
         loss(model, batch)
         return
     call(model, inputs_of(model, batch))

@@ -148,7 +148,8 @@ def score(
         if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
         problem.measure()
-        notes = _zeros_in_padding(problem, packs)
+        problem.judge(any(s.needs_data and s.reads_loss for s in scorers))
+        known = (*problem.notes, *_zeros_in_padding(problem, packs))
         own = _own_folder(folder, crew)
         call = _call(model, named, until, loss, mark, bound) if own else {}
         with opened(own, call, problem.seen() if own else [], _close(model)) as problem.shelf:
@@ -166,7 +167,7 @@ def score(
             seed=e.seed,
             costs=problem.costs,
             samples=None if e.samples is None else Samples.of(e.samples.detach().cpu().numpy()),
-            notes=(*_notes(s, e), *(notes if s.needs_data else ()), *coverage_note(beyond)),
+            notes=(*(known if s.needs_data else ()), *_notes(s, e), *coverage_note(beyond)),
             curvature=None if e.curvature is None else Curvature.of(e.curvature.detach().cpu().numpy()),
         )
         for (name, s), e in zip(named, estimates, strict=True)

@@ -18,7 +18,9 @@ from headprune.core.errors import InvalidValue
 from headprune.core.scores import CostTable
 from headprune.model.batches import EMPTY, Batches
 from headprune.model.costs import measure_costs
-from headprune.model.losses import Loss, check_finite, default_loss, shaped_losses
+from headprune.model.judging import judged
+from headprune.model.losses import Loss, check_finite, shaped_losses
+from headprune.model.own_loss import is_default
 from headprune.model.processes import Crew
 from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
 from headprune.model.sites import BoundSite
@@ -72,6 +74,7 @@ class Problem:
         before: Batches of the user's that came before these, which are numbered after them.
         crew: The processes that share the batches.
         shelf: Where what batches give is kept, for a call that is cut off.
+        notes: What the user should know about the loss and the model.
     """
 
     model: nn.Module
@@ -85,6 +88,7 @@ class Problem:
     before: int = 0
     crew: Crew = field(default_factory=Crew)
     shelf: Shelf = field(default_factory=Shelf)
+    notes: tuple[str, ...] = ()
     examples: int = field(default=0, init=False)  # of the last whole pass
     _order: bytes | None = field(default=None, init=False)  # of a whole pass
     given: Any = field(default=None, init=False)  # the batch of the pass that runs, as the user gave it
@@ -97,6 +101,18 @@ class Problem:
     def __post_init__(self) -> None:
         if self.batches is not None:
             self.batches = Batches.of(self.batches)
+
+    def judge(self, asked: bool = True) -> None:
+        """Looks at the loss on the first batch, before any pass: the default one is to be the model's own.
+
+        Args:
+            asked: Whether somebody asks for losses, or for what they count.
+        """
+        if self.batches is not None:
+            batch = self._first()
+            _refuse_caches(batch, 0)
+            found = judged(self.model, self.loss, to_device(batch, device_of(self.model)), asked)
+            self.loss, self.notes = found.loss, found.notes
 
     def losses(self, number: int, batch: Any) -> Tensor:
         """``[examples]``: the loss of a batch of ``passes``, which looks whether all are finite where it ends.
@@ -286,7 +302,7 @@ class Problem:
             return
         first = self._first()
         _refuse_caches(first, 0)
-        loss = None if self.loss is default_loss else self.loss
+        loss = None if is_default(self.loss) else self.loss
         one = None if any(b.layout.batch_axis for b in self.bound) else _first_example(first)
         if one is not None:
             try:
@@ -339,6 +355,8 @@ class Scorer(ABC):
     """A way to measure importance; subclasses are frozen dataclasses of their settings."""
 
     needs_data: ClassVar[bool] = True
+    #: Whether it asks for losses, or goes by the tokens that count in them; if not, labels may be missing or anything.
+    reads_loss: ClassVar[bool] = True
 
     @property
     def settings(self) -> FrozenDict:

@@ -71,6 +71,7 @@ def loss_of(
     bound = bind(model, sites)
     problem = Problem(model, bound, batches, loss or default_loss, progress)
     problem.keep()
+    problem.judge()
     replay, whole = Replay(max_bytes), _Whole()
 
     def played(masks: Sequence[HeadMask]) -> Tensor:

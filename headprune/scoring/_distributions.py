@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import inputs_of, is_causal_lm, problem_type
+from headprune.model.losses import inputs_of, is_encoder_decoder, problem_type, reads_next
 from headprune.model.running import ANSWERS, batch_size, call, tensors
 from headprune.model.transfers import sent
 
@@ -49,7 +49,9 @@ class Distributions:
         return self.logits[examples, positions]
 
 
-def distributions(model: nn.Module, batch: Any, where: str, given: Any = None) -> Distributions:
+def distributions(
+    model: nn.Module, batch: Any, where: str, given: Any = None, shifted: bool | None = None
+) -> Distributions:
     """Runs a model and reads its output; labels, if there are any, only say which positions count.
 
     Args:
@@ -58,12 +60,13 @@ def distributions(model: nn.Module, batch: Any, where: str, given: Any = None) -
         where: What the batch is called in messages.
         given: The same batch as the user gave it; default ``batch``. A mask that is in main memory there need not be
             copied from the device, for which Python would wait.
+        shifted: Whether labels of tokens are those of the next token; None goes by the model's class.
 
     Raises:
         InvalidValue: an output that is no logits, or a batch that the model itself does not take.
     """
     mapping = batch if isinstance(batch, Mapping) else {}
-    seq2seq = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    seq2seq = is_encoder_decoder(model)
     try:
         output = call(model, inputs_of(model, batch))
     except TypeError as error:  # a batch with targets in it that only a loss of the user's can take apart
@@ -88,7 +91,9 @@ def distributions(model: nn.Module, batch: Any, where: str, given: Any = None) -
         kind = problem_type(model, labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long), logits)
         return Distributions(kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False)
     known = given if isinstance(given, Mapping) else mapping
-    return _tokens(model, logits, known.get("labels"), known.get(name))
+    labels = known.get("labels")
+    by_next = reads_next(model) if shifted is None or labels is None else shifted
+    return _tokens(logits, labels, known.get(name), by_next)
 
 
 def _ends(logits: Tensor, mask: Any) -> Distributions:
@@ -99,15 +104,16 @@ def _ends(logits: Tensor, mask: Any) -> Distributions:
     return Distributions("single_label_classification", logits, counted)
 
 
-def _tokens(model: nn.Module, logits: Tensor, labels: Any, mask: Any) -> Distributions:
-    """A distribution for every token; in a causal model the last one, and any after padding, predicts nothing."""
+def _tokens(logits: Tensor, labels: Any, mask: Any, by_next: bool) -> Distributions:
+    """A distribution for every token; where it is that of the next token, the last one, and any after padding, predicts
+    nothing."""
     shape = logits.shape[:2]
     counted = torch.ones(shape, dtype=torch.bool)
     here = mask.cpu().bool() if isinstance(mask, Tensor) and mask.shape == shape else counted
     counted = counted & here
     if isinstance(labels, Tensor) and labels.shape == shape:
         counted = counted & (labels.cpu() != _IGNORED)
-    if is_causal_lm(model):
+    if by_next:
         logits, counted = logits[:, :-1], counted[:, 1:] & here[:, :-1]
     return Distributions("single_label_classification", logits, counted)
 

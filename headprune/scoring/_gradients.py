@@ -51,7 +51,9 @@ def gate_gradients(
     model = unwrap(model)
     bound = bind(model, sites)
     with undisturbed(model):
-        return unit_gradients(Problem(model, bound, batches, loss, progress=False))
+        problem = Problem(model, bound, batches, loss, progress=False)
+        problem.judge()
+        return unit_gradients(problem)
 
 
 def unit_gradients(problem: Problem) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -248,6 +248,8 @@ def told(model: nn.Module, bound: Iterable[BoundSite], batch: Any) -> Iterator[d
 
 class MapScorer(Scorer):
     """A scorer that reads a number off every row of a map: mean over queries, examples and the unit's heads."""
+
+    reads_loss: ClassVar[bool] = False
 
     @abstractmethod
     def of_rows(self, probabilities: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from headprune.core.heads import AttentionSite
 from headprune.core.samples import Curvature
 from headprune.gating.context import gated
 from headprune.model.losses import default_loss
+from headprune.model.own_loss import is_default, shift_of
 from headprune.model.recompute import recomputed
 from headprune.model.running import undisturbed
 from headprune.model.sites import bind, sites_of, unwrap
@@ -88,7 +89,7 @@ class Ggn(Scorer):
         parts = problem.gathered("ggn", lambda: {"total": total, "drawn": torch.tensor(drawn)})
         found = averaged(samples, seed=self.seed if any(bool(part["drawn"]) for part in parts) else None)
         found = with_curvature(found, n, lambda: added(parts, "total").cpu() / found.n_examples)
-        ignored = () if problem.loss is default_loss else ("loss= was not asked: ggn reads the output alone.",)
+        ignored = () if is_default(problem.loss) else ("loss= was not asked: ggn reads the output alone.",)
         return replace(found, notes=(*found.notes, *ignored))
 
     @torch.inference_mode(False)
@@ -97,7 +98,7 @@ class Ggn(Scorer):
         """``[examples, rows, units]`` whose outer products sum to each example's matrix; whether labels were drawn."""
         gates = open_gates(problem, gate_shapes(problem, batch))
         with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
-            found = distributions(problem.model, batch, f"batch {number}", problem.given)
+            found = distributions(problem.model, batch, f"batch {number}", problem.given, shift_of(problem.loss))
             numbers = found.numbers()
             if coupled(problem, numbers, slopes_of(numbers, list(gates.values())), key=OUTPUTS):
                 refuse_coupled(problem, "ggn", OUTPUTS)
@@ -171,6 +172,7 @@ def ggn_matrix(
     total = torch.zeros(n_units, n_units, dtype=torch.float64)
     with undisturbed(model):
         problem = Problem(model, bound, batches, default_loss, progress=False)
+        problem.judge()
         for number, batch in problem.passes("ggn"):
             rows = scorer.rows(problem, number, batch)[0]
             total = sent(total, rows.device) + _outer(rows)

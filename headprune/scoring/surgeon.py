@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import counted, inputs_of, rows_of, wide
-from headprune.model.losses import default_loss
+from headprune.model.own_loss import is_default, shift_of
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory, sent
@@ -93,7 +93,7 @@ class Surgeon(Scorer):
         return False
 
     def estimate(self, problem: Problem) -> Estimate:
-        own = self.curvature or ("output" if problem.loss is default_loss else "loss")
+        own = self.curvature or ("output" if is_default(problem.loss) else "loss")
         factors = {site: _Factors(b, self.blocks) for site, b in enumerate(problem.bound) if b.site.heads}
 
         seen = _Seen()
@@ -117,7 +117,7 @@ class Surgeon(Scorer):
         if own == "loss":
             refuse_flat(problem, (2 * rows.abs().max()).sqrt())  # a price is half a squared slope
         found = averaged(rows, first, row="example" if first == 1 else "block of examples")
-        unasked = own == "output" and problem.loss is not default_loss
+        unasked = own == "output" and not is_default(problem.loss)
         notes = ("loss= was not asked: curvature='output' reads the output alone.",) if unasked else ()
         found = replace(found, seed=self.seed if seen.drawn else None, notes=(*found.notes, *notes))
         return noted(problem, found) if own == "loss" else found
@@ -142,7 +142,7 @@ class Surgeon(Scorer):
                 each = coupled(problem, losses, self._by_example(problem, batch, losses, contexts))
                 targets = list(losses.unbind()) if each else [losses.sum()]
             else:
-                found = distributions(problem.model, batch, f"batch {number}", problem.given)
+                found = distributions(problem.model, batch, f"batch {number}", problem.given, shift_of(problem.loss))
                 numbers = found.numbers()
                 if coupled(problem, numbers, self._by_example(problem, batch, numbers, contexts), key=OUTPUTS):
                     refuse_coupled(problem, "surgeon with curvature='output'", OUTPUTS)

@@ -80,7 +80,8 @@ class Size:
 
 SIZES = {"small": Size(), "more batches": Size(batches=4), "more layers": Size(layers=3), "more heads": Size(heads=8)}
 
-#: Of what is in no table: most wait for the fingerprint, for the first loss, for the pass's last losses, for the rows.
+#: Of what is in no table: most wait for the fingerprint, for the model's own loss, which the default one is compared
+#: with, for the first loss, for the pass's last losses, for the rows.
 USUAL = Waits(6, at_most=True)
 
 #: One wait of those that read slopes is for whether the loss couples examples, on the first batch.
@@ -94,14 +95,14 @@ SCORERS = {
     "fisher": Waits(5),
     "fluctuation": Waits(4),
     "ggn": Waits(4),
-    "hard_concrete": Waits(4, per_batch=1, why="a batch is a block here: its slopes decide the gates of the next"),
+    "hard_concrete": Waits(5, per_batch=1, why="a batch is a block here: its slopes decide the gates of the next"),
     "integrated_gradients": Waits(5),
     "leave_one_out": Waits(10),
     "magnitude": Waits(2),
     "obs": Waits(3),
     "random": Waits(1),
     "shapley": Waits(16),  # of three passes, each by the losses of the one before
-    "subset_topk": Waits(4, per_batch=1, why="as hard_concrete"),
+    "subset_topk": Waits(5, per_batch=1, why="as hard_concrete"),
     "surgeon": Waits(12),  # nine of them for eight blocks and for all: prices are merged on the CPU
     "taylor": Waits(5),
     "taylor2": Waits(5),
@@ -109,7 +110,7 @@ SCORERS = {
 }
 
 RECOVERIES = {
-    "finetune": Waits(3),
+    "finetune": Waits(4),
     "head_rescale": Waits(8, per_layer=2, why="a projection is a pass of its own, after those before it were changed"),
     "lstsq": Waits(8, per_layer=2, why="as head_rescale"),
     "mean_fold": Waits(13),
@@ -401,7 +402,7 @@ CONFIGURED = {
     "activation_norm of outputs": (ActivationNorm(of="output"), bert, Waits(3)),
     "leave_one_out with means": (LeaveOneOut(replacement="mean"), bert, Waits(13)),
     "leave_one_out with other examples": (LeaveOneOut(replacement="resample"), bert, Waits(12)),
-    "leave_one_out, a pass for each": (LeaveOneOut(replay=False), bert, Waits(4)),
+    "leave_one_out, a pass for each": (LeaveOneOut(replay=False), bert, Waits(5)),
     "ggn of tokens": (Ggn(), llama, Waits(4)),
     "surgeon of tokens": (Surgeon(blocks=2), llama, Waits(6)),
     "taylor of grouped queries": (Taylor(), llama, Waits(5)),
@@ -503,7 +504,7 @@ OTHERS: dict[str, tuple[Callable[[Case], object], Waits]] = {
         save_and_load,
         Waits(10, per_layer=16, why="a copy a tensor: together they would need all weights' memory once more"),
     ),
-    "evaluate": (lambda case: evaluate(case.model, case.batches), Waits(2)),
+    "evaluate": (lambda case: evaluate(case.model, case.batches), Waits(3)),
     "compare_latency": (compare_speed, Waits(12)),  # the clock stops when the GPU is done
     "learned gates, hard_concrete": (functools.partial(learn_gates, SOFT), Waits(0)),
     "learned gates, subset_topk": (

@@ -351,11 +351,11 @@ def test_several_scorers_share_their_passes() -> None:
     handle = subject.model.register_forward_hook(lambda *_: runs.append(1))
     sharing = [Taylor(), Taylor(reduce="signed"), Taylor(normalize="l2"), Taylor(reduce="batch")]
     score(subject, sharing, batches)
-    assert len(runs) == 1 + 3, "one to measure what the model costs, one a batch"
+    assert len(runs) == 1 + 1 + 3, "one to measure what the model costs, one for its own loss, one a batch"
     assert batches.passes == 1, "the costs are measured on a batch of the same pass"
     runs.clear()
     score(subject, [*sharing, LeaveOneOut(replay=False), "magnitude"], batches)
-    assert len(runs) == 1 + 3 + 3 * (1 + 12)
+    assert len(runs) == 1 + 1 + 3 + 3 * (1 + 12)
     handle.remove()
 
 
@@ -402,7 +402,7 @@ def test_costs_are_measured_on_one_example() -> None:
     sizes: list[int] = []
     handle = subject.model.register_forward_hook(lambda m, a, k, o: sizes.append(len(k["input_ids"])), with_kwargs=True)
     found = score(subject, "taylor", [data(subject)])
-    assert sizes == [1, 7]
+    assert sizes == [1, 7, 7], "one for the costs, one for the model's own loss, one for the gradients"
     handle.remove()
     assert found.costs == score(subject, "taylor", split(data(subject), 1)).costs
 

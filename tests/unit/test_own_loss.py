@@ -1,0 +1,456 @@
+"""The default loss is the model's own, for every class of Transformers that can be built tiny; or it is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing import assert_close
+
+import headprune as hp
+from headprune.bench.quality import evaluate
+from headprune.core.errors import InvalidValue
+from headprune.model.losses import default_loss, is_causal_lm, reads_next
+from headprune.model.own_loss import reading_of
+from headprune.recovery import Finetune
+from headprune.scoring._distributions import distributions
+from tests.own_losses import TASKS, batch_for, build, classes, one
+
+#: By mapping how many classes are compared at the least; with Transformers 5.23 they are a tenth more.
+COMPARED = {
+    "CAUSAL_LM": 125,
+    "IMAGE_TEXT_TO_TEXT": 35,
+    "MULTIMODAL_LM": 5,
+    "MASKED_LM": 40,
+    "PRETRAINING": 6,
+    "SEQ_TO_SEQ_CAUSAL_LM": 14,
+    "SPEECH_SEQ_2_SEQ": 2,
+    "SEQUENCE_CLASSIFICATION": 95,
+    "IMAGE_CLASSIFICATION": 18,
+    "AUDIO_CLASSIFICATION": 8,
+    "VIDEO_CLASSIFICATION": 1,
+    "TOKEN_CLASSIFICATION": 77,
+    "QUESTION_ANSWERING": 60,
+    "MULTIPLE_CHOICE": 28,
+    "NEXT_SENTENCE_PREDICTION": 4,
+}
+#: Classes whose own loss is none that the default one could be.
+OTHERS = {"ProphetNetForCausalLM", "ProphetNetForConditionalGeneration"}
+BART = {"vocab_size": 60, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
+WIDE = {"init_std": 0.3, "is_decoder": True, "is_encoder_decoder": False}
+IDS = torch.randint(3, 50, (4, 12), generator=torch.Generator().manual_seed(3))
+
+
+# ---------------------------------------------------------------- every class
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_default_loss_is_the_models_own(task: str) -> None:
+    found = {name: _outcome(name, task) for name in classes(task)}
+    counts = Counter(outcome.partition(":")[0] for outcome in found.values())
+    print(f"{task}: {dict(counts)}")
+    wrong = [f"{name}: {outcome}" for name, outcome in found.items() if outcome.startswith("wrong")]
+    assert not wrong, "\n".join(wrong)
+    assert counts["same"] >= COMPARED[task], counts
+    other = {name for name, outcome in found.items() if outcome.startswith("refused: the default loss")}
+    assert other <= OTHERS, "refused, though the default loss could judge as the model does"
+
+
+def _outcome(name: str, task: str) -> str:
+    """``same``, ``refused: why``, ``not built``, ``no own loss``, or ``wrong: why``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = build(name)
+        except Exception:  # not every class can do with such numbers, or has all packages
+            return "not built"
+        batch = batch_for(model, task)
+        try:
+            with torch.no_grad():
+                own = [float(model(**one(batch, i)).loss) for i in range(2)]
+        except Exception:  # inputs that only a few classes take, or no loss
+            return "no own loss"
+        try:
+            ours = evaluate(model, [batch]).losses
+        except InvalidValue as error:
+            return f"refused: {error}" if "Pass loss=" in str(error) else f"wrong: {error}"
+        except Exception as error:
+            return f"wrong: {type(error).__name__}: {error}"
+    # A convolution rounds otherwise for another number of examples; another reading is further away.
+    same = all(math.isclose(a, b, rel_tol=1e-3, abs_tol=2e-3) for a, b in zip(own, ours, strict=True))
+    return "same" if same else f"wrong: its own {own}, ours {ours}"
+
+
+def test_both_ways_to_read_labels_are_among_them() -> None:
+    """By the class alone Llava would be right and Bart's decoder wrong."""
+    for model, shifted in ((llava(), True), (bart(), False), (build("LlamaForCausalLM"), True)):
+        batch = _next_tokens(model)
+        assert reads_next(model)
+        assert reading_of(model, batch).shifted is shifted
+
+
+# ---------------------------------------------------------------- wherever it is picked
+
+
+def llava(spread: float = 0.3) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    text = hf.LlamaConfig(vocab_size=60, num_key_value_heads=4, initializer_range=spread, **sizes)
+    vision = hf.CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=32, **sizes)
+    config = hf.LlavaConfig(text_config=text, vision_config=vision, image_token_index=59, vision_feature_layer=-1)
+    return hf.LlavaForConditionalGeneration(config).eval()
+
+
+def bart() -> nn.Module:
+    torch.manual_seed(0)
+    return hf.BartForCausalLM(hf.BartConfig(**BART, **WIDE)).eval()
+
+
+def _next_tokens(model: nn.Module) -> dict[str, Tensor]:
+    """Four examples of as many labels; with an image before the text, where the model takes one."""
+    ids = IDS.clone()
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    batch["labels"][:, :5] = -100
+    if isinstance(model, hf.LlavaForConditionalGeneration):
+        ids[:, 1:5] = 59
+        batch["pixel_values"] = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(4))
+    return batch
+
+
+def by_hand(shift: int) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[:, : 12 - shift]
+        labels = batch["labels"][:, shift:]
+        losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
+        return losses.sum(1) / (labels != -100).sum(1)
+
+    return loss
+
+
+@pytest.fixture(params=[(llava, 1), (bart, 0)], ids=["llava", "bart"])
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Tensor], Callable[[nn.Module, Any], Tensor]]:
+    make, shift = request.param
+    model = make()
+    return model, _next_tokens(model), by_hand(shift)
+
+
+@pytest.mark.parametrize("scorer", ["leave_one_out", "taylor", "fisher", "shapley"])
+def test_scores_judge_as_the_model_does(case: Any, scorer: str) -> None:
+    model, batch, right = case
+    losses = (None, right, by_hand(1 if isinstance(model, hf.BartForCausalLM) else 0))
+    found, expected, wrong = (
+        _flat(hp.score(model, [batch], scorer, loss=loss, sites=_sites(model), progress=False)) for loss in losses
+    )
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(found, wrong, rtol=1e-2, atol=1e-3)
+
+
+def _sites(model: nn.Module) -> Any:
+    """Those that run: Bart's decoder has attention to an encoder that it does not have."""
+    found = hp.find_sites(model)
+    return type(found)((s for s in found if s.name.endswith("self_attn")), found.layouts.values())
+
+
+def _flat(scores: hp.HeadScores) -> Tensor:
+    return torch.tensor([value for row in scores.values for value in row])
+
+
+def test_evaluations_judge_as_the_model_does(case: Any) -> None:
+    model, batch, right = case
+    with torch.no_grad():
+        own = float(model(**batch).loss)
+    found = evaluate(model, [batch])
+    assert found.loss == pytest.approx(own, rel=1e-5)
+    assert (found.metric, math.log(found.value)) == ("perplexity", pytest.approx(own, rel=1e-5))
+    assert found.losses == pytest.approx(evaluate(model, [batch], right).losses, rel=1e-5)
+
+
+def test_other_ways_to_a_loss_judge_as_the_model_does(case: Any) -> None:
+    model, batch, right = case
+    sites = _sites(model)
+    mask = hp.HeadMask.from_keep({sites[0].name: [1, 2]}, {s.name: 4 for s in sites})
+    for measure in (
+        lambda loss: hp.scoring.mask_losses(model, [batch], [mask], loss=loss, sites=sites),
+        lambda loss: hp.scoring.loss_of(model, [batch], loss=loss, sites=sites)([mask]),
+        lambda loss: _flat(hp.scoring.rescorer(model, [batch], "taylor", loss=loss, sites=sites)(mask)),
+        lambda loss: hp.scoring.gate_gradients(model, [batch], loss=loss or default_loss, sites=sites),
+    ):
+        assert_close(torch.as_tensor(measure(None)), torch.as_tensor(measure(right)), rtol=1e-4, atol=1e-6)
+
+
+def test_ggn_counts_the_tokens_that_the_loss_counts(case: Any) -> None:
+    model, batch, _ = case
+    shifted = reading_of(model, batch).shifted
+    counted = distributions(model, batch, "the batch", shifted=shifted).counted
+    assert counted.sum(1).tolist() == [7] * 4  # labels from the sixth token on
+    assert counted.shape[1] == 12 - shifted
+
+
+def test_training_lowers_the_models_own_loss(case: Any) -> None:
+    """Here the next token is the one after this in the alphabet; a model that is trained on the token itself unlearns
+    that."""
+    model, batch, right = case
+    own = []
+    for loss in (None, right):
+        trained = copy.deepcopy(model)
+        hp.recover_(trained, [batch], Finetune(steps=6, learning_rate=3e-3), loss=loss)
+        with torch.no_grad():
+            own.append(float(trained(**batch).loss))
+    with torch.no_grad():
+        assert own[0] < float(model(**batch).loss) - 0.5
+    assert own[0] == pytest.approx(own[1], rel=1e-3)
+
+
+def test_without_labels_bart_predicts_the_next_token() -> None:
+    model, batch = bart(), {"input_ids": IDS}
+    assert_close(default_loss(model, batch), by_hand(1)(model, {**batch, "labels": IDS}))
+    assert evaluate(model, [batch]).loss == pytest.approx(float(default_loss(model, batch).mean().detach()))
+
+
+# ---------------------------------------------------------------- another loss than ours
+
+
+class Focal(hf.BertForSequenceClassification):
+    """Judges by a loss of its own."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if labels is not None:
+            losses = functional.cross_entropy(output.logits, labels, reduction="none")
+            output.loss = ((1 - (-losses).exp()) ** 2 * losses).mean()
+        return output
+
+
+class Weighted(hf.BertForSequenceClassification):
+    """Weighs classes and smooths labels."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if labels is not None:
+            weights = torch.tensor([1.0, 5.0, 0.2])
+            output.loss = nn.CrossEntropyLoss(weight=weights, label_smoothing=0.1)(output.logits, labels)
+        return output
+
+
+class Broken(hf.BertForSequenceClassification):
+    """Has a loss of a single example."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is not None and len(labels) > 1:
+            raise RuntimeError("no such thing\nas labels")
+        return super().forward(*args, **kwargs)
+
+
+def classifier(kind: type = hf.BertForSequenceClassification) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    return kind(hf.BertConfig(vocab_size=60, num_labels=3, initializer_range=0.5, **sizes)).eval()
+
+
+CLASSES = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": torch.tensor([0, 2, 1, 1])}
+
+
+def test_another_loss_is_refused_wherever_it_is_asked() -> None:
+    model = classifier(Focal)
+    words = r"the default loss: must be the own loss of Focal, [\d.]+ on the first batch, got [\d.]+\. Pass loss="
+    plan = hp.HeadMask.from_keep({}, {s.name: 4 for s in hp.find_sites(model)})
+    for ask in (
+        lambda: hp.score(model, [CLASSES], "taylor"),
+        lambda: hp.score(model, [CLASSES], "leave_one_out"),
+        lambda: hp.score(model, [CLASSES], ["wanda", "fisher"]),
+        lambda: hp.scoring.mask_losses(model, [CLASSES], [plan]),
+        lambda: evaluate(model, [CLASSES]),
+        lambda: hp.recover_(model, [CLASSES], Finetune(steps=2)),
+        lambda: hp.recover_(model, [CLASSES], Finetune(steps=2, patience=1), validation=[CLASSES]),
+    ):
+        with pytest.raises(InvalidValue, match=words):
+            ask()
+
+
+def test_who_asks_no_loss_refuses_none() -> None:
+    model = classifier(Focal)
+    for scorer in ("wanda", "activation_norm", "entropy", "ggn", "surgeon", "obs", "magnitude"):
+        assert (
+            hp.score(model, [CLASSES], scorer, progress=False).notes
+            == hp.score(classifier(), [CLASSES], scorer, progress=False).notes
+        )
+
+    def plain(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["input_ids"]).logits, batch["labels"], reduction="none")
+
+    assert hp.score(model, [CLASSES], "taylor", loss=plain).n_examples == 4
+
+
+def test_weights_of_classes_and_smoothed_labels_are_told() -> None:
+    plain, model = classifier(), classifier(Weighted)
+    said = "The model's own loss has smoothed labels and weights of classes; the default loss has not. Pass loss= for another."
+    scores, expected = (hp.score(m, [CLASSES], "taylor", progress=False) for m in (model, plain))
+    assert (scores.notes, scores.values) == ((said, *expected.notes), expected.values)
+    assert hp.recover_(model, [CLASSES], Finetune(steps=1)).notes == (said,)
+
+
+def test_a_loss_of_its_own_that_fails_is_told() -> None:
+    scores = hp.score(classifier(Broken), [CLASSES], "taylor", progress=False)
+    said = "The default loss was not compared with the model's own, which failed: RuntimeError: no such thing"
+    assert scores.notes[0] == said
+    assert scores.values == hp.score(classifier(), [CLASSES], "taylor", progress=False).values
+
+
+def test_a_routers_share_is_no_other_loss() -> None:
+    model = build("MixtralForCausalLM")
+    batch = _next_tokens(model)
+    model.config.output_router_logits = True
+    with torch.no_grad():
+        assert float(model(**batch).loss) > float(model(**batch, output_router_logits=False).loss) + 1e-4
+    assert reading_of(model, batch).refusal is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_models_are_compared_too(dtype: torch.dtype) -> None:
+    for model, shifted in ((llava(), True), (bart(), False)):
+        batch = _next_tokens(model)
+        batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+        found = reading_of(model.to(dtype), batch)
+        assert (found.shifted, found.refusal) == (shifted, None)
+
+
+def test_padding_that_the_model_counts_is_no_other_loss() -> None:
+    """The default loss leaves padding out though its labels say otherwise; the model's own does not."""
+    model = build("LlamaForCausalLM")
+    batch = _next_tokens(model)
+    batch["attention_mask"][0, 8:] = 0
+    assert reading_of(model, batch).refusal is None
+    assert hp.score(model, [batch], "taylor", progress=False).n_examples == 4
+
+
+def test_labels_that_say_nothing_leave_it_to_the_class() -> None:
+    for model in (llava(), bart()):
+        batch = _next_tokens(model)
+        batch["labels"][:] = -100
+        assert reading_of(model, batch).shifted is reads_next(model)
+
+
+# ---------------------------------------------------------------- no trace
+
+
+def test_the_comparison_leaves_no_trace() -> None:
+    model = hf.BertForSequenceClassification(
+        hf.BertConfig(
+            vocab_size=60,
+            num_labels=3,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=16,
+        )
+    ).train()
+    before, state = model.config.to_dict(), torch.get_rng_state()
+    reading_of(model, CLASSES)
+    assert model.training
+    assert model.config.to_dict() == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_no_batch_is_lost_to_the_comparison() -> None:
+    def once() -> Iterator[Any]:
+        for i in range(4):
+            yield {k: v[i : i + 1] for k, v in CLASSES.items()}
+
+    model = classifier()
+    assert hp.score(model, once(), "taylor", progress=False).n_examples == 4
+    assert evaluate(model, once()).n_examples == 4
+
+
+def test_a_training_that_goes_on_reads_labels_as_before(tmp_path: Path) -> None:
+    """The first batch after the kill may say nothing of how labels are read: what was found stands in the checkpoint."""
+    model, silent = bart(), _next_tokens(bart())
+    silent["labels"][:] = -100
+    batches = [_next_tokens(model), silent, _next_tokens(model), silent]
+    settings = Finetune(epochs=1, learning_rate=1e-2, checkpoint_every=1)
+    whole, halves = copy.deepcopy(model), copy.deepcopy(model)
+    hp.recover_(whole, batches, settings, folder=tmp_path / "whole")
+    with pytest.raises(_Killed):
+        hp.recover_(copy.deepcopy(model), _Dying(batches), settings, folder=tmp_path / "parts")
+    report = hp.recover_(halves, batches, settings, folder=tmp_path / "parts")
+    assert "Continued after step 1" in report.notes[0]
+    for (name, a), b in zip(whole.named_parameters(), halves.parameters(), strict=True):
+        assert_close(a, b, rtol=0, atol=0, msg=name)
+
+
+class _Killed(Exception):
+    """A training ends early."""
+
+
+class _Dying(list[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield self[0]
+        raise _Killed
+
+
+# ---------------------------------------------------------------- wrappers
+
+
+def _wrapped_by_peft(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2, init_lora_weights=False))
+
+
+def _distributed(model: nn.Module) -> nn.Module:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def _of_accelerate(model: nn.Module) -> nn.Module:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(execution_device="cpu"))
+    return model
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "peft": _wrapped_by_peft,
+    "peft, compiled": lambda model: torch.compile(_wrapped_by_peft(model), backend="eager"),
+    "data parallel": nn.DataParallel,
+    "distributed": _distributed,
+    "accelerate": _of_accelerate,
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore")  # DataParallel without a GPU, PEFT's and compilers' own
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BartForCausalLM", "BartForConditionalGeneration"])
+def test_a_wrapper_hides_no_kind_of_model(name: str, wrapper: str) -> None:
+    inside = bart() if name == "BartForCausalLM" else build(name)
+    model = WRAPPERS[wrapper](inside).eval()
+    assert is_causal_lm(model) is is_causal_lm(inside)
+    assert reads_next(model) is reads_next(inside)
+    batch = _next_tokens(inside)
+    if is_causal_lm(inside):
+        bare = {"input_ids": IDS, "attention_mask": batch["attention_mask"]}
+        assert evaluate(model, [bare]).metric == "perplexity"
+        with torch.compiler.set_stance("force_eager"):
+            losses = default_loss(model, bare)
+        assert_close(losses, by_hand(1)(model, {**bare, "labels": IDS}))
+    with torch.no_grad():
+        assert evaluate(model, [batch]).loss == pytest.approx(float(model(**batch).loss), rel=1e-5)
