@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headprune.core.errors import InvalidValue
-from headprune.model.running import ANSWERS, batch_size, call
 from headprune.model.inside import bare
+from headprune.model.running import ANSWERS, batch_size, call
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 

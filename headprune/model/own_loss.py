@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from headprune.core.errors import InvalidValue
+from headprune.model.inside import bare
 from headprune.model.losses import (
     default_loss,
     has_labels,
@@ -25,7 +26,6 @@ from headprune.model.losses import (
 )
 from headprune.model.running import call, undisturbed
 from headprune.model.transfers import in_main_memory
-from headprune.model.inside import bare
 
 _IGNORED = -100
 _HINT = "Pass loss=, a callable (model, batch) -> Tensor[batch] of per-example losses."

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.model.inside import bare
 from headprune.model.offloaded import offloaders, sent_back
 from headprune.model.transfers import in_main_memory
-from headprune.model.inside import bare
 
 #: The keys of a batch that tell the answers.
 ANSWERS = ("labels", "start_positions", "end_positions")
