@@ -18,7 +18,10 @@ from headprune.model.sites import unwrap
 
 #: PyTorch's, and those of the same names in other packages (apex, fairscale, megatron).
 _NAMES = ("DistributedDataParallel", "FullyShardedDataParallel")
-_ORDER = "Unwrap it first (model.module), cut that, then wrap the smaller model anew and make its optimizer."
+_ORDER = (
+    "Unwrap it first (model.module, or accelerate's unwrap_model), cut that, then wrap the smaller model anew and make "
+    "its optimizer."
+)
 
 
 def check_unwrapped(model: nn.Module, parts: Iterable[str], must: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,6 +17,9 @@ from headprune.model.cut import Shortened
 from headprune.model.transfers import sent
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+#: A parameter that is in its model no more; it is gone where nobody else holds it.
+Left: TypeAlias = "weakref.ref[nn.Parameter]"
 
 #: Optimizers whose state lies in pieces on several processes, or in buffers that know parameters by their place.
 _SPREAD = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedOptimizerWrapper")
@@ -154,6 +160,25 @@ def _notes(optimizer: Any, states: Iterable[_State]) -> list[str]:
         if names:
             notes.append(f"{type(optimizer).__name__} {text} {', '.join(names[:3])}{more}")
     return notes
+
+
+def watch_optimizers(left: Iterable[Left]) -> None:
+    """Lets living optimizers warn in their next step if they hold parameters that a cut replaced.
+
+    They are looked for only where somebody holds such a parameter, for that takes a look at every living object.
+    """
+    held = {id(parameter) for reference in left if (parameter := reference()) is not None}
+    living = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)] if held else []
+    for one in living:
+        groups = one.__dict__.get("param_groups", ())  # a wrapper has none of its own
+        if any(id(parameter) in held for group in groups for parameter in group["params"]):
+            one.register_step_pre_hook(_warn_of_left)
+
+
+def _warn_of_left(optimizer: Any, *arguments: Any) -> None:
+    hint = "Make it after the cut, or give it to prune_(optimizer=)."
+    text = f"{type(optimizer).__name__} trains parameters that a cut has replaced, and not the new ones. {hint}"
+    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def _inner(optimizer: Any) -> Any:

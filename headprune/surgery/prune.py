@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -22,9 +23,17 @@ from headprune.model.cut import Undo, cut_
 from headprune.model.fingerprint import check_plan
 from headprune.model.offloaded import count_parameters
 from headprune.model.running import batch_size
-from headprune.model.sites import Sites, bind, find_sites, not_taken, unwrap
+from headprune.model.sites import BoundSite, Sites, bind, find_sites, not_taken, unwrap
 from headprune.model.wrappers import check_unwrapped, retire_wrappers
-from headprune.surgery.parameters import CutParameter, Optimizers, carry_, checked, successions
+from headprune.surgery.parameters import (
+    CutParameter,
+    Left,
+    Optimizers,
+    carry_,
+    checked,
+    successions,
+    watch_optimizers,
+)
 from headprune.surgery.verify import compare, sample_outputs
 
 
@@ -73,8 +82,8 @@ def prune_(
     """Removes from ``model``, in place, every head that ``plan`` does not keep.
 
     dtype, device, ``requires_grad``, tied weights, module hooks and training mode stay. Parameters are replaced: make
-    optimizers afterwards, or pass them; hooks that were registered on a parameter itself stay with the old one. A
-    second plan composes with the first; a layer may lose all its heads.
+    optimizers afterwards, or pass them; one that goes on without warns. Hooks that were registered on a parameter
+    itself stay with the old one. A second plan composes with the first; a layer may lose all its heads.
 
     Args:
         model: A model with the plan's sites.
@@ -98,15 +107,30 @@ def prune_(
     notes = check_plan(model, [b.site for b in bound], plan)
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=2)
-    beyond = not_taken(model, located)
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
+    report, replaced = _cut_and_proven(model, bound, mask, example, located, optimizer, notes)
+    retire_wrappers(b.module for b in bound if b.site.name in dict(report.removed))
+    watch_optimizers(replaced)
+    return report
+
+
+def _cut_and_proven(
+    model: nn.Module,
+    bound: list[BoundSite],
+    mask: HeadMask,
+    example: Any,
+    located: Sites,
+    optimizer: Optimizers | None,
+    notes: list[str],
+) -> tuple[PruneReport, list[Left]]:
+    """The work of ``prune_``; also the parameters that are in the model no more, held by nothing here."""
+    beyond = not_taken(model, located)
     expected = None
     n_examples = 0 if example is None else batch_size(example, "example")
     before = count_parameters(model)
     everything = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
     gone = tuple((name, heads) for name, heads in everything if heads)
-    changed = [b for b in bound if b.site.name in dict(gone)]
-    check_unwrapped(model, [b.site.name for b in changed], "cut before it is wrapped")
+    check_unwrapped(model, [name for name, _ in gone], "cut before it is wrapped")
     optimizers, old = checked(optimizer, unwrap(model)), dict(unwrap(model).named_parameters())
     undo, done = Undo(), Undo()
     try:
@@ -119,14 +143,14 @@ def prune_(
         after = count_parameters(model)
         now = Sites((b.site for b in bind(model, located)), located.layouts.values(), beyond)
         changes = successions(old, unwrap(model), done.shortened)
-        notes += carry_(optimizers, changes)
+        told = (*notes, *carry_(optimizers, changes))
     except BaseException:
         done.restore()
         undo.restore()
         raise
-    retire_wrappers(b.module for b in changed)
-    said = (*notes, *coverage_note(beyond))
-    return PruneReport(gone, now, before, after, proof, said, tuple(c.cut for c in changes))
+    said = (*told, *coverage_note(beyond))
+    report = PruneReport(gone, now, before, after, proof, said, tuple(c.cut for c in changes))
+    return report, [weakref.ref(c.old) for c in changes if c.new is not c.old]
 
 
 def _decided(plan: Any, sites: Sites) -> PruningPlan | HeadMask:

@@ -284,3 +284,28 @@ def test_a_cut_that_fails_leaves_optimizers_as_they_were(monkeypatch: pytest.Mon
     assert_close(optimizer.state_dict(), before[0], rtol=0, atol=0)
     assert [id(p) for g in optimizer.param_groups for p in g["params"]] == before[1]
     assert held(optimizer) == {id(p) for p in model.parameters()}
+
+
+def test_an_optimizer_that_was_not_given_says_so_when_it_steps() -> None:
+    """And only then: one that is thrown away, made later, or of another model says nothing."""
+    model, other = attention(), attention()
+    stale = torch.optim.SGD(model.parameters(), lr=1e-3)
+    fine = [torch.optim.SGD(other.parameters(), lr=1e-3), torch.optim.SGD(model[1].parameters(), lr=1e-3)]
+    hp.prune_heads_(model, {0: [1]})
+    fine.append(torch.optim.SGD(model.parameters(), lr=1e-3))
+    for one in fine:
+        one.step()
+    with pytest.warns(UserWarning, match="SGD trains parameters that a cut has replaced"):
+        stale.step()
+    hp.prune_heads_(model, {0: [0]}, optimizer=fine[-1])
+    fine[-1].step()
+
+
+def test_nobody_looks_for_optimizers_where_nobody_holds_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attention()
+    monkeypatch.setattr("headprune.surgery.parameters.gc", None)
+    hp.prune_heads_(model, {0: [1]}, example=torch.ones(2, 3, 8))
+    held = model[0].W_q.weight
+    with pytest.raises(AttributeError, match="get_objects"):
+        hp.prune_heads_(model, {0: [0]})
+    assert held.shape == (6, 8)
