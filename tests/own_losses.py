@@ -1,4 +1,4 @@
-"""Every class of Transformers that gives a loss, tiny, with a batch of two examples: to compare the default loss with."""
+"""Every class of Transformers that gives a loss, tiny, with a batch: to compare the default loss with."""
 
 from __future__ import annotations
 

@@ -23,12 +23,14 @@ from headprune.gating.stochastic import GateDistribution
 from headprune.model.costs import measure_costs
 from headprune.model.fingerprint import fingerprint
 from headprune.model.losses import Loss, losses_of
+from headprune.model.own_loss import Reading, reading_of
 from headprune.model.running import device_of, tensors
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.model.transfers import sent
 
 #: The attribute in which a model has its gates: in its ``__dict__`` alone, so that they are no module of it.
 _GATES = "_headprune_gates"
+_OWN = "pass a compute_loss_func of your own that adds gates.penalty()."
 
 
 @contextmanager
@@ -124,6 +126,9 @@ class LearnedGates(nn.Module):
         self._about = (model, bound)  # in a tuple: the model is no part of this module
         self._puts: list[Callable[[Tensor], None]] = []
         self._asked = False
+        self._reading: Reading | None = None
+        self._given: dict[str, Any] | None = None  # what the model was called with last, until a loss is asked
+        self._now: list[Tensor] = []  # the gates that are in place, until then
         like = next(bound[0].module.parameters())
         options: Any = {"device": device_of(bound[0].module), "dtype": torch.promote_types(like.dtype, torch.float32)}
         units = [len(unit) for b in bound for unit in b.site.units]
@@ -152,14 +157,27 @@ class LearnedGates(nn.Module):
         count. A loss of your own: ``lambda outputs, labels, num_items_in_batch=None: own(...) + gates.penalty()``.
 
         Raises:
-            InvalidValue: no labels.
+            InvalidValue: no labels, or on the first batch another loss than the model's own.
         """
         model, _ = self._about
         if labels is None:
-            hint = "Add labels to the examples, or pass a compute_loss_func of your own that adds gates.penalty()."
+            hint = f"Add labels to the examples, or {_OWN}"
             raise InvalidValue("LearnedGates.trainer_loss(labels=)", "the labels of the batch", None, hint)
-        loss = losses_of(model, {"labels": labels}, outputs).mean()
+        if self._reading is None:
+            self._reading = self._read(labels)
+        refused = self._reading.refusal
+        if refused is not None:
+            raise InvalidValue(refused.where, refused.must, refused.got, _OWN.capitalize())
+        loss = losses_of(model, {"labels": labels}, outputs, self._reading.shifted).mean()
         return loss + self.penalty().to(loss) if model.training else loss
+
+    def _read(self, labels: Tensor) -> Reading:
+        """How the model reads labels, by a pass of its own; the gates of the pass before are in place again."""
+        model, _ = self._about
+        given, self._given, drawn = self._given or {}, None, self._now
+        reading = reading_of(model, {**given, "labels": labels} if given else {})
+        self._place(drawn)
+        return reading
 
     # ---------------------------------------------------------------- the result
 
@@ -230,8 +248,13 @@ class LearnedGates(nn.Module):
         if getattr(model, "_is_replica", False):
             hint = "Use one GPU: CUDA_VISIBLE_DEVICES=0, for example."
             raise UnsupportedModel("the model", "run on one device", "torch.nn.DataParallel", hint)
+        self._given = kwargs if self._reading is None and not args else None
         found = self._sampled(args, kwargs) if model.training else self.evaluated()
-        for put, gate in zip(self._puts, self.by_site(found), strict=True):
+        self._place(self.by_site(found))
+
+    def _place(self, gates: list[Tensor]) -> None:
+        self._now = gates if self._reading is None else []
+        for put, gate in zip(self._puts, gates, strict=True):
             put(gate)
 
     def evaluated(self) -> Tensor:

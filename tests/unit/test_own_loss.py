@@ -211,6 +211,54 @@ def test_training_lowers_the_models_own_loss(case: Any) -> None:
     assert own[0] == pytest.approx(own[1], rel=1e-3)
 
 
+def test_learned_gates_judge_as_the_model_does(case: Any) -> None:
+    model, batch, right = case
+    inputs, labels = {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+    for m in model.modules():
+        m.training = False
+    model.training = True  # gates are drawn, and there is no dropout
+    found = []
+    for trainer in (True, False):
+        with hp.learned_gates(model, hp.gating.HardConcrete(keep=0.5), _sites(model)) as gates:
+            output = model(**inputs)
+            if trainer:
+                loss = gates.trainer_loss(output, labels)
+            else:
+                loss = right(lambda output=output, **_: output, batch).mean() + gates.penalty()
+            loss.backward()
+            found.append(
+                (loss.detach(), gates.weights.grad, model.get_parameter("lm_head.weight").grad, gates.n_forwards)
+            )
+            model.zero_grad()
+            assert model.training
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_learned_gates_under_checkpoints_meet_the_gates_that_were_drawn() -> None:
+    """The first loss has the model run once more, with other gates, between a forward and its backward."""
+    slopes = []
+    for kept in (False, True):
+        model = build("LlamaForCausalLM")
+        if kept:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        batch = _next_tokens(model)
+        with hp.learned_gates(model.train(), hp.gating.HardConcrete(keep=0.5)) as gates:
+            gates.trainer_loss(model(input_ids=IDS), batch["labels"]).backward()
+            slopes.append(gates.weights.grad)
+    assert_close(*slopes)
+
+
+def test_learned_gates_refuse_another_loss() -> None:
+    model = classifier(Focal)
+    with (
+        hp.learned_gates(model, hp.gating.HardConcrete(keep=0.5)) as gates,
+        pytest.raises(InvalidValue, match=r"must be the own loss of Focal.*Pass a compute_loss_func of your own"),
+    ):
+        gates.trainer_loss(model(input_ids=IDS), CLASSES["labels"])
+
+
 def test_without_labels_bart_predicts_the_next_token() -> None:
     model, batch = bart(), {"input_ids": IDS}
     assert_close(default_loss(model, batch), by_hand(1)(model, {**batch, "labels": IDS}))
@@ -293,7 +341,8 @@ def test_who_asks_no_loss_refuses_none() -> None:
 
 def test_weights_of_classes_and_smoothed_labels_are_told() -> None:
     plain, model = classifier(), classifier(Weighted)
-    said = "The model's own loss has smoothed labels and weights of classes; the default loss has not. Pass loss= for another."
+    extras = "smoothed labels and weights of classes"
+    said = f"The model's own loss has {extras}; the default loss has not. Pass loss= for another."
     scores, expected = (hp.score(m, [CLASSES], "taylor", progress=False) for m in (model, plain))
     assert (scores.notes, scores.values) == ((said, *expected.notes), expected.values)
     assert hp.recover_(model, [CLASSES], Finetune(steps=1)).notes == (said,)
@@ -373,7 +422,7 @@ def test_no_batch_is_lost_to_the_comparison() -> None:
 
 
 def test_a_training_that_goes_on_reads_labels_as_before(tmp_path: Path) -> None:
-    """The first batch after the kill may say nothing of how labels are read: what was found stands in the checkpoint."""
+    """The first batch after a kill may say nothing of how labels are read: what was found is in the checkpoint."""
     model, silent = bart(), _next_tokens(bart())
     silent["labels"][:] = -100
     batches = [_next_tokens(model), silent, _next_tokens(model), silent]

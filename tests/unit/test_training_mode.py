@@ -1,0 +1,245 @@
+"""A model that does something else in training mode, dropout apart, is told; noise and running statistics are none."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import headprune as hp
+from headprune.attention import MultiHeadAttention
+from headprune.layouts import registry
+from headprune.model import modes
+from headprune.model.judging import judged
+from headprune.model.modes import difference_in_training
+from headprune.model.running import call, outputs
+from headprune.recovery import Finetune
+from tests.unit.test_own_loss import CLASSES, classifier
+
+TOLD = "In training mode the model does something else than in evaluation mode, dropout apart: "
+TOKENS = torch.randint(0, 20, (3, 6), generator=torch.Generator().manual_seed(1))
+
+
+class Decoder(nn.Module):
+    """As in "Dive into Deep Learning", 11.7: the future is hidden in training alone, for it then reads word by word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 16)
+        self.attention = MultiHeadAttention(16, 4, dropout=0.5)
+        self.dense = nn.Linear(16, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = functional.dropout(self.embedding(tokens), 0.5, self.training)
+        out: Tensor = self.dense(x + self.attention(x, causal=self.training))
+        return out
+
+
+def next_token(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0])[:, :-1].transpose(1, 2), batch[1][:, 1:], reduction="none").mean(1)
+
+
+def next_of_one(model: nn.Module, batch: Tensor) -> Tensor:
+    return next_token(model, (batch, batch))
+
+
+@pytest.mark.parametrize(("loss", "batch"), [(next_token, (TOKENS, TOKENS)), (next_of_one, TOKENS)])
+def test_scores_and_recoveries_tell(loss: Any, batch: Any) -> None:
+    """Where the batch is of the loss's own form, it is the loss that differs, else what the model puts out."""
+    for scorer in ("taylor", "leave_one_out", "wanda", "entropy"):
+        notes = hp.score(Decoder(), [batch], scorer, loss=loss, progress=False).notes
+        assert notes[0].startswith(TOLD), scorer
+    assert not any(
+        n.startswith(TOLD) for n in hp.score(Decoder(), [batch], "magnitude", loss=loss, progress=False).notes
+    )
+    model = Decoder()
+    teacher = copy.deepcopy(model)
+    hp.prune_(model, hp.HeadMask.from_keep({"attention": [0, 2, 3]}, {"attention": 4}))
+    for method, of in (
+        (Finetune(steps=1), None),
+        ("lstsq", teacher),
+        ("mean_fold", teacher),
+        ("head_rescale", teacher),
+    ):
+        notes = hp.recover_(model, [batch], method, of, loss=loss).notes
+        assert notes[0].startswith(TOLD), method
+
+
+def test_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = difference_in_training(Decoder(), lambda: [torch.tensor([2.0])], "loss")
+    assert found == ""
+    model = Decoder()
+    (note,) = judged(model, next_of_one, TOKENS).notes
+    assert note.startswith(f"{TOLD}the output of the first batch differs by up to ")
+    assert note.endswith("The model was judged in evaluation mode.")
+    model.eval()
+    values = []
+    monkeypatch.setattr(functional, "dropout", lambda x, *_: x)
+    for causal in (False, True):
+        model.training = causal
+        values.append(float(next_of_one(model, TOKENS).mean().detach()))
+    note = difference_in_training(model, lambda: [next_of_one(model, TOKENS)], "loss")
+    assert f"is {values[0]:.4g} in evaluation mode and {values[1]:.4g} in training mode" in note
+
+
+# ---------------------------------------------------------------- what is no such thing
+
+
+class Own(nn.Module):
+    """Linear, and something that trains."""
+
+    def __init__(self, inside: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inside, self.last = nn.Linear(8, 8), inside, nn.Linear(8, 4)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("scale", torch.ones(8))
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.between(self.first(x)))
+        return out
+
+    def between(self, x: Tensor) -> Tensor:
+        out: Tensor = x if self.inside is None else self.inside(x)
+        return out
+
+
+class DropPath(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(len(x), 1) > 0.5) * 2 if self.training else x
+
+
+class Functions(Own):
+    def between(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x, 0.5, self.training) + functional.dropout(x, training=self.training, p=0.3)
+        x = functional.alpha_dropout(x, 0.2, self.training)
+        x = functional.batch_norm(x, self.mean, self.scale, training=self.training)
+        q = x[:, None, None].expand(-1, 2, 3, -1)
+        x = functional.scaled_dot_product_attention(q, q, q, None, 0.5 if self.training else 0.0)[:, 0, 0]
+        q = x[:, None, None].expand(-1, 2, 3, -1)
+        return functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5 * self.training)[:, 0, 0]
+
+
+class LayerDrop(Own):
+    def between(self, x: Tensor) -> Tensor:
+        return x if self.training and torch.rand([]) < 0.99 else 2 * x
+
+
+class PythonDrop(Own):
+    def between(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.99 else 2 * x
+
+
+class NumpyNoise(Own):
+    def between(self, x: Tensor) -> Tensor:
+        return x + float(np.random.normal()) if self.training else x
+
+
+class Refusing(Own):
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise RuntimeError("targets, please")
+        return x
+
+
+class More(Own):
+    def forward(self, x: Tensor) -> Any:
+        return (super().forward(x), torch.ones(3)) if self.training else (super().forward(x),)
+
+
+QUIET: dict[str, Callable[[], nn.Module]] = {
+    "nothing": Own,
+    "dropout": lambda: Own(nn.Dropout(0.5)),
+    "batch norm": lambda: Own(nn.BatchNorm1d(8)),
+    "recurrence": lambda: Own(nn.Sequential(nn.Dropout1d(0.3), nn.AlphaDropout(0.2), nn.RReLU())),
+    "drop-path": lambda: Own(DropPath()),
+    "functions": Functions,
+    "layer drop": LayerDrop,
+    "Python's random numbers": PythonDrop,
+    "NumPy's": NumpyNoise,
+    "a training mode that wants more": Refusing,
+    "another output beside": More,
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_noise_and_running_statistics_are_not_told(name: str) -> None:
+    model = QUIET[name]().train()
+    x = torch.randn(6, 8)
+    assert judged(model, lambda m, b: m(b).square().mean(1), x).notes == ()
+
+
+class Stepping(Own):
+    """Keeps count in training, replaces a buffer, changes another."""
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            self.mean += x.mean(0)
+            self.scale = self.scale * 2
+            return x + random.random() + float(np.random.rand()) + torch.rand([])
+        return x
+
+
+def test_the_comparison_leaves_no_trace() -> None:
+    model = Stepping(nn.BatchNorm1d(8)).train()
+    model.first.eval()
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    states = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+    x = torch.randn(6, 8)
+    states = (*states[:2], torch.get_rng_state().tolist())
+    judged(model, None, x)
+    assert (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()) == states
+    assert model.steps == 0
+    assert model.training
+    assert not model.first.training
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name][0]
+        assert torch.equal(buffer, buffers[name][1])
+
+
+def test_a_model_of_known_packages_is_run_in_evaluation_mode_alone() -> None:
+    model, seen = classifier(), []
+    model.register_forward_hook(lambda m, *_: seen.append(any(x.training for x in m.modules())))
+    hp.score(model, [CLASSES], "wanda", progress=False)
+    assert seen == [False, False]  # costs and contexts
+
+
+FAMILIES = [(name, family) for name in registry for family, _ in registry.get(name).families]
+#: What a family's own package is needed for.
+PACKAGES = ("timm", "x_transformers", "diffusers")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("layout", "family"), FAMILIES, ids=lambda name: name)
+def test_no_family_is_told_of(layout: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all of its code were somebody's own, with dropout in its configuration."""
+    if any(layout.startswith(p) and importlib.util.find_spec(p) is None for p in PACKAGES):
+        pytest.skip(f"needs the package of {layout}")
+    model, batch = registry.get(layout).tiny(0, family)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.3)
+    monkeypatch.setattr(modes, "_is_own", lambda module: not type(module).__module__.startswith("torch."))
+    tried = []
+
+    def value() -> list[Tensor]:
+        tried.append(any(m.training for m in model.modules()))
+        found = outputs(call(model, batch))
+        assert all(math.isfinite(float(t.abs().sum())) for t in found)
+        return found
+
+    assert difference_in_training(model, value, "output") == ""
+    assert tried == [False, True]
