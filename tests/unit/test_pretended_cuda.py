@@ -399,7 +399,7 @@ CONFIGURED = {
     "taylor of tokens": (Taylor(reduce="token"), bert, Waits(4)),
     "activation_norm of outputs": (ActivationNorm(of="output"), bert, Waits(3)),
     "leave_one_out with means": (LeaveOneOut(replacement="mean"), bert, Waits(12)),
-    "leave_one_out with other examples": (LeaveOneOut(replacement="resample"), bert, Waits(11)),
+    "leave_one_out with other examples": (LeaveOneOut(replacement="resample"), bert, Waits(12)),
     "leave_one_out, a pass for each": (LeaveOneOut(replay=False), bert, Waits(4)),
     "ggn of tokens": (Ggn(), llama, Waits(3)),
     "surgeon of tokens": (Surgeon(blocks=2), llama, Waits(5)),
