@@ -22,7 +22,6 @@ from headprune.gating.context import multiplied, spread
 from headprune.gating.projections import Stand, output_gated, plain_weight
 from headprune.gating.rows import form, largest_row, over_rows, repeated_along, with_rows
 from headprune.gating.tape import CannotReplay, GateCall, Key, Tape
-from headprune.model.contexts import query_mask
 from headprune.model.expose import exposed
 from headprune.model.losses import Loss, check_finite, shaped_losses
 from headprune.model.precision import full_precision
@@ -96,8 +95,7 @@ class CandidateLosses:
                 them, so that they should be on the CPU.
             base: ``[heads]``, gates that most settings differ from at few sites; default ones.
             fill: By site number, what a closed gate lets through instead of nothing: a gate g gives
-                ``g * context + (1 - g) * fill``. ``[heads * width]``; or for each example ``[tokens, heads * width]``,
-                from the first token again where it has fewer than the example.
+                ``g * context + (1 - g) * fill``. ``[heads * width]``; or for each example ``[tokens, heads * width]``.
             number: The batch's number, for messages.
 
         Returns:
@@ -357,13 +355,7 @@ class _Pass:
         fill = self.fill[site]
         if isinstance(fill, Tensor):
             return fill.to(context).expand_as(context)
-        size, n_tokens = len(fill), context.shape[1]
-        mask = query_mask(self.of.model, self.of.bound[site].site.kind, self.batch, (size, n_tokens))
-        every = torch.ones(size, n_tokens, dtype=torch.bool, device=context.device)
-        counted = every if mask is None else mask.to(context.device)
-        places = (counted.cumsum(1) - 1).clamp(min=0)  # a token's number among those that are no padding
-        rows = [x[place.to(x.device) % len(x)] for x, place in zip(fill, places, strict=True)]
-        return repeated_along(torch.stack(rows).to(context), copies, 0)
+        return repeated_along(torch.stack(fill).to(context), copies, 0)
 
     def _changed(self, site: int, settings: Tensor, caller: Callable[..., Any], call: GateCall) -> Tensor:
         """What the output projection returns under each setting: its recorded output and what changed heads add."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from headprune.core.heads import Kind
 from headprune.core.layout import STATE_ATTRIBUTE, HeadState
 from headprune.model.expose import exposed
+from headprune.model.padding import Told, inputs_of, query_mask
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
@@ -34,60 +34,12 @@ def reading(model: nn.Module, bound: Sequence[BoundSite], take: Take) -> Iterato
     """
 
     def seen(number: int, x: Tensor) -> None:
-        b, batch = bound[number], inputs.now
-        x = rows_of(b, x.detach(), batch)
-        take(number, x, counted(model, b, x, batch))
+        b, told = bound[number], inputs.now
+        x = rows_of(b, x.detach(), told.batch)
+        take(number, x, counted(model, b, x, told))
 
     with inputs_of(model, bound) as inputs, watched(bound, seen):
         yield inputs.begin
-
-
-class Inputs:
-    """What tells the padding of the call that is running: ``now``, the batch or what a part of the model is given."""
-
-    def __init__(self) -> None:
-        self.now: Any = None
-        self._told = True
-
-    def begin(self, batch: Any) -> None:
-        """A pass on this batch follows."""
-        self.now, self._told = batch, isinstance(batch, Mapping) and "attention_mask" in batch
-
-    def see(self, kwargs: Mapping[str, Any]) -> None:
-        """A part of the model is called so."""
-        if self._told:
-            return
-        mask, away = kwargs.get("attention_mask"), kwargs.get("src_key_padding_mask")
-        if _is_mask(mask) and not mask.is_floating_point():  # one of floats is added to attention's scores
-            self.now = dict(kwargs)
-        elif _is_mask(away) and away.dtype == torch.bool:
-            self.now = {"attention_mask": ~away}
-
-
-def _is_mask(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.ndim == 2
-
-
-@contextmanager
-def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
-    """Follows which inputs tell the padding, for as long as the block lasts.
-
-    A batch with an ``attention_mask`` tells it itself. Others may hold the inputs of inner models, such as those of an
-    encoder that runs once for each of two sentences: there the last ``attention_mask`` ``[batch, tokens]`` counts, or
-    PyTorch's ``src_key_padding_mask``, by which a module around the attention was called.
-    """
-    parts = [b.site.name.split(".") for b in bound]
-    names = {".".join(p[:n]) for p in parts for n in range(len(p))}
-    inputs = Inputs()
-
-    def called(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        inputs.see(kwargs)
-
-    with ExitStack() as stack:
-        for name in names:
-            hook = model.get_submodule(name).register_forward_pre_hook(called, with_kwargs=True)
-            stack.callback(hook.remove)
-        yield inputs
 
 
 @contextmanager
@@ -116,29 +68,14 @@ def watched(bound: Sequence[BoundSite], see: Callable[[int, Tensor], Tensor | No
         yield
 
 
-def query_mask(model: nn.Module, kind: Kind, batch: Any, shape: tuple[int, int]) -> Tensor | None:
-    """``[batch, queries]``: True where a query is no padding; None where the batch does not tell.
-
-    The queries of an encoder-decoder's decoder (kinds ``causal`` and ``cross``) follow ``decoder_attention_mask``;
-    without one, labels of -100 are padding; with neither and no inputs of its own, the decoder reads the encoder's.
-    All other queries follow ``attention_mask``. A mask of another shape tells nothing.
-    """
-    if not isinstance(batch, Mapping):
-        return None
-    mask = batch.get("attention_mask")
-    if kind != "self" and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        labels, own = batch.get("labels"), batch.get("decoder_input_ids")
-        if isinstance(labels, Tensor) and labels.ndim == 2:
-            mask = labels != -100
-        elif own is not None or batch.get("decoder_inputs_embeds") is not None:
-            mask = None
-        mask = mask if batch.get("decoder_attention_mask") is None else batch["decoder_attention_mask"]
-    return mask.bool() if isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
-
-
-def counted(model: nn.Module, b: BoundSite, rows: Tensor, batch: Any) -> Tensor | None:
+def counted(model: nn.Module, b: BoundSite, rows: Tensor, told: Told) -> Tensor | None:
     """``[rows, tokens]``: True where a token of ``rows_of`` is no padding; None where nothing is known."""
-    return None if b.layout.windows else query_mask(model, b.site.kind, batch, (rows.shape[0], rows.shape[1]))
+    return None if b.layout.windows else query_mask(model, b.site.kind, told, (rows.shape[0], rows.shape[1]))
+
+
+def tokens_first(b: BoundSite) -> bool:
+    """Whether the states around an attention are ``[tokens, batch, width]``."""
+    return b.layout.batch_axis == 1 or getattr(b.module, "batch_first", True) is False
 
 
 def wide(x: Tensor) -> torch.dtype:

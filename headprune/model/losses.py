@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from headprune.core.errors import InvalidValue
 from headprune.model.inside import bare
+from headprune.model.masks import token_mask
 from headprune.model.running import ANSWERS, batch_size, call
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -120,7 +121,7 @@ def losses_of(model: nn.Module, batch: Mapping[str, Any], output: Any, shifted: 
     """
     if "start_positions" in batch:
         ends = [(output["start_logits"], batch["start_positions"]), (output["end_logits"], batch["end_positions"])]
-        mask = batch.get("attention_mask")
+        mask = token_mask(batch, (ends[0][0].shape[0], ends[0][0].shape[1]))
         return torch.stack([_position_losses(_wide(x), y, mask) for x, y in ends]).mean(0)
     logits = logits_of(output)
     if logits.ndim == 3:
@@ -148,14 +149,15 @@ def token_losses(
         labels = batch.get("input_ids")
     if labels is None:
         raise InvalidValue("batch", "a mapping with 'labels' or 'input_ids'", f"only {sorted(map(str, batch))}", _HINT)
-    mask = None if is_encoder_decoder(model) else batch.get("attention_mask")  # that of the encoder is not the labels'
-    if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        labels = labels.masked_fill(mask == 0, _IGNORED)
+    own = not is_encoder_decoder(model) and labels.ndim == 2  # the encoder's mask is not the labels'
+    mask = token_mask(batch, (labels.shape[0], labels.shape[1])) if own else None
+    if mask is not None:
+        labels = labels.masked_fill(~mask, _IGNORED)
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
-        if isinstance(mask, Tensor) and mask.shape[1] == labels.shape[1] + 1:
+        if mask is not None:
             # After padding on the left, nothing has been read yet that could predict the first token.
-            labels = labels.masked_fill(mask[:, :-1] == 0, _IGNORED)
+            labels = labels.masked_fill(~mask[:, :-1], _IGNORED)
     if logits.shape[:2] != labels.shape:
         raise InvalidValue("labels", f"of shape {list(logits.shape[:2])}", list(labels.shape), _HINT)
     losses = functional.cross_entropy(_wide(logits).transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED)
@@ -186,14 +188,14 @@ def _sequence_losses(model: nn.Module, batch: Mapping[str, Any], logits: Tensor)
     return functional.cross_entropy(logits, labels.reshape(-1), reduction="none")
 
 
-def _position_losses(logits: Tensor, positions: Tensor, mask: Any) -> Tensor:
+def _position_losses(logits: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
     """Losses of one end of an answer. As in Transformers, one beyond the text (it was cut off) does not count.
 
     Unlike there, padding takes no part in the softmax, so that a loss does not depend on the batch's length.
     """
     length = logits.shape[1]
-    if isinstance(mask, Tensor) and mask.shape == logits.shape:
-        logits = logits.masked_fill(mask == 0, float("-inf"))
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
     positions = positions.reshape(len(logits)).clamp(0, length)
     return functional.cross_entropy(logits, positions, reduction="none", ignore_index=length)
 

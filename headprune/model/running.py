@@ -101,14 +101,6 @@ def batch_size(batch: Any, where: str = "batch") -> int:
     return first.shape[0]
 
 
-def token_mask(batch: Any, shape: tuple[int, int]) -> Tensor | None:
-    """``[batch, tokens]``: True where a token is no padding, from ``attention_mask``; None where nothing is known."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
-        return mask.bool()
-    return None
-
-
 class DataDigest:
     """SHA-256 over every tensor of the batches that pass through it."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from headprune.core.heads import AttentionSite, Kind
+from headprune.model.contexts import tokens_first
 from headprune.model.sites import BoundSite, bind
 
 #: Containers that are not called themselves.
@@ -60,7 +61,7 @@ def blocks_around(model: nn.Module, bound: Sequence[BoundSite]) -> list[Block]:
         name = next((n for n in names if rows[n.rpartition(".")[0]] > 1), names[0] if names else b.site.name)
         before = found.get(name)
         kind = b.site.kind if before is None or before.kind == "self" else before.kind
-        found[name] = Block(name, model.get_submodule(name), kind, b.layout.batch_axis)
+        found[name] = Block(name, model.get_submodule(name), kind, int(tokens_first(b)))
     return list(found.values())
 
 

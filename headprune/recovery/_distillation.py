@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
 from headprune.core.heads import AttentionSite
-from headprune.model.contexts import inputs_of, query_mask
-from headprune.model.running import device_of, to_device, token_mask
+from headprune.model.masks import token_mask
+from headprune.model.padding import Told, inputs_of, output_mask, query_mask
+from headprune.model.running import device_of, to_device
 from headprune.model.sites import bind
 from headprune.recovery._blocks import Block, blocks_of
 
@@ -53,7 +54,7 @@ class Comparison:
             raise InvalidValue(_HIDDEN, f"used with a teacher of {len(self.blocks)} layers", len(self.their_blocks))
         self.calls: list[tuple[Any, Any, Any]] = []
         self.states: list[tuple[int, Tensor]] = []
-        self.inputs: list[Any] = []  # what told each state's padding
+        self.inputs: list[Told] = []  # what told each state's padding
         self.bound = bind(model, sites) if hidden else []
 
     @contextmanager
@@ -83,7 +84,7 @@ class Comparison:
             target = answer(self.teacher, self.calls)
         found = {}
         if self.logits is not None:
-            found["distillation"] = logits_gap(self.calls, target, self.logits).mean()
+            found["distillation"] = logits_gap(self.calls, target, self.logits, self.model).mean()
         if self.hidden is not None:
             given = (self.model, self.blocks, self.states, theirs, self.inputs, self.hidden)
             found["hidden_states"] = hidden_gap(*given)
@@ -98,7 +99,7 @@ def hidden_gap(
     blocks: Sequence[Block],
     ours: Sequence[tuple[int, Tensor]],
     theirs: Sequence[tuple[int, Tensor]],
-    inputs: Sequence[Any],
+    inputs: Sequence[Told],
     which: str,
 ) -> Tensor:
     """Mean over layers of ``mean (h - h_teacher)² / var(h_teacher)``, over tokens that are no padding.
@@ -131,7 +132,7 @@ def hidden_gap(
     return torch.stack([gap.to(gaps[0].device) for gap in gaps]).mean()
 
 
-def _share_missed(model: nn.Module, block: Block, student: Tensor, teacher: Tensor, inputs: Any) -> Tensor:
+def _share_missed(model: nn.Module, block: Block, student: Tensor, teacher: Tensor, inputs: Told) -> Tensor:
     kind = torch.promote_types(student.dtype, torch.float32)
     student, teacher = student.to(kind), teacher.to(kind)
     if block.batch_axis == 1 and student.ndim == 3:
@@ -202,7 +203,7 @@ def answer(teacher: nn.Module, calls: Calls) -> Any:
         return teacher(*to_device(args, device), **to_device(kwargs, device))
 
 
-def logits_gap(calls: Calls, target: Any, temperature: float) -> Tensor:
+def logits_gap(calls: Calls, target: Any, temperature: float, model: nn.Module | None = None) -> Tensor:
     """``T² · KL(softmax(teacher / T) || softmax(model / T))`` of the last call of the model, one number an example.
 
     Logits of tokens are averaged over the tokens that are no padding; start and end logits of question answering
@@ -212,6 +213,7 @@ def logits_gap(calls: Calls, target: Any, temperature: float) -> Tensor:
         calls: The model's calls.
         target: The teacher's ``answer`` to them.
         temperature: T.
+        model: The model, where it says which outputs are of padding.
 
     Returns:
         ``[batch]``, differentiable in the model's output.
@@ -225,16 +227,19 @@ def logits_gap(calls: Calls, target: Any, temperature: float) -> Tensor:
         must = f"used with a teacher of the same outputs, {[list(t.shape) for t in ours]}"
         raise InvalidValue(_WHERE, must, [list(t.shape) for t in theirs])
     pairs = zip(ours, theirs, strict=True)
-    return torch.stack([_divergence(s, t.to(s.device), kwargs, temperature) for s, t in pairs]).mean(0)
+    return torch.stack([_divergence(s, t.to(s.device), kwargs, temperature, model) for s, t in pairs]).mean(0)
 
 
-def _divergence(student: Tensor, teacher: Tensor, inputs: Mapping[str, Any], temperature: float) -> Tensor:
+def _divergence(
+    student: Tensor, teacher: Tensor, inputs: Mapping[str, Any], temperature: float, model: nn.Module | None
+) -> Tensor:
     wide = torch.promote_types(student.dtype, torch.float32)
     log_p, log_q = (nn.functional.log_softmax(x.to(wide) / temperature, dim=-1) for x in (teacher, student))
     gaps = temperature**2 * nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     if gaps.ndim == 1:
         return gaps
-    mask = token_mask(inputs, (gaps.shape[0], gaps.shape[1]))
+    shape = (gaps.shape[0], gaps.shape[1])
+    mask = token_mask(inputs, shape) if model is None else output_mask(model, inputs, shape)
     if mask is None or gaps.ndim != 2:
         return gaps.flatten(1).mean(1)
     return gaps.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)

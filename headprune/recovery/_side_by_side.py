@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.model.batches import EMPTY, Batches
-from headprune.model.contexts import inputs_of, wide
+from headprune.model.contexts import wide
 from headprune.model.expose import exposed
+from headprune.model.padding import inputs_of
 from headprune.model.running import batch_size, device_of, to_device, undisturbed, without_fused_attention
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory
@@ -24,7 +25,7 @@ from headprune.recovery._follow import Trail, follow
 from headprune.recovery._least_squares import Moments
 from headprune.recovery._playback import Playback
 from headprune.recovery._targets import Pair, Run, Target, check_as_often
-from headprune.recovery._taught import Taught, key_of
+from headprune.recovery._taught import Hidden, Taught, key_of
 
 
 @contextmanager
@@ -73,7 +74,8 @@ def difference(model: nn.Module, target: Target, mine: Trail, theirs: Tensor) ->
     tokens count."""
     ours, inputs = mine.stream(target.summed), mine.inputs
     e = theirs.to(ours.device, wide(ours)) - ours.to(wide(ours))
-    return target.tokens(mine.given, inputs), target.tokens(e, inputs), target.counted(model, mine.output, inputs)
+    counted = target.counted(model, mine.output, inputs)
+    return target.tokens(mine.given, inputs.batch), target.tokens(e, inputs.batch), counted
 
 
 def side_by_side(
@@ -111,9 +113,23 @@ def streams_of(
                 ours = really
         if theirs is None:
             (trails,) = _trails(job.teacher, [t for _, t in pairs], [target.theirs], batch, run, expected)
-            theirs = [trail.stream(target.summed) for trail in trails]
+            theirs, hidden = [trail.stream(target.summed) for trail in trails], _hidden(trails)
+        else:
+            hidden = taught.hidden(key, number)
         check_as_often(target, ours, theirs)
+        _tell_(ours, hidden)
         yield from zip(ours, theirs, strict=True)
+
+
+def _hidden(trails: Sequence[Trail]) -> list[Hidden]:
+    return [trail.inputs.stream for trail in trails]
+
+
+def _tell_(ours: Sequence[Trail], hidden: Sequence[Hidden]) -> None:
+    """Where the model's attention has no head left to hide anything, what the teacher's hid tells the padding."""
+    for trail, stream in zip(ours, hidden, strict=True):
+        if not trail.inputs.stream:
+            trail.inputs = replace(trail.inputs, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -183,14 +199,15 @@ def errors(
         streams = [[b.stream(t.summed) for b in of_target] for t, of_target in zip(targets, theirs, strict=True)]
         for number, target in enumerate(targets):
             check_as_often(target, ours[number], theirs[number])
+            _tell_(ours[number], _hidden(theirs[number]))
             for a, b, stream in zip(ours[number], theirs[number], streams[number], strict=True):
                 off, written = sums.setdefault(number, (Moments(wide(a.output)), Moments(wide(a.output))))
                 _, e, counted = difference(job.model, target, a, stream)
-                wrote = target.tokens(b.output, a.inputs)
+                wrote = target.tokens(b.output, a.inputs.batch)
                 off.add(e[:, :0], e, counted)
                 written.add(wrote[:, :0], wrote, None if counted is None else counted.to(wrote.device))
         if taught is not None:
-            taught.learn(key_of(batch), streams)
+            taught.learn(key_of(batch), streams, [_hidden(of_target) for of_target in theirs])
     if not examples:
         raise InvalidValue(*EMPTY)
     done = [(off.done(), written.done()) for off, written in (sums[number] for number in range(len(targets)))]

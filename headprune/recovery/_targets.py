@@ -12,7 +12,8 @@ from headprune.attention.linear import feature_count, is_conv1d
 from headprune.core.errors import HeadPruneError, InvalidValue, UnsupportedModel
 from headprune.core.heads import Kind
 from headprune.core.slabs import rows_of as columns_of
-from headprune.model.contexts import counted, query_mask, rows_of
+from headprune.model.contexts import counted, rows_of, tokens_first
+from headprune.model.padding import Told, query_mask
 from headprune.model.refusals import check_unshared
 from headprune.model.running import batch_size, device_of, to_device
 from headprune.model.sites import BoundSite
@@ -36,6 +37,7 @@ class Target:
         bound: The site; None for a feed-forward.
         gone: Heads that the teacher has and the model lacks.
         summed: Whether what it is added to was found, in both models; else its own outputs are compared.
+        tokens_first: Whether a feed-forward's states have the tokens before the examples.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Target:
     bound: BoundSite | None = None
     gone: tuple[int, ...] = ()
     summed: bool = True
+    tokens_first: bool = False
 
     @property
     def heads(self) -> list[list[int]]:
@@ -64,18 +67,18 @@ class Target:
         """``[tokens, width]`` of what the projection reads or of what has the order of its output."""
         return x.flatten(0, -2) if self.bound is None else rows_of(self.bound, x, batch).flatten(0, 1)
 
-    def counted(self, model: nn.Module, x: Tensor, batch: Any) -> Tensor | None:
+    def counted(self, model: nn.Module, x: Tensor, told: Told) -> Tensor | None:
         """``[tokens]``: True where a token is no padding; None where nothing is known."""
         if self.bound is not None:
-            mask = counted(model, self.bound, rows_of(self.bound, x, batch), batch)
+            mask = counted(model, self.bound, rows_of(self.bound, x, told.batch), told)
         elif x.ndim == 3:
-            mask = query_mask(model, self.kind, batch, (x.shape[0], x.shape[1]))
-            if mask is None:  # tokens first
-                mask = query_mask(model, self.kind, batch, (x.shape[1], x.shape[0]))
+            mask = None if self.tokens_first else query_mask(model, self.kind, told, (x.shape[0], x.shape[1]))
+            if mask is None:
+                mask = query_mask(model, self.kind, told, (x.shape[1], x.shape[0]))
                 mask = None if mask is None else mask.T
         else:
-            rows, examples = x.shape[:-1].numel(), batch_size(batch)
-            mask = None if rows % examples else query_mask(model, self.kind, batch, (examples, rows // examples))
+            rows, examples = x.shape[:-1].numel(), batch_size(told.batch)
+            mask = None if rows % examples else query_mask(model, self.kind, told, (examples, rows // examples))
         return None if mask is None else mask.reshape(-1).to(x.device)
 
 
@@ -138,10 +141,11 @@ def find(
     order = list(dict.fromkeys(t.number for t in seen[0]))
     known = [_as_seen(everything[n], n, seen) for n in order if any(t.number == n for t in seen[1])]
     first = next(i for i, t in enumerate(known) if t.gone)
-    kind, width = known[first].kind, 0
+    kind, turned, width = known[first].kind, False, 0
     chosen, left = [], []
     for i, target in enumerate(known):
         if target.bound is not None:
+            turned = tokens_first(target.bound)
             kind, width = target.kind, _calls(target, everything, seen)[0].output.shape[-1]
             if i >= first:
                 chosen.append(target)
@@ -150,7 +154,7 @@ def find(
             if reason:
                 left.append(f"{target.name} ({reason})")
             else:
-                chosen.append(replace(target, kind=kind))
+                chosen.append(replace(target, kind=kind, tokens_first=turned))
     if refit:
         _check_own(model, teacher, chosen)
     return Found(tuple(chosen), _notes(chosen, left, feed_forward))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from headprune.model.masks import Visible
 from headprune.model.running import digest_of
+
+#: ``Told.stream`` of a call.
+Hidden: TypeAlias = tuple[Visible, ...]
 
 
 class Taught:
@@ -24,12 +28,14 @@ class Taught:
         self.room = room
         self._calls: dict[str, list[int]] = {}
         self._streams: dict[int, dict[str, list[Tensor]]] = {}
+        self._hidden: dict[str, list[list[Hidden]]] = {}
 
-    def learn(self, key: str | None, streams: Sequence[list[Tensor]]) -> None:
-        """Notes the streams of a batch, for every target those of its calls."""
+    def learn(self, key: str | None, streams: Sequence[list[Tensor]], hidden: Sequence[list[Hidden]] = ()) -> None:
+        """Notes the streams of a batch, for every target those of its calls, and what attention hid at them."""
         if key is None or key in self._calls:
             return
         self._calls[key] = [len(of_target) for of_target in streams]
+        self._hidden[key] = list(hidden)
         for number, of_target in enumerate(streams):
             size = sum(stream.nbytes for stream in of_target)
             if size <= self.room:
@@ -44,6 +50,10 @@ class Taught:
     def streams(self, key: str | None, number: int) -> list[Tensor] | None:
         """The teacher's streams after a target's calls; None where they were not kept."""
         return self._streams.get(number, {}).get(key) if key is not None else None
+
+    def hidden(self, key: str | None, number: int) -> list[Hidden]:
+        """What the teacher's attention hid at a target's calls on a batch whose streams are kept."""
+        return self._hidden[key or ""][number]
 
     def forget(self, number: int) -> None:
         """A target is done."""

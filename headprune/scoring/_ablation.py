@@ -12,9 +12,9 @@ from torch import Tensor
 from headprune.core.errors import InvalidValue
 from headprune.gating.candidates import CandidateLosses
 from headprune.gating.projections import Stand
-from headprune.model.contexts import query_mask
+from headprune.model.contexts import reading
 from headprune.model.processes import Crew
-from headprune.model.transfers import in_fp64, sent
+from headprune.model.transfers import in_fp64, in_main_memory, sent
 from headprune.scoring._base import Estimate, Problem
 from headprune.scoring._contexts import mean_contexts, read_contexts
 from headprune.scoring._distributions import content_seeds
@@ -124,20 +124,14 @@ def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
     if len(chosen) < 2:
         hint = "Use replacement='mean', or more data."
         raise InvalidValue("batches", "at least two unlike examples for 'resample'", len(chosen), hint)
-    kept: list[dict[int, Tensor]] = [{} for _ in problem.bound]
+    kept: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in problem.bound]
     here: list[int] = []
 
     def take(site: int, contexts: Tensor, counted: Tensor | None) -> None:
-        if isinstance(problem.given, Mapping) and "attention_mask" in problem.given:  # the same mask in main memory
-            kind, shape = problem.bound[site].site.kind, (contexts.shape[0], contexts.shape[1])
-            counted = query_mask(problem.model, kind, problem.given, shape)
+        counted = _all_of(contexts) if counted is None else counted
         for row, mark in enumerate(here):
             if mark in chosen and mark not in kept[site]:
-                tokens = contexts[row]
-                if counted is not None:
-                    tokens = tokens[sent(counted[row].nonzero().squeeze(1), contexts.device)]
-                if len(tokens):
-                    kept[site][mark] = tokens.clone()
+                kept[site][mark] = contexts[row].clone(), counted[row]
 
     def holding() -> Iterator[tuple[int, Any]]:
         for number, batch in problem.passes("outputs of other examples"):
@@ -146,12 +140,48 @@ def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
                 yield number, batch
 
     read_contexts(problem, holding(), take)
+    pools = _without_padding(kept)
 
     def fill(batch: Any) -> Mapping[int, Stand]:
-        own = content_seeds(problem.model, problem.given, seed)
-        return {site: tuple(rows[_other(mark, sorted(rows))] for mark in own) for site, rows in enumerate(kept) if rows}
+        own, found = content_seeds(problem.model, problem.given, seed), {}
+        for site, counted in enumerate(_counted(problem, batch)):
+            rows = pools[site]
+            if rows and counted is not None:
+                places = (counted.cumsum(1) - 1).clamp(min=0)  # a token's number among those that are no padding
+                others = [rows[_other(mark, sorted(rows))] for mark in own]
+                found[site] = tuple(x[place % len(x)] for x, place in zip(others, places, strict=True))
+        return found
 
     return fill
+
+
+def _without_padding(kept: list[dict[int, tuple[Tensor, Tensor]]]) -> list[dict[int, Tensor]]:
+    """By site and example ``[tokens, heads * width]``, of those that count; one look at all of them."""
+    rows = [(site, mark, tokens) for site, of_site in enumerate(kept) for mark, (tokens, _) in of_site.items()]
+    masks = in_main_memory(counted for of_site in kept for _, counted in of_site.values())
+    pools: list[dict[int, Tensor]] = [{} for _ in kept]
+    for (site, mark, tokens), counted in zip(rows, masks, strict=True):
+        if bool(counted.any()):
+            pools[site][mark] = tokens[sent(counted.nonzero().squeeze(1), tokens.device)]
+    return pools
+
+
+@torch.no_grad()
+def _counted(problem: Problem, batch: Any) -> list[Tensor | None]:
+    """By site ``[examples, tokens]``: which tokens of a batch are no padding; None where a site does not run."""
+    found: list[Tensor | None] = [None] * len(problem.bound)
+
+    def take(site: int, contexts: Tensor, counted: Tensor | None) -> None:
+        found[site] = _all_of(contexts) if counted is None else counted.to(contexts.device)
+
+    with reading(problem.model, problem.bound, take) as begin:
+        begin(batch)
+        problem.loss(problem.model, batch)
+    return found
+
+
+def _all_of(contexts: Tensor) -> Tensor:
+    return torch.ones(contexts.shape[:2], dtype=torch.bool, device=contexts.device)
 
 
 def _other(mark: int, pool: list[int]) -> int:

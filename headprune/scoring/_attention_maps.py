@@ -12,6 +12,7 @@ from headprune.core.attention_maps import AttentionMaps, SiteMaps
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.model.losses import default_loss
+from headprune.model.padding import Told
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
 from headprune.scoring._activations import run
@@ -55,7 +56,8 @@ def attention_maps(
         raise UnsupportedModel("the model", "one with a head left", "no head at any site")
     batch = to_device(batch, device_of(model))
     size = batch_size(batch)
-    with undisturbed(model), torch.no_grad(), eager(model), mapping(bound, Places()) as maps:
+    with undisturbed(model), torch.no_grad(), eager(model) as taken, mapping(bound, Places()) as maps:
+        batch = taken(batch)
         with told(model, bound, batch) as given:
             run(model, batch, default_loss)
         shown = maps()
@@ -64,7 +66,7 @@ def attention_maps(
     return AttentionMaps(tuple(found), tokens, targets, image)
 
 
-def _site(model: nn.Module, b: BoundSite, runs: list[Tensor], given: list[Any], size: int) -> SiteMaps:
+def _site(model: nn.Module, b: BoundSite, runs: list[Tensor], given: list[Told], size: int) -> SiteMaps:
     weights = by_example(b, checked_runs(b, runs)[0], size).cpu().float()
     masks = (mask.cpu() for mask in visible(model, b, given[0], (size, *weights.shape[2:])))
     queries, keys = (mask.expand(size, -1) for mask in masks)

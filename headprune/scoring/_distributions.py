@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from headprune.core.errors import InvalidValue
 from headprune.model.losses import inputs_of, is_encoder_decoder, problem_type, reads_next
+from headprune.model.masks import token_mask, unmasked
+from headprune.model.padding import output_mask
 from headprune.model.running import ANSWERS, batch_size, call, tensors
 from headprune.model.transfers import sent
 
@@ -91,25 +93,26 @@ def distributions(
         kind = problem_type(model, labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long), logits)
         return Distributions(kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False)
     known = given if isinstance(given, Mapping) else mapping
-    labels = known.get("labels")
-    by_next = reads_next(model) if shifted is None or labels is None else shifted
-    return _tokens(logits, labels, known.get(name), by_next)
+    by_next = reads_next(model) if shifted is None or known.get("labels") is None else shifted
+    return _tokens(model, logits, known, by_next)
 
 
 def _ends(logits: Tensor, mask: Any) -> Distributions:
     """Where an answer begins and ends: padding takes no part, as in the default loss."""
-    if isinstance(mask, Tensor) and mask.shape == logits[:, 0].shape:
-        logits = logits.masked_fill(mask.unsqueeze(1) == 0, float("-inf"))
+    here = token_mask({"attention_mask": mask}, (logits.shape[0], logits.shape[2]))
+    if here is not None:
+        logits = logits.masked_fill(~here.unsqueeze(1), float("-inf"))
     counted = torch.ones(logits.shape[:2], dtype=torch.bool)
     return Distributions("single_label_classification", logits, counted)
 
 
-def _tokens(logits: Tensor, labels: Any, mask: Any, by_next: bool) -> Distributions:
+def _tokens(model: nn.Module, logits: Tensor, batch: Mapping[str, Any], by_next: bool) -> Distributions:
     """A distribution for every token; where it is that of the next token, the last one, and any after padding, predicts
     nothing."""
-    shape = logits.shape[:2]
+    shape, labels = logits.shape[:2], batch.get("labels")
     counted = torch.ones(shape, dtype=torch.bool)
-    here = mask.cpu().bool() if isinstance(mask, Tensor) and mask.shape == shape else counted
+    found = output_mask(model, batch, (shape[0], shape[1]))
+    here = counted if found is None else found.cpu()
     counted = counted & here
     if isinstance(labels, Tensor) and labels.shape == shape:
         counted = counted & (labels.cpu() != _IGNORED)
@@ -176,7 +179,7 @@ def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
     others = {k: v for k, v in mapping.items() if k not in ANSWERS} if mapping else batch
     parts = [main] if isinstance(main, Tensor) else [t for t in tensors(others) if t.ndim and len(t) == size]
     parts = [part.detach().cpu() for part in parts]
-    here = mask.bool().cpu() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    here = unmasked(mask.cpu()) if isinstance(mask, Tensor) else None
     seeds = []
     for example in range(size):
         digest = hashlib.blake2b(str(seed).encode(), digest_size=8)

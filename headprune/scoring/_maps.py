@@ -8,7 +8,7 @@ most (less with attention sinks), among what the attention module and its parts 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from headprune.attention.multi_head import MultiHeadAttention
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.model.contexts import inputs_of, query_mask
 from headprune.model.double import Doubled
-from headprune.model.running import batch_size, device_of, tensors, token_mask
+from headprune.model.padding import Told, inputs_of, key_mask, query_mask
+from headprune.model.running import batch_size, device_of, tensors
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_fp64, in_main_memory
 from headprune.scoring._activations import run
@@ -30,29 +30,50 @@ from headprune.scoring._base import Estimate, Problem, Scorer
 Maps: TypeAlias = dict[int, list[Tensor]]
 
 _SWITCH = "_attn_implementation_internal"  # what a configuration's ``_attn_implementation`` reads
+_MASKS = ("attention_mask", "decoder_attention_mask")
 _HINT = "Leave this site out with sites=, or take a scorer that needs no maps."
 
 
 @contextmanager
-def eager(model: nn.Module) -> Iterator[None]:
+def eager(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
     """Transformers' models inside ``model`` compute attention eagerly for as long as the block lasts.
 
     Written into the configurations themselves, which attention modules ask in every call, because the model's own
     switch also asks whether a kernel is installed, warns, and cannot be put back where parts had kernels of their own.
     A model in fp64 takes its fp32 steps in fp64 too: its masks hold the least number of fp64, which is minus infinity
     to a softmax in fp32, and so NaN in a row of padding on the left.
+
+    Yields:
+        What makes a batch one that means the same to eager attention as to the model's own.
     """
     configurations = {id(c): c for m in model.modules() for c in _with_parts(getattr(m, "config", None))}
     before = [(c, getattr(c, _SWITCH)) for c in configurations.values()]
     double = any(p.dtype == torch.float64 for p in model.parameters())
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    changed = any(implementation != "eager" for _, implementation in before)
     try:
         for configuration, _ in before:
             setattr(configuration, _SWITCH, "eager")
         with Doubled() if before and double else nullcontext():
-            yield
+            yield lambda batch: _with_added_masks(batch, dtype) if changed else batch
     finally:
         for configuration, implementation in before:
             setattr(configuration, _SWITCH, implementation)
+
+
+def _with_added_masks(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with boolean masks of four axes as numbers that are added to scores.
+
+    To other kernels they say which keys may be seen; eager attention adds masks, and booleans would hide nothing.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+
+    def added(mask: Tensor) -> Tensor:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+    hide = [name for name in _MASKS if isinstance(batch.get(name), Tensor) and batch[name].ndim == 4]
+    return {**batch, **{name: added(batch[name]) for name in hide if batch[name].dtype == torch.bool}}
 
 
 def _with_parts(configuration: Any) -> Iterator[Any]:
@@ -198,7 +219,9 @@ class _Watch:
         return UnsupportedModel(f"the attention map of {name}", must, got, _HINT)
 
     def _may_be_map(self, x: Tensor) -> bool:
-        return x.is_floating_point() and x.ndim == 4 and x.shape[1] == len(self.bound.site.heads)
+        n_heads = len(self.bound.site.heads)
+        one_for_all = n_heads > 1 and x.ndim == 4 and x.stride(1) == 0  # their mean, shown once a head (WavLM)
+        return x.is_floating_point() and x.ndim == 4 and x.shape[1] == n_heads and not one_for_all
 
 
 def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
@@ -211,19 +234,19 @@ def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
     return windows.transpose(1, 2).flatten(2, 3)
 
 
-def visible(model: nn.Module, b: BoundSite, batch: Any, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+def visible(model: nn.Module, b: BoundSite, given: Told, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     """``[examples, queries]`` and ``[examples, keys]``: which queries and keys are no padding.
 
-    Keys of cross-attention follow ``attention_mask``, all others the mask of the queries; see ``query_mask``.
+    Keys of cross-attention follow ``key_mask``, all others the mask of the queries; see ``query_mask``.
     """
     size, queries, keys = shape
     device = device_of(b.module)
     nothing = b.layout.windows
-    of_queries = None if nothing else query_mask(model, b.site.kind, batch, (size, queries))
+    of_queries = None if nothing else query_mask(model, b.site.kind, given, (size, queries))
     if b.site.kind == "cross":
-        of_keys = token_mask(batch, (size, keys))
+        of_keys = key_mask(given, (size, keys))
     else:
-        of_keys = None if nothing else query_mask(model, b.site.kind, batch, (size, keys))
+        of_keys = None if nothing else query_mask(model, b.site.kind, given, (size, keys))
     return (
         torch.ones(size, queries, dtype=torch.bool, device=device) if of_queries is None else of_queries.to(device),
         torch.ones(size, keys, dtype=torch.bool, device=device) if of_keys is None else of_keys.to(device),
@@ -231,10 +254,10 @@ def visible(model: nn.Module, b: BoundSite, batch: Any, shape: tuple[int, int, i
 
 
 @contextmanager
-def told(model: nn.Module, bound: Iterable[BoundSite], batch: Any) -> Iterator[dict[int, list[Any]]]:
+def told(model: nn.Module, bound: Iterable[BoundSite], batch: Any) -> Iterator[dict[int, list[Told]]]:
     """By site number, what tells the padding of each run that the block makes on a batch; see ``inputs_of``."""
     bound = list(bound)
-    given: dict[int, list[Any]] = {number: [] for number in range(len(bound))}
+    given: dict[int, list[Told]] = {number: [] for number in range(len(bound))}
 
     def noting(number: int) -> Callable[..., None]:
         return lambda *_: given[number].append(inputs.now)
@@ -255,31 +278,32 @@ class MapScorer(Scorer):
     def of_rows(self, probabilities: Tensor) -> Tensor:
         """``[..., keys]`` in fp64, 0 where a key does not count, to ``[...]``."""
 
-    def kept(self, problem: Problem, b: BoundSite, batch: Any, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    def kept(self, problem: Problem, b: BoundSite, given: Told, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """Which queries and keys count."""
-        return visible(problem.model, b, batch, shape)
+        return visible(problem.model, b, given, shape)
 
     def estimate(self, problem: Problem) -> Estimate:
         bound = [b for b in problem.bound if b.site.heads]
         device = device_of(problem.model)
 
         def of_batch(number: int, batch: Any) -> Tensor:
+            batch = taken(batch)
             with told(problem.model, bound, batch) as given:
                 run(problem.model, batch, problem.loss)
             found, size = maps(), batch_size(batch)
             rows = [self._site(problem, b, found[i], given[i], size) for i, b in enumerate(bound)]
             return torch.cat([of_site.to(device) for of_site in rows], 1)
 
-        with torch.no_grad(), eager(problem.model), mapping(bound, Places(problem)) as maps:
+        with torch.no_grad(), eager(problem.model) as taken, mapping(bound, Places(problem)) as maps:
             rows = problem.rows("attention maps", of_batch)
         return mean_over_examples(rows)
 
-    def _site(self, problem: Problem, b: BoundSite, runs: list[Tensor], given: list[Any], size: int) -> Tensor:
+    def _site(self, problem: Problem, b: BoundSite, runs: list[Tensor], given: list[Told], size: int) -> Tensor:
         """``[examples, units]``, means over the queries of all runs."""
         total, count = [], []
-        for probabilities, inputs in zip(checked_runs(b, runs), given, strict=True):
+        for probabilities, of_run in zip(checked_runs(b, runs), given, strict=True):
             probabilities = in_fp64(by_example(b, probabilities, size))
-            masks = self.kept(problem, b, inputs, (size, *probabilities.shape[2:]))
+            masks = self.kept(problem, b, of_run, (size, *probabilities.shape[2:]))
             queries, keys = (mask.to(probabilities.device) for mask in masks)
             # Chosen, not multiplied by 0: rows of padding may be NaN.
             wanted = queries[:, None, :, None] & keys[:, None, None, :]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.gating.context import gated
+from headprune.model.padding import Told
 from headprune.model.precision import product_eps
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite, sites_of
@@ -68,6 +69,7 @@ class Attattr(Scorer):
         device, places = device_of(problem.model), Places(problem)
 
         def of_batch(number: int, batch: Any) -> Tensor:
+            batch = taken(batch)
             if not places.knows(bound):  # of all sites in one pass, so that they are looked at together
                 with torch.no_grad(), mapping(bound, places) as maps:
                     run(problem.model, batch, problem.loss)
@@ -78,7 +80,7 @@ class Attattr(Scorer):
                 problem.look()  # most mistakes show in the first batch, and the others may take long
             return torch.cat([of_site.to(device) for of_site in rows], 1)
 
-        with eager(problem.model):
+        with eager(problem.model) as taken:
             rows = problem.rows("attention attribution", of_batch)
         return mean_over_examples(rows)
 
@@ -104,7 +106,7 @@ class Attattr(Scorer):
     @torch.enable_grad()  # whatever the caller has set
     def _step(
         self, problem: Problem, b: BoundSite, number: int, batch: Any, scale: float, places: Places
-    ) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+    ) -> tuple[list[Tensor], list[Tensor], list[Told]]:
         """The maps of a site's runs, the gradients of F with respect to the maps times ``scale``, in fp64, and what
         tells the padding of each run.
         """

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.model.padding import Told
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
 from headprune.scoring._base import Problem
@@ -40,8 +41,9 @@ class Confidence(MapScorer):
     def of_rows(self, probabilities: Tensor) -> Tensor:
         return probabilities.amax(-1)
 
-    def kept(self, problem: Problem, b: BoundSite, batch: Any, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-        queries, keys = visible(problem.model, b, batch, shape)
+    def kept(self, problem: Problem, b: BoundSite, given: Told, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        queries, keys = visible(problem.model, b, given, shape)
+        batch = given.batch
         excluded = _end_tokens(problem.model) if self.exclude is None else self.exclude
         if not excluded or not isinstance(batch, Mapping):
             return queries, keys

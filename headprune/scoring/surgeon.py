@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.model.contexts import counted, inputs_of, rows_of, wide
+from headprune.model.contexts import counted, rows_of, wide
 from headprune.model.own_loss import is_default, shift_of
+from headprune.model.padding import inputs_of
 from headprune.model.running import batch_size, device_of
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory, sent
@@ -133,7 +134,8 @@ class Surgeon(Scorer):
 
         def see(site: int, x: Tensor) -> None:
             b = problem.bound[site]
-            told[site].append(counted(problem.model, b, rows_of(b, x.detach(), inputs.now), inputs.now))
+            now = inputs.now
+            told[site].append(counted(problem.model, b, rows_of(b, x.detach(), now.batch), now))
 
         with inputs_of(problem.model, problem.bound) as inputs, leaves(problem, see) as contexts:
             inputs.begin(batch)

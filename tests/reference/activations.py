@@ -30,6 +30,8 @@ def run(model: nn.Module, one: Any) -> Any:
 
 def real_tokens(site: AttentionSite, one: dict[str, Any], length: int, decoder: bool) -> list[bool]:
     """Which queries of a batch of one are no padding."""
+    if "valid_lens" in one:
+        return [t < int(one["valid_lens"][0]) for t in range(length)]
     mask = one.get("decoder_attention_mask") if decoder else one.get("attention_mask")
     return [True] * length if mask is None else [bool(m) for m in mask[0]]
 

@@ -81,6 +81,8 @@ def t5(layer: int, feed_forward: bool) -> list[Place]:
 
 def real(place: Place, batch: dict[str, Any], example: int, length: int) -> list[int]:
     """Positions of an example that are no padding."""
+    if "valid_lens" in batch:
+        return list(range(int(batch["valid_lens"][example])))
     mask = batch.get("decoder_attention_mask" if place.decoder else "attention_mask")
     if place.padding:
         mask = ~batch[place.padding]

@@ -45,6 +45,8 @@ def keep(model, heads):
 
 def padding(batch, shape):
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if isinstance(batch, dict) and "valid_lens" in batch:
+        mask = torch.arange(shape[1]) < batch["valid_lens"][:, None]
     return mask.bool() if mask is not None and mask.shape == shape else torch.ones(shape, dtype=torch.bool)
 
 

@@ -15,6 +15,7 @@ import headprune as hp
 from headprune.core.errors import InvalidValue
 from headprune.model.contexts import rows_of
 from headprune.model.examples import example_batch
+from headprune.model.masks import token_mask
 from headprune.model.running import (
     DataDigest,
     batch_size,
@@ -23,7 +24,6 @@ from headprune.model.running import (
     outputs,
     tensors,
     to_device,
-    token_mask,
     undisturbed,
 )
 from headprune.model.sites import bind

@@ -63,6 +63,8 @@ def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
 
 def mask_of(subject: Subject, site: Any) -> Tensor | None:
     """Padding of a site's queries."""
+    if "valid_lens" in subject.batch:
+        return torch.arange(subject.batch["x"].shape[1]) < subject.batch["valid_lens"][:, None]
     name = "decoder_attention_mask" if subject.layout.name == "t5" and site.kind != "self" else "attention_mask"
     return subject.batch.get(name)
 

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.attention import MultiHeadAttention
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.model.contexts import query_mask
 from headprune.model.double import Doubled
+from headprune.model.padding import query_mask
 from headprune.model.running import call, outputs
 from headprune.scoring import ActivationNorm, Attattr, Confidence, Entropy, Fluctuation, Obs, Wanda
 from headprune.scoring._activations import jackknife

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
-from headprune.model.contexts import query_mask
 from headprune.model.double import Doubled
 from headprune.model.losses import default_loss, inputs_of
+from headprune.model.padding import query_mask
 from headprune.model.sites import bind
 from headprune.scoring import Surgeon
 from headprune.scoring._activations import unit_columns
