@@ -131,6 +131,8 @@ class AttentionLayout:
             projection's bias; None where the module's own code runs with no head (fused attention of no heads is
             answered by us, see ``layouts/_own_code.py``), "refuse" where neither works. If it refuses some modules, its
             attribute ``refusal``, ``(module) -> UnsupportedModel | None``, says so before.
+        proves: Whether ``head_dim`` runs the module's own code and refuses what would not lose heads exactly. Other
+            code than a library's is cut without an example only then.
         families: The model families that are known to have it, each with a tiny model for the laws.
     """
 
@@ -155,6 +157,7 @@ class AttentionLayout:
     products: Callable[[Any], tuple[int, int]] | None = None
     exposed: type[Mixin] | None = None
     empty: Callable[[Any], None] | Literal["refuse"] | None = None
+    proves: bool | Callable[[Any], bool] = False
     families: tuple[tuple[str, Tiny], ...] = ()
 
     def __post_init__(self) -> None:

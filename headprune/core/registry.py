@@ -67,6 +67,10 @@ class Registry:
         """All names, sorted; imports none of the entries."""
         return sorted([*self._own(), *self._outside()])
 
+    def is_own(self, name: str) -> bool:
+        """Whether an entry is a file of the package, not of an outside one."""
+        return name in self._own()
+
     def __contains__(self, name: object) -> bool:
         return name in self.names()
 

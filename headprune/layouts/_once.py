@@ -5,12 +5,10 @@ What failed is not remembered: memory may have been short, or code may not have 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
@@ -21,6 +19,7 @@ from typing import Any
 
 from headprune.core.errors import UnsupportedModel
 from headprune.core.mixin import FORWARDS, has_own_forward, original_class
+from headprune.layouts._code import reached
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MANY = 256
@@ -109,56 +108,11 @@ def _all_in_python(kind: type) -> bool:
 
 
 def code_of(kind: type) -> Iterator[Any]:
-    """What a class computes with: the code and plain values of itself and its bases, and of its modules' globals
-    those that this code names."""
-    from torch import nn
-
-    waiting: list[Any] = []
-    homes: set[int] = set()
+    """What a class computes with: the code and plain values of itself and its bases, and those that this code names."""
     for base in kind.__mro__:
-        if base in (nn.Module, object):
-            continue
         for name, value in vars(base).items():
-            function = _function(value)
-            if function is not None:
-                waiting.append(function)
-                homes.add(id(function.__globals__))
-            elif type(value) in _PLAIN and not name.startswith("__"):
+            if type(value) in _PLAIN and not name.startswith("__"):
                 yield base, name, type(value), value
-    seen: set[FunctionType] = set()
-    while waiting:
-        function = waiting.pop()
-        if function in seen:
-            continue
-        seen.add(function)
+    for function, named in reached(kind):
         yield function, function.__code__
-        if id(function.__globals__) in homes:
-            for name, value in _named(function):
-                inner = _function(value)
-                if inner is not None:
-                    waiting.append(inner)
-                elif type(value) in _PLAIN:
-                    yield name, type(value), value
-
-
-def _function(value: Any) -> FunctionType | None:
-    """The function of a method, a property or a wrapper; None where there is none."""
-    found = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-    return found if isinstance(found, FunctionType) else None
-
-
-def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function names outside of itself: globals, and what it closes over."""
-    waiting = [function.__code__]
-    names: set[str] = set()
-    while waiting:
-        code = waiting.pop()
-        names.update(code.co_names)
-        waiting += [c for c in code.co_consts if isinstance(c, CodeType)]
-    for name in sorted(names & function.__globals__.keys()):
-        yield name, function.__globals__[name]
-    try:
-        enclosed = inspect.getclosurevars(function).nonlocals
-    except ValueError:  # one of them is not there yet
-        return
-    yield from enclosed.items()
+        yield from ((name, type(value), value) for name, value in named.items() if type(value) in _PLAIN)

@@ -50,5 +50,6 @@ LAYOUT = AttentionLayout(
     requires=("h", "d_k"),
     counts=(("h", "n_query_heads"),),
     empty=textbook_without_heads("linears.3"),
+    proves=True,
     families=(("annotated transformer", TinyModule("_tiny_textbook", "Annotated")),),
 )

@@ -49,5 +49,6 @@ LAYOUT = AttentionLayout(
     absent=("n_heads",),
     counts=(("num_heads", "n_query_heads"),),
     empty=textbook_without_heads("W_o"),
+    proves=True,
     families=(("d2l", TinyModule("_tiny_textbook", "D2l")),),
 )

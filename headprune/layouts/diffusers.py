@@ -73,5 +73,6 @@ LAYOUT = AttentionLayout(
         ("inner_kv_dim", "query_width"),
     ),
     empty="refuse",  # processors divide by the number of heads
+    proves=True,
     families=(("diffusers-style", TinyModule("_tiny_textbook", "Processed")),),
 )

@@ -38,5 +38,6 @@ LAYOUT = AttentionLayout(
     head_dim=lambda module: head_width(module, "proj"),
     kind=kind,
     empty=textbook_without_heads("proj"),
+    proves=True,
     families=(("list of heads", TinyModule("_tiny_textbook", "Projected")),),
 )

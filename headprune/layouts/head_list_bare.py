@@ -25,5 +25,6 @@ LAYOUT = AttentionLayout(
     kind=kind,
     absent=("proj",),
     adapt=_adapt,
+    proves=True,
     families=(("list of heads without output", TinyModule("_tiny_textbook", "SideBySide")),),
 )

@@ -59,5 +59,6 @@ LAYOUT = AttentionLayout(
     counts=tuple((f"{path}heads", "n_query_heads") for path in ("", "query.", "key.", "value.")),
     batch_axis=1,
     empty=textbook_without_heads("output"),
+    proves=True,
     families=(("labml", TinyModule("_tiny_textbook", "Prepared")),),
 )

@@ -20,7 +20,7 @@ def _head_dim(module: Any) -> int:
     """The width of a head of a module whose code runs with any number of heads, or can be replaced by ours."""
     from headprune.layouts._timm import is_plain
 
-    if hasattr(module, "attn_dim"):
+    if not _is_older(module):
         return int(module.head_dim)
     kind = original_class(module)
     arguments = set(inspect.signature(kind.forward).parameters) - {"self", "x", "attn_mask", "is_causal"}  # type: ignore[attr-defined]
@@ -35,8 +35,12 @@ def _adapt(module: Any, model: Any) -> None:
     """Older code, which takes the heads' total width from its input, is replaced by ours, for any number of heads."""
     from headprune.layouts._timm import Plain
 
-    if not hasattr(module, "attn_dim"):
+    if _is_older(module):
         mix_in(module, Plain)
+
+
+def _is_older(module: Any) -> bool:
+    return not hasattr(module, "attn_dim")
 
 
 LAYOUT = AttentionLayout(
@@ -62,6 +66,7 @@ LAYOUT = AttentionLayout(
     ),
     policies=("group", "balanced"),
     adapt=_adapt,
+    proves=_is_older,
     families=(
         ("timm.Attention", TinyModule("_tiny_timm", "Attention")),
         ("timm.Attention before 1.0.24", TinyModule("_tiny_timm", "OlderAttention")),

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from headprune.attention.linear import base_of, is_conv1d
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab, HeadState, Width
-from headprune.core.mixin import has_own_forward
+from headprune.core.mixin import has_own_forward, original_class
 from headprune.core.slabs import HeadGeometry, infer_geometry
+from headprune.layouts._code import is_of_library, own_methods
 
 _MISSING = object()
 
@@ -55,6 +56,10 @@ def fitted(layout: AttentionLayout, module: nn.Module) -> HeadGeometry | str:
         now = geometry(layout, module)
     except HeadPruneError as error:
         return str(error)
+    if layout.exposed is not None and is_of_library(layout.exposed):
+        own = next(own_methods(original_class(module)), None)
+        if own is not None:
+            return f"{own[0]} is not the library's, and code of ours would run in its place"
     accounted = (*layout.untouched, *layout.per_head, *(s.path for s in layout.slabs))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not _under(name, accounted):

@@ -163,7 +163,7 @@ def prune_gradually_(
         saved = keeper.load()
         if saved is not None:
             done = list(GradualReport.from_json(saved["report"]).stages)
-            sites = prune_(model, done[-1].plan.mask, None, sites).sites
+            sites = prune_(model, done[-1].plan.mask, example, sites).sites
             load_weights_(model, saved["weights"])
             source.continue_from(saved["source"])
             whole, before, rules["must_remove"] = saved["whole"], saved["before"], {}

@@ -160,6 +160,7 @@ def prove(scratch: Scratch, sites: Sites) -> float:
         raise VerificationFailed("the sites", "some with a unit to remove and one to keep", "one unit each")
     _check_effects(scratch, sites)
     _check_examples(scratch, sites)
+    _check_independence(scratch)
     worst = 0.0
     for index, mask in enumerate(masks(sites)):
         difference = cut_difference(scratch, sites, mask, gradients=index < 2)
@@ -245,6 +246,34 @@ def _check_examples(scratch: Scratch, sites: Sites) -> None:
         if changed and [chosen] not in changed:
             must = f"the gates of example {chosen} only"
             raise VerificationFailed("a gate an example", must, f"changes in examples {changed[0]}")
+
+
+def _check_independence(scratch: Scratch) -> None:
+    """An example must be an example: another input there changes nothing elsewhere. The first axis of a model that
+    takes the sequence first holds tokens, which attend to each other; a gate of one of them still changes that one alone."""
+    n = batch_size(scratch.example, "example")
+    if n < 2:
+        return
+
+    def other(t: Tensor) -> Tensor:
+        if not t.ndim or t.shape[0] != n:
+            return t
+        t = t.clone()
+        t[1] = t[0]
+        return t
+
+    mine, scratch.example = scratch.example, over_tensors(scratch.example, other)
+    try:
+        got = scratch.run()
+    except Exception:  # what the copy no longer fits together; the example itself runs
+        return
+    finally:
+        scratch.example = mine
+    changed = [_changed_rows(a, b) for a, b in zip(got, scratch.full, strict=False) if a.ndim and a.shape[0] == n]
+    if any(changed) and [1] not in changed:
+        must = "examples on the first axis, none of which changes what the model makes of another"
+        hint = "Give the model an input with the examples first, and let it turn the axes."
+        raise VerificationFailed("the example", must, f"changes in rows {max(changed, key=len)} for row 1", hint)
 
 
 def _changed_rows(got: Tensor, expected: Tensor) -> list[int]:

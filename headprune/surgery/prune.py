@@ -22,9 +22,11 @@ from headprune.gating.context import gated
 from headprune.model.cut import Undo, cut_
 from headprune.model.fingerprint import check_plan
 from headprune.model.offloaded import count_parameters
+from headprune.model.own_code import own_code
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite, Sites, bind, find_sites, not_taken, unwrap
 from headprune.model.wrappers import check_unwrapped, retire_wrappers
+from headprune.surgery.masked import MaskedCalls, one_of_each
 from headprune.surgery.parameters import (
     CutParameter,
     Left,
@@ -88,11 +90,13 @@ def prune_(
     Args:
         model: A model with the plan's sites.
         plan: Kept heads in original indices; or an array ``[layers, heads]`` of 1 (kept) and 0 (removed).
-        example: A batch the model takes. With it the pruned model is compared with the gated one.
+        example: A batch the model takes. With it the pruned model is compared with the gated one. Needed where an
+            attention runs code of your own (a subclass's ``forward``, a hook), which is tried under other masks too.
         sites: Default ``find_sites(model, policy=...)`` with the plan's policy.
         optimizer: One or several of the model's, which go on with the new parameters and their part of the state.
 
     Raises:
+        InvalidValue: no example where one is needed.
         PlanMismatch: the plan is for a model of another structure.
         VerificationFailed: pruned and gated differ by more than rounding; the model is as it was.
         UnsupportedModel: a projection that cannot be cut, or a wrapper that would go on with the old parameters
@@ -127,6 +131,8 @@ def _cut_and_proven(
     beyond = not_taken(model, located)
     expected = None
     n_examples = 0 if example is None else batch_size(example, "example")
+    own = {b: what for b in bound if (what := _own_code_of_change(b, mask)) is not None}
+    masked = MaskedCalls(one_of_each(own))
     before = count_parameters(model)
     everything = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
     gone = tuple((name, heads) for name, heads in everything if heads)
@@ -137,9 +143,14 @@ def _cut_and_proven(
         undo.remember(unwrap(model))
         if example is not None:
             with gated(model, mask, located):
-                expected = sample_outputs(model, example)
+                with masked.watched():
+                    expected = sample_outputs(model, example)
+                masked.expect(model)
         done = cut_(model, bound, mask)
+        if expected is None:
+            _check_no_own_code(own)
         proof = None if expected is None else _prove(model, example, expected, n_examples)
+        masked.check(model)
         after = count_parameters(model)
         now = Sites((b.site for b in bind(model, located)), located.layouts.values(), beyond)
         changes = successions(old, unwrap(model), done.shortened)
@@ -161,6 +172,24 @@ def _decided(plan: Any, sites: Sites) -> PruningPlan | HeadMask:
         must = "a PruningPlan, a HeadMask or an array [layers, heads] of 0 and 1"
         raise InvalidValue("plan", must, type(plan).__name__)
     return HeadMask.from_array(plan, sites)
+
+
+def _own_code_of_change(b: BoundSite, mask: HeadMask) -> str | None:
+    """Code that the layout of a site that loses heads was not proven on, in words."""
+    kept = mask.kept(b.site.name)
+    return own_code(b) if any(h not in kept for h in b.site.heads) else None
+
+
+def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
+    """Refuses a cut that nothing compares, after whatever else refuses it.
+
+    Raises:
+        InvalidValue: sites with code of somebody's own.
+    """
+    for b, what in own.items():
+        must = f"a batch that the model takes, for layout {b.layout.name!r} was not proven on code of your own"
+        hint = "Pass example=batch: the cut model is compared with the gated one on it, and under other masks."
+        raise InvalidValue("prune_(example=)", must, f"None, and {what}", hint)
 
 
 def _prove(model: nn.Module, example: Any, expected: list[Tensor], n_examples: int) -> Proof:
