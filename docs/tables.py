@@ -284,10 +284,20 @@ Data is a hub data set, a file (json, jsonl, csv, parquet, txt) or a folder with
 | `audio_classification` | `data.audio`, a path, bytes or an array with its sampling rate, and `data.label` | accuracy |
 
 - **Splits.** A part that the data lacks is drawn from the train rows (`data.holdout`, `data.test_holdout`). A split
-  that is named for one purpose (`test_split: validation`) serves no other. No row stands in two parts.
-- **Labels** are names or numbers. Numbers that the data names (`ClassLabel`) are put into the order of a model that has
-  the same names, in capitals or not; a model that is not trained and has other names is taken at its numbers, and the
-  record says so.
+  that is named for one purpose (`test_split: validation`) serves no other. No row stands in two parts: what stands
+  among the test rows, too, is removed from train and validation, what stands among the validation rows from train.
+  Inputs are compared, text without capitals and white space.
+- **Rows that stand twice** are counted before they are removed, and again as the model reads them: texts that are
+  cut to the same `data.max_length` tokens, words that a tokenizer does not know, pictures that a processor makes
+  the same. Those stay. Both counts are printed and are in the record (`rows.overlap`), and the report warns of
+  them.
+- **Labels** are names or numbers. Names, those of a `ClassLabel` too, are put into the order of a model that has
+  the same names, in any capitals, with blanks, `_` or `-`; numbers are those of the model's classes. A run prints
+  which label is which class. Where nothing but a guess says it (a model that calls its classes `LABEL_0`,
+  `LABEL_1`, ... gets names in sorted order) it is only that: write `data.labels: [negative, neutral, positive]`,
+  the label of every class in the model's order. A model that the recipe does not train answers up to 256 train rows
+  first, and where another order of labels fits its answers far better, the run stops and says both accuracies and
+  that order; if names or `data.labels` say otherwise, it goes on with a warning.
 - **Questions.** A context that is longer than `data.max_length` is cut at its end: there is one window a question. The
   record says how many questions lose their answer so; no loss is taken of them, in F1 and exact match they count. A
   question without an answer (SQuAD 2) is one that the model should answer at its `[CLS]` token; models without that

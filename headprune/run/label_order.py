@@ -54,6 +54,9 @@ class Fit:
     order: tuple[int, ...] = ()
     better: float = math.nan
 
+    def __str__(self) -> str:
+        return f"right on {self.accuracy:.1%} of the labels of {self.rows} train rows"
+
     @property
     def at_chance(self) -> bool:
         """Whether the model does no better than who always says the most frequent label."""
@@ -75,19 +78,21 @@ def check_order(model: nn.Module, data: Data, raw: RawData) -> tuple[Fit, tuple[
         InvalidValue: another order of labels fits far better, and neither names nor the recipe say which is which.
     """
     fit = measure(model, data, len(raw.labels))
-    numbers = f"right on {fit.accuracy:.1%} of the labels of {fit.rows} train rows"
     if not fit.order:
         guessed = raw.numbering in ("sorted", "number")
-        note = f"labels were numbered {_HOW[raw.numbering]}; so the model is {numbers}, no more than who always says "
+        note = f"labels were numbered {_HOW[raw.numbering]}; so the model is {fit}, no more than who always says "
         note += "the most frequent one. If its classes have another order, data.labels says so"
         return fit, (note,) if guessed and fit.at_chance else ()
     order = _in_order(raw, fit.order)
-    got = f"numbered {_HOW[raw.numbering]}, where the model is {numbers}; "
+    got = f"numbered {_HOW[raw.numbering]}, where the model is {fit}; "
     got += f"in the order {order} it is on {fit.better:.1%}"
     if raw.numbering in ("name", "given"):
         return fit, (f"labels are {got}. If that is the model's own order, data.labels: {order} says so",)
     must = "given, for another order of labels fits the model's answers far better"
-    hint = f"Add data.labels: {order}, the label of every class of the model in its order; or insist on your own."
+    hint = (
+        f"Add data.labels: {order} (--set 'data.labels={order}'), the label of every class of the model in its order; "
+    )
+    hint += "or your own order, which is then taken."
     raise InvalidValue("data.labels", must, f"labels {got}", hint)
 
 

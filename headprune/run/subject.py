@@ -230,6 +230,7 @@ def _check_labels(recipe: Recipe, journal: Journal, model: nn.Module, data: Data
         return
     journal.tell(mapping_words(raw))
     fit, notes = check_order(model, data, raw)
+    journal.tell(f"the model is {fit}")
     journal.note(metrics={"labels": facts_of_labels(raw, fit)})
     _warn(journal, notes)
 

@@ -401,7 +401,7 @@ CONFIGURED = {
     "taylor of tokens": (Taylor(reduce="token"), bert, Waits(6)),
     "activation_norm of outputs": (ActivationNorm(of="output"), bert, Waits(3)),
     "leave_one_out with means": (LeaveOneOut(replacement="mean"), bert, Waits(14)),
-    "leave_one_out with other examples": (LeaveOneOut(replacement="resample"), bert, Waits(13)),
+    "leave_one_out with other examples": (LeaveOneOut(replacement="resample"), bert, Waits(14)),
     "leave_one_out, a pass for each": (LeaveOneOut(replay=False), bert, Waits(5)),
     "ggn of tokens": (Ggn(), llama, Waits(5)),
     "surgeon of tokens": (Surgeon(blocks=2), llama, Waits(7)),
