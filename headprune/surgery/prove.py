@@ -249,8 +249,11 @@ def _check_examples(scratch: Scratch, sites: Sites) -> None:
 
 
 def _check_independence(scratch: Scratch) -> None:
-    """An example must be an example: another input there changes nothing elsewhere. The first axis of a model that
-    takes the sequence first holds tokens, which attend to each other; a gate of one of them still changes that one alone."""
+    """An example must be an example: another input there changes nothing elsewhere.
+
+    The first axis of a model that takes the sequence first holds tokens, which attend to each other, though a gate of
+    one of them may change that one alone.
+    """
     n = batch_size(scratch.example, "example")
     if n < 2:
         return
