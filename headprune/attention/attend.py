@@ -22,6 +22,7 @@ def attend(
     heads: tuple[int, ...],
     dropout: float = 0.0,
     need_weights: bool = False,
+    group: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """``softmax(a(q, k)) v`` for every head, zeros for a query that sees no key.
 
@@ -34,6 +35,7 @@ def attend(
         heads: Original indices of the heads.
         dropout: Probability that a weight is dropped.
         need_weights: Return the weights too, as they are before dropout.
+        group: Query heads per key/value head.
 
     Returns:
         ``[batch, heads, queries, value_dim]``, and the weights ``[batch, heads, queries, keys]`` or None.
@@ -41,12 +43,12 @@ def attend(
     Raises:
         InvalidValue: the compatibility function returned another shape.
     """
-    if key.shape[2] == 0:  # nothing to see for anyone; the kernels have no common answer to it
+    # Nothing to see for anyone; the kernels have no common answer to it. In a trace sizes are tensors.
+    if not torch.jit.is_tracing() and key.shape[2] == 0:
         nothing = query.new_zeros(*query.shape[:3], value.shape[-1])
         return nothing, query.new_zeros(*query.shape[:3], 0) if need_weights else None
     if isinstance(compatibility, ScaledDotProduct) and not need_weights:
-        return _fast(query, key, value, compatibility, mask, dropout), None
-    group = query.shape[1] // key.shape[1]
+        return _fast(query, key, value, compatibility, mask, dropout, group), None
     context, weights = _shown(query, _repeat(key, group), _repeat(value, group), compatibility, mask, heads, dropout)
     return context, weights if need_weights else None
 
@@ -66,9 +68,14 @@ def _repeat(x: Tensor, group: int) -> Tensor:
 
 
 def _fast(
-    query: Tensor, key: Tensor, value: Tensor, compatibility: ScaledDotProduct, mask: KeyMask, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compatibility: ScaledDotProduct,
+    mask: KeyMask,
+    dropout: float,
+    group: int,
 ) -> Tensor:
-    group = query.shape[1] // key.shape[1]
     # On a GPU the kernels that take a mask do not take grouped heads; asked for both, PyTorch falls back to a slow one.
     grouped = group > 1 and mask.allowed is None
     if not grouped:
@@ -97,7 +104,7 @@ def _shown(
 ) -> tuple[Tensor, Tensor]:
     fit = compatibility(query, key, heads)
     shape = (*query.shape[:3], key.shape[2])
-    if not isinstance(fit, Tensor) or tuple(fit.shape) != shape:
+    if not isinstance(fit, Tensor) or (not torch.jit.is_tracing() and tuple(fit.shape) != shape):
         got = list(fit.shape) if isinstance(fit, Tensor) else type(fit).__name__
         must = f"a tensor [batch, heads, queries, keys] = {list(shape)}"
         raise InvalidValue("what the compatibility function returns", must, got)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headprune.attention.tracing import has_numbers, is_recorded
 from headprune.core.errors import InvalidValue
 
 #: batch, heads, queries, keys
@@ -47,6 +48,7 @@ def join_masks(
     mask: Tensor | None = None,
     causal: bool = False,
     hide_self: bool = False,
+    to_itself: bool = False,
 ) -> KeyMask:
     """Checks the masks of a forward pass and joins them.
 
@@ -57,6 +59,7 @@ def join_masks(
         mask: Boolean, broadcastable to ``shape``; True may be seen.
         causal: A query sees its own position and those before it. The queries are the LAST positions of the keys.
         hide_self: A query does not see its own position.
+        to_itself: The keys are the queries' own positions; of a pass that is recorded, equal sizes do not say so.
 
     Raises:
         InvalidValue: a wrong shape, dtype or length.
@@ -71,20 +74,20 @@ def join_masks(
         parts.append(_within(valid_lens, shape, device))
     if mask is not None:
         parts.append(_checked(mask, shape))
-    if (causal or hide_self) and keys < queries:
+    square = to_itself if is_recorded() else _equal(queries, keys)
+    if (causal or hide_self) and not is_recorded() and keys < queries:
         name = "causal" if causal else "hide_self"
         hint = "The queries are taken for the last positions of the keys."
         raise InvalidValue(f"{name}=True", f"used with at least {queries} keys for {queries} queries", keys, hint)
-    if causal and not parts and not hide_self:
+    if causal and not parts and not hide_self and (square or not is_recorded()):
         # A single query is the last position and sees every key: the step of a decoder needs no mask.
-        allowed = None if queries in (1, keys) else _before(queries, keys, device)
-        return KeyMask(allowed, is_causal=queries == keys)
+        allowed = None if square or queries == 1 else _before(queries, keys, device)
+        return KeyMask(allowed, is_causal=square)
     if causal:
         parts.append(_before(queries, keys, device))
     if hide_self:
-        parts.append(
-            ~torch.eye(queries, keys, dtype=torch.bool, device=device).roll(keys - queries, dims=1)[None, None]
-        )
+        own = torch.arange(queries, device=device)[:, None] + (keys - queries)
+        parts.append((torch.arange(keys, device=device) != own)[None, None])
     if not parts:
         return KeyMask()
     allowed = parts[0]
@@ -93,6 +96,13 @@ def join_masks(
     allowed = allowed.expand(*allowed.shape[:2], queries, keys)
     empty = ~allowed.any(dim=-1, keepdim=True)
     return KeyMask(allowed | empty, empty)
+
+
+def _equal(a: int, b: int) -> bool:
+    """A plain bool, also of sizes that are symbols while a pass is compiled: kernels take no other."""
+    if a == b:  # noqa: SIM103 (the branch is what makes it one)
+        return True
+    return False
 
 
 def _before(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -104,10 +114,10 @@ def _within(valid_lens: Tensor, shape: Shape, device: torch.device) -> Tensor:
     if not isinstance(valid_lens, Tensor) or valid_lens.dtype not in _INTEGERS:
         got = getattr(valid_lens, "dtype", type(valid_lens).__name__)
         raise InvalidValue("valid_lens", "a tensor of integers", got)
-    if tuple(valid_lens.shape) not in ((batch,), (batch, queries)):
+    if not torch.jit.is_tracing() and tuple(valid_lens.shape) not in ((batch,), (batch, queries)):
         must = f"of shape [batch] = {[batch]} or [batch, queries] = {[batch, queries]}"
         raise InvalidValue("valid_lens", must, list(valid_lens.shape))
-    if valid_lens.numel():
+    if has_numbers(valid_lens) and valid_lens.numel():
         low, high = (int(x) for x in valid_lens.aminmax())
         if low < 0 or high > keys:
             raise InvalidValue("valid_lens", f"between 0 and the number of keys {keys}", f"{low} to {high}")
@@ -122,7 +132,8 @@ def _checked(mask: Tensor, shape: Shape) -> Tensor:
         hint = "True may be seen; for a mask of 0 and -inf pass `mask == 0`."
         raise InvalidValue("mask", "a boolean tensor", got, hint)
     full = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if len(full) != 4 or any(have not in (1, want) for have, want in zip(full, shape, strict=True)):
+    known = not torch.jit.is_tracing()  # whose sizes are tensors
+    if len(full) != 4 or (known and any(have not in (1, want) for have, want in zip(full, shape, strict=True))):
         must = f"broadcastable to [batch, heads, queries, keys] = {list(shape)}"
         hint = "A mask of [batch, keys] is written mask[:, None, None, :]."
         raise InvalidValue("mask", must, list(mask.shape), hint)

@@ -175,12 +175,14 @@ class MultiHeadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
+        to_itself = key is query and cache is None
         self._check(query, key, value)
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         batch, queries = query.shape[:2]
         keys = key.shape[1] + (0 if cache is None else cache.length)
-        joined = join_masks((batch, self.n_heads, queries, keys), query.device, valid_lens, mask, causal, hide_self)
+        shape = (batch, self.n_heads, queries, keys)
+        joined = join_masks(shape, query.device, valid_lens, mask, causal, hide_self, to_itself)
         if gates is not None:
             self._check_gates(gates, batch)
         if self.n_heads == 0:
@@ -194,7 +196,8 @@ class MultiHeadAttention(nn.Module):
         if state is not None and state.uneven:  # the cache stays compact, attention sees a key a query head
             k, v = repeated(k, state.uneven), repeated(v, state.uneven)
         dropout = self.dropout if self.training else 0.0
-        context, weights = attend(q, k, v, self.compatibility, joined, self.heads, dropout, need_weights)
+        group = 1 if state is not None and state.uneven else self.n_heads // self.n_kv_heads
+        context, weights = attend(q, k, v, self.compatibility, joined, self.heads, dropout, need_weights, group)
         context = context.transpose(1, 2)  # [batch, queries, heads, value_dim]
         if gates is not None:
             # No look at the values: a gate of one must still carry its gradient.
@@ -219,6 +222,8 @@ class MultiHeadAttention(nn.Module):
         return (output, query.new_zeros(batch, 0, queries, keys)) if need_weights else output
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if torch.jit.is_tracing():  # whose sizes are tensors
+            return
         axes = "[batch, length, {}]" if self.batch_first else "[length, batch, {}]"
         for name, x, projection in (("query", query, self.W_q), ("key", key, self.W_k), ("value", value, self.W_v)):
             if x.dim() != 3 or x.shape[-1] != projection.in_features:
@@ -233,7 +238,7 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(gates, Tensor) or not gates.is_floating_point():
             got = getattr(gates, "dtype", type(gates).__name__)
             raise InvalidValue("gates", "a floating-point tensor", got, "Convert a mask with `.float()`.")
-        if tuple(gates.shape) not in ((self.n_heads,), (batch, self.n_heads)):
+        if not torch.jit.is_tracing() and tuple(gates.shape) not in ((self.n_heads,), (batch, self.n_heads)):
             must = f"of shape [heads] = {[self.n_heads]} or [batch, heads] = {[batch, self.n_heads]}"
             hint = "There is one gate for each head that is present, see `heads`."
             raise InvalidValue("gates", must, list(gates.shape), hint)

@@ -280,7 +280,7 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
         """The decoder's inputs: the start token, then the labels but for the last."""
         if labels is None:
             raise InvalidValue("TransformerForTranslation", "given decoder_input_ids or labels", "neither")
-        start = labels.new_full((len(labels), 1), self.config.decoder_start_token_id)
+        start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], 1)
 
 
