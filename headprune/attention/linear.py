@@ -16,11 +16,20 @@ from torch import Tensor, nn
 
 from headprune.attention.sharded import whole
 from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.mixin import Mixin, mix_in
 
 Axis = Literal["in", "out"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HINT = "Cut the model before it is quantised, parametrised or wrapped in adapters, or merge those first."
+
+
+class WithoutFeatures(Mixin, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    """Put in front of an ``nn.Linear`` that has no inputs or no outputs, so that quantisers pass it by.
+
+    There is nothing to quantise, and their kernels read past an empty weight or fail. They take the class
+    ``nn.Linear`` itself; ``torchao`` takes its subclasses too, but this one of PyTorch's.
+    """
 
 
 def is_conv1d(module: Any) -> bool:
@@ -223,4 +232,6 @@ def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple
     counts = shape[_weight_axis(module, "in")], shape[_weight_axis(module, "out")]
     for name, count in zip(("in_features", "out_features") if linear else ("nx", "nf"), counts, strict=True):
         setattr(module, name, count)
+    if linear and not min(counts):
+        mix_in(module, WithoutFeatures)
     return counts

@@ -40,10 +40,14 @@ def mix_in(module: Any, mixin: type[Mixin], must: str = "cut to this") -> bool:
     if mixin in mixins:
         return False
     refused = refusal(module, must)
-    if refused is not None:
+    if refused is not None and _has_forward(mixin):
         raise refused
     _become(module, _mixed(getattr(kind, "headprune_original", kind), (mixin, *mixins)))
     return True
+
+
+def _has_forward(mixin: type[Mixin]) -> bool:
+    return any("forward" in kind.__dict__ for kind in mixin.__mro__ if issubclass(kind, Mixin))
 
 
 def refusal(module: Any, must: str = "cut to this") -> UnsupportedModel | None:

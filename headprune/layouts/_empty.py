@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headprune.core.mixin import mix_in, refusal
+from headprune.layouts._kept import forget_, stores
 
 if TYPE_CHECKING:
     from headprune.core.errors import UnsupportedModel
@@ -35,9 +36,16 @@ def without_heads(
     return _WithoutHeads(gate, part, kind, attends)
 
 
-def textbook_without_heads(gate: str) -> _OnlyBias:
-    """For modules that return the output projection's result and nothing else."""
-    return _OnlyBias(gate)
+def textbook_without_heads(gate: str, weights: str = "", shape: tuple[str, ...] = (), batch_axis: int = 0) -> _OnlyBias:
+    """For modules that return the output projection's result and nothing else.
+
+    Args:
+        gate: The output projection.
+        weights: The attribute in which the module's code keeps the attention weights of its last call.
+        shape: Its axes without heads, each ``batch``, ``queries``, ``keys`` or ``heads``.
+        batch_axis: Where the module's inputs have the examples.
+    """
+    return _OnlyBias(gate, weights, shape, batch_axis)
 
 
 # Values, not closures: sites carry their layouts, and are copied, compared and pickled.
@@ -55,6 +63,7 @@ class _WithoutHeads:
 
         cross = self.attends is not None and self.attends(module, "") == "cross"
         without_heads(module.get_submodule(self.part), self.gate, cross, self._front())
+        forget_(module)
 
     def refusal(self, module: Any) -> UnsupportedModel | None:
         """Why the module cannot lose all its heads; None where it can."""
@@ -70,12 +79,18 @@ class _WithoutHeads:
 @dataclass(frozen=True)
 class _OnlyBias:
     gate: str
+    weights: str = ""
+    shape: tuple[str, ...] = ()
+    batch_axis: int = 0
 
     def __call__(self, module: Any) -> None:
         from headprune.layouts._textbook import OnlyBias
 
         mix_in(module, OnlyBias)
         module.headprune_gate = self.gate
+        kept = bool(self.weights) and stores(module, self.weights)
+        module.headprune_weights = (self.weights, self.shape, self.batch_axis) if kept else None
+        forget_(module)
 
     def refusal(self, module: Any) -> UnsupportedModel | None:
         """Why the module cannot lose all its heads; None where it can."""

@@ -19,7 +19,7 @@ class WithoutHeads(Mixin, nn.Module):
 
     The cache is told of every token through a key of one head of width 1: Transformers reads a layer's length off
     its cached keys and takes keys without elements for an empty cache, so that positions after a headless first
-    layer would start again from zero.
+    layer would start again from zero. A cache that quantises keeps these keys as they are.
     """
 
     headprune_gate: str | None
@@ -44,6 +44,7 @@ class WithoutHeads(Mixin, nn.Module):
         part = getattr(cache, "cross_attention_cache" if cross else "self_attention_cache", None if cross else cache)
         filled = cross and (other is None or getattr(cache, "is_updated", {}).get(index))
         if part is not None and not filled:
+            self._keep_plain(part, index)
             marker = hidden_states.new_zeros(shape[0], 1, n_keys, 1)
             n_keys = part.update(marker, marker, index)[0].shape[-2]
             if cross:
@@ -53,8 +54,17 @@ class WithoutHeads(Mixin, nn.Module):
             return hidden_states.new_zeros(*shape[:-1], 0), weights
         projection = self.get_submodule(self.headprune_gate)
         output = torch.zeros_like(hidden_states)
-        bias = projection.bias
+        bias = projection.bias() if callable(projection.bias) else projection.bias  # a quantised one has a method
         return (output + bias if isinstance(bias, Tensor) else output), weights
+
+    @staticmethod
+    def _keep_plain(cache: Any, index: Any) -> None:
+        """Takes quantisation out of this layer of a cache: its groups would not fit keys of width 1."""
+        from transformers.cache_utils import DynamicLayer, QuantizedLayer
+
+        layers: Any = getattr(cache, "layers", ())
+        if index < len(layers) and isinstance(layers[index], QuantizedLayer):
+            layers[index] = DynamicLayer()
 
 
 class NormedWithoutHeads(WithoutHeads):

@@ -48,6 +48,6 @@ LAYOUT = AttentionLayout(
     head_dim=_head_dim,
     requires=("h", "d_k"),
     counts=(("h", "n_query_heads"),),
-    empty=textbook_without_heads("linears.3"),
+    empty=textbook_without_heads("linears.3", "attn", ("batch", "heads", "queries", "keys")),
     families=(("annotated transformer", TinyModule("_tiny_textbook", "Annotated")),),
 )

@@ -47,6 +47,6 @@ LAYOUT = AttentionLayout(
     requires=("num_heads", "attention.dropout"),
     absent=("n_heads",),
     counts=(("num_heads", "n_query_heads"),),
-    empty=textbook_without_heads("W_o"),
+    empty=textbook_without_heads("W_o", "attention.attention_weights", ("heads", "queries", "keys")),
     families=(("d2l", TinyModule("_tiny_textbook", "D2l")),),
 )

@@ -56,6 +56,6 @@ LAYOUT = AttentionLayout(
     requires=("heads", "d_k", "scale", "query.heads", "key.heads", "value.heads"),
     counts=tuple((f"{path}heads", "n_query_heads") for path in ("", "query.", "key.", "value.")),
     batch_axis=1,
-    empty=textbook_without_heads("output"),
+    empty=textbook_without_heads("output", "attn", ("queries", "keys", "batch", "heads"), batch_axis=1),
     families=(("labml", TinyModule("_tiny_textbook", "Prepared")),),
 )

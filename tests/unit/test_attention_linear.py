@@ -17,6 +17,7 @@ from headprune.attention import (
     replace_features_,
 )
 from headprune.core.errors import InvalidValue, UnsupportedModel
+from headprune.core.mixin import original_class
 
 
 class Named(nn.Linear):
@@ -41,7 +42,7 @@ def test_cut_features(build: Any, axis: Any, index: list[int]) -> None:
         assert torch.equal(parameter, before[name])
     assert all(not t.requires_grad for t in tensors.values())
     assert replace_features_(module, tensors)[axis == "out"] == len(index) == feature_count(module, axis)
-    assert type(module) is kind
+    assert original_class(module) is kind
     names = ("nx", "nf") if kind is Conv1D else ("in_features", "out_features")
     assert (getattr(module, names[0]), getattr(module, names[1])) == (
         feature_count(module, "in"),

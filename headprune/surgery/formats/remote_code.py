@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headprune.attention.linear import WithoutFeatures
 from headprune.core.errors import UnsupportedModel
 from headprune.core.files import write_atomic
 from headprune.core.layout import FOLDED_ATTRIBUTE, STATE_ATTRIBUTE
@@ -186,11 +187,12 @@ def _in_front(module: nn.Module) -> list[type]:
 def _sources(model: nn.Module) -> str:
     """Source text of every class that stands in front of a module's."""
     found = dict.fromkeys(c for m in model.modules() for c in _in_front(m))
-    return "".join(f"\n\n{inspect.getsource(c).replace('(Mixin, nn.Module)', '(nn.Module)')}" for c in found)
+    return "".join(f"\n\n{inspect.getsource(c).replace('(Mixin, ', '(')}" for c in found)
 
 
 def _travels(kind: type) -> bool:
     """Whether a class needs nothing but torch, so that its source text can stand in the modelling file."""
     from headprune.layouts import _transformers
 
-    return kind.__module__ == _transformers.__name__ and issubclass(kind, _transformers.WithoutHeads)
+    without_heads = kind.__module__ == _transformers.__name__ and issubclass(kind, _transformers.WithoutHeads)
+    return without_heads or kind is WithoutFeatures
