@@ -27,7 +27,7 @@ _SPREAD = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedOptimi
 
 @dataclass(frozen=True)
 class CutParameter:
-    """What a cut did to one parameter.
+    """What a cut did to one parameter, under one of its names.
 
     Args:
         name: Its name before.
@@ -67,13 +67,13 @@ def successions(
     """What became of every parameter that is not as it was.
 
     Args:
-        before: The parameters by name, before the cut.
+        before: The parameters by name, before the cut; a shared one under each of its names.
         after: The model after it.
         shortened: What the cut did to single tensors.
     """
     ways, known = {id(s.old): s for s in shortened}, {id(old) for old in before.values()}
-    now = dict(after.named_parameters())
-    names = {id(parameter): name for name, parameter in now.items()}
+    now = dict(after.named_parameters(remove_duplicate=False))
+    names = {id(parameter): name for name, parameter in reversed(now.items())}
     found = []
     for name, old in before.items():
         way, new = ways.get(id(old)), now.get(name)
@@ -82,7 +82,8 @@ def successions(
         if id(old) in names:
             found.append(Succession(CutParameter(name, names[id(old)]), old, old))
         elif way is not None and way.new is not None:
-            cut = CutParameter(name, names[id(way.new)], way.dimension, way.rows)
+            became = name if new is way.new else names[id(way.new)]
+            cut = CutParameter(name, became, way.dimension, way.rows)
             found.append(Succession(cut, old, way.new))
         else:  # gone, also where another took its name, as in a list; or made anew by a layout
             new = None if id(new) in known else new
@@ -124,7 +125,7 @@ def carry_(optimizers: Sequence[Any], changes: Iterable[Succession]) -> list[str
     Returns:
         What a user should know: whose state began anew, or was kept as it was.
     """
-    changes = [change for change in changes if change.new is not change.old]
+    changes = list({id(c.old): c for c in changes if c.new is not c.old}.values())
     states = [_states(one, changes) for one in optimizers]
     grads = [(c.new, c.gradient()) for c in changes]
     notes: list[str] = []

@@ -49,7 +49,7 @@ class PruneReport:
         params_before, params_after: Parameters of the whole model.
         proof: The comparison with the gated model; None where no example was given.
         warnings: What a user should know.
-        parameters: What became of each parameter that is not as it was.
+        parameters: What became of each parameter that is not as it was; a shared one stands under each of its names.
     """
 
     removed: tuple[tuple[str, tuple[int, ...]], ...]
@@ -137,7 +137,8 @@ def _cut_and_proven(
     everything = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
     gone = tuple((name, heads) for name, heads in everything if heads)
     check_unwrapped(model, [name for name, _ in gone], "cut before it is wrapped")
-    optimizers, old = checked(optimizer, unwrap(model)), dict(unwrap(model).named_parameters())
+    optimizers = checked(optimizer, unwrap(model))
+    old = dict(unwrap(model).named_parameters(remove_duplicate=False))
     undo, done = Undo(), Undo()
     try:
         undo.remember(unwrap(model))
