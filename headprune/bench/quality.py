@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.model.batches import EMPTY
+from headprune.model.batches import EMPTY, Batches
 from headprune.model.losses import (
     Loss,
     check_finite,
@@ -23,6 +23,7 @@ from headprune.model.losses import (
     token_losses,
 )
 from headprune.model.losses import is_causal_lm as _is_causal
+from headprune.model.mistakes import explained
 from headprune.model.running import device_of, to_device, undisturbed
 from headprune.model.transfers import in_fp64, in_main_memory
 
@@ -89,8 +90,8 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
         InvalidValue: no batch, no labels, a loss that is not finite.
     """
     totals, losses = _Totals(), []
-    device = device_of(model)
-    with undisturbed(model, packed=True), torch.no_grad():
+    device, batches = device_of(model), Batches.of(batches)
+    with undisturbed(model, packed=True), torch.no_grad(), explained(model, batches):
         for number, batch in enumerate(batches):
             batch = to_device(batch, device)
             if loss is not None:

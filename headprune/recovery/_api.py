@@ -14,7 +14,9 @@ from headprune.attention.sharded import check_whole
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
+from headprune.model.batches import Batches
 from headprune.model.losses import Loss
+from headprune.model.mistakes import explained
 from headprune.model.offloaded import offloaded
 from headprune.model.precision import weights_change
 from headprune.model.sites import Sites, bind, unwrap
@@ -94,11 +96,14 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
         if one is not None and offloaded(one):
             hint = "Save the cut model, load it onto one device, and recover it there."
             raise UnsupportedModel(f"the model for {name}", "in memory", "weights that accelerate offloads", hint)
+    batches = Batches.of(job.batches)
+    job = replace(job, batches=batches)
     start = perf_counter()
     with weights_change():
         try:
             job.undo.remember(job.model)
-            done = method.recover_(job)
+            with explained(job.model, batches):
+                done = method.recover_(job)
             report = RecoveryReport(
                 method=name,
                 settings=method.settings,

@@ -50,8 +50,9 @@ def gate_gradients(
     """
     model = unwrap(model)
     bound = bind(model, sites)
-    with undisturbed(model):
-        return unit_gradients(Problem(model, bound, batches, loss, progress=False))
+    problem = Problem(model, bound, batches, loss, progress=False)
+    with undisturbed(model), problem.explained():
+        return unit_gradients(problem)
 
 
 def unit_gradients(problem: Problem) -> Tensor:
