@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.model.batches import EMPTY
+from headprune.model.batches import EMPTY, Batches
 from headprune.model.losses import (
     Loss,
     check_finite,
@@ -23,6 +23,7 @@ from headprune.model.losses import (
     shaped_losses,
     token_losses,
 )
+from headprune.model.mistakes import explained
 from headprune.model.own_loss import Reading, is_default, reading_of
 from headprune.model.running import device_of, to_device, undisturbed
 from headprune.model.transfers import in_fp64, in_main_memory
@@ -92,8 +93,8 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
     """
     totals, losses = _Totals(), []
     reading: Reading | None = None
-    device = device_of(model)
-    with undisturbed(model, packed=True), torch.no_grad():
+    device, batches = device_of(model), Batches.of(batches)
+    with undisturbed(model, packed=True), torch.no_grad(), explained(model, batches):
         for number, batch in enumerate(batches):
             batch = to_device(batch, device)
             if loss is not None and not is_default(loss):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
+
+from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 
@@ -24,7 +26,11 @@ class Batches:
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
+        if isinstance(source, (Mapping, str)):
+            hint = "Wrap a single batch in a list: [batch]."
+            raise InvalidValue("batches", "an iterable of batches", f"a single {type(source).__name__}", hint)
         self.source = source
+        self.now: tuple[int, Any] | None = None  # the number and the batch that was handed out last, until another is
         self._begun: tuple[Any, Iterator[Any]] | None = None  # the first batch of a pass, and the rest of it
         self._seen = False  # whether any pass gave a batch
 
@@ -57,10 +63,12 @@ class Batches:
         if self._begun is None:
             iterator = iter(self.source)
             for batch in iterator:
+                check_examples(self.source, batch)
                 self._begun = batch, iterator
                 break
             else:
                 raise self._read_before() if self._seen else InvalidValue(*EMPTY)
+        self.now = 0, self._begun[0]
         return self._begun[0]
 
     def again(self) -> bool:
@@ -80,11 +88,15 @@ class Batches:
             InvalidValue: an earlier pass had batches, and there are none any more.
         """
         begun, self._begun = self._begun, None
-        empty = True
-        for batch in iter(self.source) if begun is None else chain([begun[0]], begun[1]):
-            empty, self._seen = False, True
+        self.now, number = None, -1
+        for number, batch in enumerate(iter(self.source) if begun is None else chain([begun[0]], begun[1])):
+            self._seen = True
+            if number == 0:
+                check_examples(self.source, batch)
+            self.now = number, batch
             yield batch
-        if empty and self._seen:
+            self.now = None  # an error while the next one is made is none of this one's
+        if number < 0 and self._seen:
             raise self._read_before()
 
     def __len__(self) -> int:
@@ -96,6 +108,38 @@ class Batches:
     def _read_before(self) -> InvalidValue:
         got = f"a {type(self.source).__name__} whose batches were read before, and which has none any more"
         return InvalidValue("batches", "readable more than once", got, _HINT)
+
+
+def check_examples(source: Any, first: Any) -> None:
+    """Refuses a dataset, which gives single examples, in the place of a loader, which gives batches.
+
+    Raises:
+        InvalidValue: the first batch is an example: it has a number without an axis, or tokens with one alone.
+    """
+    named = dict(first) if isinstance(first, Mapping) else dict(enumerate(first)) if type(first) in _ROWS else {}
+    if named and _is_dataset(source) and any(_of_one(name, value) for name, value in named.items()):
+        hint = (
+            "Pass torch.utils.data.DataLoader(dataset, batch_size=32); where examples differ in length, a collate_fn."
+        )
+        got = f"a single example of a {type(source).__name__}"
+        raise InvalidValue("batch 0", "a batch of examples, as a DataLoader gives them", got, hint)
+
+
+_ROWS = (tuple, list)
+
+
+def _is_dataset(source: Any) -> bool:
+    from torch.utils.data import Dataset
+
+    return isinstance(source, Dataset) or type(source).__module__.partition(".")[0] == "datasets"
+
+
+def _of_one(name: Any, value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return isinstance(value, (int, float, str)) or (
+            isinstance(value, list) and all(isinstance(x, int) for x in value)
+        )
+    return value.ndim == 0 or (value.ndim == 1 and str(name).endswith("input_ids"))
 
 
 #: Where, what must be and what was found where there is no batch at all.

@@ -16,6 +16,7 @@ from torch.nn import functional
 from headprune.core.errors import InvalidValue
 from headprune.model.inside import bare
 from headprune.model.masks import token_mask
+from headprune.model.mistakes import explained_one
 from headprune.model.running import ANSWERS, batch_size, call
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -224,11 +225,16 @@ def checked_losses(loss: Loss, model: nn.Module, batch: Any, number: int) -> Ten
 def shaped_losses(loss: Loss, model: nn.Module, batch: Any, number: int) -> Tensor:
     """Calls a loss and checks its shape, which waits for no accelerator; ``check_finite`` is the other half."""
     size = batch_size(batch, f"batch {number}")
-    losses = loss(model, batch)
+    with explained_one(model, batch, f"batch {number}"):
+        losses = loss(model, batch)
     if not isinstance(losses, Tensor) or tuple(losses.shape) != (size,):
         got = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         hint = "Use reduction='none', and one number an example."
-        raise InvalidValue("loss(model, batch)", f"a tensor of shape [{size}], one loss an example", got, hint)
+        where = f"loss(model, batch) of batch {number}"
+        raise InvalidValue(where, f"a tensor of shape [{size}], one loss an example", got, hint)
+    if losses.is_complex() or losses.dtype == torch.bool:
+        hint = "Return real numbers: losses.abs() or losses.real, or .float() of what is true or false."
+        raise InvalidValue(f"loss(model, batch) of batch {number}", "real numbers, lower is better", losses.dtype, hint)
     return losses
 
 

@@ -19,6 +19,10 @@ from headprune.model.transfers import in_main_memory
 
 #: The keys of a batch that tell the answers.
 ANSWERS = ("labels", "start_positions", "end_positions")
+#: What to pass in place of batches ``(x, y)``.
+AS_MAPPING = (
+    "Give mappings, such as {'input_ids': x, 'labels': y}, or pass loss=, a callable (model, batch) that reads x and y."
+)
 #: The attribute by which PyTorch's encoder packs padded batches.
 _PACKS = "use_nested_tensor"
 
@@ -31,8 +35,31 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**_taken(model, batch))
     if isinstance(batch, (tuple, list)):
+        check_positions(model, batch)
         return model(*batch)
     return model(batch)
+
+
+def check_positions(model: nn.Module, batch: tuple[Any, ...] | list[Any]) -> None:
+    """Refuses labels in the place of a Transformers model's mask, which would be read as one without a word.
+
+    Raises:
+        InvalidValue: a tensor where the model expects a mask, and which is none.
+    """
+    if not hasattr(model, "main_input_name") or len(batch) < 2:
+        return
+    for name, value in zip(inspect.signature(model.forward).parameters, batch, strict=False):
+        if (
+            "mask" not in name
+            or not isinstance(value, Tensor)
+            or value.is_floating_point()
+            or value.dtype == torch.bool
+        ):
+            continue
+        other = value.device.type == "cpu" and bool(((value != 0) & (value != 1)).any())
+        if value.ndim < 2 or other:
+            got = f"{value.dtype} of shape {list(value.shape)} in the place of {name}"
+            raise InvalidValue("batch", f"what {type(model).__name__}.forward takes by position", got, AS_MAPPING)
 
 
 def _taken(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -95,9 +122,10 @@ def batch_size(batch: Any, where: str = "batch") -> int:
     """
     first = next((t for t in tensors(batch) if t.ndim), None)
     if first is None:
-        raise InvalidValue(where, "made of tensors with the examples first", type(batch).__name__)
+        hint = "Make tensors of it, as a DataLoader does."
+        raise InvalidValue(where, "made of tensors with the examples first", type(batch).__name__, hint)
     if not first.shape[0]:
-        raise InvalidValue(where, "one with examples", "an empty batch")
+        raise InvalidValue(where, "one with examples", "an empty batch", "Leave empty batches out.")
     return first.shape[0]
 
 

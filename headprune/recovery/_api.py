@@ -17,6 +17,7 @@ from headprune.core.heads import AttentionSite
 from headprune.model.batches import Batches
 from headprune.model.judging import judged
 from headprune.model.losses import Loss
+from headprune.model.mistakes import explained
 from headprune.model.modes import has_own_code
 from headprune.model.offloaded import offloaded
 from headprune.model.precision import weights_change
@@ -98,12 +99,15 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
         if one is not None and offloaded(one):
             hint = "Save the cut model, load it onto one device, and recover it there."
             raise UnsupportedModel(f"the model for {name}", "in memory", "weights that accelerate offloads", hint)
+    batches = Batches.of(job.batches)
+    job = replace(job, batches=batches)
     start = perf_counter()
     with weights_change():
         try:
             job.undo.remember(job.model)
-            job, notes = _looked_at(job, method)
-            done = method.recover_(job)
+            with explained(job.model, batches):
+                job, notes = _looked_at(job, method)
+                done = method.recover_(job)
             report = RecoveryReport(
                 method=name,
                 settings=method.settings,

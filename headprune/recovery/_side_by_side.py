@@ -50,11 +50,11 @@ def repeatable(batches: Any) -> Batches:
     Raises:
         InvalidValue: they cannot.
     """
-    iterable = any(hasattr(batches, name) for name in ("__iter__", "__getitem__"))
-    given = batches.source if isinstance(batches, Batches) else batches
-    if isinstance(given, Iterator) or not iterable:
+    source = batches.source if isinstance(batches, Batches) else batches
+    iterable = any(hasattr(source, name) for name in ("__iter__", "__getitem__"))
+    if isinstance(source, Iterator) or not iterable:
         hint = "Pass a DataLoader or a list of batches: list(batches), for example."
-        raise InvalidValue("batches", "readable more than once", type(given).__name__, hint)
+        raise InvalidValue("batches", "readable more than once", type(source).__name__, hint)
     return Batches.of(batches)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headprune.core.errors import InvalidValue
 from headprune.model.batches import Batches
 from headprune.model.losses import Loss, check_finite, shaped_losses
+from headprune.model.mistakes import explained
 from headprune.model.running import device_of, to_device, undisturbed, without_fused_attention
 from headprune.model.transfers import copies, in_main_memory
 from headprune.recovery._checkpoint import load_weights_, weights
@@ -74,12 +75,13 @@ def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) 
     Raises:
         InvalidValue: no batches, or a loss that is not finite; ``where`` is named.
     """
-    device, found = device_of(model), []
+    device, found, batches = device_of(model), [], Batches.of(batches)
     before = random_states()
     try:
         with without_fused_attention(), undisturbed(model), torch.no_grad():
-            for number, batch in enumerate(batches):
-                found.append(shaped_losses(loss, model, to_device(batch, device), number))
+            with explained(model, batches):
+                for number, batch in enumerate(batches):
+                    found.append(shaped_losses(loss, model, to_device(batch, device), number))
             found = in_main_memory(found)  # read once, at the end: to read waits for an accelerator
             check_finite(enumerate(found))
     except InvalidValue as error:

@@ -164,7 +164,10 @@ class Finetune(Recovery):
 
 def sized(batches: Any) -> int:
     """How many batches there are, for what is read several times."""
+    from headprune.model.batches import Batches  # imports torch
+
     hint = "Pass a DataLoader or a list of batches: list(batches), for example."
+    batches = batches.source if isinstance(batches, Batches) else batches
     if isinstance(batches, Iterator) or not isinstance(batches, Sized) or not hasattr(batches, "__iter__"):
         raise InvalidValue("batches", "sized and readable more than once", type(batches).__name__, hint)
     try:

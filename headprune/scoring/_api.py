@@ -147,12 +147,13 @@ def score(
         problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
         if until is None and sum(s.needs_data for s in scorers) > 1:
             problem.keep()
-        problem.measure()
-        problem.judge(any(s.needs_data and s.reads_loss for s in scorers))
+        with problem.explained():
+            problem.measure()
+            problem.judge(any(s.needs_data and s.reads_loss for s in scorers))
         known = (*problem.notes, *_zeros_in_padding(problem, packs))
         own = _own_folder(folder, crew)
         call = _call(model, named, until, loss, mark, bound) if own else {}
-        with opened(own, call, problem.seen() if own else [], _close(model)) as problem.shelf:
+        with problem.explained(), opened(own, call, problem.seen() if own else [], _close(model)) as problem.shelf:
             estimates = read_until(problem, named, until) if until else [s.estimate(problem) for s in scorers]
     results = tuple(
         HeadScores(

@@ -12,6 +12,7 @@ from headprune.core.attention_maps import AttentionMaps, SiteMaps
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
 from headprune.model.losses import default_loss
+from headprune.model.mistakes import explained_one
 from headprune.model.padding import Told
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
 from headprune.model.sites import BoundSite, bind, unwrap
@@ -58,7 +59,7 @@ def attention_maps(
     size = batch_size(batch)
     with undisturbed(model), torch.no_grad(), eager(model) as taken, mapping(bound, Places()) as maps:
         batch = taken(batch)
-        with told(model, bound, batch) as given:
+        with told(model, bound, batch) as given, explained_one(model, batch, "batch"):
             run(model, batch, default_loss)
         shown = maps()
     found = [_site(model, b, shown[i], given[i], size) for i, b in enumerate(bound)]

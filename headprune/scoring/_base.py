@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from headprune.model.batches import EMPTY, Batches
 from headprune.model.costs import measure_costs
 from headprune.model.judging import judged
 from headprune.model.losses import Loss, check_finite, shaped_losses
+from headprune.model.mistakes import explained
 from headprune.model.own_loss import is_default
 from headprune.model.processes import Crew
 from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
@@ -324,6 +326,12 @@ class Problem:
             return [float(x) for x in found.detach().double().flatten()[:_SEEN]]
         except Exception:  # whatever is wrong shows again, where it is needed  # nosec B110
             return []
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Errors in the block say on which batch they were, and what is wrong with it where that is known."""
+        with explained(self.model, Batches.of(self.batches) if self.batches is not None else None, self.before):
+            yield
 
     def _first(self) -> Any:
         """The first batch, which stays the first."""

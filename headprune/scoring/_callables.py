@@ -90,8 +90,9 @@ def loss_of(
     def rise(masks: Sequence[HeadMask]) -> NDArray[np.float64]:
         if not masks:
             raise InvalidValue("masks", "at least one", "none")
-        start = whole.of(lambda: _losses(problem, model))
-        difference: NDArray[np.float64] = ((recovered if after_cut else played)(masks) - start).numpy()
+        with problem.explained():
+            start = whole.of(lambda: _losses(problem, model))
+            difference: NDArray[np.float64] = ((recovered if after_cut else played)(masks) - start).numpy()
         return difference
 
     return rise

@@ -50,8 +50,8 @@ def gate_gradients(
     """
     model = unwrap(model)
     bound = bind(model, sites)
-    with undisturbed(model):
-        problem = Problem(model, bound, batches, loss, progress=False)
+    problem = Problem(model, bound, batches, loss, progress=False)
+    with undisturbed(model), problem.explained():
         problem.judge()
         return unit_gradients(problem)
 

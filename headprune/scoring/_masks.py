@@ -57,8 +57,8 @@ def mask_losses(
     model = unwrap(model)
     bound = bind(model, sites)
 
-    with undisturbed(model):
-        problem = Problem(model, bound, batches, loss or default_loss, progress)
+    problem = Problem(model, bound, batches, loss or default_loss, progress)
+    with undisturbed(model), problem.explained():
         problem.judge()
         settings = mask_rows(model, masks, bound)
         start = torch.ones_like(settings[0]) if base is None else mask_rows(model, [base], bound)[0]

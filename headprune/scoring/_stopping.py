@@ -163,7 +163,8 @@ def read_until(problem: Problem, scorers: list[tuple[str, Scorer]], until: Stabl
     looks, done, read = 0, False, 0
     for batches, look in _parts(problem, until, digest, room() // (8 * n_units)):
         part = _part(problem, batches, read)
-        found = [_checked(name, scorer.estimate(part)) for name, scorer in scorers]
+        with part.explained():
+            found = [_checked(name, scorer.estimate(part)) for name, scorer in scorers]
         problem.shared |= {k: v for k, v in part.shared.items() if k in _CARRIED}
         if not read and len(batches) > 1:
             _check_additive(_part(problem, batches[:1], 0), scorers, found)

@@ -170,8 +170,8 @@ def ggn_matrix(
     scorer, n_examples = Ggn(draws, seed), 0
     n_units = sum(len(b.site.units) for b in bound)
     total = torch.zeros(n_units, n_units, dtype=torch.float64)
-    with undisturbed(model):
-        problem = Problem(model, bound, batches, default_loss, progress=False)
+    problem = Problem(model, bound, batches, default_loss, progress=False)
+    with undisturbed(model), problem.explained():
         problem.judge()
         for number, batch in problem.passes("ggn"):
             rows = scorer.rows(problem, number, batch)[0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.model.mistakes import explained_one
 from headprune.model.precision import full_precision
 from headprune.model.running import call, device_of, outputs, to_device, undisturbed
 
@@ -39,7 +40,7 @@ def sample_outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     Raises:
         InvalidValue: the model returns no floating-point tensor to compare, or nothing finite in them.
     """
-    with undisturbed(model, packed=True), full_precision(), torch.no_grad():
+    with undisturbed(model, packed=True), full_precision(), torch.no_grad(), explained_one(model, batch, "example"):
         found = [t.detach().clone() for t in outputs(call(model, to_device(batch, device_of(model))))]
     if not found:
         raise InvalidValue("example", "a batch on which the model returns floating-point tensors", "no such output")

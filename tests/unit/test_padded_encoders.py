@@ -102,9 +102,7 @@ def scored(model: nn.Module, scorer: str) -> Any:
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_scores_do_not_depend_on_nested_tensors(options: dict[str, Any], scorer: str) -> None:
     default, plain = pair(**options)
-    found = []
-    for model in (default, plain):
-        found.append(scored(model, scorer))
+    found = [scored(model, scorer) for model in (default, plain)]
     assert default.encoder.use_nested_tensor == (options == FORMS["default"]), "it is as it was"
     if isinstance(found[1], str):
         assert found[0] == found[1]

@@ -459,7 +459,7 @@ def test_arguments_without_a_use_are_refused():
 
 def test_a_loss_of_one_number_is_refused():
     model, batches = build()
-    with pytest.raises(InvalidValue, match=r"step 1: loss\(model, batch\): must be a tensor of shape \[3\]"):
+    with pytest.raises(InvalidValue, match=r"step 1: loss\(model, batch\) of batch 0: must be a tensor of shape \[3\]"):
         hp.recover_(model, batches, "finetune", loss=mean_loss)
 
 

@@ -448,7 +448,7 @@ def test_a_projection_that_never_runs_is_an_error():
 
 def test_hooks_are_gone_after_an_error():
     model, teacher, batches = pruned_pair()
-    with pytest.raises(IndexError):
+    with pytest.raises(InvalidValue, match="batch 1"):
         hp.recover_(model, [batches[0], {"input_ids": torch.full((1, 3), 10_000)}], teacher=teacher)
     assert not any(m._forward_pre_hooks for m in teacher.modules())
     assert all(p.requires_grad for p in teacher.parameters())

@@ -346,7 +346,8 @@ def test_ggn_goes_forward_once_and_backward_once_a_class_but_one(
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))  # type: ignore[func-returns-value]
     with counted(bert.model) as runs:
         score(bert, "ggn", split(bert.batch, 2))
-    assert (len(runs), len(calls)) == (1 + 2, 2 * (3 - 1) + 2)  # two on the first batch: do its examples see each other?
+    coupled = 2  # on the first batch: do its examples see each other?
+    assert (len(runs), len(calls)) == (1 + 2, 2 * (3 - 1) + coupled)
 
 
 def test_ggn_of_an_answers_ends() -> None:
