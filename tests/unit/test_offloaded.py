@@ -189,7 +189,7 @@ def test_an_error_inside_a_module_sends_its_weights_back(subject: Subject, kind:
     model = away(subject.model, kind, tmp_path)
     before = picture(model)
     wrong = {**subject.batch, "input_ids": torch.full_like(subject.batch["input_ids"], 10_000)}
-    with pytest.raises(InvalidValue, match="batch 0: .* vocabulary"):
+    with pytest.raises(InvalidValue, match=r"batch 0: .* vocabulary"):
         hp.score(model, [wrong], "taylor", progress=False)
     assert picture(model) == before
 
