@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import inputs_of, is_encoder_decoder, problem_type, reads_next
+from headprune.model.losses import inputs_of, is_causal_lm, is_encoder_decoder, problem_type, reads_next
 from headprune.model.running import ANSWERS, batch_size, call, tensors
 from headprune.model.transfers import sent
 
@@ -85,7 +85,8 @@ def distributions(
         return Distributions(kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False)
     known = given if isinstance(given, Mapping) else mapping
     labels = known.get("labels")
-    by_next = reads_next(model) if shifted is None or labels is None else shifted
+    by_next = reads_next(model) if shifted is None else shifted
+    by_next = by_next or (labels is None and is_causal_lm(model))
     return _tokens(logits, labels, known.get(name), by_next)
 
 
