@@ -5,6 +5,7 @@ A loss of your own is any callable of that form; everything that takes ``loss=``
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ from headprune.model.running import ANSWERS, batch_size, call
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 _IGNORED = -100
+_USED = "loss_function"  # what Transformers' classes call that leave their loss to the library
 _HINT = "Pass loss=, a callable (model, batch) -> Tensor[batch] of per-example losses."
 
 
@@ -45,8 +47,17 @@ def reads_next(model: nn.Module) -> bool:
     Transformers gives the same loss. An encoder-decoder shifts its decoder's inputs in place of the labels.
     """
     if is_causal_lm(model):
-        return True
+        return not _reads_as_given(bare(model))
     return not is_encoder_decoder(model) and _loss_name(bare(model)) == "ForCausalLMLoss"
+
+
+def _reads_as_given(model: nn.Module) -> bool:
+    """Whether a class of Transformers' own does without the library's loss: Bart's decoder alone, XLM, XLNet."""
+    for kind in type(model).__mro__:
+        if kind.__name__ in _causal_classes():
+            code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
+            return kind.__module__.startswith("transformers.") and code is not None and _USED not in code.co_names
+    return False
 
 
 def _loss_name(model: nn.Module) -> str:
@@ -145,8 +156,9 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Losses ``[batch, tokens]`` and which of them count, as 0 or 1; see ``losses_of``."""
     labels = batch.get("labels")
-    shifted = reads_next(model) if shifted is None or labels is None else shifted
+    shifted = reads_next(model) if shifted is None else shifted
     if labels is None:
+        shifted = shifted or is_causal_lm(model)
         labels = batch.get("input_ids")
     if labels is None:
         raise InvalidValue("batch", "a mapping with 'labels' or 'input_ids'", f"only {sorted(map(str, batch))}", _HINT)

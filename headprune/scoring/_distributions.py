@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import inputs_of, is_encoder_decoder, problem_type, reads_next
+from headprune.model.losses import inputs_of, is_causal_lm, is_encoder_decoder, problem_type, reads_next
 from headprune.model.masks import token_mask, unmasked
 from headprune.model.padding import output_mask
 from headprune.model.running import ANSWERS, batch_size, call, tensors
@@ -93,7 +93,8 @@ def distributions(
         kind = problem_type(model, labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long), logits)
         return Distributions(kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False)
     known = given if isinstance(given, Mapping) else mapping
-    by_next = reads_next(model) if shifted is None or known.get("labels") is None else shifted
+    by_next = reads_next(model) if shifted is None else shifted
+    by_next = by_next or (known.get("labels") is None and is_causal_lm(model))
     return _tokens(model, logits, known, by_next)
 
 

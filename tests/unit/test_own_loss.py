@@ -92,10 +92,10 @@ def _outcome(name: str, task: str) -> str:
 
 
 def test_both_ways_to_read_labels_are_among_them() -> None:
-    """By the class alone Llava would be right and Bart's decoder wrong."""
+    """Transformers gives both classes' names to causal language models."""
     for model, shifted in ((llava(), True), (bart(), False), (build("LlamaForCausalLM"), True)):
         batch = _next_tokens(model)
-        assert reads_next(model)
+        assert reads_next(model) is shifted
         assert reading_of(model, batch).shifted is shifted
 
 
