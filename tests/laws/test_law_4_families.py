@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headprune as hp
+from headprune.attention.kept_heads import weights_of
 from headprune.core.layout import STATE_ATTRIBUTE
 from headprune.model.running import call, outputs
 from tests.laws.families import FAMILIES, KEEP_A_HEAD, assert_equal, over
@@ -33,7 +34,7 @@ def test_law_4_what_survives(subject: Subject, dtype: torch.dtype) -> None:
     if not listed:
         assert {n: p.requires_grad for n, p in model.named_parameters()} == needed
         assert [type(m).__name__ for m in model.modules()] == classes
-        assert {n: t.dtype for n, t in model.state_dict().items()} == held
+        assert {n: t.dtype for n, t in weights_of(model).items()} == held
     assert {p.dtype for p in model.parameters()} == {dtype}
     with torch.no_grad():
         assert [t.dtype for t in outputs(call(model, batch))] == before

@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.attention.kept_heads import weights_of
 from headprune.core.layout import STATE_ATTRIBUTE
 from tests.laws.support import CLOSE, EXACT, TRANSFORMERS, Subject, objective, picture, set_implementation
 
@@ -104,7 +105,7 @@ def test_a_layer_without_heads_equals_the_gated_one(subject: Subject, which: str
     assert [s.heads for s in report.sites] == [mask.kept(s.name) for s in subject.sites]
     assert [type(m).__name__ for m in small.modules()] == [type(m).__name__ for m in subject.model.modules()]
     assert all(isinstance(a, type(b)) for a, b in zip(small.modules(), subject.model.modules(), strict=True))
-    assert list(small.state_dict()) == list(subject.model.state_dict())
+    assert list(weights_of(small)) == list(subject.model.state_dict())
 
 
 @pytest.mark.parametrize("which", EMPTY)
