@@ -120,7 +120,7 @@ def test_predicted_is_measured_where_time_adds_up(clock: Clock) -> None:
     table = latency_table(model, batch, seconds=0)
     scores = hp.score(model, [batch], "magnitude", progress=False)
     plan = hp.select(scores, hp.Budget(speedup=1.5), "knapsack", latency=table)
-    hp.prune_(model, plan)
+    hp.prune_(model, plan, batch)
     start = clock.now
     model(batch)
     assert clock.now - start == pytest.approx(table.predict(plan.mask))
