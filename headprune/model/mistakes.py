@@ -180,3 +180,15 @@ def _read(batch: Any) -> list[Tensor]:
     """The tensors that are read, which answers are not."""
     inputs = {k: v for k, v in batch.items() if k not in ANSWERS} if isinstance(batch, Mapping) else batch
     return [x.detach() for x in tensors(inputs)]
+
+
+def refuse_caches(batch: Any, number: int) -> None:
+    """Refuses keys and values of earlier tokens: every pass would add to them.
+
+    Raises:
+        InvalidValue: such a batch.
+    """
+    for name in ("past_key_values", "cache_params", "past_key_value"):
+        if isinstance(batch, Mapping) and batch.get(name) is not None:
+            hint = "Give the earlier tokens as tokens."
+            raise InvalidValue(f"batch {number}[{name!r}]", "left out, for every pass would add to it", "a cache", hint)

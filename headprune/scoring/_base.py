@@ -21,7 +21,7 @@ from headprune.model.batches import EMPTY, Batches
 from headprune.model.costs import measure_costs
 from headprune.model.judging import judged
 from headprune.model.losses import Loss, check_finite, shaped_losses
-from headprune.model.mistakes import explained
+from headprune.model.mistakes import explained, refuse_caches
 from headprune.model.own_loss import is_default
 from headprune.model.processes import Crew
 from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
@@ -112,7 +112,7 @@ class Problem:
         """
         if self.batches is not None:
             batch = self._first()
-            _refuse_caches(batch, 0)
+            refuse_caches(batch, 0)
             found = judged(self.model, self.loss, to_device(batch, device_of(self.model)), asked)
             self.loss, self.notes = found.loss, found.notes
 
@@ -282,7 +282,7 @@ class Problem:
         examples = 0
         for count, batch in enumerate(bar, self.before):
             examples += batch_size(batch, f"batch {count}")
-            _refuse_caches(batch, count)
+            refuse_caches(batch, count)
             self.opening = batch if count == self.before else self.opening
             digest.add(batch)
             order += digest.short()
@@ -303,7 +303,7 @@ class Problem:
         if self.batches is None:
             return
         first = self._first()
-        _refuse_caches(first, 0)
+        refuse_caches(first, 0)
         loss = None if is_default(self.loss) else self.loss
         one = None if any(b.layout.batch_axis for b in self.bound) else _first_example(first)
         if one is not None:
@@ -386,14 +386,6 @@ def _first_example(batch: Any) -> Any:
     """A batch of the first example alone: of every tensor with one row an example the first row."""
     size = batch_size(batch)
     return over_tensors(batch, lambda t: t[:1] if not t.is_nested and t.ndim and t.shape[0] == size else t)
-
-
-def _refuse_caches(batch: Any, number: int) -> None:
-    """Refuses keys and values of earlier tokens: every pass would add to them."""
-    for name in ("past_key_values", "cache_params", "past_key_value"):
-        if isinstance(batch, Mapping) and batch.get(name) is not None:
-            hint = "Give the earlier tokens as tokens."
-            raise InvalidValue(f"batch {number}[{name!r}]", "left out, for every pass would add to it", "a cache", hint)
 
 
 def _other_batches(what: str, got: str) -> InvalidValue:
