@@ -69,7 +69,8 @@ def test_what_does_not_repeat_itself_runs() -> None:
     before = model[0].asked
     batches = [torch.randn(3, 5, 8) for _ in range(2)]
     hp.recover_(model, batches, Lstsq(), teacher)
-    whole = 1 + 1 + len(batches) * (1 + 3)  # to find projections, to learn the layers, errors, one for each projection
+    # To see what training mode changes, to find projections, to learn the layers, errors, one for each projection
+    whole = 1 + 1 + 1 + len(batches) * (1 + 3)
     assert model[0].asked - before == whole
 
 

@@ -156,7 +156,7 @@ def test_a_change_beyond_the_range_of_half_precision_is_refused() -> None:
     linear = nn.Linear(4, 6).half()
     before = linear.weight.detach().clone()
     undo = Undo()
-    replaced = Replaced(undo)
+    replaced = Replaced(nn.Sequential(linear), undo, adds_biases=False)
     replaced.add_(Target("out", linear, linear), "weight", torch.full((4, 6), 1e6, dtype=torch.float64))
     with pytest.raises(InvalidValue, match=r"out\.weight: must be within the range of torch\.float16, got an infinite"):
         replaced.check()
