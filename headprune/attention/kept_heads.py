@@ -20,6 +20,8 @@ from headprune.core.slabs import MOST_HEADS
 
 #: The buffer: query and key/value heads of the whole module, then the heads that are kept, ``[2 + heads]``.
 KEPT_HEADS = "headprune_kept"
+#: A number n stands in the buffer as 16 n + 8: averages of models round whole numbers down, a little at every step.
+_SPREAD = 16
 
 
 def store_heads_(module: nn.Module, in_buffer: bool) -> None:
@@ -98,7 +100,7 @@ def _state_of(module: Any) -> HeadState:
 
 
 def _stored(state: HeadState, device: torch.device) -> Tensor:
-    made = torch.tensor([state.n_query_heads, state.n_kv_heads, *state.heads], device="cpu")
+    made = torch.tensor([state.n_query_heads, state.n_kv_heads, *state.heads], device="cpu") * _SPREAD + _SPREAD // 2
     return made.to(device, non_blocking=True)
 
 
@@ -112,7 +114,7 @@ def _read(stored: Any, where: str) -> HeadState:
     """Raises:
     InvalidValue: not two counts and the heads.
     """
-    numbers = stored.tolist() if isinstance(stored, Tensor) else stored
+    numbers = [n // _SPREAD for n in stored.flatten().tolist()] if isinstance(stored, Tensor) else stored
     counts = [0, -1] if not isinstance(numbers, list) else numbers[:2]
     if len(counts) < 2 or not 0 <= counts[1] <= counts[0] <= MOST_HEADS:
         got = f"a tensor {list(stored.shape)}" if isinstance(stored, Tensor) else type(stored).__name__

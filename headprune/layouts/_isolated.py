@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def isolated(function: Callable[..., Any], *args: Any) -> Any:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="headprune-proof", daemon=True)
-    with _usual_settings():
+    with _USUAL:
         thread.start()
         thread.join()
     if errors:
@@ -62,6 +62,33 @@ def _usual_settings() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
         yield
+
+
+class _Shared:
+    """A block that several threads may be in: the first one enters it, the last one leaves it.
+
+    Settings of the process that each thread saved and put back by itself would stay changed where two overlap.
+    """
+
+    def __init__(self, block: Callable[[], AbstractContextManager[None]]) -> None:
+        self._block, self._lock = block, threading.Lock()
+        self._inside = 0
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._entered.enter_context(self._block())
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._entered.close()
+
+
+_USUAL = _Shared(_usual_settings)
 
 
 @contextmanager

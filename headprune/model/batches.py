@@ -135,6 +135,8 @@ def _is_dataset(source: Any) -> bool:
 
 
 def _of_one(name: Any, value: Any) -> bool:
+    if isinstance(value, bool):  # a switch of the model's, such as use_cache
+        return False
     if not isinstance(value, Tensor):
         return isinstance(value, (int, float, str)) or (
             isinstance(value, list) and all(isinstance(x, int) for x in value)

@@ -52,11 +52,16 @@ def reads_next(model: nn.Module) -> bool:
 
 
 def _reads_as_given(model: nn.Module) -> bool:
-    """Whether a class of Transformers' own does without the library's loss: Bart's decoder alone, XLM, XLNet."""
+    """Whether a class of Transformers' own does without the library's loss: Bart's decoder alone, XLM, XLNet.
+
+    One that takes no labels has no loss, and says nothing.
+    """
     for kind in type(model).__mro__:
         if kind.__name__ in _causal_classes():
             code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
-            return kind.__module__.startswith("transformers.") and code is not None and _USED not in code.co_names
+            if code is None or "labels" not in code.co_varnames:
+                return False
+            return kind.__module__.startswith("transformers.") and _USED not in code.co_names
     return False
 
 

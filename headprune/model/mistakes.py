@@ -23,6 +23,12 @@ _OTHER_TYPE = re.compile(r"expected (scalar type|dtype) .*Long|expected .* Long|
 _OTHER_SHAPE = re.compile(r"Target size \(|target batch_size|Expected target size|Expected floating point type")
 _BEYOND = re.compile(r"index out of range in self|is out of bounds for dimension")
 _UNEQUAL = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
+#: What PyTorch and Transformers say where there are more tokens than positions.
+_ABOUT_PLACES = re.compile(
+    r"index out of range|out of bounds|must match the (existing )?size|expanded size|device-side assert|sequence length"
+    r"|position",
+    re.I,
+)
 _ARGUMENTS = re.compile(r"positional argument|keyword argument|multiple values for argument|required argument")
 
 
@@ -73,9 +79,11 @@ def _raise(model: nn.Module, batch: Any, where: str, error: Exception) -> None:
 def _cause(model: nn.Module, batch: Any, where: str, error: Exception) -> InvalidValue | None:
     """What is known of an error; the first that fits."""
     text = str(error)
+    if isinstance(error, torch.OutOfMemoryError):  # who catches it may take smaller batches
+        return None
     return (
         _no_batch(batch, where)
-        or _too_long(model, batch, where, error)
+        or (_too_long(model, batch, where) if _ABOUT_PLACES.search(text) else None)
         or _unlike_positions(model, batch, where, text)
         or _no_numbers(batch, where, text)
         or _labels(model, batch, where, text)
@@ -113,11 +121,11 @@ def _labels(model: nn.Module, batch: Any, where: str, text: str) -> InvalidValue
     return None
 
 
-def _too_long(model: nn.Module, batch: Any, where: str, error: Exception) -> InvalidValue | None:
+def _too_long(model: nn.Module, batch: Any, where: str) -> InvalidValue | None:
     """Inputs with more tokens than the model has positions."""
     config = getattr(model, "config", None)
     limit = next((n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int)), None)
-    if limit is None or not isinstance(batch, Mapping) or not isinstance(error, (IndexError, RuntimeError, ValueError)):
+    if limit is None or not isinstance(batch, Mapping):
         return None
     for name, value in batch.items():
         if str(name).endswith("input_ids") and isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > limit:

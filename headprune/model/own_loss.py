@@ -87,9 +87,11 @@ def reading_of(model: nn.Module, batch: Any) -> Reading:
     if not has_labels(batch) or not _takes_answers(model):
         return by_class
     plain = _Plain()
+    # A count of items over several batches, which the Trainer gives, would make the own loss a part of another mean.
+    given = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
     try:
         with undisturbed(model, frozen=False), torch.no_grad(), plain:
-            output = call(model, {**batch, **_without_router(model)})
+            output = call(model, {**given, **_without_router(model)})
     except Exception as error:  # somebody else's forward; what is wrong with the batch shows again where it is needed
         return Reading(by_class.shifted, notes=(_not_compared(error),))
     own = output.get("loss") if isinstance(output, Mapping) else None
@@ -166,7 +168,7 @@ def _readings(model: nn.Module, batch: Mapping[str, Any], output: Any) -> dict[b
     logits = logits_of(output)
     logits = logits.float() if logits.dtype in _NARROW_TYPES else logits
     if logits.ndim == 2:
-        return {by_class: [_of_examples(model, batch, logits)]}
+        return {by_class: list(_of_examples(model, batch, logits))}
     labels = batch["labels"]
     mask = None if is_encoder_decoder(model) else batch.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
@@ -181,21 +183,25 @@ def _readings(model: nn.Module, batch: Mapping[str, Any], output: Any) -> dict[b
 
 
 def _token_means(logits: Tensor, labels: Tensor, mask: Tensor) -> Iterator[Tensor]:
-    """Means over tokens, over examples, and both without padding."""
+    """Means over tokens, over examples, and both without padding; sums, whose slopes are those of means."""
     losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED)
     counted = (labels != _IGNORED).to(losses)
     for counts in (counted, counted * (mask != 0)):
         sums, n = (losses * counts).sum(1), counts.sum(1)
         yield sums.sum() / n.sum()
+        yield sums.sum()
         yield (sums / n.clamp(min=1)).mean()
 
 
-def _of_examples(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> Tensor:
+def _of_examples(model: nn.Module, batch: Mapping[str, Any], logits: Tensor) -> Iterator[Tensor]:
+    """The mean over examples, and their sum."""
     labels = batch["labels"]
     losses = losses_of(model, batch, {"logits": logits})
     if problem_type(model, labels, logits) == "single_label_classification":
-        return losses.sum() / (labels != _IGNORED).sum()
-    return losses.mean()
+        yield losses.sum() / (labels != _IGNORED).sum()
+    else:
+        yield losses.mean()
+    yield losses.sum()
 
 
 def _ends(batch: Mapping[str, Any], output: Any) -> Tensor:

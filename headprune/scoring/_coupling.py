@@ -29,6 +29,10 @@ NOTE = (
 _HINT = "Take taylor, fisher, integrated_gradients or leave_one_out, which are right for such losses."
 #: Where a problem keeps whether its losses, and its model's outputs, are coupled.
 LOSSES, OUTPUTS = "coupled losses", "coupled outputs"
+#: By those, where it keeps how many batches there were, and the last one.
+BATCHES = {LOSSES: "batches of losses", OUTPUTS: "batches of outputs"}
+#: Batches that are looked at after the first.
+_LOOKS = tuple(2 * 4**n for n in range(12))
 #: Dependence on other examples that makes a smaller share of the slopes is rounding.
 _SHARE = 1e-2
 #: The largest power of two that losses are multiplied with, and in fp16, which would overflow.
@@ -38,7 +42,10 @@ _POWER, _POWER_FP16 = 63, 3
 def coupled(
     problem: Problem, of: Tensor, slopes: Slopes, together: list[Tensor] | None = None, key: str = LOSSES
 ) -> bool:
-    """Whether a number of one example depends on another example of its batch; found out once, and then remembered.
+    """Whether a number of one example depends on another example of its batch.
+
+    That is found out on the first batch. A loss may couple examples in some batches alone, as one does that looks for
+    pairs of a class: so batches 2, 8, 32 and so on are looked at again, where a look does not wait for an accelerator.
 
     Numbers that depend on their own example alone have slopes that follow their weights in a sum: all weights are
     powers of two, up or down, so that this is exact but for sums that an accelerator adds up in any order. Where slopes
@@ -50,15 +57,45 @@ def coupled(
         slopes: Their slopes; asked once more for as many examples as there are where something is found.
         together: The slopes of their plain sum, if they are known.
         key: What the numbers are.
+
+    Raises:
+        InvalidValue: numbers of a later batch are coupled, and those before were not.
     """
-    if key in problem.shared or len(of) < 2:
-        return bool(problem.shared.get(key, False))
+    known = problem.shared.get(key)
+    if known or not asks(problem, len(of), of.device, key):
+        return bool(known)
     with torch.no_grad():
         share = min(_SHARE, rounding(problem) ** 0.5)
         together = slopes(torch.ones_like(of)) if together is None else together
         found = any(bool(_follows_not(weights, slopes(weights), together, share)) for weights in _weights(problem, of))
-        problem.shared[key] = found and any(bool(_beyond(row, slopes(one), share)) for row, one in enumerate(_each(of)))
-    return bool(problem.shared[key])
+        found = found and any(bool(_beyond(row, slopes(one), share)) for row, one in enumerate(_each(of)))
+    if found and known is False:
+        what = "the loss" if key == LOSSES else "the model's output"
+        must = "one whose examples depend on each other in the first batch, too, or in none"
+        got = "examples that depend on others of their batch in a later batch alone"
+        hint = "Put a batch first in which they do, or larger batches; or take leave_one_out."
+        raise InvalidValue(what, must, got, hint)
+    if known is None:
+        problem.shared |= {key: found, BATCHES[key]: (1, problem.given)}
+    return found
+
+
+def asks(problem: Problem, n_examples: int, device: torch.device, key: str = LOSSES) -> bool:
+    """Whether ``coupled`` will ask for slopes of other sums in the batch that runs, which then needs its graph."""
+    known = problem.shared.get(key)
+    if known or n_examples < 2:
+        return bool(known)
+    return known is None or (device.type == "cpu" and _place(problem, key) in _LOOKS)
+
+
+def _place(problem: Problem, key: str) -> int:
+    """The number of the batch that runs, from 1, among those that were asked for."""
+    count, last = problem.shared[BATCHES[key]]
+    if problem.given is not last:
+        count += 1
+        problem.shared[BATCHES[key]] = count, problem.given
+    place: int = count
+    return place
 
 
 def alone(of: Tensor, slopes: Slopes) -> list[Tensor]:

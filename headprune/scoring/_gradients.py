@@ -25,7 +25,7 @@ from headprune.model.sites import BoundSite, bind, sites_of, unwrap
 from headprune.model.transfers import sent
 from headprune.scoring._averages import in_blocks
 from headprune.scoring._base import Problem, Scorer
-from headprune.scoring._coupling import LOSSES, Slopes, alone, coupled, refuse_coupled
+from headprune.scoring._coupling import LOSSES, Slopes, alone, asks, coupled, refuse_coupled
 from headprune.scoring._flat import refuse_flat
 from headprune.scoring._rows import Held, Rows, collected
 
@@ -241,7 +241,7 @@ def refuse_coupled_losses(problem: Problem, number: int, batch: Any, scorer: str
     Raises:
         InvalidValue: the loss of an example depends on others.
     """
-    if LOSSES not in problem.shared and batch_size(batch) > 1:
+    if not problem.shared.get(LOSSES) and asks(problem, batch_size(batch), device_of(problem.model)):
         loss_gradients(problem, number, batch)
     if problem.shared.get(LOSSES):
         refuse_coupled(problem, scorer)
@@ -252,7 +252,7 @@ def _summed(
 ) -> tuple[Tensor, list[Tensor], Slopes]:
     """A batch's losses, the gradients of their sum with respect to gates, one a site, and those of weighted sums."""
     losses = problem.losses(number, batch)
-    asked = problem.shared.get(LOSSES, len(losses) > 1)  # whether gradients of other sums follow
+    asked = asks(problem, len(losses), losses.device)  # whether gradients of other sums follow
     gradients = gate_slopes(problem, losses.sum(), gates, keep_graph=asked)
     return losses, gradients, slopes_of(losses, list(gates.values()))
 

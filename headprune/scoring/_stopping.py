@@ -15,13 +15,13 @@ from headprune.model.batches import EMPTY
 from headprune.model.running import DataDigest, batch_size, tensors
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, Scorer
-from headprune.scoring._coupling import LOSSES, OUTPUTS
+from headprune.scoring._coupling import BATCHES, LOSSES, OUTPUTS
 from headprune.scoring._rows import Collected, Moments, room
 
 #: Share of a look's error that chooses which pairs are close; the rest tests them.
 _CHOOSING = 0.1
 #: What of a problem holds for all data.
-_CARRIED = ("scorers", LOSSES, OUTPUTS)
+_CARRIED = ("scorers", LOSSES, OUTPUTS, *BATCHES.values())
 #: Relative difference of means in fp64 that rounding makes.
 _SAME = 1e-13
 

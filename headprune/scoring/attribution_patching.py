@@ -16,7 +16,7 @@ from headprune.model.sites import BoundSite
 from headprune.scoring._averages import averaged
 from headprune.scoring._base import Estimate, Problem, one_of
 from headprune.scoring._contexts import leaves, mean_contexts
-from headprune.scoring._coupling import LOSSES, alone, coupled, noted
+from headprune.scoring._coupling import alone, asks, coupled, noted
 from headprune.scoring._flat import refuse_flat
 from headprune.scoring._gradients import GradientScorer, by_unit, gathered, gradients_of, slopes_of
 
@@ -107,7 +107,7 @@ def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tens
     """``[examples, units]``: ``sum_t <base - ctx, dl/dctx>``, summed over the runs of a site and its unit's heads."""
     with leaves(problem) as contexts:
         losses = problem.losses(number, batch)
-        asked = problem.shared.get(LOSSES, len(losses) > 1)  # whether gradients of other sums follow
+        asked = asks(problem, len(losses), losses.device)  # whether gradients of other sums follow
         found = gradients_of(problem, losses.sum(), contexts, keep_graph=asked)
     sizes = [len(xs) for xs in contexts]
     of_sums = slopes_of(losses, [x for xs in contexts for x in xs])

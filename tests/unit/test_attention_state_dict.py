@@ -88,7 +88,7 @@ def test_the_whole_counts_too() -> None:
     assert {k: v.shape for k, v in wide.state_dict().items()} == {k: v.shape for k, v in narrow.state_dict().items()}
     with pytest.raises(InvalidValue, match=REFUSED):
         narrow.load_state_dict(wide.state_dict())
-    assert module.state_dict()[KEPT_HEADS].tolist() == [4, 2, 1, 2, 3]
+    assert (module.state_dict()[KEPT_HEADS] // 16).tolist() == [4, 2, 1, 2, 3]
 
 
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
@@ -275,3 +275,18 @@ def test_a_model_whose_buffers_are_offloaded_can_be_cut(buffers: bool) -> None:
     hp.prune_heads_(again, {1: [0, 1]})
     hp.prune_heads_(model, {1: [0, 1]})
     assert_close(again(**batch), model(**batch), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.95, 0.992, 0.9995, 0.9999])
+@torch.no_grad()
+def test_an_average_of_models_keeps_the_heads(decay: float) -> None:
+    """Averages of whole numbers are rounded down, a little at every step."""
+    module = hp.MultiHeadAttention(36, 18, n_kv_heads=9)
+    module.prune_heads_([0, 3, 5, 6, 7, 17], policy="free")
+    averaged = torch.optim.swa_utils.AveragedModel(
+        module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True
+    )
+    for _ in range(200):
+        averaged.update_parameters(module)
+    module.load_state_dict(averaged.module.state_dict())
+    assert [site.heads for site in hp.find_sites(averaged.module)] == [(0, 3, 5, 6, 7, 17)]

@@ -435,3 +435,39 @@ def test_models_that_do_not_couple_take_two_backward_passes_more(
     size = len(found) // 2
     assert_close(found[:size], _gradients.by_unit(problem, summed).double(), rtol=0, atol=0)
     assert_close(found[size:], found[:size], rtol=0, atol=0)
+
+
+# --- batches after the first ------------------------------------------------------------------------------------------
+
+
+def pairs_of_a_class(model: nn.Module, batch: Any) -> Tensor:
+    """A supervised contrastive loss: an example without another one of its class goes by itself alone."""
+    x, classes = batch
+    states = nn.functional.normalize(model(x).mean(1), dim=-1)
+    own = torch.eye(len(x), dtype=torch.bool)
+    likeness = (5 * states @ states.T).masked_fill(own, -1e9).log_softmax(-1)
+    same = (classes[:, None] == classes[None]) & ~own
+    others = -(likeness * same).sum(1) / same.sum(1).clamp(min=1)
+    return torch.where(same.any(1), others, states[:, 0].square())
+
+
+@pytest.mark.parametrize("scorer", ["taylor", "fisher", "integrated_gradients", "attribution_patching", "attattr"])
+def test_a_loss_that_couples_later_examples_alone_is_refused(scorer: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(hp.MultiHeadAttention(8, 4)).double().eval()
+    alone, coupled = torch.arange(4), torch.tensor([0, 0, 1, 1])
+    batches = [(torch.randn(4, 5, 8).double(), classes) for classes in (alone, coupled, coupled)]
+    with pytest.raises(InvalidValue, match="in a later batch alone"):
+        hp.score(model, batches, scorer, loss=pairs_of_a_class, progress=False)
+
+
+def test_batches_are_looked_at_again_at_2_and_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(hp.MultiHeadAttention(8, 4)).eval()
+    looks: list[int] = []
+    whole = _coupling._follows_not
+    monkeypatch.setattr(_coupling, "_follows_not", lambda *given: looks.append(1) or whole(*given))
+    for n_batches, expected in ((1, 1), (2, 2), (7, 2), (8, 3)):
+        looks.clear()
+        batches = [torch.randn(3, 5, 8) for _ in range(n_batches)]
+        hp.score(model, batches, "taylor", loss=lambda m, x: m(x).square().mean((1, 2)), progress=False)
+        assert len(looks) == expected, n_batches

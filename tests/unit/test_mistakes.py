@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import headprune as hp
 from headprune.bench.quality import evaluate
@@ -388,3 +394,34 @@ def test_learned_gates_leave_the_model_as_it_was() -> None:
     with pytest.raises((IndexError, HeadPruneError)), learned_gates(model, hp.gating.HardConcrete(keep=0.5)):
         model(torch.full((SIZE, LENGTH), WORDS))
     assert [type(m) for m in model.modules()] == kinds
+
+
+# --- what is not translated -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("my own problem"), torch.OutOfMemoryError("no memory")], ids=str)
+def test_a_long_batch_is_not_to_blame_for_everything(error: Exception) -> None:
+    config = LlamaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config.max_position_embeddings = 8
+    model = LlamaForCausalLM(config).eval()
+
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)) as caught:
+        hp.score(model, [{"input_ids": torch.randint(20, (2, 12))}], loss=failing, progress=False)
+    assert caught.value is error
+
+
+class Switched(IterableDataset[Any]):
+    """Batches with a switch of the model's."""
+
+    def __iter__(self) -> Any:
+        ids = torch.randint(20, (4, 7), generator=torch.Generator().manual_seed(0))
+        yield {"input_ids": ids, "labels": torch.tensor([0, 1, 0, 1]), "return_dict": True}
+
+
+def test_a_batch_with_a_switch_is_no_single_example() -> None:
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    found = hp.score(BertForSequenceClassification(config).eval(), Switched(), progress=False)
+    assert found.n_examples == 4

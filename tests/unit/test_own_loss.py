@@ -503,3 +503,61 @@ def test_a_wrapper_hides_no_kind_of_model(name: str, wrapper: str) -> None:
         assert_close(losses, by_hand(1)(model, {**bare, "labels": IDS}))
     with torch.no_grad():
         assert evaluate(model, [batch]).loss == pytest.approx(float(model(**batch).loss), rel=1e-5)
+
+
+# --- losses that say the same in another way --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_gates_are_learned_by_the_trainer_whatever_it_counts(kind: str, accumulated: int, tmp_path: Path) -> None:
+    """The Trainer gives the model the number of tokens of several batches, by which the model divides its loss."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"Llama": {"hidden_size": 16, "intermediate_size": 20}, "GPT2": {"n_embd": 16}}
+    config = getattr(hf, f"{kind}Config")(
+        vocab_size=40, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0, **sizes[kind]
+    )
+    model = getattr(hf, "LlamaForCausalLM" if kind == "Llama" else "GPT2LMHeadModel")(config)
+    rows = [{"input_ids": x, "labels": x} for x in torch.randint(1, 40, (16, 7))]
+    settings: dict[str, Any] = {"use_cpu": True, "max_steps": 2, "report_to": "none", "disable_tqdm": True}
+    settings |= {"logging_strategy": "no", "save_strategy": "no", "per_device_train_batch_size": 4}
+    args = hf.TrainingArguments(str(tmp_path), gradient_accumulation_steps=accumulated, **settings)
+    with hp.learned_gates(model, hp.gating.HardConcrete(keep=0.5, warmup=2)) as gates:
+        optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": gates.parameters(), "lr": 0.1}])
+        trainer = hf.Trainer(
+            model, args, train_dataset=rows, compute_loss_func=gates.trainer_loss, optimizers=(optimizer, None)
+        )
+        assert math.isfinite(trainer.train().training_loss)
+
+
+class Summed(nn.Module):
+    """A classifier whose own loss is the sum over examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = hp.MultiHeadAttention(8, 2)
+        self.config = hf.PretrainedConfig(num_labels=3, problem_type="single_label_classification")
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.attention(x).mean(1))
+        loss = {} if labels is None else {"loss": functional.cross_entropy(logits, labels, reduction="sum")}
+        return {**loss, "logits": logits}
+
+
+def test_a_sum_over_examples_is_the_same_loss() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 5, 8), "labels": torch.tensor([0, 1, 2, 1])}
+    reading = reading_of(Summed().eval(), batch)
+    reading.check()
+    assert hp.score(Summed().eval(), [batch], "taylor", progress=False).n_examples == 4
+
+
+@pytest.mark.parametrize("name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"])
+def test_a_class_without_a_loss_says_nothing_of_labels(name: str) -> None:
+    kind = getattr(hf, name, None)
+    if kind is None:
+        pytest.skip("not in this version of Transformers")
+    model = object.__new__(kind)
+    nn.Module.__init__(model)
+    assert reads_next(model)

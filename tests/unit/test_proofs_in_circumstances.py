@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
+from headprune.layouts._isolated import isolated
 from headprune.layouts._tiny_textbook import Annotated, D2l
 from headprune.model.sites import find_sites
 from tests.circumstances import CIRCUMSTANCES
@@ -141,3 +145,33 @@ def test_code_that_changed_since_is_proved_anew(
         find_sites(model)
     monkeypatch.undo()
     find_sites(model)
+
+
+def test_threads_that_prove_at_once_leave_the_settings_of_the_process() -> None:
+    before = torch.get_default_dtype(), warnings.filters[:]
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in range(15):
+            # The first to come is the last to go, so that settings saved by each would end as the second found them
+            first, second = threading.Event(), threading.Event()
+
+            def slow(first: threading.Event = first, second: threading.Event = second) -> None:
+                first.set()
+                second.wait(10)
+
+            thread = threading.Thread(target=isolated, args=(slow,))
+            thread.start()
+            first.wait(10)
+
+            def quick(second: threading.Event = second) -> None:
+                second.set()
+                time.sleep(0.01)
+
+            other = threading.Thread(target=isolated, args=(quick,))
+            other.start()
+            thread.join()
+            other.join()
+            assert torch.get_default_dtype() == torch.float64
+            assert warnings.filters == before[1]
+    finally:
+        torch.set_default_dtype(before[0])

@@ -347,7 +347,7 @@ def test_ggn_goes_forward_once_and_backward_once_a_class_but_one(
     with counted(bert.model) as runs:
         score(bert, "ggn", split(bert.batch, 2))
     coupled = 2  # on the first batch: do its examples see each other?
-    assert (len(runs), len(calls)) == (1 + 2, 2 * (3 - 1) + coupled)
+    assert (len(runs), len(calls)) == (2 + 2, 2 * (3 - 1) + coupled)  # with the costs and the model's own loss
 
 
 def test_ggn_of_an_answers_ends() -> None:
@@ -455,6 +455,8 @@ def query_tokens(subject: Subject, site: Any, example: int, length: int) -> list
     """Which queries of a site are no padding."""
     one = heads.example(subject.batch, example)
     mask = one.get("attention_mask")
+    if "valid_lens" in one:
+        return [t < int(one["valid_lens"][0]) for t in range(length)]
     if mask is None or (subject.family == "t5" and site.kind != "self"):
         return [True] * length
     return mask[0].bool().tolist()
@@ -530,14 +532,14 @@ def test_one_pass_serves_them_all(bert: Subject) -> None:
     batches = split(more(bert, 7), 3)
     with counted(bert.model) as runs:
         together = score(bert, ["taylor", "fisher", "taylor2", "attribution_patching", Fisher(block=32)], batches)
-    assert len(runs) == 1 + 3, "one to measure what the model costs, one a batch"
+    assert len(runs) == 2 + 3, "one to measure what the model costs, one for its own loss, one a batch"
     assert together == tuple(
         score(bert, s, batches) for s in ("taylor", "fisher", "taylor2", "attribution_patching", Fisher(block=32))
     )
     for scorer, passes in ((IntegratedGradients(points=5), 5 + 2), (AttributionPatching(base="mean"), 2), (ALL[-1], 2)):
         with counted(bert.model) as runs:
             score(bert, scorer, batches)
-        assert len(runs) == 1 + 3 * passes
+        assert len(runs) == 2 + 3 * passes  # costs, own loss
 
 
 # ---------------------------------------------------------------- samples, notes
