@@ -104,9 +104,10 @@ def test_copies(layout: str, family: str, how: str) -> None:
     _, small = emptied(subject)
     if how == "pickle":
         if family in NOT_PICKLED:
-            with pytest.raises((RuntimeError, AttributeError)):
+            try:
                 torch.save(subject.model, io.BytesIO())
-            return
+            except (RuntimeError, AttributeError):
+                return  # the uncut one cannot, either
         file = io.BytesIO()
         torch.save(small, file)
         file.seek(0)
