@@ -6,8 +6,9 @@ another one is given, so each such module is called again, alone, on what it was
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import VerificationFailed
-from headprune.core.mixin import original_class
 from headprune.model.precision import full_precision
-from headprune.model.running import over_tensors, tensors, undisturbed
+from headprune.model.running import tensors, undisturbed
 from headprune.model.sites import BoundSite
 from headprune.surgery.verify import compare
 
@@ -31,7 +31,7 @@ class MaskedCalls:
     """Calls of modules under several masks, and what they returned before a cut.
 
     Args:
-        sites: Those whose modules are called: one of each class that loses heads.
+        sites: Those whose modules are called: each that loses heads, for two of one class may differ in their numbers.
     """
 
     sites: list[BoundSite]
@@ -55,15 +55,15 @@ class MaskedCalls:
         return note
 
     def expect(self, model: nn.Module) -> None:
-        """Calls the gated modules; a mask under which one does not run proves nothing."""
+        """Calls the gated modules; a mask under which one does not run, or not twice alike, proves nothing."""
         for b in self.sites:
             given = self.calls.get(b.site.name)
             for what, changed in () if given is None else _variants(b, given):
                 try:
-                    found = changed.run(model, b.module)
+                    found, again = changed.run(model, b.module), changed.run(model, b.module)
                 except Exception:  # it is code that we know nothing about, which takes no such mask
                     continue
-                if found is not None:
+                if found is not None and again is not None and compare([found], [again]).holds:
                     self.expected.append((b, what, changed, found))
 
     def check(self, model: nn.Module) -> None:
@@ -86,20 +86,12 @@ class MaskedCalls:
                 raise VerificationFailed(f"the pruned {b.site.name}", must, got, hint)
 
 
-def one_of_each(bound: Iterable[BoundSite]) -> list[BoundSite]:
-    """The first of the sites of each class and kind."""
-    found: dict[Any, BoundSite] = {}
-    for b in bound:
-        found.setdefault((original_class(b.module), b.site.kind), b)
-    return list(found.values())
-
-
 @dataclass(frozen=True)
 class _Call:
     """What a module was called with; tensors carry no graph.
 
     Args:
-        args, kwargs: As they were given.
+        args, kwargs: Copies of what was given.
         names: Of arguments by position, as far as ``forward`` has names.
         defaults: What it takes beside them.
     """
@@ -114,8 +106,7 @@ class _Call:
         parameters = inspect.signature(module.forward).parameters.values()
         names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[: len(args)]
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in names}
-        plain: dict[str, Any] = over_tensors(dict(kwargs), Tensor.detach)
-        found = cls(over_tensors(args, Tensor.detach), plain, names, defaults)
+        found = cls(_copied(args), _copied(dict(kwargs)), names, defaults)
         return found.having({name: None for name in _CACHES if name in found.named()})
 
     def named(self) -> dict[str, Any]:
@@ -129,10 +120,30 @@ class _Call:
         return replace(self, args=(*args, *self.args[len(args) :]), kwargs={**self.kwargs, **more})
 
     def run(self, model: nn.Module, module: nn.Module) -> Tensor | None:
-        """The first tensor that a module returns: the heads' outputs, projected."""
+        """The first tensor that a module returns: the heads' outputs, projected.
+
+        It is given copies: it may fill a cache, or write into what it is given.
+        """
+        args, kwargs = _copied(self.args), _copied(self.kwargs)
         with undisturbed(model), full_precision(), torch.no_grad():
-            found = next(tensors(module(*self.args, **self.kwargs)), None)
+            found = next(tensors(module(*args, **kwargs)), None)
         return None if found is None else found.detach().clone()
+
+
+def _copied(value: Any) -> Any:
+    """Values that a call may change, as they are now; modules, functions and what has no copy pass through."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    if callable(value):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an object of somebody's own
+        return value
 
 
 def _variants(b: BoundSite, given: _Call) -> Iterator[tuple[str, _Call]]:

@@ -26,7 +26,7 @@ from headprune.model.own_code import own_code
 from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite, Sites, bind, find_sites, not_taken, unwrap
 from headprune.model.wrappers import check_unwrapped, retire_wrappers
-from headprune.surgery.masked import MaskedCalls, one_of_each
+from headprune.surgery.masked import MaskedCalls
 from headprune.surgery.parameters import (
     CutParameter,
     Left,
@@ -132,7 +132,7 @@ def _cut_and_proven(
     expected = None
     n_examples = 0 if example is None else batch_size(example, "example")
     own = {b: what for b in bound if (what := _own_code_of_change(b, mask)) is not None}
-    masked = MaskedCalls(one_of_each(own))
+    masked = MaskedCalls(list(own))
     before = count_parameters(model)
     everything = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
     gone = tuple((name, heads) for name, heads in everything if heads)

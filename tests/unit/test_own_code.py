@@ -188,6 +188,75 @@ def test_lengths_are_masks_too() -> None:
         hp.prune_(model, mask, example=x)
 
 
+class Flagged(hp.MultiHeadAttention):
+    """Wrong with valid lengths, where an instance says so."""
+
+    flag = False
+
+    def forward(self, *args: Any, valid_lens: Tensor | None = None, **kwargs: Any) -> Any:
+        out = super().forward(*args, valid_lens=valid_lens, **kwargs)
+        return out * self.n_heads if self.flag and valid_lens is not None else out
+
+
+@pytest.mark.parametrize("flagged", range(3))
+def test_each_module_of_a_class_is_tried_under_masks(flagged: int) -> None:
+    model, x = nn.Sequential(*[Flagged(12, 4) for _ in range(3)]), torch.randn(3, 5, 12)
+    model[flagged].flag = True
+    mask = hp.HeadMask.from_keep({str(i): [0, 1] for i in range(3)}, {str(i): 4 for i in range(3)})
+    with pytest.raises(VerificationFailed, match=rf"the pruned {flagged}: .*with valid_lens"):
+        hp.prune_(model, mask, example=x)
+    model[flagged].flag = False
+    hp.prune_(model, mask, example=x)
+
+
+class Box:
+    """A cache of somebody's own."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Tensor] = {}
+
+
+class Filling(hp.MultiHeadAttention):
+    """Fills what it is given, and goes on after what is in it."""
+
+    def forward(self, x: Tensor, notes: Any = None, valid_lens: Tensor | None = None) -> Any:
+        if notes is not None:
+            inner = notes.seen if isinstance(notes, Box) else notes
+            size = len(inner)
+            inner.append(x) if isinstance(inner, list) else inner.__setitem__(str(size), x)
+            x = torch.cat([x] * (1 + size), dim=1)
+        return super().forward(x, valid_lens=valid_lens)
+
+
+class Writing(hp.MultiHeadAttention):
+    """Writes into its input."""
+
+    def forward(self, x: Tensor, notes: Any = None, valid_lens: Tensor | None = None) -> Any:
+        out = super().forward(x.clone(), valid_lens=valid_lens)
+        x += 1
+        return out
+
+
+class Calling(nn.Module):
+    """Gives its attention notes to fill, new ones in every call."""
+
+    def __init__(self, kind: Any, notes: Callable[[], Any]) -> None:
+        super().__init__()
+        self.attention, self.notes = kind(12, 4), notes
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x.clone(), notes=self.notes())
+
+
+@pytest.mark.parametrize("notes", [dict, list, Box])
+@pytest.mark.parametrize("kind", [Filling, Writing])
+def test_what_a_call_fills_is_new_in_each_call(kind: Any, notes: Callable[[], Any]) -> None:
+    model = Calling(kind, notes)
+    mask = hp.HeadMask.from_keep({"attention": [0, 1]}, {"attention": 4})
+    report = hp.prune_(model, mask, example=torch.randn(3, 5, 12))
+    assert report.proof is not None
+
+
 # ------------------------------------------------------------------- layouts that prove code
 
 
