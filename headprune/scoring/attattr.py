@@ -74,8 +74,8 @@ class Attattr(Scorer):
                 with torch.no_grad(), mapping(bound, places) as maps:
                     run(problem.model, batch, problem.loss)
                     maps()
-            refuse_coupled_losses(problem, number, batch, "attattr")
             rows = [self._site(problem, b, number, batch, places) for b in bound]
+            refuse_coupled_losses(problem, number, batch, "attattr")
             if number == problem.before:
                 problem.look()  # most mistakes show in the first batch, and the others may take long
             return torch.cat([of_site.to(device) for of_site in rows], 1)
