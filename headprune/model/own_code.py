@@ -6,7 +6,6 @@ laws and the coverage record; what somebody else's code does with them shows on 
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -17,11 +16,9 @@ from torch import nn
 from headprune.core.mixin import FORWARDS
 from headprune.layouts import registry
 from headprune.layouts._code import from_libraries, function_of, own_globals, own_methods
+from headprune.model.noting import only_notes
 from headprune.model.sites import BoundSite
 
-#: Steps of Python that do nothing to values.
-_BETWEEN = frozenset({"CACHE", "COPY_FREE_VARS", "MAKE_CELL", "NOP", "PRECALL", "RESUME"})
-_NOTING = (["append"], ["extend"], ["update"])
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -57,29 +54,8 @@ def _on_instance(part: nn.Module) -> Iterator[str]:
             yield f"a {name.lstrip('_')} put on one module ({_told(value)})"
     for hooks in _HOOKS:
         for hook in part.__dict__.get(hooks, {}).values():
-            if not from_libraries(hook) and not _only_notes(hook):
+            if not from_libraries(hook) and not only_notes(hook, part):
                 yield f"a forward hook ({_told(hook)})"
-
-
-def _only_notes(hook: Any) -> bool:
-    """Whether a hook's code shows that it returns nothing and changes nothing in place: it keeps what it sees.
-
-    Its return values are None, or what ``append``, ``extend`` or ``update`` of something return.
-    """
-    function = function_of(hook)
-    if function is None or any(n.endswith("_") and not n.endswith("__") for n in function.__code__.co_names):
-        return False
-    steps = [s for s in dis.get_instructions(function) if s.opname not in _BETWEEN]
-    ends = [i for i, step in enumerate(steps) if step.opname.startswith("RETURN")]
-    if all(_is_none(steps[i], steps[i - 1]) for i in ends):
-        return True
-    methods = [step.argval for step in steps if step.opname in ("LOAD_METHOD", "LOAD_ATTR")]
-    return len(ends) == 1 and methods[:1] in _NOTING and steps[ends[0] - 1].opname.startswith("CALL")
-
-
-def _is_none(step: dis.Instruction, before: dis.Instruction) -> bool:
-    made = step if step.opname == "RETURN_CONST" else before
-    return made.opname in ("RETURN_CONST", "LOAD_CONST") and made.argval is None
 
 
 def _of_class(kind: type) -> str | None:

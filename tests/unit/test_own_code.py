@@ -433,6 +433,295 @@ def noted_(module: Any) -> None:
     module.o_proj.register_forward_pre_hook(lambda m, args: seen.extend(args[0].shape))
 
 
+SEEN: dict[str, Any] = {}
+COUNT = 0
+
+
+class Recorder:
+    """Keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+        self.calls = 0
+        self.outputs: list[Any] = []
+
+    def keep(self, module: Any, args: Any, out: Any) -> None:
+        self.calls += 1
+        self.note(out)
+
+    def note(self, out: Any) -> None:
+        self.outputs.append(out)
+
+    def __call__(self, module: Any, args: Any, out: Any) -> None:
+        self.outputs.append(out)
+
+    def store(self, module: Any, args: Any, out: Any) -> None:
+        self.seen["out"] = out[0] if isinstance(out, tuple) else out
+
+
+def noting_hooks() -> list[Callable[..., Any]]:
+    """Usual forward hooks that change nothing."""
+    store: dict[str, Any] = {}
+    many: dict[str, list[Any]] = {"x": []}
+    counts, seen, calls, recorder = {"n": 0}, [], 0, Recorder()
+
+    def named(name: str) -> Callable[..., None]:
+        def keep(module: Any, args: Any, out: Any) -> None:
+            store[name] = out[0].detach().cpu() if isinstance(out, tuple) else out.detach()
+
+        return keep
+
+    def constant(module: Any, args: Any, out: Any) -> None:
+        store["x"] = torch.norm(out[0]).item()
+
+    def global_(module: Any, args: Any, out: Any) -> None:
+        SEEN["x"] = out
+
+    def global_count(module: Any, args: Any, out: Any) -> None:
+        global COUNT
+        COUNT += 1
+
+    def count(module: Any, args: Any, out: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def key_count(module: Any, args: Any, out: Any) -> None:
+        counts["n"] += 1
+
+    def of_one(module: Any, args: Any, out: Any) -> None:
+        many["x"].append(out)
+
+    def grouped(module: Any, args: Any, out: Any) -> None:
+        many.setdefault("y", []).append([t.shape for t in args])
+
+    def printed(module: Any, args: Any, out: Any) -> None:
+        print(type(module).__name__, len(args))
+
+    def attribute(module: Any, args: Any, out: Any) -> None:
+        module.noted_output = out
+
+    def own_attribute(module: Any, args: Any, out: Any) -> None:
+        recorder.seen["x"] = out
+
+    def last(where: Any, module: Any, args: Any, out: Any) -> None:
+        where.append(out)
+
+    def appended(module: Any, args: Any, out: Any) -> None:
+        hidden = out[0]
+        seen.append(hidden.detach().clone().float().mean())
+
+    def helped(module: Any, args: Any, out: Any) -> None:
+        recorder.note(out)
+
+    def unchanged(module: Any, args: Any, out: Any) -> Any:
+        seen.append(out)
+        return out
+
+    def by_keyword(module: Any, args: Any, out: Any, name: str) -> None:
+        store[name] = out
+
+    def chosen(module: Any, args: Any, out: Any) -> None:
+        if isinstance(out, tuple):
+            out = out[0]
+        seen.append(out.detach())
+
+    hooks = [recorder, unchanged, functools.partial(by_keyword, name="x"), chosen]
+    hooks += [lambda m, a, o: seen.append(o[0] if isinstance(o, tuple) else o)]
+    hooks += [named("a"), constant, global_, global_count, count, key_count, of_one]
+    hooks += [grouped, printed, attribute]
+    hooks += [own_attribute, functools.partial(last, seen), appended, helped, recorder.keep, recorder.store]
+    return [*hooks, lambda m, a, o: seen.append(o), lambda m, a, o: many["x"].append(o), lambda m, a, o: print(len(a))]
+
+
+@pytest.mark.parametrize("hook", noting_hooks(), ids=lambda f: getattr(f, "__name__", "partial"))
+def test_hooks_that_only_note_need_no_example(hook: Any) -> None:
+    subject = family_subject("llama", "llama")
+    site = subject.sites[0]
+    subject.model.get_submodule(site.name).register_forward_hook(hook)
+    hp.prune_(subject.model, subject.without({site.name: site.units[0]}))
+
+
+def through(function: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
+    def called(x: Tensor) -> None:
+        function(x)
+
+    return called
+
+
+class Editor:
+    def __call__(self, x: Tensor) -> None:
+        x[0] = 0
+
+    def pre(self, m: Any, a: Any) -> None:
+        self(a[0])
+
+
+def editing_hooks() -> list[Callable[..., Any]]:
+    """Hooks before a projection that edit what it is given, by one way of Python or PyTorch each."""
+    kept: dict[str, Any] = {}
+    seen: list[Any] = []
+    buffer = torch.ones(1)
+    named: dict[str, Any] = {}
+
+    def helper(x: Tensor) -> None:
+        x[..., 4:8] = 0
+
+    def tuple_key(m: Any, a: Any) -> None:
+        a[0][..., 4:8] = 0
+
+    def slice_key(m: Any, a: Any) -> None:
+        a[0][4:8] = 0
+
+    def called(m: Any, a: Any) -> None:
+        helper(a[0])
+
+    def operator(m: Any, a: Any) -> None:
+        x = a[0]
+        x *= 0
+
+    def subscript(m: Any, a: Any) -> None:
+        x = a[0]
+        x[0] += 1
+
+    def out(m: Any, a: Any) -> None:
+        torch.mul(a[0], 0, out=a[0])
+
+    def inplace(m: Any, a: Any) -> None:
+        nn.functional.relu(a[0], inplace=True)
+
+    def positional(m: Any, a: Any) -> None:
+        nn.functional.relu(a[0], True)
+
+    def method(m: Any, a: Any) -> None:
+        a[0].mul_(0)
+
+    def listed(m: Any, a: Any) -> None:
+        seen.append([x.mul_(0) for x in a])
+
+    def data(m: Any, a: Any) -> None:
+        a[0].data = a[0] * 0
+
+    def filled(m: Any, a: Any) -> None:
+        a[0].numpy().fill(0)
+
+    def set_item(m: Any, a: Any) -> None:
+        a[0].__setitem__(0, 0)
+
+    def aliased(m: Any, a: Any) -> None:
+        kept["x"] = a[0]
+        kept["x"] *= 0
+
+    def outer(m: Any, a: Any) -> None:
+        nonlocal buffer
+        buffer = a[0]
+        buffer *= 0
+
+    def weight(m: Any, a: Any) -> None:
+        m.weight = nn.Parameter(m.weight * 0)
+
+    def weight_data(m: Any, a: Any) -> None:
+        m.weight[0] = 0
+
+    def by_operator(m: Any, a: Any) -> None:
+        setattr(a[0], "data", a[0] * 0)  # noqa: B010
+
+    def starred(m: Any, a: Any) -> None:
+        torch.mul(*a, 0, **named)
+
+    def view(m: Any, a: Any) -> None:
+        a[0].view(-1)[0] = 0
+
+    def inner(m: Any, a: Any) -> None:
+        def edit(x: Tensor) -> None:
+            x[0] = 0
+
+        edit(a[0])
+
+    def other_name(m: Any, a: Any) -> None:
+        edit = a[0].numpy().fill
+        edit(0)
+
+    def loop(m: Any, a: Any) -> None:
+        for a[0][0] in (0,):
+            pass
+
+    def either(m: Any, a: Any) -> None:
+        (a[0] if m.training else kept)[0] = 0
+
+    def first(m: Any, *a: Any) -> Any:
+        return m
+
+    def two_of_a_kind(m: Any, a: Any) -> None:
+        through(print)(a[0])
+        through(helper)(a[0])
+
+    note, edit = through(len), through(helper)
+
+    def second(m: Any, a: Any) -> None:
+        note(a[0])
+        edit(a[0])
+
+    editor = Editor()
+    editors = {"x": helper}
+
+    def stored(m: Any, a: Any) -> None:
+        editors["x"](a[0])
+
+    def taken(m: Any, a: Any) -> None:
+        edit = editors["x"]
+        edit(a[0])
+
+    def bound(edit: Any, m: Any, a: Any) -> None:
+        edit(a[0])
+
+    def object_(m: Any, a: Any) -> None:
+        editor(a[0])
+
+    hooks = [
+        stored,
+        taken,
+        functools.partial(bound, helper),
+        two_of_a_kind,
+        second,
+        object_,
+        Editor().pre,
+        view,
+        inner,
+        other_name,
+        loop,
+        either,
+        first,
+    ]
+    hooks += [tuple_key, slice_key, called, operator, subscript, out, inplace, positional, method, listed, data, filled]
+    hooks += [set_item, aliased, outer, weight, weight_data, by_operator, starred]
+    return [*hooks, lambda m, a: helper(a[0]), lambda m, a: seen.append(a) or (a[0] * 0,)]
+
+
+@pytest.mark.parametrize("hook", editing_hooks(), ids=lambda f: getattr(f, "__name__", "partial"))
+def test_hooks_that_edit_in_place_need_an_example(hook: Any) -> None:
+    subject = family_subject("bert", "bert")
+    site = subject.sites[0]
+    model = subject.copy()
+    model.get_submodule(site.name).output.dense.register_forward_pre_hook(hook)
+    with pytest.raises(InvalidValue, match=r"prune_\(example=\)"):
+        hp.prune_(model, subject.without({site.name: site.units[0]}))
+
+
+def test_an_edit_of_kwargs_needs_an_example(llama: Subject) -> None:
+    def pre(m: Any, a: Any, kwargs: dict[str, Any]) -> None:
+        kwargs["attention_mask"] = None
+
+    def update(m: Any, a: Any, kwargs: dict[str, Any]) -> None:
+        kwargs.update(attention_mask=None)
+
+    site = llama.sites[0]
+    for hook in (pre, update):
+        model = llama.copy()
+        model.get_submodule(site.name).register_forward_pre_hook(hook, with_kwargs=True)
+        with pytest.raises(InvalidValue, match=r"prune_\(example=\)"):
+            hp.prune_(model, llama.without({site.name: site.units[0]}))
+
+
 def compiled_(module: Any) -> None:
     module.forward = torch.compile(module.forward, backend="eager")
 
