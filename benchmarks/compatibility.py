@@ -65,7 +65,7 @@ VALUES = (
     "tests/unit/test_selection_rules.py",
 )
 #: What those need of the package's dependencies.
-LIGHT = ("numpy", "scipy", "safetensors", "pandas", "typing-extensions", "pyyaml")
+LIGHT = ("numpy", "scipy", "safetensors", "pandas", "typing-extensions", "pyyaml", "rich")
 SHOWN = ("torch", "transformers", "numpy")
 
 
