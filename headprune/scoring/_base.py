@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from headprune.core.choice import Choice
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.scores import CostTable
@@ -52,6 +53,8 @@ class Estimate:
         notes: What the user should know: no standard error from one example, a fallback to a slower way.
         curvature: ``[units, units]``, symmetric, fp64 on the CPU, in the values' unit: the loss rises by
             ``1/2 (1-m)' I (1-m)``, so that half its diagonal are the values. None where the scorer has none.
+        by: Name and settings of the scorer that the numbers are of, where another one chose it.
+        choice: How it was chosen.
     """
 
     values: Tensor
@@ -61,6 +64,8 @@ class Estimate:
     samples: Tensor | None = None
     notes: tuple[str, ...] = ()
     curvature: Tensor | None = None
+    by: tuple[str, FrozenDict] | None = None
+    choice: Choice | None = None
 
 
 @dataclass

@@ -13,7 +13,7 @@ from headprune.core.scores import HeadScores
 from headprune.selection import registry
 from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
 from headprune.selection._close import close_calls
-from headprune.selection._groups import WHERE, divided
+from headprune.selection._groups import WHERE, by_kind, divided
 from headprune.selection._policies import cache_notes
 from headprune.selection._required import Heads
 from headprune.selection._task import Task
@@ -46,7 +46,8 @@ def select(
         scores: From `hp.score`; with costs, unless the budget counts heads.
         budget: What may stay. Or a mapping to budgets from kinds of attention (``self``, ``causal``, ``cross``) or
             patterns over sites' names (``"*decoder*"``): each group of sites meets its budget by itself, a fraction
-            being one of what its own heads cost, and sites that no key names keep every head that may stay.
+            being one of what its own heads cost, and sites that no key names keep every head that may stay. Scores of
+            ``auto`` that chose so (``scores.choice.by_kind``) turn one budget of heads into one per kind.
         selector: A registered name, see ``hp.selection.registry.names()``, or a configured selector. Default
             ``global_topk``, and ``knapsack`` where a budget is one of speed: there the price of a head depends on how
             many stay beside it, and it is exact all the same.
@@ -84,6 +85,8 @@ def select(
     if not isinstance(budget, (Budget, Mapping)):
         hint = "Write hp.Budget(keep_heads=0.5), for example."
         raise InvalidValue(WHERE, "a Budget, or a mapping to Budgets", repr(budget), hint)
+    if isinstance(budget, Budget) and scores.choice is not None and scores.choice.by_kind:
+        budget = by_kind(scores.sites, budget) or budget
     timed = _timed([budget] if isinstance(budget, Budget) else budget.values())
     usual = "knapsack" if timed else "global_topk"
     name, chosen = registry.resolve(usual if selector is None else selector, Selector, "select(selector=)")

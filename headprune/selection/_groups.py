@@ -49,6 +49,20 @@ def divided(sites: Sequence[AttentionSite], budgets: Mapping[str, Budget]) -> li
     return found
 
 
+def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget] | None:
+    """The budget as one for each kind of attention; None where all sites are of one kind, or it counts no heads.
+
+    A count of heads becomes its share of all heads, so that every kind keeps the same share.
+    """
+    sites = tuple(sites)
+    kinds = list(dict.fromkeys(site.kind for site in sites if site.heads))
+    if len(kinds) < 2 or budget.keep_heads is None:
+        return None
+    heads = sum(len(site.heads) for site in sites)
+    share = budget.keep_heads if isinstance(budget.keep_heads, float) else min(1.0, budget.keep_heads / heads)
+    return {kind: Budget(keep_heads=share) for kind in kinds}
+
+
 def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
     """The scores of some sites, as if nothing else had a cost."""
     places = list(places)

@@ -1,0 +1,229 @@
+"""The scorer whose heads cost least on held-out rows once they are cut and the rest is refitted, out of several."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from headprune import recovery, scoring
+from headprune.choice._held_out import Folds, Refit, held_out_losses, whole_losses
+from headprune.choice._statistics import Floats, ranked
+from headprune.core.choice import RANDOM, Choice
+from headprune.core.codec import EMPTY, FrozenDict
+from headprune.core.errors import InfeasibleBudget, InvalidValue, UnsupportedModel
+from headprune.core.heads import HeadMask
+from headprune.core.plan import Budget, PruningPlan
+from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.model.own_loss import is_default
+from headprune.model.sites import sites_of
+from headprune.recovery._api import recover_
+from headprune.recovery._base import Recovery
+from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.selection._api import select
+from headprune.selection._groups import by_kind
+
+#: Where the seeds of random draws begin, away from those of anything else.
+_FIRST_DRAW = 2000
+
+
+@dataclass(frozen=True)
+class Auto(Scorer):
+    """Cuts each candidate's plan, refits it as you will, and takes the one with the lowest loss of held-out rows.
+
+    No scorer is best on every task. Each candidate scores all rows, and selects heads by the budget. A copy of the
+    model is cut to them and refitted on one half of the rows, and its loss is measured on the other half; then the
+    halves change places. So every row judges, and none judges a refit that has seen it; heads were chosen on all rows.
+    The scores are those of the candidate that was taken, under its own name; ``scores.choice`` has the table, the
+    interval of each difference, ties, and random heads refitted alike. Where a model has several kinds of attention,
+    each candidate is also judged with the budget met by each kind alone, and ``hp.select`` then selects so.
+
+    When: always, unless you know which scorer fits your model, data and budget.
+    Cost: all candidates' passes (they share them), then one cut and refit per distinct plan and fold.
+    Memory: that of its dearest candidate, and a copy of the model.
+
+    Args:
+        keep: Heads to keep when candidates are judged, as ``Budget(keep_heads=)``: give the budget that you will use.
+        candidates: Registered scorers.
+        refit: A recovery that does not train, or None for a cut that will not be refitted.
+        refit_settings: Its settings.
+        folds: Parts that the rows are dealt to.
+        random_draws: Random plans to compare with.
+        confidence: Of all intervals together.
+        seed: Of the random plans.
+    """
+
+    keep: int | float = 0.5
+    candidates: tuple[str, ...] = ("taylor", "surgeon", "fluctuation", "obs")
+    refit: str | None = "lstsq"
+    refit_settings: Mapping[str, Any] = field(default_factory=lambda: FrozenDict({"feed_forward": True}))
+    folds: int = 2
+    random_draws: int = 2
+    confidence: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "candidates", tuple(self.candidates))
+        object.__setattr__(self, "refit_settings", FrozenDict(self.refit_settings))
+        Budget(keep_heads=self.keep)
+        for name in self.candidates:
+            if name in ("auto", RANDOM) or not scoring.registry.get(name).needs_data:
+                hint = "random is judged anyway: see random_draws."
+                raise InvalidValue("Auto.candidates", "scorers that read data, auto not among them", repr(name), hint)
+        if not self.candidates:
+            raise InvalidValue("Auto.candidates", "one scorer at least", "none")
+        if self.folds < 2:
+            raise InvalidValue("Auto.folds", "a count >= 2", self.folds)
+        if self.random_draws < 0:
+            raise InvalidValue("Auto.random_draws", "a count >= 0", self.random_draws)
+        if not 0 < self.confidence < 1:
+            raise InvalidValue("Auto.confidence", "between 0 and 1", self.confidence)
+        if self.refit is not None and self._method().trains:
+            hint = "Let lstsq stand in for the training."
+            raise InvalidValue("Auto.refit", "a recovery that does not train", repr(self.refit), hint)
+
+    @property
+    def settings(self) -> FrozenDict:
+        names = [f.name for f in dataclasses.fields(Auto)]
+        return FrozenDict({name: getattr(self, name) for name in names})
+
+    @property
+    def by_example(self) -> bool:
+        return False
+
+    def estimate(self, problem: Problem) -> Estimate:
+        """Scores all candidates, judges their plans, and gives the estimate of the best.
+
+        Raises:
+            InvalidValue: fewer rows than two per fold, or what a candidate refuses.
+            InfeasibleBudget: no plan meets the budget.
+        """
+        problem.keep()
+        folds = Folds(problem, self.folds)
+        estimates = self._estimates(problem)
+        names, plans = self._plans(problem, estimates)
+        masks = [plan.mask for plan in plans]
+        distinct = list(dict.fromkeys(masks))
+        losses, refit, notes = self._losses(problem, folds, distinct)
+        rows = torch.stack([losses[distinct.index(mask)] for mask in masks]).numpy()
+        whole = float(whole_losses(problem, folds).mean())
+        names, rows, same = _draws_as_one(names, rows, [masks.index(mask) for mask in masks])
+        found = ranked(names, rows, self.folds, self.confidence, same)
+        best = next(c for c in found if c.difference == 0 and c.scorer != RANDOM)
+        choice = Choice(
+            candidates=found,
+            chosen=best.scorer,
+            by_kind=best.by_kind,
+            budget=plans[0].wanted,
+            refit=refit,
+            n_examples=folds.size,
+            whole=whole,
+            confidence=self.confidence,
+            notes=notes,
+        )
+        return self._of(estimates[best.scorer], choice)
+
+    def plan(self, scores: HeadScores, alone: bool) -> PruningPlan | None:
+        """The plan that a candidate's scores are judged by.
+
+        Args:
+            scores: Of a candidate.
+            alone: Whether each kind of attention meets the budget by itself; None is returned where that is no other
+                plan, or none can be had.
+        """
+        budget = Budget(keep_heads=self.keep)
+        if not alone:
+            return select(scores, budget)
+        groups = by_kind(scores.sites, budget)
+        if groups is None:
+            return None
+        try:
+            return select(scores, groups)
+        except InfeasibleBudget:
+            return None
+
+    def refit_(self, problem: Problem, small: nn.Module, batches: list[Any]) -> object:
+        """Refits a cut model in place, as it will be after the cut."""
+        loss = None if is_default(problem.loss) else problem.loss
+        return recover_(small, batches, self._method(), problem.model, loss, sites_of(problem.bound))
+
+    @property
+    def refit_name(self) -> str:
+        """What cut models are refitted by, in words; empty for nothing."""
+        return self.refit or ""
+
+    def _method(self) -> Recovery:
+        assert self.refit is not None
+        method: Recovery = recovery.registry.get(self.refit)(**self.refit_settings)
+        return method
+
+    def _estimates(self, problem: Problem) -> dict[str, Estimate]:
+        """Every candidate's estimate, then those of random draws; candidates share their passes."""
+        scorers = {name: scoring.registry.get(name)() for name in self.candidates}
+        problem.shared["scorers"] = tuple(scorers.values())
+        return {name: scorer.estimate(problem) for name, scorer in scorers.items()}
+
+    def _plans(
+        self, problem: Problem, estimates: Mapping[str, Estimate]
+    ) -> tuple[list[tuple[str, bool]], list[PruningPlan]]:
+        """Scorer and whether by kind, and the plan, of every candidate and random draw."""
+        draws = [scoring.registry.get(RANDOM)(seed=self.seed + _FIRST_DRAW + i) for i in range(self.random_draws)]
+        asked = [*estimates.items(), *((RANDOM, draw.estimate(problem)) for draw in draws)]
+        names, plans = [], []
+        for name, estimate in asked:
+            scores = _scores(problem, name, estimate)
+            for alone in (False,) if name == RANDOM else (False, True):
+                plan = self.plan(scores, alone)
+                if plan is not None:
+                    names.append((name, alone))
+                    plans.append(plan)
+        return names, plans
+
+    def _losses(
+        self, problem: Problem, folds: Folds, masks: Sequence[HeadMask]
+    ) -> tuple[torch.Tensor, str, tuple[str, ...]]:
+        """``[masks, rows]``, what refitted the cut models, and notes."""
+        refit: Refit | None = partial(self.refit_, problem) if self.refit_name else None
+        try:
+            return held_out_losses(problem, folds, masks, refit), self.refit_name, ()
+        except UnsupportedModel as error:
+            if refit is None:
+                raise
+            note = f"Judged without a refit, which {self.refit_name} refuses: {error}"
+            return held_out_losses(problem, folds, masks, None), "", (note,)
+
+    def _of(self, estimate: Estimate, choice: Choice) -> Estimate:
+        """The estimate of the chosen candidate, with the choice and what there is to say about it."""
+        chosen = scoring.registry.get(choice.chosen)()
+        notes = [*estimate.notes]
+        if choice.ties:
+            notes.append(f"auto: {', '.join(c.name for c in choice.ties)} may do as well on these rows.")
+        if not choice.beats_random:
+            notes.append("auto: no candidate surely beats random heads, refitted alike, at this budget.")
+        return replace(estimate, notes=tuple(notes), by=(choice.chosen, chosen.settings), choice=choice)
+
+
+def _scores(problem: Problem, name: str, estimate: Estimate) -> HeadScores:
+    """An estimate as a selector takes it."""
+    sites = tuple(b.site for b in problem.bound)
+    rows = estimate.values.split([len(site.units) for site in sites])
+    values = tuple(tuple(map(float, row)) for row in rows)
+    n_examples, nothing = estimate.n_examples, ModelFingerprint("", "")
+    return HeadScores(sites, values, None, name, EMPTY, n_examples, nothing, costs=problem.costs)
+
+
+def _draws_as_one(
+    names: list[tuple[str, bool]], losses: Floats, same: list[int]
+) -> tuple[list[tuple[str, bool]], Floats, list[int]]:
+    """The random draws as one candidate, whose loss is their mean; it comes last, and keeps no plan's heads."""
+    n_scorers = sum(name != RANDOM for name, _ in names)
+    if n_scorers == len(names):
+        return names, losses, same
+    rows = np.concatenate([losses[:n_scorers], losses[n_scorers:].mean(0, keepdims=True)])
+    return [*names[:n_scorers], (RANDOM, False)], rows, [*same[:n_scorers], n_scorers]

@@ -1,0 +1,96 @@
+"""Choice: which scorer `auto` took, what the others would have cost, and how sure that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: The candidate that every other one has to beat.
+RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scorer's plan, judged by the loss of rows that its refit has not seen.
+
+    Args:
+        scorer: Registered name.
+        by_kind: Whether each kind of attention met the budget by itself.
+        loss: Mean loss of the held-out rows.
+        difference: ``loss`` minus that of the chosen candidate.
+        low: Lower end of the difference's interval.
+        high: Upper end.
+        same_as: An earlier candidate that keeps the same heads; empty where there is none.
+    """
+
+    scorer: str
+    by_kind: bool
+    loss: float
+    difference: float
+    low: float
+    high: float
+    same_as: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return f"{self.scorer}, by kind" if self.by_kind else self.scorer
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidates of `auto` and the one that it took.
+
+    Args:
+        candidates: From the lowest loss to the highest; the draws of ``random`` as one, their mean.
+        chosen: Name of the one that was taken.
+        by_kind: Whether that one's budget holds for each kind of attention by itself.
+        budget: What all of them had to meet, in words.
+        refit: What each cut model was refitted by before it was judged; empty for nothing.
+        n_examples: Rows that judged.
+        whole: Mean loss of the uncut model on the same rows.
+        confidence: Of all intervals together.
+        notes: What the user should know.
+    """
+
+    candidates: tuple[Candidate, ...]
+    chosen: str
+    by_kind: bool
+    budget: str
+    refit: str
+    n_examples: int
+    whole: float
+    confidence: float = 0.95
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        """The candidate that was taken."""
+        return next(c for c in self.candidates if (c.scorer, c.by_kind) == (self.chosen, self.by_kind))
+
+    @property
+    def ties(self) -> tuple[Candidate, ...]:
+        """Other candidates whose loss these rows cannot tell from that of the chosen one; random draws are none."""
+        others = (c for c in self.candidates if c is not self.best and c.scorer != RANDOM)
+        return tuple(c for c in others if c.low <= 0)
+
+    @property
+    def margin(self) -> float:
+        """By how much the chosen one's loss may be above that of the best candidate, at most, at this confidence."""
+        return max([0.0, *(-c.low for c in self.candidates if c.scorer != RANDOM)])
+
+    @property
+    def beats_random(self) -> bool:
+        """Whether random heads, refitted alike, surely have a higher loss; True where none were drawn."""
+        return all(c.low > 0 for c in self.candidates if c.scorer == RANDOM)
+
+    def __str__(self) -> str:
+        refit = f", refitted by {self.refit}" if self.refit else ""
+        lines = [f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out rows"]
+        lines.append(f"  {'whole model':<24} {self.whole:.4f}")
+        for one in self.candidates:
+            interval = f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
+            mark = "taken" if one is self.best else "ties" if one in self.ties else ""
+            mark = f"the heads of {one.same_as}" if one.same_as else mark
+            lines.append(f"  {one.name:<24} {one.loss:.4f}  {interval if one is not self.best else '':<28} {mark}".rstrip())
+        lines.append(f"  the best candidate is at most {self.margin:.4f} below it ({self.confidence:.0%} confidence)")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
