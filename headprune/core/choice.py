@@ -83,14 +83,20 @@ class Choice:
         """Whether random heads, refitted alike, surely have a higher loss; True where none were drawn."""
         return all(c.low > 0 for c in self.candidates if c.scorer == RANDOM)
 
+    def mark(self, one: Candidate) -> str:
+        """What there is to say of a candidate: taken, ties, or whose heads it keeps."""
+        if one is self.best:
+            return "taken"
+        if one.same_as:
+            return f"the heads of {one.same_as}"
+        return "ties" if one in self.ties else ""
+
     def __str__(self) -> str:
         refit = f", refitted by {self.refit}" if self.refit else ""
         lines = [f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out rows"]
         lines.append(f"  {'whole model':<24} {self.whole:.4f}")
         for one in self.candidates:
-            interval = f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
-            mark = "taken" if one is self.best else "ties" if one in self.ties else ""
-            mark = f"the heads of {one.same_as}" if one.same_as else mark
-            lines.append(f"  {one.name:<24} {one.loss:.4f}  {interval if one is not self.best else '':<28} {mark}".rstrip())
+            interval = "" if one is self.best else f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
+            lines.append(f"  {one.name:<24} {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip())
         lines.append(f"  the best candidate is at most {self.margin:.4f} below it ({self.confidence:.0%} confidence)")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
