@@ -26,6 +26,7 @@ from headprune.core.errors import HeadPruneError
 from headprune.model.fingerprint import sample_positions
 from headprune.model.running import call
 from headprune.scoring import (
+    Auto,
     AttributionPatching,
     Fisher,
     HardConcrete,
@@ -42,6 +43,7 @@ from headprune.scoring import (
 from tests.laws.support import Subject, examples_of, subject_of
 
 _QUICK: dict[str, Any] = {
+    "auto": Auto(candidates=("taylor", "obs"), random_draws=1),
     "hard_concrete": HardConcrete(steps=3, block=2),
     "shapley": Shapley(orders=1),
     "subset_topk": SubsetTopk(steps=3, block=2),

@@ -17,7 +17,7 @@ from headprune.choice._held_out import Folds, Refit, held_out_losses, whole_loss
 from headprune.choice._statistics import Floats, ranked
 from headprune.core.choice import RANDOM, Choice
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.errors import InfeasibleBudget, InvalidValue, UnsupportedModel
+from headprune.core.errors import InfeasibleBudget, InvalidValue, UnsupportedModel, did_you_mean
 from headprune.core.heads import HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores, ModelFingerprint
@@ -26,6 +26,7 @@ from headprune.model.sites import sites_of
 from headprune.recovery._api import recover_
 from headprune.recovery._base import Recovery
 from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._coupling import LOSSES, refuse_coupled
 from headprune.selection._api import select
 from headprune.selection._groups import by_kind
 
@@ -84,9 +85,18 @@ class Auto(Scorer):
             raise InvalidValue("Auto.random_draws", "a count >= 0", self.random_draws)
         if not 0 < self.confidence < 1:
             raise InvalidValue("Auto.confidence", "between 0 and 1", self.confidence)
-        if self.refit is not None and self._method().trains:
+        if self.refit is not None:
+            self._check_refit(recovery.registry.get(self.refit))
+
+    def _check_refit(self, method: type[Recovery]) -> None:
+        if method.trains:
             hint = "Let lstsq stand in for the training."
             raise InvalidValue("Auto.refit", "a recovery that does not train", repr(self.refit), hint)
+        known = [f.name for f in dataclasses.fields(method)]  # type: ignore[arg-type]  # all are dataclasses
+        for name in self.refit_settings:
+            if name not in known:
+                must = f"settings of {self.refit}"
+                raise InvalidValue("Auto.refit_settings", must, repr(name), did_you_mean(name, known))
 
     @property
     def settings(self) -> FrozenDict:
@@ -101,12 +111,15 @@ class Auto(Scorer):
         """Scores all candidates, judges their plans, and gives the estimate of the best.
 
         Raises:
-            InvalidValue: fewer rows than two per fold, or what a candidate refuses.
+            InvalidValue: fewer rows than two per fold, losses that depend on other examples of a batch, or what a
+                candidate refuses.
             InfeasibleBudget: no plan meets the budget.
         """
         problem.keep()
         folds = Folds(problem, self.folds)
         estimates = self._estimates(problem)
+        if problem.shared.get(LOSSES):  # rows of a fold would have other losses than rows of a whole batch
+            refuse_coupled(problem, "auto")
         names, plans = self._plans(problem, estimates)
         masks = [plan.mask for plan in plans]
         distinct = list(dict.fromkeys(masks))
@@ -166,7 +179,7 @@ class Auto(Scorer):
     def _estimates(self, problem: Problem) -> dict[str, Estimate]:
         """Every candidate's estimate, then those of random draws; candidates share their passes."""
         scorers = {name: scoring.registry.get(name)() for name in self.candidates}
-        problem.shared["scorers"] = tuple(scorers.values())
+        problem.shared["scorers"] = (*problem.shared.get("scorers", ()), *scorers.values())
         return {name: scorer.estimate(problem) for name, scorer in scorers.items()}
 
     def _plans(

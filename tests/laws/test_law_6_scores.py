@@ -1,6 +1,6 @@
 """Law 6: scores depend on the examples and on nothing else: not on batches, padding, kernels, order or head numbers.
 
-``random`` is excepted: it looks at nothing. ``Taylor(reduce="batch")`` and learned gates are defined by blocks in data
+``random`` is excepted: it looks at nothing; so is ``auto``, whose scores are those of another scorer. ``Taylor(reduce="batch")`` and learned gates are defined by blocks in data
 order, so that order matters to them, the loader's batch size does not.
 """
 
@@ -27,7 +27,8 @@ from tests.laws.support import examples_of as data
 
 #: A few steps tell as much here as the default's hundreds.
 LEARNED: dict[str, Any] = {"hard_concrete": HardConcrete(steps=3, block=2), "subset_topk": SubsetTopk(steps=3, block=2)}
-SCORERS: list[Any] = [LEARNED.get(name) or registry.get(name)() for name in registry.names() if name != "random"]
+EXCEPTED = {"auto", "random"}
+SCORERS: list[Any] = [LEARNED.get(name) or registry.get(name)() for name in registry.names() if name not in EXCEPTED]
 SCORERS += [Taylor(reduce="token"), Taylor(reduce="signed"), Taylor(normalize="l2"), Taylor(reduce="batch", block=2)]
 BLOCKS = [s for s in SCORERS if getattr(s, "reduce", None) == "batch" or s in LEARNED.values()]
 
@@ -62,7 +63,7 @@ def same(found: Sequence[Any], expected: Sequence[Any], **tolerance: float) -> N
 
 
 def test_every_scorer_is_held_to_this_law() -> None:
-    assert {registry.resolve(s, Scorer, "scorer")[0] for s in SCORERS} == set(registry.names()) - {"random"}
+    assert {registry.resolve(s, Scorer, "scorer")[0] for s in SCORERS} == set(registry.names()) - EXCEPTED
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])

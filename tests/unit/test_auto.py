@@ -1,0 +1,307 @@
+"""`auto`: each candidate's plan is cut, refitted on other rows and judged; the lowest held-out loss is taken."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from scipy.stats import t as student
+from torch import Tensor, nn
+
+import headprune as hp
+from headprune.choice import _held_out
+from headprune.choice._statistics import ranked
+from headprune.choice.auto import Auto
+from headprune.core.choice import RANDOM, Candidate, Choice
+from headprune.core.codec import EMPTY
+from headprune.core.errors import InvalidValue, UnknownName
+from headprune.core.heads import AttentionSite
+from headprune.core.scores import HeadScores, ModelFingerprint
+from headprune.scoring._base import Scorer
+from tests.laws.support import labelled_subject
+
+CANDIDATES = ("taylor", "obs", "fluctuation")
+ROWS = 12
+
+
+class Stream(nn.Module):
+    """Two layers of attention whose outputs are added to a stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(hp.MultiHeadAttention(8, 4) for _ in range(2))
+        self.read = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        found: Tensor = self.read(x.mean(1))
+        return found
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x[:, 0, :3]).square().sum(1)
+
+
+@pytest.fixture
+def model() -> Stream:
+    torch.manual_seed(0)
+    return Stream()
+
+
+@pytest.fixture
+def rows() -> Tensor:
+    return torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def auto(**changes: Any) -> Auto:
+    return Auto(**{"candidates": CANDIDATES, **changes})
+
+
+def score(model: nn.Module, rows: Tensor, size: int = 5, **changes: Any) -> HeadScores:
+    found: HeadScores = hp.score(model, list(rows.split(size)), auto(**changes), loss=loss, progress=False)
+    return found
+
+
+def by_hand(model: nn.Module, rows: Tensor, plan: Any) -> Tensor:
+    """``[rows]``: every row's loss under a plan, cut and refitted on the rows of the other parity."""
+    found = torch.zeros(len(rows), dtype=torch.float64)
+    for fold in (0, 1):
+        small = copy.deepcopy(model)
+        hp.prune_(small, plan)
+        hp.recover_(small, [rows[1 - fold :: 2]], hp.recovery.Lstsq(feed_forward=True), model)
+        with torch.no_grad():
+            found[fold::2] = loss(small.eval(), rows[fold::2]).double()
+    return found
+
+
+def test_losses_are_those_of_cutting_and_refitting_by_hand(model: Stream, rows: Tensor) -> None:
+    choice = score(model, rows).choice
+    assert choice is not None
+    plans = {
+        name: hp.select(hp.score(model, [rows], name, loss=loss), hp.Budget(keep_heads=0.5)) for name in CANDIDATES
+    }
+    expected = {name: by_hand(model, rows, plan) for name, plan in plans.items()}
+    found = {c.scorer: c.loss for c in choice.candidates}
+    assert set(found) == {*CANDIDATES, RANDOM}
+    for name in CANDIDATES:
+        assert_allclose(found[name], float(expected[name].mean()), rtol=1e-4)
+    assert choice.chosen == min(CANDIDATES, key=lambda name: float(expected[name].mean()))
+    assert_allclose(choice.whole, float(loss(model, rows).mean().detach()), rtol=1e-5)
+    assert choice.n_examples == ROWS
+
+
+def test_scores_are_those_of_the_chosen_one(model: Stream, rows: Tensor) -> None:
+    found = score(model, rows)
+    assert found.choice is not None
+    alone = hp.score(model, [rows], found.choice.chosen, loss=loss)
+    assert (found.scorer, found.settings) == (alone.scorer, alone.settings)
+    assert_allclose(np.array(found.values), np.array(alone.values), rtol=1e-5)
+    assert "chosen by auto" in found.title
+    assert HeadScores.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("size", [1, 4, ROWS])
+def test_the_choice_does_not_depend_on_the_batch_size(model: Stream, rows: Tensor, size: int) -> None:
+    one, other = score(model, rows).choice, score(model, rows, size).choice
+    assert one is not None
+    assert other is not None
+    assert (one.chosen, one.n_examples) == (other.chosen, other.n_examples)
+    for a, b in zip(one.candidates, other.candidates, strict=True):
+        assert a.scorer == b.scorer
+        assert_allclose([a.loss, a.low, a.high], [b.loss, b.low, b.high], rtol=1e-3, atol=1e-5)
+
+
+def test_no_refit_sees_a_row_that_judges_it(model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[Tensor] = []
+    judged: list[Tensor] = []
+    refit, losses = Auto.refit_, _held_out._losses
+
+    def seen_by_refit(self: Any, problem: Any, small: Any, batches: Any) -> Any:
+        fitted.append(torch.cat(batches))
+        return refit(self, problem, small, batches)
+
+    def seen_by_judge(problem: Any, small: Any, batches: Any) -> Tensor:
+        if small is not problem.model:
+            judged.append(torch.cat(batches))
+        return losses(problem, small, batches)
+
+    monkeypatch.setattr(Auto, "refit_", seen_by_refit)
+    monkeypatch.setattr(_held_out, "_losses", seen_by_judge)
+    score(model, rows)
+    assert len(fitted) == len(judged) > 2
+    for a, b in zip(fitted, judged, strict=True):
+        assert len(a) + len(b) == ROWS
+        assert not (a[:, None] == b[None]).flatten(2).all(2).any()
+
+
+def test_the_model_is_as_it_was(model: Stream, rows: Tensor) -> None:
+    before = copy.deepcopy(model.state_dict())
+    model.train()
+    score(model, rows)
+    assert model.training
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_plans_that_are_the_same_are_judged_once(model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    plain = _held_out.held_out_losses
+    monkeypatch.setattr(
+        "headprune.choice.auto.held_out_losses",
+        lambda problem, folds, plans, refit: asked.append(len(plans)) or plain(problem, folds, plans, refit),
+    )
+    choice = score(model, rows, keep=7, random_draws=0, candidates=("taylor", "taylor2", "fisher", "obs")).choice
+    assert choice is not None
+    same = [c for c in choice.candidates if c.same_as]
+    assert asked == [len(choice.candidates) - len(same)]
+    assert same
+    for one in same:
+        assert one.loss == next(c.loss for c in choice.candidates if c.name == one.same_as)
+
+
+def test_without_a_refit(model: Stream, rows: Tensor) -> None:
+    choice = score(model, rows, refit=None).choice
+    assert choice is not None
+    assert not choice.refit
+    plan = hp.select(hp.score(model, [rows], "obs", loss=loss), hp.Budget(keep_heads=0.5))
+    with hp.gated(model, plan), torch.no_grad():
+        expected = float(loss(model, rows).mean())
+    assert_allclose(next(c.loss for c in choice.candidates if c.scorer == "obs"), expected, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- kinds of attention
+
+
+def test_kinds_are_judged_by_themselves_too() -> None:
+    subject = labelled_subject("t5")
+    scorer = Auto(candidates=("taylor",), refit=None, random_draws=1)
+    found = hp.score(subject.model, [subject.batch] * 2, scorer, progress=False)
+    assert found.choice is not None
+    names = {c.name for c in found.choice.candidates}
+    assert names == {"taylor", "taylor, by kind", RANDOM}
+
+
+def choice_of(by_kind: bool) -> Choice:
+    taken = Candidate("taylor", by_kind, 1.0, 0.0, 0.0, 0.0)
+    return Choice((taken,), "taylor", by_kind, "keep 50 % of the heads", "lstsq", 8, 0.5)
+
+
+def test_select_meets_the_budget_in_every_kind_where_auto_chose_so() -> None:
+    sites = tuple(AttentionSite(kind, "own", kind, 4, 4, 8, 8, (0, 1, 2, 3)) for kind in ("self", "cross"))
+    values = ((0.9, 0.8, 0.7, 0.6), (0.4, 0.3, 0.2, 0.1))
+    nothing = ModelFingerprint("s", "w")
+
+    def kept(by_kind: bool, budget: hp.Budget) -> list[int]:
+        scores = HeadScores(sites, values, None, "taylor", EMPTY, 8, nothing, choice=choice_of(by_kind))
+        return [len(row.kept) for row in hp.select(scores, budget).mask.rows]
+
+    assert kept(False, hp.Budget(keep_heads=0.5)) == [3, 1]  # one head per layer always stays
+    assert kept(True, hp.Budget(keep_heads=0.5)) == [2, 2]
+    assert kept(True, hp.Budget(keep_heads=4)) == [2, 2]
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def test_intervals_are_those_of_paired_differences() -> None:
+    rng = np.random.default_rng(0)
+    losses = rng.normal(size=(3, 40)) + np.array([[0.0], [0.1], [3.0]])
+    names = [("a", False), ("b", False), (RANDOM, False)]
+    first, second, third = ranked(names, losses, 2, 0.95, [0, 1, 2])
+    best = 0 if losses[0].mean() < losses[1].mean() else 1
+    assert first.scorer == names[best][0]
+    other = losses[1 - best] - losses[best]
+    half = student.ppf(1 - 0.05 / 4, 39) * other.std(ddof=1) / 40**0.5 * 2**0.5
+    assert_allclose([second.difference, second.low, second.high], other.mean() + np.array([0, -half, half]))
+    assert third.scorer == RANDOM
+    assert third.low > 0
+
+
+def test_random_heads_are_never_taken() -> None:
+    losses = np.array([[2.0, 2.1, 2.2], [1.0, 1.1, 1.3]])
+    found = ranked([("a", False), (RANDOM, False)], losses, 2, 0.95, [0, 1])
+    assert [c.scorer for c in found] == [RANDOM, "a"]
+    choice = Choice(found, "a", False, "half", "lstsq", 3, 1.0)
+    assert choice.best.scorer == "a"
+    assert not choice.beats_random
+    assert choice.margin == 0
+
+
+def test_the_margin_covers_the_best_candidate() -> None:
+    """Of many draws of rows, in 95 % the chosen one's true loss is within the margin of the lowest true loss."""
+    rng, truth = np.random.default_rng(1), np.array([1.0, 1.02, 1.05, 1.3])
+    names = [(str(i), False) for i in range(len(truth))]
+    covered = 0
+    for _ in range(400):
+        shared = rng.exponential(size=64)  # rows are easy or hard for all
+        losses = truth[:, None] + shared + rng.normal(0, 0.3, size=(len(truth), 64))
+        found = ranked(names, losses, 2, 0.95, list(range(len(truth))))
+        choice = Choice(found, next(c.scorer for c in found if c.difference == 0), False, "", "", 64, 0.0)
+        covered += truth[int(choice.chosen)] - truth.min() <= choice.margin
+    assert covered >= 0.95 * 400
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"candidates": ("auto",)}, "auto not among them"),
+        ({"candidates": ("random",)}, "random is judged anyway"),
+        ({"candidates": ("magnitude",)}, "scorers that read data"),
+        ({"candidates": ()}, "one scorer at least"),
+        ({"folds": 1}, "a count >= 2"),
+        ({"random_draws": -1}, "a count >= 0"),
+        ({"confidence": 1.0}, "between 0 and 1"),
+        ({"keep": 0.0}, "a fraction above 0"),
+        ({"refit": "finetune"}, "does not train"),
+        ({"refit": "mean_fold"}, "settings of mean_fold, got 'feed_forward'"),
+    ],
+)
+def test_settings(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidValue, match=match):
+        Auto(**settings)
+
+
+def test_an_unknown_candidate() -> None:
+    with pytest.raises(UnknownName, match="taylor"):
+        Auto(candidates=("tailor",))
+
+
+def test_too_few_rows(model: Stream, rows: Tensor) -> None:
+    with pytest.raises(InvalidValue, match="at least 4 examples for 2 folds, got 3"):
+        score(model, rows[:3])
+
+
+def test_losses_of_coupled_examples(model: Stream, rows: Tensor) -> None:
+    def contrast(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        return (out @ out.T).log_softmax(1).diagonal().neg()
+
+    with pytest.raises(InvalidValue, match="auto"):
+        hp.score(model, [rows], auto(), loss=contrast, progress=False)
+
+
+def test_until_is_refused(model: Stream, rows: Tensor) -> None:
+    with pytest.raises(InvalidValue, match="depends on the other examples"):
+        hp.score(model, [rows, rows], auto(), loss=loss, until=hp.Stable(k=2), progress=False)
+
+
+def test_it_is_found_by_name(model: Stream, rows: Tensor) -> None:
+    assert "auto" in hp.scoring.registry
+    assert hp.scoring.Auto is Auto
+    assert hp.scoring.registry.resolve(auto(), Scorer, "scorer")[0] == "auto"
+    assert "held-out rows" in hp.scoring.registry.summary("auto")
+
+
+def test_words() -> None:
+    text = str(choice_of(False))
+    assert "auto took taylor: keep 50 % of the heads, refitted by lstsq, loss of 8 held-out rows" in text
+    assert "at most 0.0000 below it (95% confidence)" in text
