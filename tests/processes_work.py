@@ -26,8 +26,8 @@ from headprune.core.errors import HeadPruneError
 from headprune.model.fingerprint import sample_positions
 from headprune.model.running import call
 from headprune.scoring import (
-    Auto,
     AttributionPatching,
+    Auto,
     Fisher,
     HardConcrete,
     IntegratedGradients,

@@ -14,7 +14,7 @@ from headprune.core.errors import InvalidValue
 from headprune.core.heads import HeadMask
 from headprune.model.cut import cut_
 from headprune.model.losses import shaped_losses
-from headprune.model.running import batch_size, device_of, over_tensors, to_device, undisturbed
+from headprune.model.running import batch_size, device_of, some_examples, to_device, undisturbed
 from headprune.model.sites import bind, sites_of
 from headprune.scoring._base import Problem
 
@@ -43,7 +43,7 @@ class Folds:
             for fold in range(count):
                 places = torch.arange((fold - first) % count, size, count)
                 if len(places):
-                    self.batches[fold].append(_some(to_device(batch, torch.device("cpu")), places, size))
+                    self.batches[fold].append(some_examples(to_device(batch, torch.device("cpu")), places))
                     self.rows[fold] = torch.cat([self.rows[fold], first + places])
             first += size
         self.size = first
@@ -55,11 +55,6 @@ class Folds:
         if self.count == 1:
             return self.batches[0]
         return [batch for other in range(self.count) if other != fold for batch in self.batches[other]]
-
-
-def _some(batch: Any, places: Tensor, size: int) -> Any:
-    """A batch of some of its examples: of every tensor with one row per example those rows."""
-    return over_tensors(batch, lambda t: t[places] if not t.is_nested and t.ndim and t.shape[0] == size else t)
 
 
 def whole_losses(problem: Problem, folds: Folds) -> Tensor:

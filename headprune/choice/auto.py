@@ -213,13 +213,12 @@ class Auto(Scorer):
 
     def _of(self, estimate: Estimate, choice: Choice) -> Estimate:
         """The estimate of the chosen candidate, with the choice and what there is to say about it."""
-        chosen = scoring.registry.get(choice.chosen)()
         notes = [*estimate.notes]
         if choice.ties:
             notes.append(f"auto: {', '.join(c.name for c in choice.ties)} may do as well on these rows.")
         if not choice.beats_random:
             notes.append("auto: no candidate surely beats random heads, refitted alike, at this budget.")
-        return replace(estimate, notes=tuple(notes), by=(choice.chosen, chosen.settings), choice=choice)
+        return replace(estimate, notes=tuple(notes), choice=choice)
 
 
 def _scores(problem: Problem, name: str, estimate: Estimate) -> HeadScores:

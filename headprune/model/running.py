@@ -129,6 +129,12 @@ def batch_size(batch: Any, where: str = "batch") -> int:
     return first.shape[0]
 
 
+def some_examples(batch: Any, places: Tensor | slice) -> Any:
+    """The batch of some of its examples: of every tensor with one row per example those rows."""
+    size = batch_size(batch)
+    return over_tensors(batch, lambda t: t[places] if not t.is_nested and t.ndim and t.shape[0] == size else t)
+
+
 class DataDigest:
     """SHA-256 over every tensor of the batches that pass through it."""
 

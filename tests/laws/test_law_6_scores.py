@@ -1,7 +1,8 @@
 """Law 6: scores depend on the examples and on nothing else: not on batches, padding, kernels, order or head numbers.
 
-``random`` is excepted: it looks at nothing; so is ``auto``, whose scores are those of another scorer. ``Taylor(reduce="batch")`` and learned gates are defined by blocks in data
-order, so that order matters to them, the loader's batch size does not.
+``random`` is excepted: it looks at nothing; so is ``auto``, whose scores are those of another scorer.
+``Taylor(reduce="batch")`` and learned gates are defined by blocks in data order, so that order matters to them, the
+loader's batch size does not.
 """
 
 from __future__ import annotations
