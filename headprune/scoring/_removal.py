@@ -94,6 +94,8 @@ class _Site:
         self.n_more = len(more)
         #: ``[units * channels]``, a unit after the other.
         self.table = torch.cat(rows)
+        of_units = [head for unit in factors.bound.site.units for head in unit]
+        self.in_order = of_units == list(factors.bound.site.heads) and not self.n_more
 
     def inverses(self, weights: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
         """The inverse of A in the table's order, ``[runs, units * channels, units * channels]``; and ``[runs]``,
@@ -120,6 +122,8 @@ class _Site:
         return self._in_table(c, 0.0)
 
     def _in_table(self, matrices: Tensor, alone: float) -> Tensor:
+        if self.in_order:
+            return matrices
         if self.n_more:
             matrices = pad(matrices, (0, self.n_more, 0, self.n_more))
             matrices.diagonal(dim1=1, dim2=2)[:, -self.n_more :] = alone

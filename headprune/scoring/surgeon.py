@@ -57,9 +57,9 @@ class Surgeon(Scorer):
     block, an inverse of ``width ** 2`` numbers a site and ``width ** 2`` multiply-adds a removed channel.
     Memory: ``2 * blocks * width ** 2`` fp64 numbers a site; a batch's contexts and their slopes of one backward pass;
     and for removals that go together at most 256 MiB, or ``5 * width ** 2`` numbers where that is more.
-    Error: with 64 classes a price is off by 5 % in the median (11, 9, 2 % for ``draws`` 1, 2, 8), and ranks correlate by
-    0.98 with the exact ones (0.97, 0.96, 0.98), where a price's standard error over examples is 22 %; 8 seeds, 256 rows
-    of HWU64, MiniLM fine-tuned, 72 heads. C has no bias.
+    Error: with 64 classes a price is off by 5 % in the median (11, 9, 2 % for ``draws`` 1, 2, 8), and ranks correlate
+    by 0.98 with the exact ones (0.97, 0.96, 0.98), where a price's standard error over examples is 22 %; 8 seeds, 256
+    rows of HWU64, MiniLM fine-tuned, 72 heads. C has no bias.
 
     Args:
         curvature: Slopes of ``output``, the model's own predictions, or of the ``loss``; None is the loss where one of
