@@ -19,6 +19,8 @@ from headprune.model.running import ANSWERS, batch_size, call, tensors
 from headprune.model.transfers import sent
 
 _IGNORED = -100
+#: Columns of slopes that an example has without ``draws``: a backward pass each.
+COLUMNS = 4
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,19 @@ def _tokens(model: nn.Module, logits: Tensor, batch: Mapping[str, Any], by_next:
 def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
     """Numbers whose slopes, ``g`` an example, are such that ``sum g g'`` is the second derivative of the default loss.
 
-    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Labels are drawn where an example has a
-    softmax distribution a token, or where ``draws`` says how many.
+    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Where an example has a softmax distribution a
+    token, labels are drawn. Elsewhere each class has a column of slopes, and where these are more than ``draws`` they
+    are dealt at random into as many groups and added up with random signs (``_combined``).
+
+    Args:
+        found: The distributions.
+        seeds: A seed an example.
+        draws: Labels a token, or groups of columns; None is 1 label, or ``COLUMNS`` groups.
 
     Returns:
-        One number a class or a draw, summed over the batch; and whether labels were drawn.
+        One number a class, a group or a draw, summed over the batch; and whether anything was drawn.
     """
-    softmax = found.kind == "single_label_classification"
-    if softmax and (draws is not None or found.by_token):
+    if found.by_token:
         logits = found.logits_counted()
         weights = (found.counted.sum(1, keepdim=True).clamp(min=1) * (draws or 1)).rsqrt()
         of_position = sent(weights.expand_as(found.counted)[found.counted], logits.device)
@@ -146,7 +153,34 @@ def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) ->
         scaled = output * (p * (1 - p) / output.shape[1]).sqrt()
     else:
         scaled = output.log_softmax(-1) * output.detach().softmax(-1).sqrt()
-    return [column.sum() for column in scaled.unbind(1)], False
+    groups = draws or COLUMNS
+    if scaled.shape[1] <= groups:
+        return [column.sum() for column in scaled.unbind(1)], False
+    return _combined(scaled, seeds, groups), True
+
+
+def _combined(columns: Tensor, seeds: list[int], groups: int) -> list[Tensor]:
+    """Sums of columns with random signs, one a group, whose slopes' products have the columns' products as their mean.
+
+    Two columns meet in a group or not; where they do, the product of their signs has a mean of 0. Groups of equal size
+    have less noise than signs for all columns in every sum, and none where each column has a group of its own (a count
+    sketch with buckets of equal size: Charikar, Chen, Farach-Colton 2002).
+
+    Args:
+        columns: ``[batch, columns]``.
+        seeds: A seed an example. What is drawn depends on nothing else: not on the logits, whose rounding is another in
+            another batch.
+        groups: How many.
+    """
+    n = columns.shape[1]
+    group, sign = torch.empty(len(seeds), n, dtype=torch.long), torch.empty(len(seeds), n)
+    for example, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        group[example] = torch.randperm(n, generator=generator) % groups
+        sign[example] = torch.randint(2, (n,), generator=generator) * 2 - 1
+    group = sent(group, columns.device)
+    signed = columns * sent(sign, columns.device, columns.dtype)
+    return [signed.masked_fill(group != number, 0).sum() for number in range(groups)]
 
 
 def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:

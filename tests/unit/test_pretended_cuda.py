@@ -103,7 +103,7 @@ SCORERS = {
     "random": Waits(1),
     "shapley": Waits(17),  # of three passes, each by the losses of the one before
     "subset_topk": Waits(5, per_batch=1, why="as hard_concrete"),
-    "surgeon": Waits(13),  # nine of them for eight blocks and for all: prices are merged on the CPU
+    "surgeon": Waits(5),
     "taylor": Waits(6),
     "taylor2": Waits(6),
     "wanda": Waits(3),
@@ -149,7 +149,7 @@ class Case:
     folder: Path
 
 
-def bert(size: Size, spread: float = 0.5) -> nn.Module:
+def bert(size: Size, spread: float = 0.5, classes: int = 3) -> nn.Module:
     """An encoder with slopes as large as a trained one's, which fresh weights of spread 0.02 do not have."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -159,7 +159,7 @@ def bert(size: Size, spread: float = 0.5) -> nn.Module:
         intermediate_size=16,
         vocab_size=_TOKENS,
         max_position_embeddings=16,
-        num_labels=3,
+        num_labels=classes,
         initializer_range=spread,
     )
     return BertForSequenceClassification(config).eval()
@@ -404,7 +404,8 @@ CONFIGURED = {
     "leave_one_out with other examples": (LeaveOneOut(replacement="resample"), bert, Waits(14)),
     "leave_one_out, a pass for each": (LeaveOneOut(replay=False), bert, Waits(5)),
     "ggn of tokens": (Ggn(), llama, Waits(5)),
-    "surgeon of tokens": (Surgeon(blocks=2), llama, Waits(7)),
+    "surgeon of tokens": (Surgeon(blocks=2), llama, Waits(5)),
+    "surgeon of many classes": (Surgeon(), functools.partial(bert, classes=9), Waits(5)),
     "taylor of grouped queries": (Taylor(), llama, Waits(6)),
     "obs of grouped queries": (Obs(), llama, Waits(3)),
 }
