@@ -19,7 +19,8 @@ from headprune.model.sites import BoundSite
 from headprune.model.transfers import in_main_memory, sent
 from headprune.scoring._activations import by_block, jackknife, unit_columns
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer, added
+from headprune.scoring._base import Estimate, Problem, added
+from headprune.scoring._constant import ConstantWork
 from headprune.scoring._contexts import by_example, leaves
 from headprune.scoring._coupling import LOSSES, OUTPUTS, Slopes, coupled, noted, refuse_coupled
 from headprune.scoring._distributions import content_seeds, distributions, fisher_targets
@@ -35,7 +36,7 @@ _ROUNDING = 1e-10
 
 
 @dataclass(frozen=True)
-class Surgeon(Scorer):
+class Surgeon(ConstantWork):
     """``1/2 tr([(A^-1)_uu]^-1 C_uu)`` when unit u is the cheapest that is left: a backward pass a class, no labels.
 
     Of one site, x is what its output projection reads at a token and g the slope of the loss there. With
@@ -92,6 +93,9 @@ class Surgeon(Scorer):
     @property
     def by_example(self) -> bool:
         return False
+
+    def only_passes(self) -> _OnlyPasses:
+        return _OnlyPasses(self.curvature, self.ridge, self.draws, self.blocks, self.seed)
 
     def estimate(self, problem: Problem) -> Estimate:
         own = self.curvature or ("output" if is_default(problem.loss) else "loss")
@@ -199,6 +203,14 @@ class Surgeon(Scorer):
             highest = max(price, highest * (1 + _APART))
             found[site, unit] = highest
         return torch.tensor([found[place] for place in sorted(found)], dtype=torch.float64)
+
+
+class _OnlyPasses(Surgeon):
+    """Removes nothing."""
+
+    def _prices(self, factors: Sequence[_Factors], examples: Tensor, weights: Tensor) -> Tensor:
+        n_units = sum(len(f.bound.site.units) for f in factors)
+        return torch.ones(*weights.shape[:-1], n_units, dtype=torch.float64)
 
 
 def _merged(orders: Sequence[list[tuple[int, float]]]) -> Iterator[tuple[int, int, float]]:
