@@ -215,7 +215,7 @@ def _scoring(subject: Subject, step: _Step) -> Estimate:
     constant, words = 0.0, ""
     passes = scorer
     if isinstance(scorer, ConstantWork):
-        constant, words = _constant(subject, scorer, batches)
+        constant, words = _constant(subject, scorer)
         passes = scorer.only_passes()
     first = _timed(subject, passes, batches[:1], subject.sites)
     each = 0.0 if len(batches) == 1 else max(_timed(subject, passes, batches[:2], subject.sites) - first, 0.2 * first)
@@ -226,13 +226,14 @@ def _scoring(subject: Subject, step: _Step) -> Estimate:
     return Estimate("score", total, basis)
 
 
-def _constant(subject: Subject, scorer: ConstantWork, batches: list[Any]) -> tuple[float, str]:
+def _constant(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
     """Seconds of a scorer's work after its passes, and in words what they rest on: one run at the largest site."""
-    sites = [site for site in subject.sites if site.heads]
-    widest = max(sites, key=lambda site: len(site.heads) * site.value_dim)
+    sites = [site for site in reversed(subject.sites) if site.heads]
+    widest = max(sites, key=lambda site: len(site.heads) * site.value_dim)  # of equals the last: gradients end there
     alone = Sites([widest], subject.sites.layouts.values())
     once: Any = replace(scorer, blocks=1)  # type: ignore[type-var]
-    whole, passes = (_timed(subject, s, batches[:1], alone) for s in (once, once.only_passes()))
+    few = subject.data.batches("calibration", 2)[:1]
+    whole, passes = (_timed(subject, s, few, alone) for s in (once, once.only_passes()))
     runs = 1 if scorer.blocks == 1 else scorer.blocks + 1
     seconds = max(whole - passes, 0.0) * runs * len(sites)
     parts = f"one of {runs * len(sites)} equal parts was timed (the largest site, without a standard error)"
