@@ -9,12 +9,15 @@ from numpy.typing import NDArray
 from scipy.stats import t as student
 
 from headprune.core.choice import RANDOM, Candidate
+from headprune.core.codec import FrozenDict
 
 Floats = NDArray[np.float64]
+#: A candidate: its scorer, settings, and whether each kind of attention meets the budget by itself.
+Asked = tuple[str, FrozenDict, bool]
 
 
 def ranked(
-    names: Sequence[tuple[str, bool]], losses: Floats, folds: int, confidence: float, same: Sequence[int]
+    asked: Sequence[Asked], losses: Floats, folds: int, confidence: float, same: Sequence[int]
 ) -> tuple[Candidate, ...]:
     """The candidates from the lowest loss to the highest, each compared with the best that is not random.
 
@@ -24,26 +27,26 @@ def ranked(
     (Bonferroni), because the best is picked from them.
 
     Args:
-        names: Scorer and whether by kind, per candidate.
+        asked: Scorer, its settings and whether by kind, per candidate.
         losses: ``[candidates, rows]``.
         folds: Parts that the rows were dealt to.
         confidence: Of all intervals together.
         same: Per candidate the first one with the same plan, itself where there is none.
     """
     means = losses.mean(1)
-    scorers = [i for i, (scorer, _) in enumerate(names) if scorer != RANDOM]
+    scorers = [i for i, (scorer, _, _) in enumerate(asked) if scorer != RANDOM]
     best = min(scorers, key=lambda i: means[i])
     n = losses.shape[1]
     stretch = np.sqrt(1 + 1 / (folds - 1)) if folds > 1 else 1.0
-    comparisons = max(1, len(names) - 1)
+    comparisons = max(1, len(asked) - 1)
     quantile = float(student.ppf(1 - (1 - confidence) / (2 * comparisons), n - 1)) if n > 1 else np.inf
     found = []
-    for i, (scorer, by_kind) in enumerate(names):
+    for i, (scorer, settings, by_kind) in enumerate(asked):
         difference = losses[i] - losses[best]
         mean = float(difference.mean())
         error = float(difference.std(ddof=1) / np.sqrt(n) * stretch) if n > 1 else 0.0
         half = quantile * error if error else 0.0
-        other = Candidate(*names[same[i]], 0.0, 0.0, 0.0, 0.0).name if same[i] != i else ""
-        found.append(Candidate(scorer, by_kind, float(means[i]), mean, mean - half, mean + half, other))
-    order = sorted(range(len(names)), key=lambda i: (means[i], i != best, i))
+        other = Candidate(*asked[same[i]], 0.0, 0.0, 0.0, 0.0).name if same[i] != i else ""
+        found.append(Candidate(scorer, settings, by_kind, float(means[i]), mean, mean - half, mean + half, other))
+    order = sorted(range(len(asked)), key=lambda i: (means[i], i != best, i))
     return tuple(found[i] for i in order)

@@ -14,7 +14,7 @@ from torch import nn
 
 from headprune import recovery, scoring
 from headprune.choice._held_out import Folds, Refit, held_out_losses, whole_losses
-from headprune.choice._statistics import Floats, ranked
+from headprune.choice._statistics import Asked, Floats, ranked
 from headprune.core.choice import RANDOM, Choice
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnsupportedModel, did_you_mean
@@ -30,6 +30,8 @@ from headprune.scoring._coupling import LOSSES, refuse_coupled
 from headprune.selection._api import select
 from headprune.selection._groups import by_kind
 
+#: The candidates, unless others are asked for: cheap, and each the best on some of the tasks that were tried.
+DEFAULT = ("taylor", "surgeon", FrozenDict({"surgeon": {"curvature": "logits"}}), "fluctuation", "obs")
 #: Where the seeds of random draws begin, away from those of anything else.
 _FIRST_DRAW = 2000
 
@@ -51,7 +53,7 @@ class Auto(Scorer):
 
     Args:
         keep: Heads to keep when candidates are judged, as ``Budget(keep_heads=)``: give the budget that you will use.
-        candidates: Registered scorers.
+        candidates: Registered scorers, by name, or with settings as ``{name: settings}``.
         refit: A recovery that does not train, or None for a cut that will not be refitted.
         refit_settings: Its settings.
         folds: Parts that the rows are dealt to.
@@ -61,7 +63,7 @@ class Auto(Scorer):
     """
 
     keep: int | float = 0.5
-    candidates: tuple[str, ...] = ("taylor", "surgeon", "fluctuation", "obs")
+    candidates: tuple[str | Mapping[str, Mapping[str, Any]], ...] = DEFAULT
     refit: str | None = "lstsq"
     refit_settings: Mapping[str, Any] = field(default_factory=lambda: FrozenDict({"feed_forward": True}))
     folds: int = 2
@@ -70,13 +72,15 @@ class Auto(Scorer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "candidates", tuple(self.candidates))
+        given = tuple(c if isinstance(c, str) else FrozenDict(c) for c in self.candidates)
+        object.__setattr__(self, "candidates", given)
         object.__setattr__(self, "refit_settings", FrozenDict(self.refit_settings))
         Budget(keep_heads=self.keep)
-        for name in self.candidates:
+        for name, settings in self.asked:
             if name in ("auto", RANDOM) or not scoring.registry.get(name).needs_data:
                 hint = "random is judged anyway: see random_draws."
                 raise InvalidValue("Auto.candidates", "scorers that read data, auto not among them", repr(name), hint)
+            _configured(name, settings)
         if not self.candidates:
             raise InvalidValue("Auto.candidates", "one scorer at least", "none")
         if self.folds < 2:
@@ -87,6 +91,21 @@ class Auto(Scorer):
             raise InvalidValue("Auto.confidence", "between 0 and 1", self.confidence)
         if self.refit is not None:
             self._check_refit(recovery.registry.get(self.refit))
+
+    @property
+    def asked(self) -> list[tuple[str, FrozenDict]]:
+        """Name and settings of every candidate.
+
+        Raises:
+            InvalidValue: a mapping that is not of one name to its settings.
+        """
+        found = []
+        for one in self.candidates:
+            pairs = [(one, EMPTY)] if isinstance(one, str) else list(one.items())
+            if len(pairs) != 1 or not isinstance(pairs[0][1], Mapping):
+                raise InvalidValue("Auto.candidates", "names, or mappings of one name to its settings", repr(one))
+            found.append((pairs[0][0], FrozenDict(pairs[0][1])))
+        return found
 
     def _check_refit(self, method: type[Recovery]) -> None:
         if method.trains:
@@ -120,19 +139,18 @@ class Auto(Scorer):
         estimates = self._estimates(problem)
         if problem.shared.get(LOSSES):  # rows of a fold would have other losses than rows of a whole batch
             refuse_coupled(problem, "auto")
-        names, plans = self._plans(problem, estimates)
+        asked, plans = self._plans(problem, estimates)
         masks = [plan.mask for plan in plans]
         distinct = list(dict.fromkeys(masks))
         losses, refit, notes = self._losses(problem, folds, distinct)
         rows = torch.stack([losses[distinct.index(mask)] for mask in masks]).numpy()
         whole = float(whole_losses(problem, folds).mean())
-        names, rows, same = _draws_as_one(names, rows, [masks.index(mask) for mask in masks])
-        found = ranked(names, rows, self.folds, self.confidence, same)
+        asked, rows, same = _draws_as_one(asked, rows, [masks.index(mask) for mask in masks])
+        found = ranked(asked, rows, self.folds, self.confidence, same)
         best = next(c for c in found if c.difference == 0 and c.scorer != RANDOM)
         choice = Choice(
             candidates=found,
-            chosen=best.scorer,
-            by_kind=best.by_kind,
+            chosen=best.name,
             budget=plans[0].wanted,
             refit=refit,
             n_examples=folds.size,
@@ -140,7 +158,7 @@ class Auto(Scorer):
             confidence=self.confidence,
             notes=notes,
         )
-        return self._of(estimates[best.scorer], choice)
+        return self._of(estimates[self.asked.index((best.scorer, best.settings))], choice)
 
     def plan(self, scores: HeadScores, alone: bool) -> PruningPlan | None:
         """The plan that a candidate's scores are judged by.
@@ -176,27 +194,26 @@ class Auto(Scorer):
         method: Recovery = recovery.registry.get(self.refit)(**self.refit_settings)
         return method
 
-    def _estimates(self, problem: Problem) -> dict[str, Estimate]:
-        """Every candidate's estimate, then those of random draws; candidates share their passes."""
-        scorers = {name: scoring.registry.get(name)() for name in self.candidates}
-        problem.shared["scorers"] = (*problem.shared.get("scorers", ()), *scorers.values())
-        return {name: scorer.estimate(problem) for name, scorer in scorers.items()}
+    def _estimates(self, problem: Problem) -> list[Estimate]:
+        """Every candidate's estimate; candidates share their passes."""
+        scorers = [_configured(name, settings) for name, settings in self.asked]
+        problem.shared["scorers"] = (*problem.shared.get("scorers", ()), *scorers)
+        return [scorer.estimate(problem) for scorer in scorers]
 
-    def _plans(
-        self, problem: Problem, estimates: Mapping[str, Estimate]
-    ) -> tuple[list[tuple[str, bool]], list[PruningPlan]]:
-        """Scorer and whether by kind, and the plan, of every candidate and random draw."""
-        draws = [scoring.registry.get(RANDOM)(seed=self.seed + _FIRST_DRAW + i) for i in range(self.random_draws)]
-        asked = [*estimates.items(), *((RANDOM, draw.estimate(problem)) for draw in draws)]
-        names, plans = [], []
-        for name, estimate in asked:
+    def _plans(self, problem: Problem, estimates: Sequence[Estimate]) -> tuple[list[Asked], list[PruningPlan]]:
+        """What is asked, and its plan, of every candidate and random draw."""
+        seeds = [self.seed + _FIRST_DRAW + i for i in range(self.random_draws)]
+        draws = [_configured(RANDOM, FrozenDict({"seed": seed})).estimate(problem) for seed in seeds]
+        scored = [*zip(self.asked, estimates, strict=True), *(((RANDOM, EMPTY), draw) for draw in draws)]
+        asked, plans = [], []
+        for (name, settings), estimate in scored:
             scores = _scores(problem, name, estimate)
             for alone in (False,) if name == RANDOM else (False, True):
                 plan = self.plan(scores, alone)
                 if plan is not None:
-                    names.append((name, alone))
+                    asked.append((name, settings, alone))
                     plans.append(plan)
-        return names, plans
+        return asked, plans
 
     def _losses(
         self, problem: Problem, folds: Folds, masks: Sequence[HeadMask]
@@ -230,12 +247,26 @@ def _scores(problem: Problem, name: str, estimate: Estimate) -> HeadScores:
     return HeadScores(sites, values, None, name, EMPTY, n_examples, nothing, costs=problem.costs)
 
 
-def _draws_as_one(
-    names: list[tuple[str, bool]], losses: Floats, same: list[int]
-) -> tuple[list[tuple[str, bool]], Floats, list[int]]:
+def _configured(name: str, settings: Mapping[str, Any]) -> Scorer:
+    """A candidate's scorer.
+
+    Raises:
+        UnknownName: no such scorer.
+        InvalidValue: a setting that it lacks, or that cannot be.
+    """
+    cls = scoring.registry.get(name)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in settings:
+        if key not in known:
+            raise InvalidValue("Auto.candidates", f"settings of {name}", repr(key), did_you_mean(key, known))
+    found: Scorer = cls(**settings)
+    return found
+
+
+def _draws_as_one(asked: list[Asked], losses: Floats, same: list[int]) -> tuple[list[Asked], Floats, list[int]]:
     """The random draws as one candidate, whose loss is their mean; it comes last, and keeps no plan's heads."""
-    n_scorers = sum(name != RANDOM for name, _ in names)
-    if n_scorers == len(names):
-        return names, losses, same
+    n_scorers = sum(name != RANDOM for name, _, _ in asked)
+    if n_scorers == len(asked):
+        return asked, losses, same
     rows = np.concatenate([losses[:n_scorers], losses[n_scorers:].mean(0, keepdims=True)])
-    return [*names[:n_scorers], (RANDOM, False)], rows, [*same[:n_scorers], n_scorers]
+    return [*asked[:n_scorers], (RANDOM, EMPTY, False)], rows, [*same[:n_scorers], n_scorers]

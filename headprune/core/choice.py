@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headprune.core.codec import FrozenDict
+
 #: The candidate that every other one has to beat.
 RANDOM = "random"
 
@@ -14,6 +16,7 @@ class Candidate:
 
     Args:
         scorer: Registered name.
+        settings: Its settings, where they are not the defaults.
         by_kind: Whether each kind of attention met the budget by itself.
         loss: Mean loss of the held-out rows.
         difference: ``loss`` minus that of the chosen candidate.
@@ -23,6 +26,7 @@ class Candidate:
     """
 
     scorer: str
+    settings: FrozenDict
     by_kind: bool
     loss: float
     difference: float
@@ -33,7 +37,9 @@ class Candidate:
     @property
     def name(self) -> str:
         """What it is called in tables."""
-        return f"{self.scorer}, by kind" if self.by_kind else self.scorer
+        given = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        name = f"{self.scorer} ({given})" if given else self.scorer
+        return f"{name}, by kind" if self.by_kind else name
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,7 @@ class Choice:
 
     Args:
         candidates: From the lowest loss to the highest; the draws of ``random`` as one, their mean.
-        chosen: Name of the one that was taken.
-        by_kind: Whether that one's budget holds for each kind of attention by itself.
+        chosen: ``name`` of the one that was taken.
         budget: What all of them had to meet, in words.
         refit: What each cut model was refitted by before it was judged; empty for nothing.
         n_examples: Rows that judged.
@@ -54,7 +59,6 @@ class Choice:
 
     candidates: tuple[Candidate, ...]
     chosen: str
-    by_kind: bool
     budget: str
     refit: str
     n_examples: int
@@ -65,7 +69,12 @@ class Choice:
     @property
     def best(self) -> Candidate:
         """The candidate that was taken."""
-        return next(c for c in self.candidates if (c.scorer, c.by_kind) == (self.chosen, self.by_kind))
+        return next(c for c in self.candidates if c.name == self.chosen)
+
+    @property
+    def by_kind(self) -> bool:
+        """Whether the budget holds for each kind of attention by itself."""
+        return self.best.by_kind
 
     @property
     def ties(self) -> tuple[Candidate, ...]:

@@ -162,6 +162,17 @@ def digest_of(batch: Any) -> str:
 
 
 @contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """For as long as the block lasts, floats that are made without a type are of this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def without_fused_attention() -> Iterator[None]:
     """PyTorch's encoders take no fused way: it reads weights past adapters, and packs sentences of unlike lengths into
     nested tensors."""

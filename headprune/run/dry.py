@@ -16,6 +16,7 @@ from headprune.core.codec import FrozenDict, Value
 from headprune.core.heads import AttentionSite
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, to_device, undisturbed
+from headprune.model.sites import Sites
 from headprune.run.journal import Journal, to_stderr
 from headprune.run.recipe import Recipe
 from headprune.run.recovering import seeded
@@ -23,6 +24,8 @@ from headprune.run.runner import resolved
 from headprune.run.subject import EVALUATION_BATCH, Subject, prepare_subject, quiet
 from headprune.run.validate import configured
 from headprune.scoring._api import score
+from headprune.scoring._base import Scorer
+from headprune.scoring._constant import ConstantWork
 from headprune.scoring._learned import LearnedScorer
 
 
@@ -199,24 +202,49 @@ def _stages(subject: Subject, step: _Step) -> Iterable[Estimate]:
 
 
 def _scoring(subject: Subject, step: _Step) -> Estimate:
-    """From the scorer itself on one batch and on two; learned gates are as long as their steps."""
+    """From the scorer itself on one batch and on two; learned gates are as long as their steps.
+
+    Work that does not grow with the data is measured apart, as small a part of it as there is.
+    """
     wanted = subject.recipe.score
     scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     rows = len(subject.data.examples["calibration"])
     if isinstance(scorer, LearnedScorer):
         return Estimate("score", step.of(scorer.steps * scorer.block), f"{scorer.steps} steps of {scorer.block} rows")
     batches = subject.data.batches("calibration", wanted.batch_size)
-
-    def timed(count: int) -> float:
-        start = perf_counter()
-        score(subject.model, batches[:count], scorer, sites=subject.sites, progress=False)
-        return perf_counter() - start
-
-    first = timed(1)
-    each = 0.0 if len(batches) == 1 else max(timed(2) - first, 0.2 * first)
-    total = first + each * (len(batches) - 1)
+    constant, words = 0.0, ""
+    passes = scorer
+    if isinstance(scorer, ConstantWork):
+        constant, words = _constant(subject, scorer)
+        passes = scorer.only_passes()
+    first = _timed(subject, passes, batches[:1], subject.sites)
+    each = 0.0 if len(batches) == 1 else max(_timed(subject, passes, batches[:2], subject.sites) - first, 0.2 * first)
+    total = first + each * (len(batches) - 1) + constant
     until = ", at most" if wanted.until else ""
-    return Estimate("score", total, f"{wanted.scorer} on {rows:,} rows in {len(batches)} batches{until}")
+    measured = "" if len(batches) < 3 else ", 2 of which were timed"
+    basis = f"{wanted.scorer} on {rows:,} rows in {len(batches)} batches{measured}{until}{words}"
+    return Estimate("score", total, basis)
+
+
+def _constant(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
+    """Seconds of a scorer's work after its passes, and in words what they rest on: one run at the largest site."""
+    sites = [site for site in reversed(subject.sites) if site.heads]
+    widest = max(sites, key=lambda site: len(site.heads) * site.value_dim)  # of equals the last: gradients end there
+    alone = Sites([widest], subject.sites.layouts.values())
+    once: Any = replace(scorer, blocks=1)  # type: ignore[type-var]
+    few = subject.data.batches("calibration", 2)[:1]
+    whole, passes = (_timed(subject, s, few, alone) for s in (once, once.only_passes()))
+    runs = 1 if scorer.blocks == 1 else scorer.blocks + 1
+    seconds = max(whole - passes, 0.0) * runs * len(sites)
+    parts = f"one of {runs * len(sites)} equal parts was timed (the largest site, without a standard error)"
+    return seconds, f"; {duration(seconds)} of it after the passes, of which {parts}"
+
+
+def _timed(subject: Subject, scorer: Scorer, batches: list[Any], sites: Sites) -> float:
+    """Seconds that scoring these batches takes."""
+    start = perf_counter()
+    score(subject.model, batches, scorer, sites=sites, progress=False)
+    return perf_counter() - start
 
 
 def _evaluations(subject: Subject) -> Estimate:

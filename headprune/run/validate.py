@@ -17,7 +17,7 @@ from headprune.run.presets import preset_named
 from headprune.run.reading import locate, override, read_raw
 from headprune.run.recipe import BudgetSection, LatencySection, Recipe
 from headprune.run.references import interpolate
-from headprune.run.sense import data_problems, model_problems, section_in
+from headprune.run.sense import data_problems, metric_problems, model_problems, section_in
 from headprune.selection._inner import CALLABLES
 
 #: So many errors are told of one by one.
@@ -150,6 +150,7 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
 
     model = data.get("model")
     problems = [*(model_problems(model, data.get("task")) if isinstance(model, Mapping) else ()), *data_problems(data)]
+    problems += metric_problems(data)
     score, select = section_in(data, "score"), section_in(data, "select")
     problems += check_method(scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer")
     problems += [*_until_problems(score), *_auto_problems(score)]

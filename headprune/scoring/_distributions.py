@@ -153,10 +153,46 @@ def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) ->
         scaled = output * (p * (1 - p) / output.shape[1]).sqrt()
     else:
         scaled = output.log_softmax(-1) * output.detach().softmax(-1).sqrt()
+    return _targets(scaled, seeds, draws)
+
+
+def logit_targets(found: Distributions, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
+    """The same for half the squared change of the logits, mean over classes, from which their own mean is taken away.
+
+    So every class weighs alike, and an example that the model is sure of as much as one that it is not. Where every
+    token has logits, each draw is a sum of them with random signs.
+
+    Args:
+        found: The distributions; of outputs that are no softmax, those of ``regression``.
+        seeds: A seed an example.
+        draws: Sums a token, or groups of columns; None is 1 sum, or ``COLUMNS`` groups.
+    """
+    softmax = found.kind == "single_label_classification"
+    if not found.by_token:
+        output = found.logits[:, 0]
+        centred = output - output.mean(1, keepdim=True) if softmax else output
+        return _targets(centred * (2 / output.shape[1]) ** 0.5, seeds, draws)
+    logits = found.logits_counted()  # [counted positions, classes]
+    counts = found.counted.sum(1)
+    weights = (counts.clamp(min=1) * logits.shape[1] * (draws or 1) / 2).rsqrt().unsqueeze(1)
+    of_position = sent(weights.expand_as(found.counted)[found.counted], logits.device)
+    centred = (logits - logits.mean(1, keepdim=True)) * of_position.unsqueeze(1)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    targets = []
+    for _ in range(draws or 1):
+        pairs = zip(counts.tolist(), generators, strict=True)
+        signs = [torch.randint(2, (count, logits.shape[1]), generator=g, dtype=torch.int8) for count, g in pairs]
+        targets.append((centred * (sent(torch.cat(signs), logits.device, logits.dtype) * 2 - 1)).sum())
+    return targets, True
+
+
+def _targets(columns: Tensor, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
+    """One number a column ``[batch, columns]``, or a group of columns where they are more; and whether these were
+    drawn."""
     groups = draws or COLUMNS
-    if scaled.shape[1] <= groups:
-        return [column.sum() for column in scaled.unbind(1)], False
-    return _combined(scaled, seeds, groups), True
+    if columns.shape[1] <= groups:
+        return [column.sum() for column in columns.unbind(1)], False
+    return _combined(columns, seeds, groups), True
 
 
 def _combined(columns: Tensor, seeds: list[int], groups: int) -> list[Tensor]:

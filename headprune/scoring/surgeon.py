@@ -17,22 +17,23 @@ from headprune.model.running import batch_size
 from headprune.model.transfers import in_main_memory
 from headprune.scoring._activations import pseudo_values, runs_of
 from headprune.scoring._averages import averaged
-from headprune.scoring._base import Estimate, Problem, Scorer
+from headprune.scoring._base import Estimate, Problem
+from headprune.scoring._constant import ConstantWork
 from headprune.scoring._contexts import by_example, leaves
 from headprune.scoring._coupling import LOSSES, OUTPUTS, Slopes, coupled, noted, refuse_coupled
-from headprune.scoring._distributions import content_seeds, distributions, fisher_targets
+from headprune.scoring._distributions import content_seeds, distributions, fisher_targets, logit_targets
 from headprune.scoring._factors import Factors
 from headprune.scoring._flat import refuse_flat
 from headprune.scoring._gradients import gradients_of, slopes_of
 from headprune.scoring._removal import removed
 
-CURVATURES = ("output", "loss")
+CURVATURES = ("output", "logits", "loss")
 #: A price that would be below the one before it is above it by this share, so that the order can be read off.
 _APART = 1e-9
 
 
 @dataclass(frozen=True)
-class Surgeon(Scorer):
+class Surgeon(ConstantWork):
     """``1/2 tr([(A^-1)_uu]^-1 C_uu)`` when unit u is the cheapest that is left: 4 backward passes at most, no labels.
 
     Of one site, x is what its output projection reads at a token and g the slope of the loss there. With
@@ -62,8 +63,9 @@ class Surgeon(Scorer):
     rows of HWU64, MiniLM fine-tuned, 72 heads. C has no bias.
 
     Args:
-        curvature: Slopes of ``output``, the model's own predictions, or of the ``loss``; None is the loss where one of
-            yours is given, and else the output.
+        curvature: Slopes of ``output``, the model's own predictions; of ``logits``, all classes alike, whatever their
+            probabilities, so that examples which the model is sure of count as well; or of the ``loss``. None is the
+            loss where one of yours is given, and else the output.
         ridge: Added to A's diagonal, as a share of its mean.
         draws: Backward passes for C. Where an example has more classes (or outputs), they are dealt at random into so
             many groups, and each group's slopes are added up with random signs; None is 4. Where every token has a
@@ -73,7 +75,7 @@ class Surgeon(Scorer):
         seed: Of the draws; see ``Ggn``.
     """
 
-    curvature: Literal["output", "loss"] | None = None
+    curvature: Literal["output", "logits", "loss"] | None = None
     ridge: float = 1e-2
     draws: int | None = None
     blocks: int = 8
@@ -94,6 +96,9 @@ class Surgeon(Scorer):
     @property
     def by_example(self) -> bool:
         return False
+
+    def only_passes(self) -> _OnlyPasses:
+        return _OnlyPasses(self.curvature, self.ridge, self.draws, self.blocks, self.seed)
 
     def estimate(self, problem: Problem) -> Estimate:
         own = self.curvature or ("output" if is_default(problem.loss) else "loss")
@@ -122,8 +127,8 @@ class Surgeon(Scorer):
         if own == "loss":
             refuse_flat(problem, (2 * rows.abs().max()).sqrt())  # a price is half a squared slope
         found = averaged(rows, first, row="example" if first == 1 else "block of examples")
-        unasked = own == "output" and not is_default(problem.loss)
-        notes = ("loss= was not asked: curvature='output' reads the output alone.",) if unasked else ()
+        unasked = own != "loss" and not is_default(problem.loss)
+        notes = (f"loss= was not asked: curvature={own!r} reads the output alone.",) if unasked else ()
         found = replace(found, seed=self.seed if seen.drawn else None, notes=(*found.notes, *notes))
         return noted(problem, found) if own == "loss" else found
 
@@ -151,9 +156,10 @@ class Surgeon(Scorer):
                 found = distributions(problem.model, batch, f"batch {number}", problem.given, shift_of(problem.loss))
                 numbers = found.numbers()
                 if coupled(problem, numbers, self._by_example(problem, batch, numbers, contexts), key=OUTPUTS):
-                    refuse_coupled(problem, "surgeon with curvature='output'", OUTPUTS)
+                    refuse_coupled(problem, f"surgeon with curvature={own!r}", OUTPUTS)
                 seeds = content_seeds(problem.model, problem.given, self.seed)
-                targets, drawn = fisher_targets(found, seeds, self.draws)
+                of = fisher_targets if own == "output" else logit_targets
+                targets, drawn = of(found, seeds, self.draws)
             what = "the loss" if own == "loss" else "the model's output"
             examples = range(first, first + batch_size(batch))
             weights: list[list[Tensor | None]] = [[None] * len(runs) for runs in contexts]
@@ -215,6 +221,14 @@ def _in_place(removals: Sequence[Tensor]) -> Tensor:
         highest = max(price, highest * (1 + _APART))
         found[site, unit] = highest
     return torch.tensor([found[place] for place in sorted(found)], dtype=torch.float64)
+
+
+class _OnlyPasses(Surgeon):
+    """Removes nothing."""
+
+    def _prices(self, factors: Sequence[Factors], examples: Tensor, weights: Tensor) -> Tensor:
+        n_units = sum(len(f.bound.site.units) for f in factors)
+        return torch.ones(*weights.shape[:-1], n_units, dtype=torch.float64)
 
 
 def _merged(orders: Sequence[list[tuple[int, float]]]) -> Iterator[tuple[int, int, float]]:

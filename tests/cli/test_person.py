@@ -24,10 +24,11 @@ from headprune.core.errors import HeadPruneError, PlanMismatch
 from headprune.core.explanation import Explanation, explain
 from headprune.core.record import RunRecord
 from headprune.core.scores import ModelFingerprint
-from headprune.run import stages
+from headprune.run import dry, stages
 from headprune.run.dry import DryRun, dry_run
 from headprune.run.guess import guess
 from headprune.run.validate import check_recipe, load_recipe
+from headprune.scoring import Surgeon
 from tests.scripts import WORDS, tiny_encoder
 from tests.terminals import on_terminal
 
@@ -200,6 +201,76 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path) ->
     assert weights == 8 * found.parameters
     assert found.memory["gradients and both moments of AdamW"] == 12 * found.parameters
     assert str(found).endswith("nothing was trained, cut or written")
+
+
+SHORT = ["data.calibration=64", "data.holdout=100", "data.test_holdout=200", "model.config.num_hidden_layers=2"]
+ALONE = [*SHORT, "train=null", "bench=null", "recover=[]", "score.random_draws=0", "score.magnitude=false"]
+
+
+def counted_dry_run(monkeypatch: pytest.MonkeyPatch, scorer: str, settings: str = "{}") -> dict[str, Any]:
+    """Batches that were scored in each call; matrices that were inverted, and removals; what was said of the score."""
+    batches: list[int] = []
+    inverted, removed = [0], [0]
+    real = dry.score, torch.linalg.cholesky_ex, torch.linalg.solve_ex
+
+    def scored(model: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append(len(given))
+        return real[0](model, given, *args, **kwargs)
+
+    def factored(a: torch.Tensor, **kwargs: Any) -> Any:
+        inverted[0] += a.shape[:-2].numel()
+        return real[1](a, **kwargs)
+
+    def solved(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Any:
+        removed[0] += a.shape[:-2].numel()
+        return real[2](a, b, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dry, "score", scored)
+        patch.setattr(torch.linalg, "cholesky_ex", factored)
+        patch.setattr(torch.linalg, "solve_ex", solved)
+        chosen = [f"score.scorer={scorer}", f"score.settings={settings}", "score.batch_size=16"]
+        found = dry_run("digits-vit", [*ALONE, *chosen], say=lambda line: None)
+    stage = next(stage for stage in found.stages if stage.stage == "score")
+    site = found.sites[0]
+    return {"batches": batches, "inverted": inverted[0], "removed": removed[0], "stage": stage, "site": site}
+
+
+def test_a_dry_run_scores_one_batch_and_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = counted_dry_run(monkeypatch, "taylor")
+    assert found["batches"] == [1, 2]
+    assert found["stage"].basis == "taylor on 64 rows in 4 batches, 2 of which were timed"
+
+
+@pytest.mark.parametrize(("scorer", "removes"), [("surgeon", True), ("obs", False)])
+def test_a_dry_run_inverts_one_matrix(monkeypatch: pytest.MonkeyPatch, scorer: str, removes: bool) -> None:
+    """Of all sites and blocks: 2 sites, 8 blocks and all examples together."""
+    found = counted_dry_run(monkeypatch, scorer)
+    assert sorted(found["batches"]) == [1, 1, 1, 2]
+    assert found["inverted"] == 1
+    assert found["removed"] <= len(found["site"].units) if removes else not found["removed"]
+    assert bool(found["removed"]) is removes
+    assert "one of 18 equal parts was timed (the largest site, without a standard error)" in found["stage"].basis
+    assert found["stage"].seconds > 0
+    alone = counted_dry_run(monkeypatch, scorer, "{blocks: 1}")
+    assert "one of 2 equal parts was timed" in alone["stage"].basis
+
+
+def test_what_a_dry_run_leaves_out_is_counted_for_all_sites_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second for every batch, 100 for the matrices of one site: 4 batches, and 2 sites times 9 runs."""
+    clock = [0.0]
+
+    def scored(model: Any, batches: Any, scorer: Any, *, sites: Any, progress: bool) -> None:
+        clock[0] += len(batches) + (100 if type(scorer) is Surgeon else 0)
+        assert len(sites) == (1 if scorer.blocks == 1 else 2)
+
+    monkeypatch.setattr(dry, "score", scored)
+    monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
+    chosen = ["score.scorer=surgeon", "score.batch_size=16"]
+    found = dry_run("digits-vit", [*ALONE, *chosen], say=lambda line: None)
+    stage = next(stage for stage in found.stages if stage.stage == "score")
+    assert stage.seconds == 4 + 2 * 9 * 100
+    assert "; 30 min of it after the passes" in stage.basis
 
 
 def test_a_dry_run_counts_learned_gates_by_their_steps_and_takes_latency_at_its_word() -> None:

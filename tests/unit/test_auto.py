@@ -175,6 +175,16 @@ def test_without_a_refit(model: Stream, rows: Tensor) -> None:
     assert_allclose(next(c.loss for c in choice.candidates if c.scorer == "obs"), expected, rtol=1e-5)
 
 
+def test_a_candidate_with_settings(model: Stream, rows: Tensor) -> None:
+    found = score(model, rows, candidates=({"taylor": {"reduce": "signed"}},))
+    assert found.choice is not None
+    assert found.choice.chosen == "taylor (reduce=signed)"
+    assert (found.scorer, found.settings["reduce"]) == ("taylor", "signed")
+    assert HeadScores.from_json(found.to_json()) == found
+    alone = hp.score(model, [rows], hp.scoring.Taylor(reduce="signed"), loss=loss)
+    assert_allclose(np.array(found.values), np.array(alone.values), rtol=1e-5)
+
+
 # ---------------------------------------------------------------- kinds of attention
 
 
@@ -188,8 +198,8 @@ def test_kinds_are_judged_by_themselves_too() -> None:
 
 
 def choice_of(by_kind: bool) -> Choice:
-    taken = Candidate("taylor", by_kind, 1.0, 0.0, 0.0, 0.0)
-    return Choice((taken,), "taylor", by_kind, "keep 50 % of the heads", "lstsq", 8, 0.5)
+    taken = Candidate("taylor", EMPTY, by_kind, 1.0, 0.0, 0.0, 0.0)
+    return Choice((taken,), taken.name, "keep 50 % of the heads", "lstsq", 8, 0.5)
 
 
 def test_select_meets_the_budget_in_every_kind_where_auto_chose_so() -> None:
@@ -212,10 +222,10 @@ def test_select_meets_the_budget_in_every_kind_where_auto_chose_so() -> None:
 def test_intervals_are_those_of_paired_differences() -> None:
     rng = np.random.default_rng(0)
     losses = rng.normal(size=(3, 40)) + np.array([[0.0], [0.1], [3.0]])
-    names = [("a", False), ("b", False), (RANDOM, False)]
-    first, second, third = ranked(names, losses, 2, 0.95, [0, 1, 2])
+    asked = [("a", EMPTY, False), ("b", EMPTY, False), (RANDOM, EMPTY, False)]
+    first, second, third = ranked(asked, losses, 2, 0.95, [0, 1, 2])
     best = 0 if losses[0].mean() < losses[1].mean() else 1
-    assert first.scorer == names[best][0]
+    assert first.scorer == asked[best][0]
     other = losses[1 - best] - losses[best]
     half = student.ppf(1 - 0.05 / 4, 39) * other.std(ddof=1) / 40**0.5 * 2**0.5
     assert_allclose([second.difference, second.low, second.high], other.mean() + np.array([0, -half, half]))
@@ -225,9 +235,9 @@ def test_intervals_are_those_of_paired_differences() -> None:
 
 def test_random_heads_are_never_taken() -> None:
     losses = np.array([[2.0, 2.1, 2.2], [1.0, 1.1, 1.3]])
-    found = ranked([("a", False), (RANDOM, False)], losses, 2, 0.95, [0, 1])
+    found = ranked([("a", EMPTY, False), (RANDOM, EMPTY, False)], losses, 2, 0.95, [0, 1])
     assert [c.scorer for c in found] == [RANDOM, "a"]
-    choice = Choice(found, "a", False, "half", "lstsq", 3, 1.0)
+    choice = Choice(found, "a", "half", "lstsq", 3, 1.0)
     assert choice.best.scorer == "a"
     assert not choice.beats_random
     assert choice.margin == 0
@@ -236,13 +246,13 @@ def test_random_heads_are_never_taken() -> None:
 def test_the_margin_covers_the_best_candidate() -> None:
     """Of many draws of rows, in 95 % the chosen one's true loss is within the margin of the lowest true loss."""
     rng, truth = np.random.default_rng(1), np.array([1.0, 1.02, 1.05, 1.3])
-    names = [(str(i), False) for i in range(len(truth))]
+    asked = [(str(i), EMPTY, False) for i in range(len(truth))]
     covered = 0
     for _ in range(400):
         shared = rng.exponential(size=64)  # rows are easy or hard for all
         losses = truth[:, None] + shared + rng.normal(0, 0.3, size=(len(truth), 64))
-        found = ranked(names, losses, 2, 0.95, list(range(len(truth))))
-        choice = Choice(found, next(c.scorer for c in found if c.difference == 0), False, "", "", 64, 0.0)
+        found = ranked(asked, losses, 2, 0.95, list(range(len(truth))))
+        choice = Choice(found, next(c.scorer for c in found if c.difference == 0), "", "", 64, 0.0)
         covered += truth[int(choice.chosen)] - truth.min() <= choice.margin
     assert covered >= 0.95 * 400
 
@@ -257,6 +267,9 @@ def test_the_margin_covers_the_best_candidate() -> None:
         ({"candidates": ("random",)}, "random is judged anyway"),
         ({"candidates": ("magnitude",)}, "scorers that read data"),
         ({"candidates": ()}, "one scorer at least"),
+        ({"candidates": ({"taylor": {"reduce": "all"}},)}, "one of example"),
+        ({"candidates": ({"taylor": {"reduced": "token"}},)}, "settings of taylor, got 'reduced'"),
+        ({"candidates": ({"taylor": {}, "obs": {}},)}, "mappings of one name to its settings"),
         ({"folds": 1}, "a count >= 2"),
         ({"random_draws": -1}, "a count >= 0"),
         ({"confidence": 1.0}, "between 0 and 1"),

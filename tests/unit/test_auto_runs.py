@@ -28,10 +28,10 @@ def test_a_run(tmp_path: Path) -> None:
     assert record.scores is not None
     choice = record.scores.choice
     assert choice is not None
-    assert (choice.chosen, choice.refit, choice.n_examples) == (record.scores.scorer, "lstsq", 40)
+    assert (choice.best.scorer, choice.refit, choice.n_examples) == (record.scores.scorer, "lstsq", 40)
     assert {c.scorer for c in choice.candidates} == {"taylor", "obs", "random"}
     assert record.plan is not None
-    assert record.plan.scorer == choice.chosen
+    assert record.plan.scorer == choice.best.scorer
     text = "\n".join(said)
     assert text.index("auto: 2 scorers, then up to 4 plans, each cut and refitted by lstsq 2 times, on 40 rows") < (
         text.index(f"auto took {choice.chosen}: keep 50 % of the heads, refitted by lstsq")
