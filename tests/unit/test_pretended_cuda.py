@@ -29,7 +29,7 @@ from headprune.bench.quality import evaluate
 from headprune.gating import HardConcrete, SubsetTopk
 from headprune.gating.stochastic import GateDistribution
 from headprune.model.running import to_device
-from headprune.recovery import Finetune
+from headprune.recovery import Finetune, Lstsq
 from headprune.recovery import registry as recoveries
 from headprune.scoring import ActivationNorm, Ggn, LeaveOneOut, Obs, Surgeon, Taylor, _gradients
 from headprune.scoring import registry as scorers
@@ -444,6 +444,28 @@ def test_a_recovery_waits_as_often_as_is_stated(name: str, tmp_path: Path) -> No
         hp.recover_(case.model, case.batches, recovery, teacher, progress=False)
 
     check(name, run, RECOVERIES.get(name, USUAL), tmp_path)
+
+
+#: Settings in which a recovery goes another way.
+RECOVERIES_CONFIGURED = {
+    "lstsq, by what the output feels": (Lstsq(token_weights="output"), Waits(12, per_layer=2, why="as head_rescale")),
+    "lstsq, a ridge by held-out error": (
+        Lstsq(ridge=None, feed_forward=True),
+        Waits(8, per_layer=4, why="as head_rescale, and there are two projections a layer", at_most=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECOVERIES_CONFIGURED)
+def test_recoveries_that_go_another_way(name: str, tmp_path: Path) -> None:
+    recovery, stated = RECOVERIES_CONFIGURED[name]
+
+    def run(case: Case) -> None:
+        teacher = copy.deepcopy(case.model)
+        hp.prune_(case.model, with_fewer_heads(case.model))
+        hp.recover_(case.model, case.batches, recovery, teacher, progress=False)
+
+    check(name, run, stated, tmp_path)
 
 
 def gate(case: Case) -> None:
