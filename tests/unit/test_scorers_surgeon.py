@@ -21,7 +21,7 @@ from headprune.model.padding import query_mask
 from headprune.model.sites import bind
 from headprune.scoring import Surgeon, _removal, surgeon
 from headprune.scoring._activations import unit_columns
-from headprune.scoring._distributions import Distributions, fisher_targets
+from headprune.scoring._distributions import Distributions, fisher_targets, logit_targets
 from headprune.scoring._removal import removed
 from tests.laws.support import examples_of as data
 from tests.laws.support import family_subject
@@ -51,10 +51,17 @@ def predictions(model: nn.Module, example: Any) -> list[Tensor]:
     return [value.clamp(min=0).sqrt() * (vector @ logits) for value, vector in zip(values, vectors.T, strict=True)]
 
 
+def centred_logits(model: nn.Module, example: Any) -> list[Tensor]:
+    """Numbers whose slopes' products sum to twice the mean product of the slopes of logits without their mean."""
+    logits = model(**inputs_of(model, example)).logits[0]
+    return list(((logits - logits.mean()) * (2 / len(logits)) ** 0.5).unbind())
+
+
 @pytest.mark.parametrize(
     ("layout", "loss", "curvature"),
     [
         ("bert", default_loss, "output"),
+        ("bert", default_loss, "logits"),
         ("bert", default_loss, "loss"),
         ("llama", default_loss, "loss"),
         ("multi_head_attention", own_loss, "loss"),
@@ -83,7 +90,8 @@ def check_prices(
 ) -> None:
     """Compares prices with those of the reference, which solves every set of heads from scratch."""
     bound = bind(model, sites)
-    targets = predictions if curvature == "output" else lambda model, example: [loss(model, example).sum()]
+    own: dict[str, Any] = {"output": predictions, "logits": centred_logits}
+    targets = own.get(curvature, lambda model, example: [loss(model, example).sum()])
 
     def counted(example: Any) -> Tensor:
         length = example["input_ids"].shape[1] if "input_ids" in example else next(iter(example.values())).shape[1]
@@ -185,6 +193,37 @@ def test_slopes_of_drawn_targets_do_so_on_average() -> None:
     expected = torch.block_diag(*[p.diag() - torch.outer(p, p) for p in logits.detach()[0, :2].softmax(-1)]) / 2
     assert_close(total[:8, :8], expected, rtol=0, atol=0.02)
     assert_close(total[8:], torch.zeros_like(total[8:]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
+def test_slopes_of_logits_weigh_all_classes_alike(kind: str) -> None:
+    logits = torch.randn(2, 1, 4, dtype=torch.float64, requires_grad=True)
+    found = Distributions(kind, logits, torch.ones(2, 1, dtype=torch.bool), by_token=False)
+    targets, drawn = logit_targets(found, [0, 1], None)
+    assert not drawn
+    slopes = torch.stack([torch.autograd.grad(t, logits, retain_graph=True)[0][:, 0] for t in targets])
+    alike = torch.eye(4, dtype=torch.float64) - (0.25 if kind == "single_label_classification" else 0)
+    for example in range(2):
+        assert_close(slopes[:, example].T @ slopes[:, example], 2 / 4 * alike)
+
+
+def test_slopes_of_logits_of_tokens_do_so_on_average() -> None:
+    """A class that cannot be, as a place of padding where no answer begins, takes no part."""
+    logits = torch.randn(1, 3, 4, dtype=torch.float64)
+    logits[0, 0, 3] = -torch.inf
+    logits.requires_grad_()
+    counted = torch.tensor([[True, True, False]])
+    total = torch.zeros(12, 12, dtype=torch.float64)
+    for seed in range(100):
+        targets, drawn = logit_targets(Distributions("single_label_classification", logits, counted), [seed], 50)
+        assert drawn
+        for target in targets:
+            slope = torch.autograd.grad(target, logits, retain_graph=True)[0].flatten()
+            total += torch.outer(slope, slope) / 100
+    three, four = (torch.eye(n, dtype=torch.float64) - 1 / n for n in (3, 4))
+    nothing = torch.zeros(1, 1, dtype=torch.float64)
+    expected = torch.block_diag(three * 2 / 3, nothing, four * 2 / 4, torch.zeros(4, 4, dtype=torch.float64)) / 2
+    assert_close(total, expected, rtol=0, atol=0.02)
 
 
 def test_a_loss_of_the_users_is_asked() -> None:
