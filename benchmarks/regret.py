@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ import torch
 import headprune as hp
 from headprune.choice.auto import DEFAULT
 from headprune.core.errors import InfeasibleBudget
+from headprune.core.files import write_atomic
 from headprune.core.scores import HeadScores
 from headprune.run.auto import AutoOfRun
 from headprune.run.base import open_base, ready_base
@@ -111,6 +113,7 @@ ROWS = {"stories": 64, "char-gpt": 64}
 #: Heads kept: of MiniLM's 72 these are 36, 24, 14 and 8.
 SHARES = (0.5, 1 / 3, 14 / 72, 8 / 72)
 AUTO, RANDOM = "auto", "random"
+PAGE = "regret.md"
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -310,7 +313,117 @@ def points(metric: str, whole: float) -> Callable[[float], float]:
 
 
 def draw(records: Path, docs: Path) -> Path:
-    raise SystemExit("not yet")
+    """Writes the page from every record there is."""
+    found = studies.records_in(records, "regret")
+    return write_atomic(docs / PAGE, page(found).encode())
+
+
+#: Points of every model and draw, by pipeline, at one task and share.
+Cells = dict[str, list[float]]
+
+
+def cells(record: dict[str, Any]) -> dict[float, Cells]:
+    """Points above the whole model's, by share and pipeline; ``auto`` has those of what it took."""
+    found: dict[float, Cells] = {}
+    for row in record["rows"]:
+        whole = record["whole"][str(row["tuned"])]
+        of = points(whole["metric"], whole["test"])
+        at = found.setdefault(round(row["share"], 4), {})
+        for name, cell in {**row["cells"], AUTO: row["cells"][row["auto"]]}.items():
+            at.setdefault(f"{name}, {row['refit']}", []).append(of(cell["test"]) - of(whole["test"]))
+    return found
+
+
+def regrets(records: Sequence[dict[str, Any]]) -> dict[str, dict[tuple[str, float], float]]:
+    """By pipeline, task and share: points below the best pipeline there, both mean over models and draws.
+
+    A pipeline that was not run as often as the others is left out of that task and share.
+    """
+    found: dict[str, dict[tuple[str, float], float]] = {}
+    for record in records:
+        for share, at in cells(record).items():
+            most = max(map(len, at.values()))
+            means = {name: statistics.fmean(values) for name, values in at.items() if len(values) == most}
+            best = max(means.values())
+            for name, mean in means.items():
+                found.setdefault(name, {})[record["task"], share] = best - mean
+    return found
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """docs/regret.md."""
+    by = regrets(records)
+    present = [record["task"] for record in records]
+    lines = [
+        "# Regret: which pipeline to trust on a task that nobody tuned",
+        "",
+        "Written by `python benchmarks/regret.py --figure` from records in `benchmarks/records`; do not edit.",
+        "",
+        "Regret is how many points a pipeline is below the best one of the same task and budget, on test rows, mean",
+        "over trainings of the model and draws of calibration rows. A point is 0.01 of accuracy, F1 or a correlation,",
+        "a BLEU point, or 1 % of the whole model's perplexity. Nothing is trained after the cut. `random` are random",
+        "heads, refitted alike. `auto` takes one of the scorers by the loss of held-out calibration rows. Which tasks",
+        "choose and which confirm was fixed before any was run.",
+        "",
+    ]
+    for title, tasks in (("choose", CHOOSING), ("confirm", [t for t in TASKS if t not in CHOOSING])):
+        some = [task for task in present if task in tasks]
+        if some:
+            lines += [
+                f"## Tasks that {title}: {', '.join(TITLES[task] for task in some)}",
+                "",
+                *_regret_table(by, some),
+            ]
+    for record in records:
+        lines += _task_lines(record)
+    return "\n".join([*lines, *studies.no_gpu(record["hardware"] for record in records)]) + "\n"
+
+
+def _regret_table(by: dict[str, dict[tuple[str, float], float]], tasks: Sequence[str]) -> list[str]:
+    """Mean and worst regret of every pipeline, those with the least worst first; where most is kept, and where less."""
+    groups = {"half and a third kept": lambda share: share > 0.3, "less kept": lambda share: share <= 0.3}
+    rows = []
+    for name, at in by.items():
+        parts = [[v for (task, share), v in at.items() if task in tasks and of(share)] for of in groups.values()]
+        rows.append((name, parts))
+    rows = [row for row in rows if any(row[1])]
+    rows.sort(key=lambda row: max(v for part in row[1] for v in part))
+    head = " | ".join(f"{group}: mean | worst" for group in groups)
+    lines = [f"| pipeline | {head} |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, parts in rows:
+        shown = [f"{statistics.fmean(part):.2f} | {max(part):.2f}" if part else "- | -" for part in parts]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return [*lines, ""]
+
+
+def _task_lines(record: dict[str, Any]) -> list[str]:
+    """What every pipeline lost on one task."""
+    wholes = [f"{whole['test']:.4f}" for whole in record["whole"].values()]
+    metric = next(iter(record["whole"].values()))["metric"]
+    found = cells(record)
+    shares = sorted(found, reverse=True)
+    n_rows = len({(row["tuned"], row["draw"]) for row in record["rows"]})
+    lines = [
+        f"## {TITLES[record['task']]}",
+        "",
+        f"The whole model's {metric}: {', '.join(wholes)}. {record['calibration']} calibration rows; trainings with a",
+        f"draw each: {n_rows}. Points above (+) or below (-) the whole model.",
+        "",
+        f"| pipeline | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
+        f"| --- |{' ---: |' * len(shares)}",
+    ]
+    names = list(dict.fromkeys(name for at in found.values() for name in at))
+    for name in names:
+        shown = [_spread(found[share].get(name, [])) for share in shares]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return [*lines, ""]
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values):+.2f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.2f}"
 
 
 if __name__ == "__main__":
