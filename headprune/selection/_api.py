@@ -85,6 +85,7 @@ def select(
     if not isinstance(budget, (Budget, Mapping)):
         hint = "Write hp.Budget(keep_heads=0.5), for example."
         raise InvalidValue(WHERE, "a Budget, or a mapping to Budgets", repr(budget), hint)
+    asked = budget
     if isinstance(budget, Budget) and scores.choice is not None and scores.choice.by_kind:
         budget = by_kind(scores.sites, budget) or budget
     timed = _timed([budget] if isinstance(budget, Budget) else budget.values())
@@ -119,9 +120,19 @@ def select(
         scorer=scores.scorer,
         scores=scores.digest,
         model=scores.model,
-        notes=_notes(task, scores, mask),
+        notes=(*_notes(task, scores, mask), *_chosen_for(scores, asked)),
         policy=next((s.policy for s in scores.sites if s.policy != "group" and s.n_kv_heads > 1), "group"),
     )
+
+
+def _chosen_for(scores: HeadScores, asked: Budget | Mapping[str, Budget]) -> tuple[str, ...]:
+    """A note where ``auto`` chose the scorer for another budget than the one that the plan meets."""
+    if scores.choice is None:
+        return ()
+    groups = [asked] if isinstance(asked, Budget) else [SiteBudget(key, one) for key, one in asked.items()]
+    if scores.choice.budget == ", ".join(map(str, groups)):
+        return ()
+    return (f"auto chose {scores.choice.chosen} for another budget: {scores.choice.budget}.",)
 
 
 def _check_given(selector: Selector, name: str, **given: object) -> None:

@@ -216,6 +216,15 @@ def test_select_meets_the_budget_in_every_kind_where_auto_chose_so() -> None:
     assert kept(True, hp.Budget(keep_heads=4)) == [2, 2]
 
 
+def test_a_plan_says_where_auto_chose_for_another_budget(model: Stream, rows: Tensor) -> None:
+    scores = score(model, rows)
+    assert scores.choice is not None
+    note = f"auto chose {scores.choice.chosen} for another budget: keep 50 % of the heads."
+    assert note not in hp.select(scores, hp.Budget(keep_heads=0.5)).notes
+    assert note in hp.select(scores, hp.Budget(keep_heads=0.75)).notes
+    assert note in hp.select(scores, {"layers.0": hp.Budget(keep_heads=0.5)}).notes
+
+
 # ---------------------------------------------------------------- statistics
 
 
