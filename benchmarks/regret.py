@@ -162,18 +162,24 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
                     if (tuned, number, round(share, 4), refit) in done:
                         continue
                     subject = subject or opened(args, tuned)
-                    if str(tuned) not in record["whole"]:
-                        whole = subject.measure(subject.model, "base", 0, "test")
-                        record["whole"][str(tuned)] = {
-                            "metric": whole.metric,
-                            "test": whole.value,
-                            "n": whole.n_examples,
-                        }
+                    _note_whole(record, subject, tuned)
                     scored = scored or Scored.of(subject, args, number)
                     try:
                         yield scored.row(tuned, share, refit)
                     except InfeasibleBudget:
                         print(f"{args.task}: no plan keeps {share:.3f} of the heads", flush=True)
+
+
+def _note_whole(record: dict[str, Any], subject: Subject, tuned: int) -> None:
+    """Notes what the uncut model does; one of the same seed that was trained on another machine may be another."""
+    weights = studies.weights_of(subject.model)
+    known = record["whole"].get(str(tuned))
+    if known is not None and known["weights"] != weights:
+        raise SystemExit(f"--tuned {tuned} of this record had other weights: take seeds that it does not have.")
+    if known is None:
+        row = subject.measure(subject.model, "base", 0, "test")
+        found = {"metric": row.metric, "test": row.value, "n": row.n_examples, "weights": weights}
+        record["whole"][str(tuned)] = found
 
 
 def place(row: dict[str, Any]) -> tuple[int, int, float, str]:
