@@ -103,9 +103,10 @@ class Choice:
     def __str__(self) -> str:
         refit = f", refitted by {self.refit}" if self.refit else ""
         lines = [f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out rows"]
-        lines.append(f"  {'whole model':<24} {self.whole:.4f}")
+        width = max(len(name) for name in ("whole model", *(one.name for one in self.candidates)))
+        lines.append(f"  {'whole model':<{width}}  {self.whole:.4f}")
         for one in self.candidates:
             interval = "" if one is self.best else f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
-            lines.append(f"  {one.name:<24} {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip())
+            lines.append(f"  {one.name:<{width}}  {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip())
         lines.append(f"  the best candidate is at most {self.margin:.4f} below it ({self.confidence:.0%} confidence)")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
