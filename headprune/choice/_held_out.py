@@ -39,11 +39,11 @@ class Folds:
         self.batches: list[list[Any]] = [[] for _ in range(count)]
         first = 0
         for _, batch in problem.passes("rows of folds"):
-            size = batch_size(batch)
+            size, own = batch_size(batch), to_device(problem.given, torch.device("cpu"))
             for fold in range(count):
                 places = torch.arange((fold - first) % count, size, count)
                 if len(places):
-                    self.batches[fold].append(some_examples(to_device(batch, torch.device("cpu")), places))
+                    self.batches[fold].append(some_examples(own, places))
                     self.rows[fold] = torch.cat([self.rows[fold], first + places])
             first += size
         self.size = first
