@@ -237,9 +237,10 @@ class Auto(Scorer):
         """The estimate of the chosen candidate, with the choice and what there is to say about it."""
         notes = [*estimate.notes]
         if choice.ties:
-            notes.append(f"auto: {', '.join(c.name for c in choice.ties)} may do as well on these rows.")
-        if not choice.beats_random:
-            notes.append("auto: no candidate surely beats random heads, refitted alike, at this budget.")
+            names = ", ".join(c.name for c in choice.ties)
+            notes.append(f"auto: these rows do not tell {choice.chosen} from {names}, which keep other heads.")
+        if choice.doubt:
+            notes.append(f"auto: {choice.doubt}")
         return replace(estimate, notes=tuple(notes), choice=choice)
 
 
