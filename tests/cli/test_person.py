@@ -371,6 +371,11 @@ def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Pat
     assert sum(len(site.heads) for site in hp.find_sites(model)) == 4
     record = RunRecord.load(folder / "run" / "record.json")
     assert (record.status, record.plan.mask.n_kept) == ("done", 4)  # type: ignore[union-attr]
+    choice = record.scores.choice  # type: ignore[union-attr]
+    assert choice is not None
+    assert choice.budget == record.plan.wanted  # type: ignore[union-attr]
+    assert choice.refit == "lstsq"
+    assert f"auto took {choice.chosen}: " in result.stderr
     assert "recovered (lstsq)" in [row.name for row in record.quality]
     assert (folder / "run" / "report.html").is_file()
     assert not (folder / "run" / "model").exists()
