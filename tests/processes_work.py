@@ -72,7 +72,9 @@ def batches(count: int, rows: int = 2) -> list[dict[str, Any]]:
 
 
 def scored(count: int, processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
-    return hp.score(subject().model, batches(count), SCORERS, loss=loss, processes=processes, progress=False)
+    """By every scorer; ``auto`` needs two examples a fold."""
+    wanted = SCORERS if count > 2 else [scorer for scorer in SCORERS if not isinstance(scorer, Auto)]
+    return hp.score(subject().model, batches(count), wanted, loss=loss, processes=processes, progress=False)
 
 
 def score_all(folder: Path, *counts: str) -> None:

@@ -39,11 +39,11 @@ class Folds:
         self.batches: list[list[Any]] = [[] for _ in range(count)]
         first = 0
         for _, batch in problem.passes("rows of folds"):
-            size = batch_size(batch)
+            size, own = batch_size(batch), to_device(problem.given, torch.device("cpu"))
             for fold in range(count):
                 places = torch.arange((fold - first) % count, size, count)
                 if len(places):
-                    self.batches[fold].append(some_examples(to_device(batch, torch.device("cpu")), places))
+                    self.batches[fold].append(some_examples(own, places))
                     self.rows[fold] = torch.cat([self.rows[fold], first + places])
             first += size
         self.size = first
@@ -70,17 +70,12 @@ def held_out_losses(problem: Problem, folds: Folds, plans: Sequence[HeadMask], r
 
     Processes share the plans. The model is left as it was.
     """
-    located = sites_of(problem.bound)
     disable = None if problem.progress is None else not problem.progress
 
     def losses(mask: HeadMask) -> Tensor:
         found = torch.zeros(folds.size, dtype=torch.float64)
         for fold in range(folds.count):
-            small = copy.deepcopy(problem.model)
-            cut_(small, bind(small, located), mask)
-            if refit is not None:
-                refit(small, folds.others(fold))
-            found[folds.rows[fold]] = _losses(problem, small, folds.batches[fold])
+            found[folds.rows[fold]] = losses_of_fold(problem, folds, fold, mask, refit)
         return found
 
     def own() -> dict[str, Tensor]:
@@ -90,6 +85,15 @@ def held_out_losses(problem: Problem, folds: Folds, plans: Sequence[HeadMask], r
     parts = problem.gathered("held-out losses", own)
     by_plan = {int(i): row for part in parts for i, row in part.items()}
     return torch.stack([by_plan[i] for i in range(len(plans))])
+
+
+def losses_of_fold(problem: Problem, folds: Folds, fold: int, mask: HeadMask, refit: Refit | None) -> Tensor:
+    """``[rows of the fold]``, fp64 on the CPU: their losses under a plan, cut and refitted on the other rows."""
+    small = copy.deepcopy(problem.model)
+    cut_(small, bind(small, sites_of(problem.bound)), mask)
+    if refit is not None:
+        refit(small, folds.others(fold))
+    return _losses(problem, small, folds.batches[fold])
 
 
 def _losses(problem: Problem, model: nn.Module, batches: Sequence[Any]) -> Tensor:

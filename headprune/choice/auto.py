@@ -107,6 +107,11 @@ class Auto(Scorer):
             found.append((pairs[0][0], FrozenDict(pairs[0][1])))
         return found
 
+    @property
+    def scorers(self) -> list[Scorer]:
+        """Every candidate, configured."""
+        return [_configured(name, settings) for name, settings in self.asked]
+
     def _check_refit(self, method: type[Recovery]) -> None:
         if method.trains:
             hint = "Let lstsq stand in for the training."
@@ -196,7 +201,7 @@ class Auto(Scorer):
 
     def _estimates(self, problem: Problem) -> list[Estimate]:
         """Every candidate's estimate; candidates share their passes."""
-        scorers = [_configured(name, settings) for name, settings in self.asked]
+        scorers = self.scorers
         problem.shared["scorers"] = (*problem.shared.get("scorers", ()), *scorers)
         return [scorer.estimate(problem) for scorer in scorers]
 
@@ -232,9 +237,10 @@ class Auto(Scorer):
         """The estimate of the chosen candidate, with the choice and what there is to say about it."""
         notes = [*estimate.notes]
         if choice.ties:
-            notes.append(f"auto: {', '.join(c.name for c in choice.ties)} may do as well on these rows.")
-        if not choice.beats_random:
-            notes.append("auto: no candidate surely beats random heads, refitted alike, at this budget.")
+            names = ", ".join(c.name for c in choice.ties)
+            notes.append(f"auto: these rows do not tell {choice.chosen} from {names}, which keep other heads.")
+        if choice.doubt:
+            notes.append(f"auto: {choice.doubt}")
         return replace(estimate, notes=tuple(notes), choice=choice)
 
 

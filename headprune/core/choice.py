@@ -78,9 +78,12 @@ class Choice:
 
     @property
     def ties(self) -> tuple[Candidate, ...]:
-        """Other candidates whose loss these rows cannot tell from that of the chosen one; random draws are none."""
+        """Other candidates whose loss these rows cannot tell from that of the chosen one.
+
+        Random draws are none, and neither are candidates that keep the chosen one's heads.
+        """
         others = (c for c in self.candidates if c is not self.best and c.scorer != RANDOM)
-        return tuple(c for c in others if c.low <= 0)
+        return tuple(c for c in others if c.low <= 0 and c.same_as != self.chosen)
 
     @property
     def margin(self) -> float:
@@ -91,6 +94,14 @@ class Choice:
     def beats_random(self) -> bool:
         """Whether random heads, refitted alike, surely have a higher loss; True where none were drawn."""
         return all(c.low > 0 for c in self.candidates if c.scorer == RANDOM)
+
+    @property
+    def doubt(self) -> str:
+        """In words, that the chosen heads may be no better than random ones; empty where they surely are."""
+        if self.beats_random:
+            return ""
+        alike = ", refitted alike" if self.refit else ""
+        return f"These rows do not show that the chosen heads are better than random ones{alike}."
 
     def mark(self, one: Candidate) -> str:
         """What there is to say of a candidate: taken, ties, or whose heads it keeps."""
@@ -103,9 +114,12 @@ class Choice:
     def __str__(self) -> str:
         refit = f", refitted by {self.refit}" if self.refit else ""
         lines = [f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out rows"]
-        lines.append(f"  {'whole model':<24} {self.whole:.4f}")
+        width = max(len(name) for name in ("whole model", *(one.name for one in self.candidates)))
+        lines.append(f"  {'whole model':<{width}}  {self.whole:.4f}")
         for one in self.candidates:
             interval = "" if one is self.best else f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
-            lines.append(f"  {one.name:<24} {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip())
-        lines.append(f"  the best candidate is at most {self.margin:.4f} below it ({self.confidence:.0%} confidence)")
+            lines.append(f"  {one.name:<{width}}  {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip())
+        lines.append(
+            f"  the best candidate is at most {self.margin:.4f} below it ({100 * self.confidence:g} % confidence)"
+        )
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from headprune.core.choice import Choice
-from headprune.core.codec import FrozenDict, Value
+from headprune.core.codec import LATER, FrozenDict, Value
 from headprune.core.display import Cell, Row, clean, html_grid, html_text, levels, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import atomic_paths
@@ -127,7 +127,7 @@ class HeadScores(Value):
     samples: Samples | None = None
     notes: tuple[str, ...] = ()
     curvature: Curvature | None = None
-    choice: Choice | None = None
+    choice: Choice | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         shape = [len(s.units) for s in self.sites]

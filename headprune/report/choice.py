@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from headprune.core.choice import Candidate, Choice
 from headprune.core.record import RunRecord
-from headprune.report.formats import fixed
+from headprune.report.formats import fixed, signed
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ def choice_table(record: RunRecord) -> ChoiceTable | None:
 
 
 def _line(choice: Choice, one: Candidate) -> CandidateLine:
-    interval = f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
     taken = one is choice.best
-    return CandidateLine(one.name, fixed(one.loss, 4), "" if taken else interval, choice.mark(one), "good" * taken)
+    same = taken or one.same_as == choice.chosen
+    difference, low, high = (signed(x, 4) for x in (one.difference, one.low, one.high))
+    above = "–" if same else f"{difference} [{low}, {high}]"
+    return CandidateLine(one.name, fixed(one.loss, 4), above, choice.mark(one), "good" * taken)
 
 
 def _below(choice: Choice) -> list[str]:
-    confidence = f"{choice.confidence:.0%}"
+    confidence = f"{100 * choice.confidence:g} % confidence"
     lines = [f"The best candidate's loss is at most {fixed(choice.margin, 4)} below the chosen one's ({confidence})."]
-    if not choice.beats_random:
-        lines.append("These rows do not show that the chosen heads are better than random ones, refitted alike.")
-    return [*lines, *choice.notes]
+    return [*lines, *([choice.doubt] if choice.doubt else []), *choice.notes]

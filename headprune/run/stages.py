@@ -15,7 +15,6 @@ from headprune import recovery, scoring, selection
 from headprune.bench.decoding import compare_decoding
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.bench.size import sizes
-from headprune.choice.auto import Auto
 from headprune.core.plan import PruningPlan
 from headprune.core.record import QualityRow
 from headprune.core.scores import HeadScores
@@ -23,7 +22,7 @@ from headprune.gating.context import gated
 from headprune.model.processes import Processes
 from headprune.model.running import device_of
 from headprune.model.sites import bind
-from headprune.run.auto import judged_after, scorer_of
+from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, WORK
@@ -83,14 +82,9 @@ def score_heads(subject: Subject, first: HeadScores | None = None, work: Path | 
 def _announced(subject: Subject) -> str:
     """What ``auto`` is about to do."""
     auto = scorer_of(subject)
-    assert isinstance(auto, Auto)
-    plans, rows = len(auto.candidates) + auto.random_draws, len(subject.data.examples["calibration"])
-    refit = " + ".join(step.method for step in judged_after(subject.recipe))
-    kinds = len({site.kind for site in subject.sites})
-    plans += len(auto.candidates) if kinds > 1 else 0
-    done = f"cut and refitted by {refit}" if refit else "cut"
-    scorers = f"{len(auto.candidates)} scorers, then up to {plans} plans"
-    return f"auto: {scorers}, each {done} {auto.folds} times, on {rows:,} rows"
+    assert isinstance(auto, AutoOfRun)
+    rows = len(subject.data.examples["calibration"])
+    return f"auto: {len(auto.candidates)} scorers, then {auto.said}, on {rows:,} rows"
 
 
 def chosen_scores(subject: Subject, processes: Processes | None, work: Path | None = None) -> HeadScores:

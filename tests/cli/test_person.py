@@ -20,13 +20,15 @@ import headprune.cli.prune
 from headprune.cli.main import COMMANDS, app
 from headprune.core.codec import EMPTY
 from headprune.core.difference import PlanDifference, RecordDifference
-from headprune.core.errors import HeadPruneError, PlanMismatch
+from headprune.core.errors import HeadPruneError, PlanMismatch, UnsupportedModel
 from headprune.core.explanation import Explanation, explain
 from headprune.core.record import RunRecord
 from headprune.core.scores import ModelFingerprint
+from headprune.run import auto as run_auto
 from headprune.run import dry, stages
 from headprune.run.dry import DryRun, dry_run
 from headprune.run.guess import guess
+from headprune.run.subject import Subject
 from headprune.run.validate import check_recipe, load_recipe
 from headprune.scoring import Surgeon
 from tests.scripts import WORDS, tiny_encoder
@@ -284,6 +286,82 @@ def test_a_dry_run_counts_learned_gates_by_their_steps_and_takes_latency_at_its_
     assert stages["score"].basis == "12 steps of 16 rows"
 
 
+AUTO = ["score.scorer=auto", "score.settings={candidates: [taylor, surgeon], random_draws: 1}", "score.batch_size=16"]
+
+
+def test_a_dry_run_judges_one_plan_of_auto_once_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are timed as they are alone; one cut and refit on 16 rows and one on 32, half of which judge."""
+    scored: list[tuple[str, int]] = []
+    judged: list[int] = []
+    score, losses = dry.score, run_auto.losses_of_fold
+
+    def seen(model: Any, given: Any, scorer: Any, **kwargs: Any) -> Any:
+        scored.append((type(scorer).__name__, len(given)))
+        return score(model, given, scorer, **kwargs)
+
+    def once(problem: Any, folds: Any, fold: int, mask: Any, refit: Any) -> torch.Tensor:
+        assert refit is not None
+        assert mask.n_kept == 8
+        found = losses(problem, folds, fold, mask, refit)
+        judged.append(len(found))
+        return found
+
+    def whole(*args: Any) -> Any:
+        raise AssertionError("a dry run runs all of auto")
+
+    monkeypatch.setattr(dry, "score", seen)
+    monkeypatch.setattr(run_auto, "losses_of_fold", once)
+    monkeypatch.setattr(run_auto.Auto, "estimate", whole)
+    found = dry_run("digits-vit", [*ALONE, *AUTO, "recover=[{method: lstsq}]"], say=lambda line: None)
+    assert scored[:2] == [("Taylor", 1), ("Taylor", 2)]
+    assert sorted(scored[2:]) == [("Surgeon", 1), ("_OnlyPasses", 1), ("_OnlyPasses", 1), ("_OnlyPasses", 2)]
+    assert judged == [8, 16]
+    stages = {stage.stage: stage.basis for stage in found.stages}
+    assert stages["score"] == "auto on 64 rows in 4 batches, 2 of which were timed: 2 scorers, one after the other"
+    assert stages["choose"].startswith("up to 3 plans, each cut and refitted by lstsq 2 times; one such time")
+    assert stages["choose"].endswith("on 16 and 32 rows")
+
+
+@pytest.mark.parametrize(("size", "samples"), [(16, [1, 2]), (1, [4, 8]), (64, [1])])
+def test_what_a_dry_run_leaves_out_of_auto_is_counted(
+    monkeypatch: pytest.MonkeyPatch, size: int, samples: list[int]
+) -> None:
+    """A second for every row and 100 for every solving: 64 rows, 3 plans, 2 folds."""
+    clock, judged = [0.0], list[int]()
+
+    def once(self: Any, batches: Any) -> None:
+        judged.append(len(batches))
+        clock[0] += 100 + size * len(batches)
+
+    monkeypatch.setattr(dry, "score", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(run_auto.AutoOfRun, "judge_once", once)
+    found = dry_run("digits-vit", [*ALONE, *AUTO, f"score.batch_size={size}"], say=lambda line: None)
+    stage = next(stage for stage in found.stages if stage.stage == "choose")
+    assert judged == samples
+    assert stage.seconds == 3 * 2 * (100 + 64)
+    assert "each cut 2 times" in stage.basis
+
+
+def test_a_dry_run_of_auto_measures_no_latency_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(self: Any) -> Any:
+        raise AssertionError("a latency table was measured")
+
+    monkeypatch.setattr(Subject, "latency", property(measured))
+    speed = ["select.keep_heads=null", "select.speedup=1.2", "select.latency.seconds=7"]
+    found = dry_run("digits-vit", [*ALONE, *AUTO, *speed], say=lambda line: None)
+    assert [stage.stage for stage in found.stages] == ["score", "choose", "quality", "latency"]
+
+
+def test_a_dry_run_of_auto_goes_on_where_the_model_refuses_the_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> Any:
+        raise UnsupportedModel("the model", "one that can be refitted", "another")
+
+    monkeypatch.setattr(run_auto.AutoOfRun, "refit_", refused)
+    found = dry_run("digits-vit", [*ALONE, *AUTO, "recover=[{method: lstsq}]"], say=lambda line: None)
+    assert next(stage for stage in found.stages if stage.stage == "choose").seconds is not None
+
+
 # ---------------------------------------------------------------- prune on data
 
 
@@ -293,6 +371,11 @@ def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Pat
     assert sum(len(site.heads) for site in hp.find_sites(model)) == 4
     record = RunRecord.load(folder / "run" / "record.json")
     assert (record.status, record.plan.mask.n_kept) == ("done", 4)  # type: ignore[union-attr]
+    choice = record.scores.choice  # type: ignore[union-attr]
+    assert choice is not None
+    assert choice.budget == record.plan.wanted  # type: ignore[union-attr]
+    assert choice.refit == "lstsq"
+    assert f"auto took {choice.chosen}: " in result.stderr
     assert "recovered (lstsq)" in [row.name for row in record.quality]
     assert (folder / "run" / "report.html").is_file()
     assert not (folder / "run" / "model").exists()

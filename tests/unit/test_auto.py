@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from headprune.choice import _held_out
 from headprune.choice._statistics import ranked
 from headprune.choice.auto import Auto
 from headprune.core.choice import RANDOM, Candidate, Choice
-from headprune.core.codec import EMPTY
+from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InvalidValue, UnknownName
+from headprune.core.explanation import explain
 from headprune.core.heads import AttentionSite
 from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.scoring._base import Scorer
@@ -323,7 +325,53 @@ def test_it_is_found_by_name(model: Stream, rows: Tensor) -> None:
     assert "held-out rows" in hp.scoring.registry.summary("auto")
 
 
+def choice_with(*more: Candidate, refit: str = "lstsq") -> Choice:
+    taken = Candidate("taylor", EMPTY, False, 1.0, 0.0, 0.0, 0.0)
+    return Choice((taken, *more), "taylor", "keep 50 % of the heads", refit, 8, 0.5)
+
+
+def test_a_candidate_that_keeps_the_chosen_heads_is_no_tie() -> None:
+    same = Candidate("fisher", EMPTY, False, 1.0, 0.0, 0.0, 0.0, same_as="taylor")
+    close = Candidate("obs", EMPTY, False, 1.1, 0.1, -0.2, 0.4)
+    also = Candidate("wanda", EMPTY, False, 1.1, 0.1, -0.2, 0.4, same_as="obs")
+    choice = choice_with(same, close, also)
+    assert choice.ties == (close, also)
+    assert [choice.mark(c) for c in choice.candidates] == ["taken", "the heads of taylor", "ties", "the heads of obs"]
+
+
+@pytest.mark.parametrize(
+    ("refit", "words"), [("lstsq", "than random ones, refitted alike."), ("", "than random ones.")]
+)
+def test_doubt_says_refitted_only_where_it_was(refit: str, words: str) -> None:
+    drawn = Candidate(RANDOM, EMPTY, False, 1.1, 0.1, -0.2, 0.4)
+    assert choice_with(drawn, refit=refit).doubt.endswith(words)
+    assert not choice_with(replace(drawn, low=0.05), refit=refit).doubt
+
+
+def test_a_table_is_in_line() -> None:
+    lines = str(choice_with(Candidate("surgeon", FrozenDict({"curvature": "logits"}), True, 2.0, 1.0, 0.5, 1.5)))
+    losses = [line for line in lines.split("\n") if line.startswith(("  whole", "  taylor", "  surgeon"))]
+    assert len({line.index(loss) for line, loss in zip(losses, ("0.5000", "1.0000", "2.0000"), strict=True)}) == 1
+
+
+def test_explain_says_who_chose(model: Stream, rows: Tensor) -> None:
+    scores = score(model, rows)
+    assert scores.choice is not None
+    plan = hp.select(scores, hp.Budget(keep_heads=0.5))
+    notes = explain(plan, scores).notes
+    assert notes[0].startswith(f"auto took {scores.choice.chosen} by the loss of {ROWS} rows")
+    assert not any("auto" in note for note in explain(plan, replace(scores, choice=None, notes=())).notes)
+
+
+def test_agreement_with_a_scorer_that_was_asked_for(model: Stream, rows: Tensor) -> None:
+    found = score(model, rows, candidates=("taylor",))
+    alone = hp.score(model, [rows], "taylor", loss=loss)
+    agreed = hp.agreement(found, alone, hp.score(model, [rows], "obs", loss=loss))
+    assert agreed.names == ("taylor (1)", "taylor (2)", "obs")
+    assert agreed.pairs[0].spearman.value == pytest.approx(1.0)
+
+
 def test_words() -> None:
     text = str(choice_of(False))
     assert "auto took taylor: keep 50 % of the heads, refitted by lstsq, loss of 8 held-out rows" in text
-    assert "at most 0.0000 below it (95% confidence)" in text
+    assert "at most 0.0000 below it (95 % confidence)" in text

@@ -90,6 +90,7 @@ SCORERS = {
     "add_one_in": Waits(11),  # six of them in the proof, which is made once a call
     "attattr": Waits(10),
     "attribution_patching": Waits(6),
+    "auto": Waits(64, per_layer=24, why="up to 3 plans here, each refitted twice as by lstsq, +ff", at_most=True),
     "confidence": Waits(4),
     "entropy": Waits(4),
     "fisher": Waits(6),
@@ -237,6 +238,7 @@ def small(name: str, size: Size) -> Scorer:
         return replace(scorer, steps=size.batches, block=_EXAMPLES)  # a block a batch
     changes = {
         "attattr": {"steps": 2},
+        "auto": {"candidates": ("taylor", "obs"), "random_draws": 1},
         "integrated_gradients": {"points": 2},
         "shapley": {"orders": 1, "truncation": 0.0},
     }
