@@ -92,12 +92,12 @@ class Choice:
 
     @property
     def beats_random(self) -> bool:
-        """Whether the interval of random heads, refitted alike, lies above the chosen loss; True where none were drawn."""
+        """Whether random heads, refitted alike, lose more by their whole interval; True where none were drawn."""
         return all(c.low > 0 for c in self.candidates if c.scorer == RANDOM)
 
     @property
     def doubt(self) -> str:
-        """In words, that the chosen heads may be no better than random ones; empty where they are better by the whole interval."""
+        """In words, that the chosen heads may be no better than random ones; empty where they beat them."""
         if self.beats_random:
             return ""
         alike = ", refitted alike" if self.refit else ""
