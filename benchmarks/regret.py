@@ -33,6 +33,7 @@ import headprune as hp
 from headprune.choice.auto import DEFAULT
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.files import write_atomic
+from headprune.core.metrics import drop
 from headprune.core.scores import HeadScores
 from headprune.run.auto import AutoOfRun
 from headprune.run.base import open_base, ready_base
@@ -227,7 +228,7 @@ class Known(AutoOfRun):
 
     scores: tuple[HeadScores, ...] = field(default=(), repr=False, compare=False)
 
-    def _estimates(self, problem: Problem) -> list[Estimate]:
+    def _estimates(self, problem: Problem, candidates: Sequence[Any]) -> list[Estimate]:
         return [
             Estimate(torch.tensor([v for row in found.values for v in row], dtype=torch.float64), n_examples=1)
             for found in self.scores
@@ -312,10 +313,8 @@ def _scorer(name: Any) -> Any:
 
 
 def points(metric: str, whole: float) -> Callable[[float], float]:
-    """What a metric's value is in points: hundredths; of a perplexity, per cent of the whole model's, upside down."""
-    if metric.startswith("perplexity") or "bits" in metric:
-        return lambda value: -100 * value / whole
-    return (lambda value: value) if metric == "bleu" else (lambda value: 100 * value)
+    """What a metric's value is in points above the whole model's: hundredths, or per cent of a perplexity or error."""
+    return lambda value: -100 * drop(metric, whole, value)
 
 
 def draw(records: Path, docs: Path) -> Path:
@@ -336,7 +335,7 @@ def cells(record: dict[str, Any]) -> dict[float, Cells]:
         of = points(whole["metric"], whole["test"])
         at = found.setdefault(round(row["share"], 4), {})
         for name, cell in {**row["cells"], AUTO: row["cells"][row["auto"]]}.items():
-            at.setdefault(f"{name}, {row['refit']}", []).append(of(cell["test"]) - of(whole["test"]))
+            at.setdefault(f"{name}, {row['refit']}", []).append(of(cell["test"]))
     return found
 
 
@@ -367,9 +366,9 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "",
         "Regret is how many points a pipeline is below the best one of the same task and budget, on test rows, mean",
         "over trainings of the model and draws of calibration rows. A point is 0.01 of accuracy, F1 or a correlation,",
-        "a BLEU point, or 1 % of the whole model's perplexity. Nothing is trained after the cut. `random` are random",
-        "heads, refitted alike. `auto` takes one of the scorers by the loss of held-out calibration rows. Which tasks",
-        "choose and which confirm was fixed before any was run.",
+        "a BLEU point, or 1 % of the whole model's perplexity or squared error. Nothing is trained after the cut.",
+        "`random` are random heads, refitted alike. `auto` takes one of the scorers by the loss of held-out",
+        "calibration rows. Which tasks choose and which confirm was fixed before any was run.",
         "",
     ]
     for title, tasks in (("choose", CHOOSING), ("confirm", [t for t in TASKS if t not in CHOOSING])):

@@ -23,8 +23,8 @@ def ranked(
 
     A difference's interval is Student's of the paired differences per row. The refits of two folds share no rows that
     they are judged on, but rows of one fold share a refit: as Nadeau and Bengio 2003 ("Inference for the generalization
-    error", section 3) we add the share of rows judged to rows fitted to the variance. All intervals hold together
-    (Bonferroni), because the best is picked from them.
+    error", section 3) the variance of ``folds`` results has the share of rows judged to rows fitted added to 1/folds.
+    All intervals hold together (Bonferroni), because the best is picked from them.
 
     Args:
         asked: Scorer, its settings and whether by kind, per candidate.
@@ -37,7 +37,7 @@ def ranked(
     scorers = [i for i, (scorer, _, _) in enumerate(asked) if scorer != RANDOM]
     best = min(scorers, key=lambda i: means[i])
     n = losses.shape[1]
-    stretch = np.sqrt(1 + 1 / (folds - 1)) if folds > 1 else 1.0
+    stretch = np.sqrt(1 + folds / (folds - 1)) if folds > 1 else 1.0
     comparisons = max(1, len(asked) - 1)
     quantile = float(student.ppf(1 - (1 - confidence) / (2 * comparisons), n - 1)) if n > 1 else np.inf
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from headprune import recovery, scoring
+from headprune.attention.sharded import check_whole
 from headprune.choice._held_out import Folds, Refit, held_out_losses, whole_losses
 from headprune.choice._statistics import Asked, Floats, ranked
-from headprune.core.choice import RANDOM, Choice
+from headprune.core.choice import RANDOM, Candidate, Choice
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnsupportedModel, did_you_mean
 from headprune.core.heads import HeadMask
@@ -30,6 +31,8 @@ from headprune.scoring._coupling import LOSSES, refuse_coupled
 from headprune.selection._api import select
 from headprune.selection._groups import by_kind
 
+#: Name and settings of a candidate.
+Named = tuple[str, FrozenDict]
 #: The candidates, unless others are asked for: cheap, and each the best on some of the tasks that were tried.
 DEFAULT = ("taylor", "surgeon", FrozenDict({"surgeon": {"curvature": "logits"}}), "fluctuation", "obs")
 #: Where the seeds of random draws begin, away from those of anything else.
@@ -55,7 +58,7 @@ class Auto(Scorer):
         keep: Heads to keep when candidates are judged, as ``Budget(keep_heads=)``: give the budget that you will use.
         candidates: Registered scorers, by name, or with settings as ``{name: settings}``.
         refit: A recovery that does not train, or None for a cut that will not be refitted.
-        refit_settings: Its settings.
+        refit_settings: Its settings; None is ``feed_forward=True`` for ``lstsq``, and the defaults for others.
         folds: Parts that the rows are dealt to.
         random_draws: Random plans to compare with.
         confidence: Of all intervals together.
@@ -65,7 +68,7 @@ class Auto(Scorer):
     keep: int | float = 0.5
     candidates: tuple[str | Mapping[str, Mapping[str, Any]], ...] = DEFAULT
     refit: str | None = "lstsq"
-    refit_settings: Mapping[str, Any] = field(default_factory=lambda: FrozenDict({"feed_forward": True}))
+    refit_settings: Mapping[str, Any] | None = None
     folds: int = 2
     random_draws: int = 2
     confidence: float = 0.95
@@ -74,7 +77,9 @@ class Auto(Scorer):
     def __post_init__(self) -> None:
         given = tuple(c if isinstance(c, str) else FrozenDict(c) for c in self.candidates)
         object.__setattr__(self, "candidates", given)
-        object.__setattr__(self, "refit_settings", FrozenDict(self.refit_settings))
+        usual = {"feed_forward": True} if self.refit == "lstsq" else {}
+        given_settings = usual if self.refit_settings is None else self.refit_settings
+        object.__setattr__(self, "refit_settings", FrozenDict(given_settings))
         Budget(keep_heads=self.keep)
         for name, settings in self.asked:
             if name in ("auto", RANDOM) or not scoring.registry.get(name).needs_data:
@@ -117,7 +122,7 @@ class Auto(Scorer):
             hint = "Let lstsq stand in for the training."
             raise InvalidValue("Auto.refit", "a recovery that does not train", repr(self.refit), hint)
         known = [f.name for f in dataclasses.fields(method)]  # type: ignore[arg-type]  # all are dataclasses
-        for name in self.refit_settings:
+        for name in self.refit_settings or ():
             if name not in known:
                 must = f"settings of {self.refit}"
                 raise InvalidValue("Auto.refit_settings", must, repr(name), did_you_mean(name, known))
@@ -131,6 +136,7 @@ class Auto(Scorer):
     def by_example(self) -> bool:
         return False
 
+    @torch.inference_mode(False)
     def estimate(self, problem: Problem) -> Estimate:
         """Scores all candidates, judges their plans, and gives the estimate of the best.
 
@@ -139,17 +145,21 @@ class Auto(Scorer):
                 candidate refuses.
             InfeasibleBudget: no plan meets the budget.
         """
+        check_whole(problem.model, "one whose weights are whole in this process, to be copied and cut")
         problem.keep()
         folds = Folds(problem, self.folds)
-        estimates = self._estimates(problem)
+        candidates = self._usable(problem)
+        estimates = self._estimates(problem, candidates)
         if problem.shared.get(LOSSES):  # rows of a fold would have other losses than rows of a whole batch
             refuse_coupled(problem, "auto")
-        asked, plans = self._plans(problem, estimates)
-        masks = [plan.mask for plan in plans]
-        distinct = list(dict.fromkeys(masks))
-        losses, refit, notes = self._losses(problem, folds, distinct)
-        rows = torch.stack([losses[distinct.index(mask)] for mask in masks]).numpy()
+        asked, plans = self._plans(problem, candidates, estimates)
+        # Before the copies: a model may keep what it computed last, and a tensor with a graph cannot be copied.
         whole = float(whole_losses(problem, folds).mean())
+        distinct = list(dict.fromkeys(plan.mask for plan in plans))
+        losses, refit, notes = self._losses(problem, folds, distinct)
+        asked, plans, more = _with_losses(asked, plans, losses[[distinct.index(plan.mask) for plan in plans]])
+        masks = [plan.mask for plan in plans]
+        rows = torch.stack([losses[distinct.index(mask)] for mask in masks]).numpy()
         asked, rows, same = _draws_as_one(asked, rows, [masks.index(mask) for mask in masks])
         found = ranked(asked, rows, self.folds, self.confidence, same)
         best = next(c for c in found if c.difference == 0 and c.scorer != RANDOM)
@@ -161,9 +171,9 @@ class Auto(Scorer):
             n_examples=folds.size,
             whole=whole,
             confidence=self.confidence,
-            notes=notes,
+            notes=(*notes, *more),
         )
-        return self._of(estimates[self.asked.index((best.scorer, best.settings))], choice)
+        return self._of(estimates[candidates.index((best.scorer, best.settings))], choice)
 
     def plan(self, scores: HeadScores, alone: bool) -> PruningPlan | None:
         """The plan that a candidate's scores are judged by.
@@ -196,20 +206,31 @@ class Auto(Scorer):
 
     def _method(self) -> Recovery:
         assert self.refit is not None
-        method: Recovery = recovery.registry.get(self.refit)(**self.refit_settings)
+        method: Recovery = recovery.registry.get(self.refit)(**(self.refit_settings or {}))
         return method
 
-    def _estimates(self, problem: Problem) -> list[Estimate]:
+    def _usable(self, problem: Problem) -> list[Named]:
+        """The candidates; of the default ones none that calls the model itself, where the loss is the user's own.
+
+        Such a loss may take apart batches that the model itself does not take.
+        """
+        if self.candidates != DEFAULT or is_default(problem.loss):
+            return self.asked
+        return [(name, settings) for name, settings in self.asked if "curvature" not in settings]
+
+    def _estimates(self, problem: Problem, candidates: Sequence[Named]) -> list[Estimate]:
         """Every candidate's estimate; candidates share their passes."""
-        scorers = self.scorers
+        scorers = [_configured(name, settings) for name, settings in candidates]
         problem.shared["scorers"] = (*problem.shared.get("scorers", ()), *scorers)
         return [scorer.estimate(problem) for scorer in scorers]
 
-    def _plans(self, problem: Problem, estimates: Sequence[Estimate]) -> tuple[list[Asked], list[PruningPlan]]:
+    def _plans(
+        self, problem: Problem, candidates: Sequence[Named], estimates: Sequence[Estimate]
+    ) -> tuple[list[Asked], list[PruningPlan]]:
         """What is asked, and its plan, of every candidate and random draw."""
         seeds = [self.seed + _FIRST_DRAW + i for i in range(self.random_draws)]
         draws = [_configured(RANDOM, FrozenDict({"seed": seed})).estimate(problem) for seed in seeds]
-        scored = [*zip(self.asked, estimates, strict=True), *(((RANDOM, EMPTY), draw) for draw in draws)]
+        scored = [*zip(candidates, estimates, strict=True), *(((RANDOM, EMPTY), draw) for draw in draws)]
         asked, plans = [], []
         for (name, settings), estimate in scored:
             scores = _scores(problem, name, estimate)
@@ -267,6 +288,24 @@ def _configured(name: str, settings: Mapping[str, Any]) -> Scorer:
             raise InvalidValue("Auto.candidates", f"settings of {name}", repr(key), did_you_mean(key, known))
     found: Scorer = cls(**settings)
     return found
+
+
+def _with_losses(
+    asked: Sequence[Asked], plans: Sequence[PruningPlan], losses: torch.Tensor
+) -> tuple[list[Asked], list[PruningPlan], tuple[str, ...]]:
+    """Those whose cut models have finite losses ``[plans, rows]``, and a note about the others.
+
+    Raises:
+        InvalidValue: no scorer's has.
+    """
+    finite = losses.isfinite().all(1).tolist()
+    kept = [i for i, fine in enumerate(finite) if fine]
+    if not any(asked[i][0] != RANDOM for i in kept):
+        hint = "Look for NaN or infinite values in the batches; try a larger budget, or float32."
+        raise InvalidValue("losses of cut models", "finite for one candidate at least", "NaN or infinite", hint)
+    lost = [Candidate(*one, 0.0, 0.0, 0.0, 0.0).name for one, fine in zip(asked, finite, strict=True) if not fine]
+    notes = (f"Not judged, for losses of the cut model are NaN or infinite: {', '.join(lost)}.",) if lost else ()
+    return [asked[i] for i in kept], [plans[i] for i in kept], notes
 
 
 def _draws_as_one(asked: list[Asked], losses: Floats, same: list[int]) -> tuple[list[Asked], Floats, list[int]]:

@@ -69,7 +69,7 @@ def distributions(
     try:
         output = call(model, inputs_of(model, batch))
     except TypeError as error:  # a batch with targets in it that only a loss of the user's can take apart
-        hint = "ggn calls the model itself: give it batches without targets, which it does not need."
+        hint = "The model itself is called here, not your loss: give batches without targets, or another scorer."
         raise InvalidValue(
             where, f"what {type(model).__name__} takes", f"a batch that it refuses: {error}", hint
         ) from error

@@ -48,7 +48,7 @@ class AutoOfRun(Auto):
         if not alone:
             return choose_heads(self._run, scores, baseline=True)
         groups = None if wanted.budgets else by_kind(scores.sites, wanted.budget)
-        if groups is None:
+        if groups is None or self._run.recipe.gradual is not None:  # stages have one budget
             return None
         try:
             return choose_heads(self._run, scores, baseline=True, budget=groups)
@@ -117,7 +117,7 @@ def judged_after(recipe: Recipe) -> list[RecoverStep]:
 
 
 def scorer_of(subject: Subject) -> Scorer:
-    """The recipe's scorer, configured, with the run's seed."""
+    """The recipe's scorer, configured, with the run's seed; ``auto`` draws its random plans from that."""
     wanted = subject.recipe.score
     found: Scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     if not isinstance(found, Auto):

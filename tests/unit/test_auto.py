@@ -238,7 +238,7 @@ def test_intervals_are_those_of_paired_differences() -> None:
     best = 0 if losses[0].mean() < losses[1].mean() else 1
     assert first.scorer == asked[best][0]
     other = losses[1 - best] - losses[best]
-    half = student.ppf(1 - 0.05 / 4, 39) * other.std(ddof=1) / 40**0.5 * 2**0.5
+    half = student.ppf(1 - 0.05 / 4, 39) * other.std(ddof=1) / 40**0.5 * 3**0.5
     assert_allclose([second.difference, second.low, second.high], other.mean() + np.array([0, -half, half]))
     assert third.scorer == RANDOM
     assert third.low > 0
@@ -286,7 +286,7 @@ def test_the_margin_covers_the_best_candidate() -> None:
         ({"confidence": 1.0}, "between 0 and 1"),
         ({"keep": 0.0}, "a fraction above 0"),
         ({"refit": "finetune"}, "does not train"),
-        ({"refit": "mean_fold"}, "settings of mean_fold, got 'feed_forward'"),
+        ({"refit": "mean_fold", "refit_settings": {"ridge": 1.0}}, "settings of mean_fold, got 'ridge'"),
     ],
 )
 def test_settings(settings: dict[str, Any], match: str) -> None:
@@ -375,3 +375,97 @@ def test_words() -> None:
     text = str(choice_of(False))
     assert "auto took taylor: keep 50 % of the heads, refitted by lstsq, loss of 8 held-out rows" in text
     assert "at most 0.0000 below it (95 % confidence)" in text
+
+
+# ---------------------------------------------------------------- what other models and batches need
+
+
+class Tagged(Stream):
+    """Takes a batch that holds more than the model reads."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch["x"] if isinstance(batch, dict) else batch)
+
+
+def test_lists_and_arrays_of_a_batch_go_to_folds_as_tensors_do(rows: Tensor) -> None:
+    torch.manual_seed(0)
+    model = Tagged()
+    tags, numbers = ["a", "bb", "ccc"] * 4, np.arange(1.0, 13.0, dtype=np.float32)
+
+    def own(model: nn.Module, batch: Any) -> Tensor:
+        weights = torch.tensor([float(len(tag)) for tag in batch["tags"]]) * torch.as_tensor(batch["numbers"])
+        return (model(batch) - batch["x"][:, 0, :3]).square().sum(1) * weights
+
+    batch = {"x": rows, "tags": tags, "numbers": numbers}
+    found = hp.score(model, [batch], auto(candidates=("taylor",)), loss=own, progress=False).choice
+    assert found is not None
+    with torch.no_grad():
+        assert_allclose(found.whole, float(own(model, batch).mean()), rtol=1e-5)
+
+
+def test_a_tuple_with_targets_and_a_loss_of_ones_own(model: Stream, rows: Tensor) -> None:
+    def own(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return (model(x) - y).square().sum(1)
+
+    found = hp.score(model, [(rows, rows[:, 0, :3])], "auto", loss=own, progress=False).choice
+    assert found is not None
+    assert {c.scorer for c in found.candidates} == {"taylor", "surgeon", "fluctuation", "obs", RANDOM}
+
+
+def test_a_candidate_whose_losses_are_not_finite_is_left_out(
+    model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _held_out.held_out_losses
+
+    def first_is_lost(*given: Any) -> Tensor:
+        losses = plain(*given)
+        losses[0, 3] = torch.nan
+        return losses
+
+    monkeypatch.setattr("headprune.choice.auto.held_out_losses", first_is_lost)
+    choice = score(model, rows, keep=0.6).choice
+    assert choice is not None
+    assert "taylor" not in {c.scorer for c in choice.candidates}
+    assert "NaN or infinite: taylor" in choice.notes[0]
+    with pytest.raises(InvalidValue, match="losses of cut models: must be finite for one candidate at least"):
+        score(model, rows, candidates=("taylor",))
+
+
+def test_a_model_that_keeps_what_it_computed(rows: Tensor) -> None:
+    class Keeping(Stream):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    torch.manual_seed(0)
+    assert score(Keeping(), rows, candidates=("obs", "taylor")).choice is not None
+
+
+def test_under_inference_mode(model: Stream, rows: Tensor) -> None:
+    expected = score(model, rows).choice
+    with torch.inference_mode():
+        found = score(model, rows).choice
+    assert found == expected
+
+
+def test_other_refits_have_settings_of_their_own(model: Stream, rows: Tensor) -> None:
+    choice = score(model, rows, refit="mean_fold").choice
+    assert choice is not None
+    assert choice.refit == "mean_fold"
+
+
+def test_counts_of_kinds_add_up_and_one_budget_stands_in_where_they_cannot_be() -> None:
+    def scores_of(*heads: int) -> HeadScores:
+        kinds = ("self", "causal", "cross")
+        pairs = zip(kinds, heads, strict=False)
+        sites = tuple(AttentionSite(kind, "own", kind, n, n, 8, 8, tuple(range(n))) for kind, n in pairs)
+        values = tuple(tuple(float(i) for i in range(n)) for n in heads)
+        nothing = ModelFingerprint("s", "w")
+        return HeadScores(sites, values, None, "taylor", EMPTY, 8, nothing, choice=choice_of(True))
+
+    for heads, keep in (((4, 4, 4), 5), ((6, 6), 7), ((12, 12, 12), 35), ((2, 12), 7)):
+        plan = hp.select(scores_of(*heads), hp.Budget(keep_heads=keep))
+        assert plan.mask.n_kept == keep
+    odd = hp.select(scores_of(2, 12), hp.Budget(keep_heads=2))
+    assert odd.mask.n_kept == 2
