@@ -34,7 +34,7 @@ def matthews(sums: Floats, judged: Any) -> Floats:
     together = right * judged - (labels * predictions).sum(-1)
     of_labels = judged**2 - (labels**2).sum(-1)
     of_predictions = judged**2 - (predictions**2).sum(-1)
-    spread = np.sqrt(of_labels) * np.sqrt(of_predictions)
+    spread = np.sqrt(of_labels * of_predictions)
     found: Floats = np.where(spread > 0, together / np.where(spread > 0, spread, 1.0), 0.0)
     return found
 
@@ -79,7 +79,7 @@ def _after(sums: Floats, judged: float, right: float, label: Any, predicted: Any
     of_labels = labels @ labels + 2 * labels[label] + 1
     of_predictions = predictions @ predictions + 2 * predictions[predicted] + 1
     total = judged + 1
-    spread = np.sqrt(total**2 - of_labels) * np.sqrt(total**2 - of_predictions)
+    spread = np.sqrt((total**2 - of_labels) * (total**2 - of_predictions))
     top = (sums[0] + right) * total - together
     found: Floats = np.where(spread > 0, top / np.where(spread > 0, spread, 1.0), 0.0)
     return found
