@@ -42,6 +42,10 @@ RECORDS = ROOT / "benchmarks" / "records"
 SCORED, HELD_OUT = 1, 2  # seeds of the examples that scorers see, and of those that the truth is measured on
 
 
+#: ``auto`` has no formula of its own: it takes the scores of one of the others.
+SCORERS = [name for name in registry.names() if name != "auto"]
+
+
 def truth(model: AttentionOnly, wanted: tuple[HeadId, ...], batch: Batch) -> dict[str, Any]:
     """What is known about a model."""
     sets = {kept: achieved(model, kept, batch) for kept in combinations(heads_of(model), len(wanted))}
@@ -99,7 +103,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scorers", nargs="+", default=registry.names(), help="default: all that are registered")
+    parser.add_argument("--scorers", nargs="+", default=SCORERS, help="default: all but auto, which takes another's")
     parser.add_argument("--examples", type=int, default=128)
     parser.add_argument("--out", type=Path, default=RECORDS / "known_answer.json")
     args = parser.parse_args(argv)

@@ -221,9 +221,10 @@ def page(records: list[dict[str, Any]]) -> str:
         "",
         "Written by `python benchmarks/scorers.py --figure` from the records in `benchmarks/records`; do not edit.",
         "",
-        "Accuracy without retraining, mean ± standard deviation over draws of calibration rows. The heads with the",
-        "highest scores of the whole model stay (`global_topk`). Scorers of many passes read fewer examples; their",
-        "settings are in the records. Differences below the standard error of the judged rows say little.",
+        "Accuracy with nothing trained or refitted after the cut, mean ± standard deviation over draws of calibration",
+        "rows. The heads with the highest scores of the whole model stay (`global_topk`). Scorers of many passes read",
+        "fewer examples; their settings are in the records. Differences below the standard error of the judged rows",
+        "say little. A refit makes up for much of a bad choice: [with it](pipelines.md) random heads do far better.",
         "",
         f"![accuracy by scorer and heads kept]({PICTURE})",
     ]

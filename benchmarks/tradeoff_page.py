@@ -89,6 +89,9 @@ def page(records: Path) -> str:
         "",
         "A cell is *disturbed*, and shows nothing, where the 90th percentile of either model's time is over"
         f" {DISTURBED} times its median.",
+        "",
+        "Only models in rows with `+` were refitted or trained after the cut: compare scorers among the other rows.",
+        "Random heads that were refitted, too, are in [pipelines](pipelines.md), for SST-2 and TREC.",
         *other_tasks(records),
     ]
     if drawable(found):

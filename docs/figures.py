@@ -105,7 +105,7 @@ def trec(records: Path) -> str:
         f"{mean['random']} by chance (mean of {len(draws['random'])} draws), {mean['magnitude']} by weight magnitude."
     )
     lines = [
-        f"A BERT-style encoder on TREC, {kept} of its {record['heads']} heads gone, nothing trained afterwards;",
+        f"A BERT-style encoder on TREC, {kept} of its {record['heads']} heads gone, nothing trained or refitted;",
         about,
         f"{chance} More: [scorers-accuracy](docs/scorers-accuracy.md).",
     ]

@@ -125,6 +125,13 @@ result that is not the gated model's.
 """
 
 
+def plain(value: Any) -> Any:
+    """A setting as a user writes it."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
+
+
 def scorers() -> str:
     """docs/scorers.md."""
     from headprune.scoring import registry
@@ -133,14 +140,15 @@ def scorers() -> str:
     for name in registry.names():
         scorer = registry.get(name)
         formula = (inspect.getdoc(scorer) or "").partition("\n")[0].replace("``", "`").replace("|", "\\|")
-        settings = ", ".join(f"{key}={value!r}" for key, value in dict(scorer().settings).items())
+        settings = ", ".join(f"{key}={plain(value)!r}" for key, value in dict(scorer().settings).items())
         cells = [registry.summary(name).replace("|", "\\|"), told(scorer, "When"), formula, settings]
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return f"""{WRITTEN}
 # Scorers
 
 Importance of every prune unit, higher is more important; `hp.score(model, batches, "taylor")`, or several at once,
-which share their passes: `hp.score(model, batches, ["taylor", "fisher"])`. Gates m multiply a head's slice of the
+which share their passes: `hp.score(model, batches, ["taylor", "fisher"])`. [`auto`](how-to.md#which-scorer) tries
+several and takes the one whose heads cost least on rows that were held out. Gates m multiply a head's slice of the
 output projection's input; l_i is the loss of example i. Each scorer's docstring has its source, where it differs from
 it, its cost and its settings: `help(hp.scoring.Taylor)`.
 
@@ -165,7 +173,7 @@ def selectors() -> str:
         needs = ", ".join(_NEEDS[need] for need in sorted(selector.needs)) or "scores"
         shared = Selector.__dataclass_fields__
         own = {k: v for k, v in dict(selector().settings).items() if k not in shared}
-        settings = ", ".join(f"{k}={dict(v) if isinstance(v, Mapping) else v!r}" for k, v in own.items())
+        settings = ", ".join(f"{k}={plain(v)!r}" for k, v in own.items())
         cells = [registry.summary(name), told(selector, "When"), needs, told(selector, "Cost"), settings]
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return f"""{WRITTEN}
@@ -305,6 +313,11 @@ Data is a hub data set, a file (json, jsonl, csv, parquet, txt) or a folder with
 - **Sound** is brought to the rate that the model's feature extractor asks for, averaged over channels, and cut or
   filled with silence to `data.seconds`, so that no clip depends on its batch. Wav files are read as they are, other
   formats with `pip install soundfile`.
+- **`score.scorer: auto`** tries several scorers and takes the one whose heads cost least on rows that were held out
+  ([which scorer](how-to.md#which-scorer)). The run supplies budget, selector (`global_topk` for one that measures the
+  model) and the recoveries that do not train; `keep`, `refit` and `refit_settings` are therefore no settings here, and
+  `score.until` is refused. What may stand under `score.settings`: `candidates`, names or `{{name: settings}}`;
+  `folds`, the parts that rows are dealt to (2); `random_draws`, the random plans beside them (2); `confidence` (0.95).
 - **A model of your own** comes by import path: [docs/custom-models.md](custom-models.md#in-a-recipe).
 - **Sweeps** take a recipe as their base: [docs/sweeps.md](sweeps.md).
 """

@@ -42,15 +42,12 @@ def test_every_page_is_in_the_nav_once() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     values = {name for name in hp.__all__ if name != "__version__" and name not in hp._ROOMS}
     assert {name for name in _directives("api.md") if "." not in name} == values
-    methods = {
-        f"{room}.{name}.{registry.attribute(name)}"
-        for room, registry in (
-            ("scoring", scoring.registry),
-            ("selection", selection.registry),
-            ("recovery", recovery.registry),
-        )
+    entries = [
+        registry.get(name)
+        for registry in (scoring.registry, selection.registry, recovery.registry)
         for name in registry.names()
-    }
+    ]
+    methods = {f"{entry.__module__.removeprefix('headprune.')}.{entry.__name__}" for entry in entries}
     listed = {name for name in _directives("api-methods.md") if not name.startswith("gating.")}
     assert listed == methods
 

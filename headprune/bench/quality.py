@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
+from headprune.core.matthews import matthews
+from headprune.core.metrics import MATTHEWS
 from headprune.model.batches import EMPTY, Batches
 from headprune.model.losses import (
     Loss,
@@ -28,21 +31,27 @@ from headprune.model.own_loss import Reading, is_default, reading_of
 from headprune.model.running import device_of, to_device, undisturbed
 from headprune.model.transfers import in_fp64, in_main_memory
 
+#: Metrics of single-label classification.
+ClassMetric: TypeAlias = Literal["accuracy", "matthews"]
+CLASS_METRICS: tuple[str, ...] = get_args(ClassMetric)
+
 
 @dataclass(frozen=True)
 class Quality:
     """One evaluation.
 
     Args:
-        metric: ``accuracy`` (single-label classification of sequences, images or tokens), ``perplexity`` (causal
-            language models, over all counted tokens) or ``bits_per_character`` (its logarithm to base 2), ``mse``
-            (regression), ``bleu`` (``evaluate_translation``), ``f1`` (``evaluate_answers``), or ``loss``.
+        metric: ``accuracy`` or ``matthews`` (single-label classification of sequences, images or tokens),
+            ``perplexity`` (causal language models, over all counted tokens) or ``bits_per_character`` (its logarithm to
+            base 2), ``mse`` (regression), ``bleu`` (``evaluate_translation``), ``f1`` (``evaluate_answers``), or
+            ``loss``.
         value: The metric.
         loss: Mean per-example loss.
         n_examples: Examples.
         losses: Per-example losses, in data order, for paired comparisons.
         amounts, counts: What the metric adds up and divides by, example by example: ``value`` is
-            ``sum(amounts) / sum(counts)``, and its exponential for perplexity; for BLEU see ``headprune.core.bleu``.
+            ``sum(amounts) / sum(counts)``, and its exponential for perplexity; for BLEU and Matthews correlation see
+            ``headprune.core.bleu`` and ``headprune.core.matthews``.
         more: Other metrics of the same answers, by name.
     """
 
@@ -58,27 +67,44 @@ class Quality:
 
 @dataclass
 class _Totals:
-    """What the metric adds up and what it is divided by, one number an example."""
+    """What the metric adds up and what it is divided by, for every example."""
 
     metric: str = "loss"
-    amounts: list[float] = field(default_factory=list)
+    amounts: list[Any] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
-    unread: list[Tensor] = field(default_factory=list)  # [2, examples], amounts and counts of a batch, where they are
+    unread: list[Tensor] = field(default_factory=list)  # [examples, amounts and a count] of a batch, where they are
 
     def add(self, metric: str, amounts: Tensor, counts: Tensor | None = None) -> None:
         self.metric = metric
-        counts = torch.ones_like(amounts, dtype=torch.float64) if counts is None else counts
-        self.unread.append(torch.stack([in_fp64(amounts), in_fp64(counts)]))
+        rows = in_fp64(amounts if amounts.ndim == 2 else amounts[:, None])
+        counts = torch.ones_like(rows[:, 0]) if counts is None else in_fp64(counts)
+        self.unread.append(torch.cat([rows, counts[:, None]], 1))
 
     def read(self) -> None:
         """Reads the numbers of all batches at once."""
         unread, self.unread = self.unread, []
-        for amounts, counts in in_main_memory(unread):
-            self.amounts += amounts.tolist()
-            self.counts += counts.tolist()
+        for rows in in_main_memory(unread):
+            amounts = rows[:, :-1].tolist()
+            self.amounts += [tuple(row) if len(row) > 1 else row[0] for row in amounts]
+            self.counts += rows[:, -1].tolist()
+
+    @property
+    def value(self) -> float:
+        """The metric of the sums."""
+        if self.metric == MATTHEWS:
+            return float(matthews(np.array(self.amounts).sum(0), math.fsum(self.counts)))
+        value = math.fsum(self.amounts) / math.fsum(self.counts)
+        return math.exp(min(value, 700.0)) if self.metric == "perplexity" else value
 
 
-def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None, *, bits: bool = False) -> Quality:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss | None = None,
+    *,
+    bits: bool = False,
+    metric: ClassMetric | None = None,
+) -> Quality:
     """Evaluates a model; it is left as it was found.
 
     Args:
@@ -87,10 +113,14 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
         loss: Your own per-example loss; the metric is then the mean loss. The default one is compared with the model's
             own on the first batch.
         bits: For causal language models whose tokens are characters: bits per character in place of perplexity.
+        metric: Of single-label classification: ``accuracy``, the default, or ``matthews`` for Matthews correlation;
+            ``Quality.more`` has the accuracy then.
 
     Raises:
-        InvalidValue: no batch, no labels, a loss that is not finite; a default loss that is not the model's own.
+        InvalidValue: no batch, no labels, a loss that is not finite; a default loss that is not the model's own; a
+            metric of classification where the model does something else.
     """
+    _check_metric(metric, loss)
     totals, losses = _Totals(), []
     reading: Reading | None = None
     device, batches = device_of(model), Batches.of(batches)
@@ -105,7 +135,10 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
                 reading.check()
             of_batch = _Answered(predict(model, batch), reading.shifted)
             losses.append(shaped_losses(of_batch.losses, model, batch, number))
-            _count(totals, model, batch, of_batch, bits)
+            _count(totals, model, batch, of_batch, bits, metric)
+            if metric is not None and totals.metric != metric:
+                must = "left out for a model that gives no single class to an example or a token"
+                raise InvalidValue("evaluate(metric=)", must, f"{metric!r} for {type(model).__name__}")
     if not losses:
         raise InvalidValue(*EMPTY)
     losses = in_main_memory(losses)  # once, at the end: every copy waits for an accelerator
@@ -115,11 +148,19 @@ def evaluate(model: nn.Module, batches: Iterable[Any], loss: Loss | None = None,
     totals.read()
     if not sum(totals.counts):
         totals = _Totals("loss", flat.tolist(), [1.0] * len(flat))
-    value = math.fsum(totals.amounts) / math.fsum(totals.counts)
-    if totals.metric == "perplexity":
-        value = math.exp(min(value, 700.0))
     per_example = (tuple(flat.tolist()), tuple(totals.amounts), tuple(totals.counts))
-    return Quality(totals.metric, value, mean, len(flat), *per_example)
+    more = {}
+    if totals.metric == MATTHEWS:
+        more = {"accuracy": math.fsum(row[0] for row in totals.amounts) / math.fsum(totals.counts)}
+    return Quality(totals.metric, totals.value, mean, len(flat), *per_example, more)
+
+
+def _check_metric(metric: Any, loss: Loss | None) -> None:
+    if metric is not None and metric not in CLASS_METRICS:
+        raise InvalidValue("evaluate(metric=)", f"one of {', '.join(CLASS_METRICS)}, or None", repr(metric))
+    if metric is not None and loss is not None and not is_default(loss):
+        must = "left out with a loss of your own, whose mean is the metric"
+        raise InvalidValue("evaluate(metric=)", must, repr(metric))
 
 
 @dataclass(frozen=True)
@@ -133,7 +174,9 @@ class _Answered:
         return losses_of(model, batch, self.output, self.shifted)
 
 
-def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], found: _Answered, bits: bool) -> None:
+def _count(
+    totals: _Totals, model: nn.Module, batch: Mapping[str, Any], found: _Answered, bits: bool, metric: str | None
+) -> None:
     """Adds a batch to the metric that fits the model; leaves the metric at the loss where none does."""
     if "start_positions" in batch:
         return
@@ -144,12 +187,33 @@ def _count(totals: _Totals, model: nn.Module, batch: Mapping[str, Any], found: _
             name, unit = ("bits_per_character", math.log(2)) if bits else ("perplexity", 1.0)
             totals.add(name, (losses.double() * counted).sum(1) / unit, counted.sum(1))
         else:
-            right = (logits.argmax(-1) == batch["labels"]) & counted.bool()
-            totals.add("accuracy", right.sum(1), counted.sum(1))
+            _count_classes(totals, logits, batch["labels"], counted.bool(), metric)
         return
     labels = batch["labels"]
     kind = problem_type(model, labels, logits)
     if kind == "single_label_classification":
-        totals.add("accuracy", logits.argmax(-1) == labels.reshape(-1))
+        labels = labels.reshape(-1, 1)
+        _count_classes(totals, logits[:, None], labels, torch.ones_like(labels, dtype=torch.bool), metric)
     elif kind == "regression":
         totals.add("mse", found.losses(model, batch))
+
+
+def _count_classes(totals: _Totals, logits: Tensor, labels: Tensor, counted: Tensor, metric: str | None) -> None:
+    """Adds the right predictions and, for Matthews correlation, how often each class is a label and is predicted.
+
+    Args:
+        totals: What they are added to.
+        logits: ``[examples, places, classes]``.
+        labels: ``[examples, places]``.
+        counted: The same: True where a label counts.
+        metric: The one that is asked for.
+    """
+    predicted = logits.argmax(-1)
+    amounts = ((predicted == labels) & counted).sum(1)
+    if metric == MATTHEWS:
+        classes = torch.arange(logits.shape[-1], device=logits.device)
+        of_labels, of_predictions = (
+            ((x[..., None] == classes) & counted[..., None]).sum(1) for x in (labels, predicted)
+        )
+        amounts = torch.cat([amounts[:, None], of_labels, of_predictions], 1)
+    totals.add(metric or "accuracy", amounts, counted.sum(1))

@@ -69,6 +69,9 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+#: Metadata of a field that came after files had been written: where it holds its default it is not written, so that
+#: values of before, and their digests, which plans name, stay what they were to the last byte.
+LATER = {"later": True}
 #: The empty mapping, as a default.
 EMPTY = FrozenDict()
 #: Lists and objects within each other in a stored mapping, and digits of a stored whole number.
@@ -198,7 +201,9 @@ class Value:
 def _encode_fields(value: Any) -> dict[str, Any]:
     cls: type = type(value)
     hints = _hints(cls)
-    return {f.name: _encode(hints[f.name], getattr(value, f.name)) for f in dataclasses.fields(value)}
+    held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    unsaid = {f.name for f in dataclasses.fields(value) if "later" in f.metadata and held[f.name] == f.default}
+    return {name: _encode(hints[name], held[name]) for name in held if name not in unsaid}
 
 
 def _encode(hint: Any, value: Any) -> Any:

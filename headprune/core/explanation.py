@@ -168,8 +168,17 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
     whole = sum(unit.value for unit in ranked)
     signed = any(unit.value < 0 for unit in ranked)
     share = None if signed or whole <= 0 else sum(unit.value for unit in gone) / whole
-    notes = tuple(dict.fromkeys((*plan.notes, *scores.notes)))
+    notes = tuple(dict.fromkeys((*_chosen(scores), *plan.notes, *scores.notes)))
     return Explanation(plan.title, scores.scorer, fates, share, _saved(scores, gone), same, notes)
+
+
+def _chosen(scores: HeadScores) -> list[str]:
+    """Who chose the scorer, where nobody named it."""
+    choice = scores.choice
+    if choice is None:
+        return []
+    rows = f"the loss of {choice.n_examples:,} rows that no refit had seen"
+    return [f"auto took {choice.chosen} by {rows}; scores.choice, and the report of a run, have all candidates."]
 
 
 def _check(plan: PruningPlan, scores: HeadScores) -> None:

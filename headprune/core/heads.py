@@ -342,3 +342,15 @@ class HeadMask(Value):
             marks = "".join("■" if h in row.kept else "·" for h in range(row.n_heads))
             lines.append(f"  {row.site:<{width}}  {marks}  {len(row.kept)}/{row.n_heads}")
         return "\n".join(lines)
+
+
+def without(sites: Iterable[AttentionSite], removed: Mapping[str, Iterable[int]]) -> HeadMask:
+    """All heads that are present at ``sites`` but those that ``removed`` names by site, in original indices.
+
+    >>> sites = [AttentionSite(name, "bert", "self", 3, 3, 4, 4, (0, 1, 2)) for name in ("a", "b")]
+    >>> without(sites, {"a": [1]}).kept("a"), without(sites, {"a": [1]}).kept("b")
+    ((0, 2), (0, 1, 2))
+    """
+    sites = list(sites)
+    keep = {site.name: set(site.heads) - set(removed.get(site.name, ())) for site in sites}
+    return HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})

@@ -11,9 +11,11 @@ from headprune.core.errors import InvalidValue
 #: A float, or an array of them.
 _Numbers = TypeVar("_Numbers", bound=Any)
 
+#: Matthews correlation, as ``evaluate`` names it.
+MATTHEWS = "matthews"
 #: Fractions of one, higher is better: differences are given in points (hundredths; of BLEU, what others call a BLEU).
 POINTS = (
-    *("accuracy", "f1", "exact_match", "mcc", "matthews", "auc", "auroc", "precision", "recall"),
+    *("accuracy", "f1", "exact_match", "mcc", MATTHEWS, "auc", "auroc", "precision", "recall"),
     *("pearson", "spearman", "r2", "top1", "top5", "bleu"),
 )
 #: Lower is better, and what counts is the factor.

@@ -26,7 +26,7 @@ class QualityRow:
     Args:
         name: What was evaluated: ``base``, ``taylor``, ``random``, ``recovered (finetune)``.
         kept_heads: Heads that it has.
-        metric: ``accuracy``, ``perplexity``, ``loss``, ``mse``.
+        metric: ``accuracy``, ``matthews``, ``perplexity``, ``loss``, ``mse``, ``f1`` or ``bleu``.
         value: The metric on ``split``; the mean over draws.
         split: Which rows it was measured on: ``test`` or ``validation``.
         n_examples: How many of them.

@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,32 @@ class Registry:
         package: The package whose files are the entries.
         group: The entry-point group of outside entries.
         attribute: Maps a name to the object's name inside its file; the default is the name in camel case.
+        elsewhere: Entries of ours that stand in a higher room, because they put several rooms together: by name the
+            module.
     """
 
-    def __init__(self, kind: str, package: str, group: str, attribute: Callable[[str], str] = camel_case) -> None:
+    def __init__(
+        self,
+        kind: str,
+        package: str,
+        group: str,
+        attribute: Callable[[str], str] = camel_case,
+        elsewhere: Mapping[str, str] | None = None,
+    ) -> None:
         self.kind, self.package, self.group, self.attribute = kind, package, group, attribute
+        self._elsewhere = dict(elsewhere or {})
         self._loaded: dict[str, Any] = {}
         self._points: dict[str, importlib.metadata.EntryPoint] | None = None  # reading them takes milliseconds
 
     def _own(self) -> list[str]:
         spec = importlib.util.find_spec(self.package)
         paths = list(spec.submodule_search_locations or []) if spec else []
-        return sorted(m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_"))
+        here = [m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_")]
+        return sorted([*here, *self._elsewhere])
+
+    def _module(self, name: str) -> str:
+        """The module of an entry of ours."""
+        return self._elsewhere.get(name, f"{self.package}.{name}")
 
     def _outside(self) -> dict[str, importlib.metadata.EntryPoint]:
         if self._points is None:
@@ -68,7 +83,7 @@ class Registry:
         return sorted([*self._own(), *self._outside()])
 
     def is_own(self, name: str) -> bool:
-        """Whether an entry is a file of the package, not of an outside one."""
+        """Whether an entry is a file of ours, not of an outside package."""
         return name in self._own()
 
     def __contains__(self, name: object) -> bool:
@@ -91,7 +106,7 @@ class Registry:
             if name in outside:
                 self._loaded[name] = outside[name].load()
             elif name in self._own():
-                module = importlib.import_module(f"{self.package}.{name}")
+                module = importlib.import_module(self._module(name))
                 self._loaded[name] = getattr(module, self.attribute(name))
             else:
                 hint = did_you_mean(str(name), self.names())
@@ -131,7 +146,7 @@ class Registry:
             raise InvalidValue(where, must, got, hint)
         cls = type(value)
         package, _, module = cls.__module__.rpartition(".")
-        if package == self.package:
+        if package == self.package or self._elsewhere.get(module) == cls.__module__:
             return module, value
         outside = next((entry for entry in self if self.get(entry) is cls), None)
         return outside or f"{cls.__module__}.{cls.__qualname__}", value
@@ -140,7 +155,7 @@ class Registry:
         """First line of an entry's documentation; read from the source, so that listing imports nothing heavy."""
         if name not in self._own():
             return (self.get(name).__doc__ or "").strip().partition("\n")[0]
-        spec = importlib.util.find_spec(f"{self.package}.{name}")
+        spec = importlib.util.find_spec(self._module(name))
         assert spec is not None
         assert spec.origin is not None
         return (ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or "").partition("\n")[0]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from headprune.core.codec import FrozenDict, Value
+from headprune.core.choice import Choice
+from headprune.core.codec import LATER, FrozenDict, Value
 from headprune.core.display import Cell, Row, clean, html_grid, html_text, levels, rich_grid, text_grid
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import atomic_paths
@@ -110,6 +111,7 @@ class HeadScores(Value):
         notes: What the user should know.
         curvature: How the loss bends when several units go together (``fisher``, ``ggn``), for the selector
             ``quadratic``; None where the scorer has none.
+        choice: How ``auto`` chose this scorer; None where it was asked for by name.
     """
 
     sites: tuple[AttentionSite, ...]
@@ -125,6 +127,7 @@ class HeadScores(Value):
     samples: Samples | None = None
     notes: tuple[str, ...] = ()
     curvature: Curvature | None = None
+    choice: Choice | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         shape = [len(s.units) for s in self.sites]
@@ -321,7 +324,8 @@ class HeadScores(Value):
     def title(self) -> str:
         groups = sum(len(s.units) for s in self.sites)
         of = f"{self.n_heads} heads" + (f" in {groups} groups" if groups != self.n_heads else "")
-        return f"{self.scorer} over {self.n_examples} examples: {of}, darker or taller is more important"
+        chosen = "" if self.choice is None else ", chosen by auto"
+        return f"{self.scorer}{chosen} over {self.n_examples} examples: {of}, darker or taller is more important"
 
     def __str__(self) -> str:
         lines = [text_grid(f"HeadScores: {self.title}", self.rows()), *(f"  note: {note}" for note in self.notes)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from headprune.model.losses import is_encoder_decoder
+
 
 def example_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """A small made-up batch of tokens (one row padded), or of images or waves in the weights' dtype; None for a model
@@ -25,6 +27,6 @@ def example_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
     batch = {"input_ids": ids, "attention_mask": mask}
-    if getattr(config, "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         batch["decoder_input_ids"] = torch.randint(0, vocabulary, (2, 5), generator=generator)
     return batch

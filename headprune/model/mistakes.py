@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.model.batches import Batches
+from headprune.model.inside import bare
 from headprune.model.running import ANSWERS, AS_MAPPING, batch_size, tensors
 
 #: What errors of ours call a batch where they do not know its number.
@@ -169,7 +170,7 @@ def _arguments(model: nn.Module, batch: Any, where: str, text: str) -> InvalidVa
     """A batch that the model's ``forward`` cannot be called with."""
     if not _ARGUMENTS.search(text):
         return None
-    called = getattr(model, "_orig_mod", model)
+    called = bare(model)
     if isinstance(batch, (tuple, list)):
         got = f"a {type(batch).__name__} of {len(batch)}: {text}"
         return InvalidValue(where, f"what {type(called).__name__}.forward takes by position", got, _as_mapping(model))
@@ -180,7 +181,7 @@ def _arguments(model: nn.Module, batch: Any, where: str, text: str) -> InvalidVa
 
 def _as_mapping(model: nn.Module) -> str:
     """What to pass in place of a tuple, by the name that the model's ``forward`` has for its first input."""
-    first = next(iter(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters), "input_ids")
+    first = next(iter(inspect.signature(bare(model).forward).parameters), "input_ids")
     return AS_MAPPING.replace("input_ids", first)
 
 

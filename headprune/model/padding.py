@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune.core.heads import Kind
+from headprune.model.losses import is_encoder_decoder
 from headprune.model.masks import HIDDEN, Visible, token_mask, unhidden, unmasked, visible
 from headprune.model.running import tensors
 from headprune.model.sites import BoundSite, unwrap
@@ -70,7 +71,7 @@ def _said(model: nn.Module, kind: Kind, told: Told, shape: tuple[int, int]) -> T
     batch = told.batch
     if not isinstance(batch, Mapping):
         return None
-    if kind == "self" or not _has_decoder(model):
+    if kind == "self" or not is_encoder_decoder(model):
         return token_mask(batch, shape) if told.here else None
     mask, labels, own = batch.get(_MASK), batch.get("labels"), batch.get("decoder_input_ids")
     if isinstance(labels, Tensor) and labels.ndim == 2:
@@ -100,14 +101,10 @@ def output_mask(model: nn.Module, batch: Any, shape: tuple[int, int]) -> Tensor 
     mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
     frames = getattr(unwrap(model), "_get_feature_vector_attention_mask", None)
     found = _said(model, "causal", Told(batch), shape)
-    if found is not None or frames is None or _has_decoder(model) or not _is_mask(mask) or len(mask) != shape[0]:
+    if found is not None or frames is None or is_encoder_decoder(model) or not _is_mask(mask) or len(mask) != shape[0]:
         return found
     in_frames: Tensor = frames(shape[1], mask)
     return in_frames.bool()
-
-
-def _has_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 class Inputs:

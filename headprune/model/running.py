@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -129,6 +130,34 @@ def batch_size(batch: Any, where: str = "batch") -> int:
     return first.shape[0]
 
 
+def some_examples(batch: Any, places: Tensor | slice) -> Any:
+    """The batch of some of its examples: of everything with one entry per example those entries.
+
+    That is of tensors and arrays their rows, and of lists and tuples of plain values (texts, numbers) their items.
+
+    >>> some_examples({"x": torch.arange(3), "texts": ["a", "b", "c"]}, slice(2))
+    {'x': tensor([0, 1]), 'texts': ['a', 'b']}
+    """
+    size = batch_size(batch)
+    numbers = list(range(size)[places]) if isinstance(places, slice) else places.tolist()
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[places] if not value.is_nested and value.ndim and value.shape[0] == size else value
+        if isinstance(value, np.ndarray):
+            return value[numbers] if value.ndim and len(value) == size else value
+        if isinstance(value, Mapping):
+            return {key: of(one) for key, one in value.items()}
+        if isinstance(value, (tuple, list)):
+            plain = all(one is None or isinstance(one, (str, bytes, int, float)) for one in value)
+            if plain and len(value) == size:
+                return [value[n] for n in numbers]
+            return tuple(map(of, value))
+        return value
+
+    return of(batch)
+
+
 class DataDigest:
     """SHA-256 over every tensor of the batches that pass through it."""
 
@@ -153,6 +182,17 @@ def digest_of(batch: Any) -> str:
     digest = DataDigest()
     digest.add(batch)
     return digest.hexdigest()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """For as long as the block lasts, floats that are made without a type are of this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.codec import FrozenDict
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.model.batches import EMPTY, Batches
 from headprune.model.contexts import wide
 from headprune.model.expose import exposed
@@ -24,6 +24,7 @@ from headprune.recovery._base import Job
 from headprune.recovery._follow import Trail, follow
 from headprune.recovery._least_squares import Moments
 from headprune.recovery._playback import Playback
+from headprune.recovery._sensitivity import sensitivities
 from headprune.recovery._targets import Pair, Run, Target, check_as_often
 from headprune.recovery._taught import Hidden, Taught, key_of
 
@@ -91,14 +92,35 @@ def side_by_side(
         )
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a target on a batch.
+
+    Args:
+        mine: The model's trail.
+        theirs: The teacher's stream.
+        felt: How much the teacher's output feels each token, ``[..., 1]``; None where that was not asked.
+        begins: Examples in the batches before.
+        size: Examples in the batch.
+    """
+
+    mine: Trail
+    theirs: Tensor
+    felt: Tensor | None
+    begins: int
+    size: int
+
+
 def streams_of(
     job: Job, pairs: Sequence[Pair], targets: Sequence[Target], number: int, run: Run, known: Known
-) -> Iterator[tuple[Trail, Tensor]]:
-    """The trails of one target on every batch, each with the teacher's stream; no pass goes on after the last one."""
+) -> Iterator[Call]:
+    """The calls of one target on every batch; no pass goes on after the last one."""
     assert job.teacher is not None
     target, taught = targets[number], known.taught
     proven = False
+    begins = 0
     for batch in job.batches:
+        size = batch_size(batch, "batches")
         key = key_of(batch)
         expected, theirs = taught.calls(key, number), taught.streams(key, number)
         whole = functools.partial(_trails, job.model, [o for o, _ in pairs], [target.ours], batch, run, expected)
@@ -118,7 +140,33 @@ def streams_of(
             hidden = taught.hidden(key, number)
         check_as_often(target, ours, theirs)
         _tell_(ours, hidden)
-        yield from zip(ours, theirs, strict=True)
+        felt: Sequence[Tensor | None] = [None] * len(ours)
+        if taught.felt_means:
+            felt = taught.felt(key, number) or _felt(job.teacher, [target], batch, run, [len(ours)])[0]
+        for mine, stream, of_call in zip(ours, theirs, felt, strict=True):
+            yield Call(mine, stream, of_call, begins, size)
+        begins += size
+
+
+def _felt(
+    teacher: nn.Module, targets: Sequence[Target], batch: Any, run: Run, calls: Sequence[int]
+) -> list[list[Tensor]]:
+    """By target and call how much the teacher's output feels each token.
+
+    Args:
+        teacher: The teacher.
+        targets: What writes.
+        batch: The batch, as the user gave it.
+        run: Runs it.
+        calls: How often each was seen to run: other code may add the bias of one that reads no head, without a call.
+    """
+    found = sensitivities(teacher, [t.theirs for t in targets], batch, run)
+    for target, of_target, expected in zip(targets, found, calls, strict=True):
+        if len(of_target) != expected:
+            hint = 'token_weights="equal" needs no slopes.'
+            must = f'called as a module, {expected} times on a batch, for token_weights="output"'
+            raise UnsupportedModel(f"the teacher's {target.name}", must, f"{len(of_target)} calls", hint)
+    return found
 
 
 def _hidden(trails: Sequence[Trail]) -> list[Hidden]:
@@ -184,19 +232,28 @@ class Measured:
 
 
 def errors(
-    job: Job, pairs: Sequence[Pair], targets: Sequence[Target], run: Run, taught: Taught | None = None
+    job: Job,
+    pairs: Sequence[Pair],
+    targets: Sequence[Target],
+    run: Run,
+    taught: Taught | None = None,
+    sensitive: bool = False,
 ) -> Measured:
     """How far the model's stream is from the teacher's after each target: ``sum |T - S|² / sum |A - mean A|²``.
 
     A is what the teacher's projection writes; sums over tokens that are no padding. So 0 is the teacher, 1 is as far
     off as if what the sub-layer writes were replaced by its mean, and values of one site can be compared. What later
-    passes can spare is noted in ``taught``.
+    passes can spare is noted in ``taught``; where asked to be ``sensitive``, how much the output feels each token, too.
     """
+    assert job.teacher is not None
     sums: dict[int, tuple[Moments, Moments]] = {}
+    felt_sums: dict[int, Tensor] = {}
     examples = 0
     for batch, ours, theirs in side_by_side(job, pairs, targets, run):
         examples += batch_size(batch, "batches")
         streams = [[b.stream(t.summed) for b in of_target] for t, of_target in zip(targets, theirs, strict=True)]
+        calls = [len(of_target) for of_target in theirs]
+        felt = _felt(job.teacher, targets, batch, run, calls) if sensitive else []
         for number, target in enumerate(targets):
             check_as_often(target, ours[number], theirs[number])
             _tell_(ours[number], _hidden(theirs[number]))
@@ -206,13 +263,19 @@ def errors(
                 wrote = target.tokens(b.output, a.inputs.batch)
                 off.add(e[:, :0], e, counted)
                 written.add(wrote[:, :0], wrote, None if counted is None else counted.to(wrote.device))
+            for a, of_call in zip(ours[number], felt[number] if sensitive else (), strict=sensitive):
+                total = _total_felt(job.model, target, a, of_call)
+                felt_sums[number] = felt_sums[number] + total if number in felt_sums else total
         if taught is not None:
-            taught.learn(key_of(batch), streams, [_hidden(of_target) for of_target in theirs])
+            taught.learn(key_of(batch), streams, [_hidden(of_target) for of_target in theirs], felt)
     if not examples:
         raise InvalidValue(*EMPTY)
     done = [(off.done(), written.done()) for off, written in (sums[number] for number in range(len(targets)))]
     reached = in_main_memory(off.n > 0 for off, _ in done)
     finite = in_main_memory(normal.finite for both in done for normal in both)
+    if taught is not None and sensitive:
+        taught.felt_means = [felt_sums[n] / off.tokens.clamp(min=1) for n, (off, _) in enumerate(done)]
+        _check_felt(targets, taught.felt_means)
     totals = in_main_memory(off.total for off, _ in done)
     divisors = in_main_memory(written.ee for _, written in done)
     for number, target in enumerate(targets):
@@ -223,6 +286,21 @@ def errors(
             raise InvalidValue(f"what model and teacher write at {target.name}", "finite", "NaN or infinite", hint)
     scales = [float(ee) or 1.0 for ee in divisors]
     return Measured([float(total) / scale for total, scale in zip(totals, scales, strict=True)], scales, examples)
+
+
+def _total_felt(model: nn.Module, target: Target, mine: Trail, felt: Tensor) -> Tensor:
+    """The sum over tokens that are no padding."""
+    values = target.tokens(felt.to(mine.output.device), mine.inputs.batch)[:, 0]
+    counted = target.counted(model, mine.output, mine.inputs)
+    return (values if counted is None else torch.where(counted, values, torch.zeros_like(values))).sum()
+
+
+def _check_felt(targets: Sequence[Target], means: Sequence[Tensor]) -> None:
+    """Refuses slopes that are not finite."""
+    for target, mean in zip(targets, in_main_memory(means), strict=True):
+        if not bool(mean.isfinite()):
+            where = f"slopes of the teacher's output at {target.name}"
+            raise InvalidValue(where, "finite", "NaN or infinite", 'token_weights="equal" needs no slopes.')
 
 
 def summary(targets: Sequence[Target], before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headprune.attention.linear import feature_count, is_conv1d
@@ -67,6 +68,20 @@ class Target:
         """``[tokens, width]`` of what the projection reads or of what has the order of its output."""
         return x.flatten(0, -2) if self.bound is None else rows_of(self.bound, x, batch).flatten(0, 1)
 
+    def examples(self, x: Tensor, batch: Any, size: int) -> Tensor:
+        """``[tokens]``, in main memory: which of ``size`` examples a row of ``tokens(x)`` is of.
+
+        The first axis is taken for the examples, or for parts of them that follow one another; where it is not a
+        multiple of their number, each of its places stands for itself.
+        """
+        if self.bound is not None:
+            rows, each = rows_of(self.bound, x, batch).shape[:2]
+        elif x.ndim == 3 and (self.tokens_first or x.shape[0] != size == x.shape[1]):
+            return _spread(x.shape[1], size).repeat(x.shape[0])
+        else:
+            rows, each = (x.shape[0], x.shape[1]) if x.ndim == 3 else (x.shape[:-1].numel(), 1)
+        return _spread(rows, size).repeat_interleave(each)
+
     def counted(self, model: nn.Module, x: Tensor, told: Told) -> Tensor | None:
         """``[tokens]``: True where a token is no padding; None where nothing is known."""
         if self.bound is not None:
@@ -80,6 +95,11 @@ class Target:
             rows, examples = x.shape[:-1].numel(), batch_size(told.batch)
             mask = None if rows % examples else query_mask(model, self.kind, told, (examples, rows // examples))
         return None if mask is None else mask.reshape(-1).to(x.device)
+
+
+def _spread(rows: int, size: int) -> Tensor:
+    """``[rows]``: which example each is of."""
+    return torch.arange(rows) // (rows // size) if rows % size == 0 else torch.arange(rows)
 
 
 @dataclass(frozen=True)

@@ -60,14 +60,14 @@ class HeadRescale(LayerwiseRecovery):
     def adds_biases(self) -> bool:
         return self.intercept == "fold"
 
-    def change(self, target: Target, normal: Normal) -> Change:
+    def change(self, target: Target, normal: Normal, ridge: float) -> Change:
         normal = normal.uncentred() if self.intercept == "none" else normal
         weight = target.weight.T.to(normal.xx)
         heads = _indicator(target, normal.xx)
         # <W_h x_h, W_k x_k> summed over tokens, from the products of the channels alone.
         between = heads.T @ (normal.xx * (weight @ weight.T)) @ heads
         towards = heads.T @ (normal.xe * weight).sum(1, keepdim=True)
-        factors, regular = solved(between, towards, self.ridge)
+        factors, regular = solved(between, towards, ridge)
         note = "" if regular else "its heads write multiples of each other; the smallest change of factors was taken."
         return Change((heads @ factors) * weight, note)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from headprune.core.errors import InvalidValue
 from headprune.recovery._layerwise import (
     Change,
@@ -18,6 +20,7 @@ from headprune.recovery._least_squares import Normal, solved
 from headprune.recovery._targets import Target
 
 PRIORS = ("current", "zero")
+TOKEN_WEIGHTS = ("equal", "output")
 
 
 @dataclass(frozen=True)
@@ -31,23 +34,24 @@ class Lstsq(LayerwiseRecovery):
     Cholesky, or eigenvectors where they are singular.
 
     Sources: knowledge-preserving weight tuning, Park et al. 2024 (K-prune); for one layer alone, the update of Hassibi,
-    Stork 1992. We fit an intercept, draw W to the weights as they are, and go by the stream, which is found by
-    following the output through the operations that come. A norm, scale or gate in between ends that: then T - R is
-    the teacher's own output, and a note says where. One that several layers share is fitted over all its calls.
+    Stork 1992. We fit an intercept, draw W to the weights as they are, and go by the stream. A norm, scale or gate
+    before the addition ends that: then T - R is the teacher's own output, and a note says where. One that several
+    layers share is fitted over all its calls. Projections without a bias get one.
 
     Cost: a pass of model and teacher, and for every projection one more of the model that ends at it and leaves out the
-    layers before its own. Memory: a projection's sums, ``in * (in + out)`` numbers, a copy of what is replaced, and at
-    most `max_bytes` each of the teacher's streams and of the layers' outputs, without which both run again. Projections
-    without a bias get one.
+    layers before its own; for ``ridge=None`` 16 Cholesky factors, for ``token_weights="output"`` 4 backward passes.
+    Memory: a projection's sums, ``in * (in + out)`` numbers, and `max_bytes` twice; see docs/concepts.md.
 
     Args:
-        ridge: λ as a share of the mean variance of x's channels.
+        ridge: λ as a share of the mean variance of x's channels. None chooses it for each projection, by the error on
+            held-out examples; what no fit improves stays as it is.
         prior: What W is drawn to, ``W₀``: the weights as they are (``current``), or none (``zero``).
         intercept: Fit b; without, biases stay as they are.
         feed_forward: Also refit the feed-forward's output projection, where it is a linear layer whose output is added
             to the stream.
         precision: The type to add up in, ``float64`` or, faster on most GPUs, ``float32``.
         max_bytes: Of the teacher's streams that are kept, and again of layers' outputs; 0 keeps none, and takes longer.
+        token_weights: Weigh tokens in the sums ``equal``, or by how much the teacher's ``output`` feels them.
 
     >>> import copy, torch
     >>> from headprune import MultiHeadAttention, HeadMask, prune_, recover_
@@ -59,15 +63,20 @@ class Lstsq(LayerwiseRecovery):
     True
     """
 
-    ridge: float = 0.3
+    ridge: float | None = 0.3
     prior: Literal["current", "zero"] = "current"
     intercept: bool = True
     feed_forward: bool = False
     precision: Precision = "float64"
     max_bytes: int = 2**30
+    token_weights: Literal["equal", "output"] = "equal"
 
     def __post_init__(self) -> None:
-        check_ridge("Lstsq.ridge", self.ridge)
+        if self.ridge is not None:
+            check_ridge("Lstsq.ridge", self.ridge)
+        if self.token_weights not in TOKEN_WEIGHTS:
+            must = f"one of {', '.join(TOKEN_WEIGHTS)}"
+            raise InvalidValue("Lstsq.token_weights", must, repr(self.token_weights))
         if self.prior not in PRIORS:
             raise InvalidValue("Lstsq.prior", f"one of {', '.join(PRIORS)}", repr(self.prior))
         check_precision("Lstsq.precision", self.precision)
@@ -77,11 +86,17 @@ class Lstsq(LayerwiseRecovery):
     def adds_biases(self) -> bool:
         return self.intercept
 
-    def change(self, target: Target, normal: Normal) -> Change:
+    @property
+    def sensitive(self) -> bool:  # type: ignore[override]
+        return self.token_weights == "output"
+
+    def change(self, target: Target, normal: Normal, ridge: float) -> Change:
         normal = normal if self.intercept else normal.uncentred()
-        right = normal.xe
-        if self.prior == "zero" and len(right):
-            right = right - self.ridge * normal.xx.diagonal().mean() * target.weight.T.to(right)
-        weight, regular = solved(normal.xx, right, self.ridge)
+        weight, regular = solved(normal.xx, self.right(target, normal, ridge), ridge)
         note = "" if regular else "its inputs depend on each other; the smallest change was taken. More data or ridge."
         return Change(weight, note)
+
+    def right(self, target: Target, normal: Normal, ridge: float) -> Tensor:
+        if self.prior == "current" or not len(normal.xe):
+            return normal.xe
+        return normal.xe - ridge * normal.xx.diagonal().mean() * target.weight.T.to(normal.xe)

@@ -12,6 +12,7 @@ from headprune.core.agreement import Agreement
 from headprune.core.record import Proof, RunRecord, SizeRow, SpeedRow
 from headprune.report.attention import AttentionView, attention_view
 from headprune.report.beside import NOTHING, Beside
+from headprune.report.choice import ChoiceTable, choice_table
 from headprune.report.decoding import DecodingLine, decoding_lines
 from headprune.report.formats import count, flat, signed, significant
 from headprune.report.heatmap import HeatMap, heat_map
@@ -63,6 +64,7 @@ class View:
     heads: tuple[HeatMap, ...]
     attention: AttentionView | None
     agreement: Agreement | None
+    choice: ChoiceTable | None
     quality: tuple[QualityGroup, ...]
     speed: tuple[SpeedLine, ...]
     grid: SpeedGrid | None
@@ -102,6 +104,7 @@ def view(record: RunRecord, beside: Beside = NOTHING) -> View:
         heads=_heat_maps(record, beside),
         attention=attention_view(record, beside.pictures),
         agreement=beside.agreement,
+        choice=choice_table(record),
         quality=quality,
         speed=speed,
         grid=speed_grid(record.speed),

@@ -10,7 +10,7 @@ from torch import nn
 from headprune import scoring, selection
 from headprune.bench.latency import compare_latency, shaped_batch
 from headprune.core.latency import LatencyTable
-from headprune.core.plan import PruningPlan
+from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores
 from headprune.model.sites import bind
 from headprune.run.journal import LATENCY
@@ -44,7 +44,9 @@ def take_table(subject: Subject) -> None:
     vars(subject)["latency"] = LatencyTable.load(subject.journal.folder / LATENCY)  # in the place of the cached one
 
 
-def choose_heads(subject: Subject, scores: HeadScores, baseline: bool = False) -> PruningPlan:
+def choose_heads(
+    subject: Subject, scores: HeadScores, baseline: bool = False, budget: Mapping[str, Budget] | None = None
+) -> PruningPlan:
     """The plan that the recipe's selector and budget make of scores.
 
     Args:
@@ -52,6 +54,7 @@ def choose_heads(subject: Subject, scores: HeadScores, baseline: bool = False) -
         scores: Of any scorer.
         baseline: The scores are what the chosen ones are compared with. A selector that goes by more than scores would
             make up for bad ones, so ``global_topk`` takes its place for these.
+        budget: Budgets in place of the recipe's.
     """
     wanted = subject.recipe.select
     selector: Selector = configured(selection.registry, wanted.selector, wanted.settings)
@@ -59,7 +62,7 @@ def choose_heads(subject: Subject, scores: HeadScores, baseline: bool = False) -
         selector = GlobalTopk(min_heads=selector.min_heads, multiple_of=selector.multiple_of)
     return select(
         scores,
-        wanted.budgets or wanted.budget,
+        budget or wanted.budgets or wanted.budget,
         selector,
         must_keep=wanted.must_keep,
         must_remove=wanted.must_remove,

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune import recovery, scoring
+from headprune import recovery
 from headprune.core.codec import FrozenDict, Value
 from headprune.core.heads import AttentionSite
 from headprune.model.losses import default_loss
 from headprune.model.running import device_of, to_device, undisturbed
+from headprune.model.sites import Sites
+from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.journal import Journal, to_stderr
 from headprune.run.recipe import Recipe
-from headprune.run.recovering import seeded
 from headprune.run.runner import resolved
 from headprune.run.subject import EVALUATION_BATCH, Subject, prepare_subject, quiet
 from headprune.run.validate import configured
 from headprune.scoring._api import score
+from headprune.scoring._base import Scorer
+from headprune.scoring._constant import ConstantWork
 from headprune.scoring._learned import LearnedScorer
 
 
@@ -180,7 +183,7 @@ def _stages(subject: Subject, step: _Step) -> Iterable[Estimate]:
     if recipe.train is not None:
         epochs = recipe.train.epochs
         yield Estimate("train", step.of(round(epochs * counts["train"])), f"{epochs} epochs; {per_step}")
-    yield _scoring(subject, step)
+    yield from _scoring(subject, step)
     yield _evaluations(subject)
     for wanted in recipe.recover:
         method: Any = configured(recovery.registry, wanted.method, wanted.settings)
@@ -198,25 +201,92 @@ def _stages(subject: Subject, step: _Step) -> Iterable[Estimate]:
         yield Estimate("bench", cells * recipe.bench.seconds, f"{cells} cells, {recipe.bench.seconds:g} s each")
 
 
-def _scoring(subject: Subject, step: _Step) -> Estimate:
-    """From the scorer itself on one batch and on two; learned gates are as long as their steps."""
-    wanted = subject.recipe.score
-    scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
-    rows = len(subject.data.examples["calibration"])
-    if isinstance(scorer, LearnedScorer):
-        return Estimate("score", step.of(scorer.steps * scorer.block), f"{scorer.steps} steps of {scorer.block} rows")
-    batches = subject.data.batches("calibration", wanted.batch_size)
+def _scoring(subject: Subject, step: _Step) -> Iterable[Estimate]:
+    """From the scorer itself on one batch and on two; learned gates are as long as their steps.
 
-    def timed(count: int) -> float:
-        start = perf_counter()
-        score(subject.model, batches[:count], scorer, sites=subject.sites, progress=False)
-        return perf_counter() - start
+    Work that does not grow with the data is measured apart, as small a part of it as there is.
+    """
+    scorer = scorer_of(subject)
+    if isinstance(scorer, AutoOfRun):
+        yield from _choosing(subject, step, scorer)
+    else:
+        seconds, words = _one_scorer(subject, step, scorer)
+        basis = words if isinstance(scorer, LearnedScorer) else f"{_named(subject)}{words}"
+        yield Estimate("score", seconds, basis)
 
-    first = timed(1)
-    each = 0.0 if len(batches) == 1 else max(timed(2) - first, 0.2 * first)
-    total = first + each * (len(batches) - 1)
+
+def _named(subject: Subject) -> str:
+    """The recipe's scorer, what it scores, and how much of it is timed."""
+    wanted, rows = subject.recipe.score, len(subject.data.examples["calibration"])
+    count = len(subject.data.batches("calibration", wanted.batch_size))
+    measured = "" if count < 3 else ", 2 of which were timed"
     until = ", at most" if wanted.until else ""
-    return Estimate("score", total, f"{wanted.scorer} on {rows:,} rows in {len(batches)} batches{until}")
+    return f"{wanted.scorer} on {rows:,} rows in {count} batches{measured}{until}"
+
+
+def _one_scorer(subject: Subject, step: _Step, scorer: Scorer) -> tuple[float, str]:
+    """Seconds of one scorer, and in words what they rest on beside its batches."""
+    if isinstance(scorer, LearnedScorer):
+        return step.of(scorer.steps * scorer.block), f"{scorer.steps} steps of {scorer.block} rows"
+    batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
+    constant, words = 0.0, ""
+    passes = scorer
+    if isinstance(scorer, ConstantWork):
+        constant, words = _constant(subject, scorer)
+        passes = scorer.only_passes()
+    first = _timed(subject, passes, batches[:1], subject.sites)
+    each = 0.0 if len(batches) == 1 else max(_timed(subject, passes, batches[:2], subject.sites) - first, 0.2 * first)
+    return first + each * (len(batches) - 1) + constant, words
+
+
+def _choosing(subject: Subject, step: _Step, auto: AutoOfRun) -> Iterable[Estimate]:
+    """``auto``: its candidates, each as it is alone, then its plans, by one cut, refit and judging in small.
+
+    That is timed on a few rows and on twice as many, because solving takes as long for few rows as for many.
+    """
+    scored = sum(_one_scorer(subject, step, candidate)[0] for candidate in auto.scorers)
+    yield Estimate("score", scored, f"{_named(subject)}: {len(auto.candidates)} scorers, one after the other")
+    size = subject.recipe.score.batch_size
+    batches = subject.data.batches("calibration", size)
+    few = -(-2 * auto.folds // size)  # batches with at least two rows a fold
+    once = _judged_in(auto, batches[:few])
+    more = max(_judged_in(auto, batches[: 2 * few]) - once, 0.0) if len(batches) > few else 0.0
+    judged = auto.most_plans * auto.folds * (once + more * (len(batches) / few - 1))
+    rows = " and ".join(f"{n:,}" for n in sorted({_rows(subject, few), _rows(subject, 2 * few)}))
+    yield Estimate("choose", judged, f"{auto.said}; one such time was measured, on {rows} rows")
+
+
+def _rows(subject: Subject, batches: int) -> int:
+    """Rows of so many batches."""
+    return min(batches * subject.recipe.score.batch_size, len(subject.data.examples["calibration"]))
+
+
+def _judged_in(auto: AutoOfRun, batches: list[Any]) -> float:
+    """Seconds of one cut, refit and judging on these batches."""
+    start = perf_counter()
+    auto.judge_once(batches)
+    return perf_counter() - start
+
+
+def _constant(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
+    """Seconds of a scorer's work after its passes, and in words what they rest on: one run at the largest site."""
+    sites = [site for site in reversed(subject.sites) if site.heads]
+    widest = max(sites, key=lambda site: len(site.heads) * site.value_dim)  # of equals the last: gradients end there
+    alone = Sites([widest], subject.sites.layouts.values())
+    once: Any = replace(scorer, blocks=1)  # type: ignore[type-var]
+    few = subject.data.batches("calibration", 2)[:1]
+    whole, passes = (_timed(subject, s, few, alone) for s in (once, once.only_passes()))
+    runs = 1 if scorer.blocks == 1 else scorer.blocks + 1
+    seconds = max(whole - passes, 0.0) * runs * len(sites)
+    parts = f"one of {runs * len(sites)} equal parts was timed (the largest site, without a standard error)"
+    return seconds, f"; {duration(seconds)} of it after the passes, of which {parts}"
+
+
+def _timed(subject: Subject, scorer: Scorer, batches: list[Any], sites: Sites) -> float:
+    """Seconds that scoring these batches takes."""
+    start = perf_counter()
+    score(subject.model, batches, scorer, sites=sites, progress=False)
+    return perf_counter() - start
 
 
 def _evaluations(subject: Subject) -> Estimate:

@@ -325,7 +325,7 @@ def _text(
         _noted("  calibration: 1024", "rows of train that heads are scored on"),
         *([] if trained else training),
         "score:",
-        _noted("  scorer: taylor", "`headprune ls` names all of them; surgeon costs more and chooses better"),
+        _noted("  scorer: auto", "tries several on held-out rows; or one by name, see `headprune ls`"),
         _noted("  random_draws: 3", "how chance would have chosen, beside it"),
         "select:",
         _noted(f"  keep_heads: {keep}", "a fraction or a count; or keep_params, keep_macs, keep_kv, speedup"),

@@ -332,6 +332,7 @@ class Recipe(Section):
         name: Names the run and, where ``out`` is not given, its folder ``runs/<name>``.
         description: One line for ``headprune ls``.
         task: What the model does.
+        metric: Of a classification: ``accuracy``, which it is where left out, or ``matthews`` for Matthews correlation.
         device: ``auto`` takes a GPU where there is one.
         seed: Of everything that is drawn.
         threads: CPU threads of torch; its own choice where left out.
@@ -344,6 +345,7 @@ class Recipe(Section):
     name: Name
     description: str
     task: Task
+    metric: Literal["accuracy", "matthews"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32 - 2**16)] = 0
     threads: Positive | None = None

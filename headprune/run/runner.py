@@ -177,7 +177,10 @@ def _line(recipe: Recipe, journal: Journal, folder: Path, launch: Launch | None)
         place = stages.kept_place("prune")
         work = progress.work("prune")
         pruned = once(
-            "prune", lambda: _gradual(subject, work, place), lambda: stages.reopened(subject, place), (place,)
+            "prune",
+            lambda: _gradual(subject, scored.chosen, work, place),
+            lambda: stages.reopened(subject, place),
+            (place,),
         )
         _plan(journal).save(folder / PLAN)
     if recipe.recover:
@@ -219,8 +222,8 @@ def _plan(journal: Journal) -> PruningPlan:
     return journal.record.plan
 
 
-def _gradual(subject: Subject, work: Path | None, place: str) -> nn.Module:
-    pruned = stages.cut_gradually(subject, work)
+def _gradual(subject: Subject, scores: HeadScores, work: Path | None, place: str) -> nn.Module:
+    pruned = stages.cut_gradually(subject, scores, work)
     stages.put_by(subject, pruned, place)
     return pruned
 

@@ -141,6 +141,8 @@ def _run(values: FrozenDict, recipe: Recipe, base: Base, draw: int, same: Frozen
         "batch_size": wanted.batch_size,
         "policy": recipe.select.policy,
     }
+    if wanted.scorer == "auto":  # it chooses by what comes after the scores
+        score["judged"] = {"select": recipe.select.model_dump(), "recover": recovered(recipe, seed, rows)}
     chosen = configured(selection.registry, recipe.select.selector, recipe.select.settings)
     select = {**recipe.select.model_dump(), "settings": dict(chosen.settings)}
     recover = recovered(recipe, seed, rows)

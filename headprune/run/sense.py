@@ -34,6 +34,15 @@ def model_problems(model: Mapping[str, Any], task: Any) -> list[InvalidValue]:
     return []
 
 
+def metric_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
+    """What is wrong with ``metric``, beside a name that is none."""
+    task, metric = data.get("task"), data.get("metric")
+    if metric is None or task in CLASSIFICATIONS:
+        return []
+    must = f"left out for {task}: it is for classifications, {', '.join(CLASSIFICATIONS)}"
+    return [InvalidValue("metric", must, repr(metric))]
+
+
 def data_problems(data: Mapping[str, Any]) -> list[InvalidValue]:
     """What is wrong with the section ``data``, and with what goes with it."""
     task, columns = data.get("task"), section_in(data, "data")

@@ -22,6 +22,7 @@ from headprune.gating.context import gated
 from headprune.model.processes import Processes
 from headprune.model.running import device_of
 from headprune.model.sites import bind
+from headprune.run.auto import AutoOfRun, scorer_of
 from headprune.run.choosing import choose_heads
 from headprune.run.gradual import prune_gradually_
 from headprune.run.journal import MODEL, WORK
@@ -58,11 +59,16 @@ def score_heads(subject: Subject, first: HeadScores | None = None, work: Path | 
     draws = [configured(scoring.registry, "random", {"seed": seed}) for seed in seeds]
     batches = subject.data.batches("calibration", wanted.batch_size)
     if first is None:
+        if wanted.scorer == "auto":
+            subject.journal.tell(_announced(subject))
         with nullcontext() if subject.launch is None else subject.launch.met(subject.model) as processes:
             first = chosen_scores(subject, processes, work)
         if subject.launch is not None:
             subject.journal.note(hardware={"processes": subject.launch.size})
         subject.journal.tell(first.title)
+        if first.choice is not None:
+            for line in str(first.choice).split("\n"):
+                subject.journal.tell(line)
     elif subject.launch is not None:
         subject.launch.call_off()
     # The others read no data: one batch tells them what the units cost.
@@ -73,13 +79,21 @@ def score_heads(subject: Subject, first: HeadScores | None = None, work: Path | 
     return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])
 
 
+def _announced(subject: Subject) -> str:
+    """What ``auto`` is about to do."""
+    auto = scorer_of(subject)
+    assert isinstance(auto, AutoOfRun)
+    rows = len(subject.data.examples["calibration"])
+    return f"auto: {len(auto.candidates)} scorers, then {auto.said}, on {rows:,} rows"
+
+
 def chosen_scores(subject: Subject, processes: Processes | None, work: Path | None = None) -> HeadScores:
     """The chosen scorer's scores on calibration rows, which all processes of the run share, if there are several."""
     wanted = subject.recipe.score
     return score(
         subject.model,
         subject.data.batches("calibration", wanted.batch_size),
-        seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed),
+        scorer_of(subject),
         sites=subject.sites,
         until=wanted.stopping,
         processes=processes,
@@ -144,11 +158,12 @@ def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
     return pruned
 
 
-def cut_gradually(subject: Subject, work: Path | None) -> nn.Module:
+def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn.Module:
     """A copy of the model that lost its heads in stages while it was trained; the run's plan is then what stays.
 
     Args:
         subject: With the recipe.
+        scores: Of the uncut model, whose scorer is asked again at every stage.
         work: Where it leaves what it has after every stage, and goes on from.
     """
     recipe = subject.recipe
@@ -161,7 +176,7 @@ def cut_gradually(subject: Subject, work: Path | None) -> nn.Module:
         recipe.select.budget,
         stages=recipe.gradual.stages,
         finetune=method,
-        scorer=seeded(scoring.registry, recipe.score.scorer, recipe.score.settings, recipe.seed),
+        scorer=configured(scoring.registry, scores.scorer, scores.settings),
         selector=configured(selection.registry, recipe.select.selector, recipe.select.settings),
         must_keep=recipe.select.must_keep,
         must_remove=recipe.select.must_remove,

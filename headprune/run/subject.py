@@ -114,7 +114,7 @@ class Subject:
             return evaluate_translation(model, batches, self.data.references(split), self.preparation.tokenizer, **how)
         if self.recipe.task == "question_answering":
             return evaluate_answers(model, batches, self.data.references(split))
-        return evaluate(model, batches, bits=self.recipe.data.tokenizer == "characters")
+        return evaluate(model, batches, bits=self.recipe.data.tokenizer == "characters", metric=self.recipe.metric)
 
     def measure(self, model: nn.Module, name: str, kept_heads: int, split: str, trained: bool = False) -> QualityRow:
         """One evaluation, as a row of the accuracy table."""

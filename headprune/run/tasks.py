@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import torch
 
-from headprune import scoring
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import HeadScores
+from headprune.run.auto import scorer_of
 from headprune.run.base import Base, open_base
 from headprune.run.choosing import choose_heads
 from headprune.run.journal import WORK
 from headprune.run.outcome import SPLITS, Outcome, judge
 from headprune.run.recipe import Recipe
-from headprune.run.recovering import recover_once, seeded
+from headprune.run.recovering import recover_once
 from headprune.run.subject import EVALUATION_BATCH, Subject, quiet
 from headprune.scoring._api import score
 from headprune.surgery.prune import prune_
@@ -163,13 +163,12 @@ def close() -> None:
 def _make_scores(task: Task) -> None:
     subject, _ = opened(task)
     wanted = subject.recipe.score
-    scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     batches = subject.data.batches("calibration", wanted.batch_size)
     work = task.sweep / WORK / f"{SCORING}{task.key[:16]}"
     found = score(
         subject.model,
         batches,
-        scorer,
+        scorer_of(subject),
         sites=subject.sites,
         until=wanted.stopping,
         folder=work,

@@ -17,11 +17,13 @@ from headprune.run.presets import preset_named
 from headprune.run.reading import locate, override, read_raw
 from headprune.run.recipe import BudgetSection, LatencySection, Recipe
 from headprune.run.references import interpolate
-from headprune.run.sense import data_problems, model_problems, section_in
+from headprune.run.sense import data_problems, metric_problems, model_problems, section_in
 from headprune.selection._inner import CALLABLES
 
 #: So many errors are told of one by one.
 _SHOWN = 50
+#: Settings of the scorer ``auto`` that a recipe says in its own sections.
+_OF_RECIPE = {"keep": "select", "refit": "recover", "refit_settings": "recover"}
 #: What strings must look like, by key.
 _PATTERNS = {"name": "made of letters, digits, '.', '_' and '-', a letter or digit first"}
 
@@ -148,9 +150,10 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
 
     model = data.get("model")
     problems = [*(model_problems(model, data.get("task")) if isinstance(model, Mapping) else ()), *data_problems(data)]
+    problems += metric_problems(data)
     score, select = section_in(data, "score"), section_in(data, "select")
     problems += check_method(scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer")
-    problems += _until_problems(score)
+    problems += [*_until_problems(score), *_auto_problems(score)]
     selector = select.get("selector", "global_topk")
     problems += check_method(selection.registry, selector, select.get("settings"), "select", "selector")
     problems += [*_select_problems(select), *_latency_problems(select, data.get("task"))]
@@ -198,6 +201,22 @@ def _until_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
     if score.get("until") is None or not known or scoring.registry.get(name).needs_data:
         return []
     return [InvalidValue("score.until", "left out for a scorer that uses no data", name)]
+
+
+def _auto_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
+    """Settings of ``auto`` that a recipe says in its own sections, and ``until``, which it cannot be read by."""
+    if score.get("scorer") != "auto":
+        return []
+    settings = score.get("settings")
+    given = settings if isinstance(settings, Mapping) else {}
+    problems = [
+        InvalidValue(f"score.settings.{name}", f"left out: a run goes by its section {section}", repr(given[name]))
+        for name, section in _OF_RECIPE.items()
+        if name in given
+    ]
+    if score.get("until") is not None:
+        problems.append(InvalidValue("score.until", "left out with auto, which judges on all rows", "a section"))
+    return problems
 
 
 def _select_problems(select: Mapping[str, Any]) -> list[InvalidValue]:

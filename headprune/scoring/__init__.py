@@ -9,7 +9,7 @@ from typing import Any
 
 from headprune.core.registry import Registry
 
-registry = Registry("scorer", "headprune.scoring", "headprune.scorers")
+registry = Registry("scorer", "headprune.scoring", "headprune.scorers", elsewhere={"auto": "headprune.choice.auto"})
 
 _HOME = {
     "Stable": "headprune.scoring._stopping",

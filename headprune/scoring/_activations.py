@@ -7,7 +7,7 @@ of examples (example i is in block ``i % blocks``), so that leaving a block out 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -255,19 +255,33 @@ def jackknife(values_of: Callable[[Tensor], Tensor], like: Tensor, sizes: Iterab
     Returns:
         ``[blocks with examples, units]``; the statistic itself for a single block.
     """
+    held = list(sizes)
+    return pseudo_values(torch.stack([values_of(weights) for weights in runs_of(like, held)]), held)
+
+
+def runs_of(like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """What a jackknife asks for: all blocks, then, for every block with examples, all but that; each ``[blocks]``.
+
+    Where a single block has examples, all blocks are all that is asked for.
+    """
     everything = torch.ones_like(like)
-    whole = values_of(everything)
-    given = [(g, size) for g, size in enumerate(sizes) if size]
-    if len(given) == 1:
-        return whole.unsqueeze(0)
-    n = sum(size for _, size in given)
-    shares = sent([n / size for _, size in given], whole.device, whole.dtype).unsqueeze(1)
-    left_out = []
-    for g, _ in given:
+    found = [everything]
+    given = [block for block, size in enumerate(sizes) if size]
+    for block in given if len(given) > 1 else []:
         weights = everything.clone()
-        weights[g].zero_()
-        left_out.append(values_of(weights))
-    pseudo = shares * whole - (shares - 1) * torch.stack(left_out)
+        weights[block].zero_()
+        found.append(weights)
+    return found
+
+
+def pseudo_values(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The rows of ``jackknife`` from ``values`` ``[1 + blocks with examples, units]``, one row a run of ``runs_of``."""
+    whole, left_out = values[0], values[1:]
+    if not len(left_out):
+        return values
+    given = [size for size in sizes if size]
+    shares = sent([sum(given) / size for size in given], whole.device, whole.dtype).unsqueeze(1)
+    pseudo = shares * whole - (shares - 1) * left_out
     deviations = (pseudo - (pseudo / shares).sum(0)) * ((len(given) - 1) / (shares - 1)).sqrt()
     return whole + deviations - deviations.mean(0)
 

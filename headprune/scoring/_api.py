@@ -160,8 +160,8 @@ def score(
             sites=tuple(b.site for b in bound),
             values=_by_site(bound, e.values),
             standard_errors=None if e.standard_errors is None else _by_site(bound, e.standard_errors),
-            scorer=name,
-            settings=s.settings,
+            scorer=e.choice.best.scorer if e.choice else name,
+            settings=registry.get(e.choice.best.scorer)(**e.choice.best.settings).settings if e.choice else s.settings,
             n_examples=e.n_examples,
             model=mark,
             data=problem.data if s.needs_data else None,
@@ -170,6 +170,7 @@ def score(
             samples=None if e.samples is None else Samples.of(e.samples.detach().cpu().numpy()),
             notes=(*(known if s.needs_data else ()), *_notes(s, e), *coverage_note(beyond)),
             curvature=None if e.curvature is None else Curvature.of(e.curvature.detach().cpu().numpy()),
+            choice=e.choice,
         )
         for (name, s), e in zip(named, estimates, strict=True)
     )

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from headprune.core.attention_maps import AttentionMaps, SiteMaps
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import AttentionSite
-from headprune.model.losses import default_loss
+from headprune.model.inside import bare
+from headprune.model.losses import default_loss, is_encoder_decoder
 from headprune.model.mistakes import explained_one
 from headprune.model.padding import Told
 from headprune.model.running import batch_size, device_of, to_device, undisturbed
@@ -83,13 +84,13 @@ def _words(model: nn.Module, batch: Any, tokenizer: Any) -> tuple[tuple[tuple[st
         raise InvalidValue("attention_maps(tokenizer=)", "left out where the batch has no input_ids", got)
     ids = batch["input_ids"]
     read = _row_words(tokenizer, ids, batch.get("attention_mask"))
-    config = getattr(model, "config", None)
-    if not getattr(config, "is_encoder_decoder", False):
+    if not is_encoder_decoder(model):
         return read, ()
     target, mask = batch.get("decoder_input_ids"), batch.get("decoder_attention_mask")
     if target is None:
         labels = batch["labels"]
-        start = labels.new_full((len(labels), 1), config.decoder_start_token_id)  # type: ignore[union-attr]
+        first: int = bare(model).config.decoder_start_token_id  # type: ignore[union-attr, assignment]
+        start = labels.new_full((len(labels), 1), first)
         target = torch.cat([start, labels[:, :-1]], 1)
         mask = labels != -100 if mask is None else mask  # a query counts where there is a token to tell
     return read, _row_words(tokenizer, target, mask)

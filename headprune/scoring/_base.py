@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from headprune.core.choice import Choice
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import InvalidValue
 from headprune.core.scores import CostTable
@@ -24,7 +25,7 @@ from headprune.model.losses import Loss, check_finite, shaped_losses
 from headprune.model.mistakes import explained, refuse_caches
 from headprune.model.own_loss import is_default
 from headprune.model.processes import Crew
-from headprune.model.running import DataDigest, batch_size, device_of, over_tensors, to_device
+from headprune.model.running import DataDigest, batch_size, device_of, some_examples, to_device
 from headprune.model.sites import BoundSite
 from headprune.scoring import _shelf
 from headprune.scoring._later import Later
@@ -52,6 +53,7 @@ class Estimate:
         notes: What the user should know: no standard error from one example, a fallback to a slower way.
         curvature: ``[units, units]``, symmetric, fp64 on the CPU, in the values' unit: the loss rises by
             ``1/2 (1-m)' I (1-m)``, so that half its diagonal are the values. None where the scorer has none.
+        choice: How `auto` chose the scorer that the numbers are of; None where it was asked for by name.
     """
 
     values: Tensor
@@ -61,6 +63,7 @@ class Estimate:
     samples: Tensor | None = None
     notes: tuple[str, ...] = ()
     curvature: Tensor | None = None
+    choice: Choice | None = None
 
 
 @dataclass
@@ -305,7 +308,7 @@ class Problem:
         first = self._first()
         refuse_caches(first, 0)
         loss = None if is_default(self.loss) else self.loss
-        one = None if any(b.layout.batch_axis for b in self.bound) else _first_example(first)
+        one = None if any(b.layout.batch_axis for b in self.bound) else some_examples(first, slice(1))
         if one is not None:
             try:
                 self.costs = measure_costs(self.model, self.bound, one, loss)
@@ -380,12 +383,6 @@ class Scorer(ABC):
     @abstractmethod
     def estimate(self, problem: Problem) -> Estimate:
         """Importance of every unit of the problem's sites."""
-
-
-def _first_example(batch: Any) -> Any:
-    """A batch of the first example alone: of every tensor with one row an example the first row."""
-    size = batch_size(batch)
-    return over_tensors(batch, lambda t: t[:1] if not t.is_nested and t.ndim and t.shape[0] == size else t)
 
 
 def _other_batches(what: str, got: str) -> InvalidValue:

@@ -1,138 +1,36 @@
-"""What a model puts out, read as distributions, and labels drawn from them; needs no labels."""
+"""What first and second order ask of a model's distributions: labels drawn from them, and numbers to differentiate."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from headprune.core.errors import InvalidValue
-from headprune.model.losses import inputs_of, is_causal_lm, is_encoder_decoder, problem_type, reads_next
-from headprune.model.masks import token_mask, unmasked
-from headprune.model.padding import output_mask
-from headprune.model.running import ANSWERS, batch_size, call, tensors
+from headprune.model.distributions import Distributions, content_seeds, distributions
 from headprune.model.transfers import sent
 
-_IGNORED = -100
+__all__ = ["Distributions", "content_seeds", "distributions", "drawn_labels", "fisher_targets", "logit_targets"]
 
-
-@dataclass(frozen=True)
-class Distributions:
-    """A model's output as ``positions`` distributions an example.
-
-    Args:
-        kind: ``single_label_classification`` (a softmax over the last axis), ``multi_label_classification`` (a
-            sigmoid each) or ``regression``.
-        logits: ``[batch, positions, classes]``, with their graph.
-        counted: ``[batch, positions]``, on the CPU: which positions the default loss averages over.
-        by_token: Whether there is one for every token, or end of an answer, and not one an example.
-    """
-
-    kind: str
-    logits: Tensor
-    counted: Tensor
-    by_token: bool = True
-
-    def numbers(self) -> Tensor:
-        """``[batch]``: a number an example that all of its counted logits are in, each with a weight of its own."""
-        counted = sent(self.counted, self.logits.device).unsqueeze(-1)
-        logits = self.logits.masked_fill(~counted, 0).flatten(1)
-        weights = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32).cos()
-        return logits @ weights.to(logits.dtype)
-
-    def logits_counted(self) -> Tensor:
-        """``[counted positions, classes]``: those that count, example after example."""
-        examples, positions = (sent(index, self.logits.device) for index in self.counted.nonzero(as_tuple=True))
-        return self.logits[examples, positions]
-
-
-def distributions(
-    model: nn.Module, batch: Any, where: str, given: Any = None, shifted: bool | None = None
-) -> Distributions:
-    """Runs a model and reads its output; labels, if there are any, only say which positions count.
-
-    Args:
-        model: The model.
-        batch: A batch on its device.
-        where: What the batch is called in messages.
-        given: The same batch as the user gave it; default ``batch``. A mask that is in main memory there need not be
-            copied from the device, for which Python would wait.
-        shifted: Whether labels of tokens are those of the next token; None goes by the model's class.
-
-    Raises:
-        InvalidValue: an output that is no logits, or a batch that the model itself does not take.
-    """
-    mapping = batch if isinstance(batch, Mapping) else {}
-    seq2seq = is_encoder_decoder(model)
-    try:
-        output = call(model, inputs_of(model, batch))
-    except TypeError as error:  # a batch with targets in it that only a loss of the user's can take apart
-        hint = "ggn calls the model itself: give it batches without targets, which it does not need."
-        raise InvalidValue(
-            where, f"what {type(model).__name__} takes", f"a batch that it refuses: {error}", hint
-        ) from error
-    name = "decoder_attention_mask" if seq2seq else "attention_mask"
-    mask = mapping.get(name)
-    if isinstance(output, Mapping) and "start_logits" in output:
-        return _ends(torch.stack([output["start_logits"], output["end_logits"]], 1), mask)
-    logits = output.get("logits") if isinstance(output, Mapping) else output
-    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or not logits.is_floating_point():
-        got = f"a {type(output).__name__}" if not isinstance(logits, Tensor) else f"a tensor {list(logits.shape)}"
-        hint = "Use fisher with a loss of your own, or a model with a head."
-        raise InvalidValue(
-            f"the model's output for {where}", "logits [batch, classes] or [batch, tokens, ...]", got, hint
-        )
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    if logits.ndim == 2:
-        labels = mapping.get("labels")
-        kind = problem_type(model, labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long), logits)
-        return Distributions(kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False)
-    known = given if isinstance(given, Mapping) else mapping
-    by_next = reads_next(model) if shifted is None else shifted
-    by_next = by_next or (known.get("labels") is None and is_causal_lm(model))
-    return _tokens(model, logits, known, by_next)
-
-
-def _ends(logits: Tensor, mask: Any) -> Distributions:
-    """Where an answer begins and ends: padding takes no part, as in the default loss."""
-    here = token_mask({"attention_mask": mask}, (logits.shape[0], logits.shape[2]))
-    if here is not None:
-        logits = logits.masked_fill(~here.unsqueeze(1), float("-inf"))
-    counted = torch.ones(logits.shape[:2], dtype=torch.bool)
-    return Distributions("single_label_classification", logits, counted)
-
-
-def _tokens(model: nn.Module, logits: Tensor, batch: Mapping[str, Any], by_next: bool) -> Distributions:
-    """A distribution for every token; where it is that of the next token, the last one, and any after padding, predicts
-    nothing."""
-    shape, labels = logits.shape[:2], batch.get("labels")
-    counted = torch.ones(shape, dtype=torch.bool)
-    found = output_mask(model, batch, (shape[0], shape[1]))
-    here = counted if found is None else found.cpu()
-    counted = counted & here
-    if isinstance(labels, Tensor) and labels.shape == shape:
-        counted = counted & (labels.cpu() != _IGNORED)
-    if by_next:
-        logits, counted = logits[:, :-1], counted[:, 1:] & here[:, :-1]
-    return Distributions("single_label_classification", logits, counted)
+#: Columns of slopes that an example has without ``draws``: a backward pass each.
+COLUMNS = 4
 
 
 def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
     """Numbers whose slopes, ``g`` an example, are such that ``sum g g'`` is the second derivative of the default loss.
 
-    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Labels are drawn where an example has a
-    softmax distribution a token, or where ``draws`` says how many.
+    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Where an example has a softmax distribution a
+    token, labels are drawn. Elsewhere each class has a column of slopes, and where these are more than ``draws`` they
+    are dealt at random into as many groups and added up with random signs (``_combined``).
+
+    Args:
+        found: The distributions.
+        seeds: A seed an example.
+        draws: Labels a token, or groups of columns; None is 1 label, or ``COLUMNS`` groups.
 
     Returns:
-        One number a class or a draw, summed over the batch; and whether labels were drawn.
+        One number a class, a group or a draw, summed over the batch; and whether anything was drawn.
     """
-    softmax = found.kind == "single_label_classification"
-    if softmax and (draws is not None or found.by_token):
+    if found.by_token:
         logits = found.logits_counted()
         weights = (found.counted.sum(1, keepdim=True).clamp(min=1) * (draws or 1)).rsqrt()
         of_position = sent(weights.expand_as(found.counted)[found.counted], logits.device)
@@ -146,7 +44,74 @@ def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) ->
         scaled = output * (p * (1 - p) / output.shape[1]).sqrt()
     else:
         scaled = output.log_softmax(-1) * output.detach().softmax(-1).sqrt()
-    return [column.sum() for column in scaled.unbind(1)], False
+    return _targets(scaled, seeds, draws)
+
+
+def logit_targets(found: Distributions, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
+    """The same for half the squared change of the logits, mean over classes, from which their own mean is taken away.
+
+    So every class weighs alike, and an example that the model is sure of as much as one that it is not. Where every
+    token has logits, each draw is a sum of them with random signs.
+
+    Args:
+        found: The distributions; of outputs that are no softmax, those of ``regression``.
+        seeds: A seed an example.
+        draws: Sums a token, or groups of columns; None is 1 sum, or ``COLUMNS`` groups.
+    """
+    softmax = found.kind == "single_label_classification"
+    if not found.by_token:
+        output = found.logits[:, 0]
+        centred = output - output.mean(1, keepdim=True) if softmax else output
+        return _targets(centred * (2 / output.shape[1]) ** 0.5, seeds, draws)
+    logits = found.logits_counted()  # [counted positions, classes]
+    there = logits.detach().isfinite()  # what no answer may begin at is -inf
+    numbers = logits.masked_fill(~there, 0)
+    centred = (numbers - numbers.sum(1, keepdim=True) / there.sum(1, keepdim=True)).masked_fill(~there, 0)
+    counts = found.counted.sum(1)  # [examples]
+    positions = sent(counts.clamp(min=1).repeat_interleave(counts), logits.device)
+    weights = (2 / (positions * there.sum(1) * (draws or 1))).sqrt().unsqueeze(1)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    targets = []
+    for _ in range(draws or 1):
+        # Classes first: where they are places in a text, padding at its end changes no sign of the others.
+        pairs = zip(counts.tolist(), generators, strict=True)
+        signs = [torch.randint(2, (logits.shape[1], n), generator=g, dtype=torch.int8).T for n, g in pairs]
+        signed = centred * (sent(torch.cat(signs), logits.device, logits.dtype) * 2 - 1)
+        targets.append((signed * weights).sum())
+    return targets, True
+
+
+def _targets(columns: Tensor, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
+    """One number a column ``[batch, columns]``, or a group of columns where they are more; and whether these were
+    drawn."""
+    groups = draws or COLUMNS
+    if columns.shape[1] <= groups:
+        return [column.sum() for column in columns.unbind(1)], False
+    return _combined(columns, seeds, groups), True
+
+
+def _combined(columns: Tensor, seeds: list[int], groups: int) -> list[Tensor]:
+    """Sums of columns with random signs, one a group, whose slopes' products have the columns' products as their mean.
+
+    Two columns meet in a group or not; where they do, the product of their signs has a mean of 0. Groups of equal size
+    have less noise than signs for all columns in every sum, and none where each column has a group of its own (a count
+    sketch with buckets of equal size: Charikar, Chen, Farach-Colton 2002).
+
+    Args:
+        columns: ``[batch, columns]``.
+        seeds: A seed an example. What is drawn depends on nothing else: not on the logits, whose rounding is another in
+            another batch.
+        groups: How many.
+    """
+    n = columns.shape[1]
+    group, sign = torch.empty(len(seeds), n, dtype=torch.long), torch.empty(len(seeds), n)
+    for example, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        group[example] = torch.randperm(n, generator=generator) % groups
+        sign[example] = torch.randint(2, (n,), generator=generator) * 2 - 1
+    group = sent(group, columns.device)
+    signed = columns * sent(sign, columns.device, columns.dtype)
+    return [signed.masked_fill(group != number, 0).sum() for number in range(groups)]
 
 
 def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:
@@ -166,28 +131,3 @@ def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:
         index = torch.searchsorted(cumulated, places * cumulated[:, -1:], right=True)
         labels.append(index.clamp(max=logits.shape[-1] - 1))
     return torch.cat(labels).T
-
-
-def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
-    """A seed an example from what it contains, padding left out: the model's main input, or all tensors but answers.
-
-    Give the batch as the user gave it: one on an accelerator has to be copied back.
-    """
-    mapping = batch if isinstance(batch, Mapping) else {}
-    main = mapping.get(getattr(model, "main_input_name", ""))
-    mask = mapping.get("attention_mask")
-    size = batch_size(batch)
-    others = {k: v for k, v in mapping.items() if k not in ANSWERS} if mapping else batch
-    parts = [main] if isinstance(main, Tensor) else [t for t in tensors(others) if t.ndim and len(t) == size]
-    parts = [part.detach().cpu() for part in parts]
-    here = unmasked(mask.cpu()) if isinstance(mask, Tensor) else None
-    seeds = []
-    for example in range(size):
-        digest = hashlib.blake2b(str(seed).encode(), digest_size=8)
-        for part in parts:
-            row = part[example]
-            if here is not None and part.shape[:2] == here.shape:
-                row = row[here[example]]
-            digest.update(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        seeds.append(int.from_bytes(digest.digest(), "little") % 2**63)
-    return seeds

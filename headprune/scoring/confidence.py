@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.model.losses import is_encoder_decoder
 from headprune.model.padding import Told
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
@@ -47,7 +48,7 @@ class Confidence(MapScorer):
         excluded = _end_tokens(problem.model) if self.exclude is None else self.exclude
         if not excluded or not isinstance(batch, Mapping):
             return queries, keys
-        decoder = b.site.kind != "self" and _is_encoder_decoder(problem.model)
+        decoder = b.site.kind != "self" and is_encoder_decoder(problem.model)
         reads = _decoder_ids(problem.model, batch) if decoder else batch.get("input_ids")
         seen = batch.get("input_ids") if b.site.kind == "cross" else reads
         return _without(queries, reads, excluded), _without(keys, seen, excluded)
@@ -62,10 +63,6 @@ def _without(counted: Tensor, ids: Any, excluded: tuple[int, ...]) -> Tensor:
 def _end_tokens(model: nn.Module) -> tuple[int, ...]:
     found = getattr(getattr(model, "config", None), "eos_token_id", None)
     return () if found is None else tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
-
-
-def _is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _decoder_ids(model: Any, batch: Mapping[str, Any]) -> Any:

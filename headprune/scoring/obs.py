@@ -9,11 +9,12 @@ from torch import Tensor
 
 from headprune.core.errors import InvalidValue
 from headprune.scoring._activations import ActivationScorer, Gathers, Products, output_weight, unit_columns
+from headprune.scoring._constant import ConstantWork
 from headprune.scoring._inverse import inverted
 
 
 @dataclass(frozen=True)
-class Obs(ActivationScorer):
+class Obs(ActivationScorer, ConstantWork):
     """``rho_u = tr(W_u [(H^-1)_uu]^-1 W_u')`` with ``H = X'X / N + lambda I``: one forward pass, no labels.
 
     X ``[N, width]`` is what the output projection W reads at N tokens, W_u and ``(H^-1)_uu`` are the columns of a
@@ -46,6 +47,9 @@ class Obs(ActivationScorer):
     def gathers(self) -> Gathers:
         return Products, self.blocks
 
+    def only_passes(self) -> _OnlyPasses:
+        return _OnlyPasses(self.ridge, self.blocks)
+
     def site_values(self, statistic: Products, weights: Tensor) -> Tensor:
         products = statistic.mean(weights)
         added = (self.ridge * products.diagonal().mean()).clamp(min=1e-30)
@@ -67,3 +71,10 @@ class Obs(ActivationScorer):
             return super().refused(statistic)
         got = f"{self.ridge} at {statistic.bound.site.name}, whose channels depend on each other"
         return InvalidValue("Obs.ridge", "large enough to invert X'X", got, "Use 1e-2, or more data.")
+
+
+class _OnlyPasses(Obs):
+    """Inverts nothing."""
+
+    def site_values(self, statistic: Products, weights: Tensor) -> Tensor:
+        return torch.ones(len(statistic.bound.site.units), dtype=torch.float64)

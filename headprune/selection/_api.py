@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from headprune.core.coverage import coverage_notes
-from headprune.core.errors import HeadPruneError, InvalidValue
+from headprune.core.errors import HeadPruneError, InfeasibleBudget, InvalidValue
 from headprune.core.heads import HeadMask
 from headprune.core.latency import LatencyTable
 from headprune.core.plan import Budget, PruningPlan, SiteBudget
@@ -13,12 +15,13 @@ from headprune.core.scores import HeadScores
 from headprune.selection import registry
 from headprune.selection._base import Loss, Position, Problem, Rescore, Selector
 from headprune.selection._close import close_calls
-from headprune.selection._groups import WHERE, divided
+from headprune.selection._groups import WHERE, by_kind, divided
 from headprune.selection._policies import cache_notes
 from headprune.selection._required import Heads
 from headprune.selection._task import Task
 from headprune.selection.global_topk import GlobalTopk
 
+_NOT_BY_KIND = "auto chose a budget per kind of attention; this one cannot be met so, and holds for all kinds together."
 _NOTHING = "Nothing is removed: the budget allows every head that is present."
 
 
@@ -46,7 +49,8 @@ def select(
         scores: From `hp.score`; with costs, unless the budget counts heads.
         budget: What may stay. Or a mapping to budgets from kinds of attention (``self``, ``causal``, ``cross``) or
             patterns over sites' names (``"*decoder*"``): each group of sites meets its budget by itself, a fraction
-            being one of what its own heads cost, and sites that no key names keep every head that may stay.
+            being one of what its own heads cost, and sites that no key names keep every head that may stay. Scores of
+            ``auto`` that chose so (``scores.choice.by_kind``) turn one budget of heads into one per kind.
         selector: A registered name, see ``hp.selection.registry.names()``, or a configured selector. Default
             ``global_topk``, and ``knapsack`` where a budget is one of speed: there the price of a head depends on how
             many stay beside it, and it is exact all the same.
@@ -84,6 +88,17 @@ def select(
     if not isinstance(budget, (Budget, Mapping)):
         hint = "Write hp.Budget(keep_heads=0.5), for example."
         raise InvalidValue(WHERE, "a Budget, or a mapping to Budgets", repr(budget), hint)
+    if isinstance(budget, Budget) and scores.choice is not None and scores.choice.by_kind:
+        alone = by_kind(scores.sites, budget)
+        given: dict[str, Any] = {"must_keep": must_keep, "must_remove": must_remove, "loss": loss, "rescore": rescore}
+        try:
+            if alone is not None:
+                return select(scores, alone, selector, **given, latency=latency)
+        except InfeasibleBudget:
+            pass
+        plain = replace(scores, choice=None)
+        plan = select(plain, budget, selector, **given, latency=latency)
+        return replace(plan, scores=scores.digest, notes=(*plan.notes, _NOT_BY_KIND, *_chosen_for(scores, budget)))
     timed = _timed([budget] if isinstance(budget, Budget) else budget.values())
     usual = "knapsack" if timed else "global_topk"
     name, chosen = registry.resolve(usual if selector is None else selector, Selector, "select(selector=)")
@@ -116,9 +131,21 @@ def select(
         scorer=scores.scorer,
         scores=scores.digest,
         model=scores.model,
-        notes=_notes(task, scores, mask),
+        notes=(*_notes(task, scores, mask), *_chosen_for(scores, budget)),
         policy=next((s.policy for s in scores.sites if s.policy != "group" and s.n_kv_heads > 1), "group"),
     )
+
+
+def _chosen_for(scores: HeadScores, asked: Budget | Mapping[str, Budget]) -> tuple[str, ...]:
+    """A note where ``auto`` chose the scorer for another budget than the one that the plan meets."""
+    if scores.choice is None:
+        return ()
+    if scores.choice.by_kind and isinstance(asked, Mapping) and set(asked) == {site.kind for site in scores.sites}:
+        return ()
+    groups = [asked] if isinstance(asked, Budget) else [SiteBudget(key, one) for key, one in asked.items()]
+    if scores.choice.budget == ", ".join(map(str, groups)):
+        return ()
+    return (f"auto chose {scores.choice.chosen} for another budget: {scores.choice.budget}.",)
 
 
 def _check_given(selector: Selector, name: str, **given: object) -> None:

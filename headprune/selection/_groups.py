@@ -8,7 +8,7 @@ from functools import partial
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import KINDS, AttentionSite
-from headprune.core.plan import Budget, SiteBudget
+from headprune.core.plan import Budget, SiteBudget, allowance
 from headprune.core.samples import if_there
 from headprune.core.scores import Cost, HeadScores
 
@@ -47,6 +47,29 @@ def divided(sites: Sequence[AttentionSite], budgets: Mapping[str, Budget]) -> li
             taken[place] = key
         found.append((group, places))
     return found
+
+
+def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget] | None:
+    """The budget as a count of heads for each kind of attention; None where all sites are of one kind, where it counts
+    no heads, or where a kind would keep none.
+
+    Every kind keeps the same share of its heads; what rounding leaves goes to the largest fractions.
+    """
+    heads: dict[str, int] = {}
+    for site in sites:
+        if site.heads:
+            heads[site.kind] = heads.get(site.kind, 0) + len(site.heads)
+    if len(heads) < 2 or budget.keep_heads is None:
+        return None
+    total = sum(heads.values())
+    kept = min(total, allowance(budget.keep_heads, total))
+    counts = {kind: kept * count // total for kind, count in heads.items()}
+    by_fraction = sorted(heads, key=lambda kind: -(kept * heads[kind] % total))
+    for kind in by_fraction[: kept - sum(counts.values())]:
+        counts[kind] += 1
+    if not all(counts.values()):
+        return None
+    return {kind: Budget(keep_heads=count) for kind, count in counts.items()}
 
 
 def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.heads import AttentionSite, HeadId
+from headprune.core.indices import indices
 from headprune.selection._base import Position
 
 #: Heads by site: names to original indices.
@@ -16,7 +17,7 @@ def named(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> fr
     """The heads that a mapping from names of sites to original indices names.
 
     Raises:
-        InvalidValue: not such a mapping.
+        InvalidValue: not such a mapping, or no collection of indices for a site.
         UnknownName: a site that is not scored, or a head that is not present there.
     """
     if heads is None:
@@ -24,15 +25,13 @@ def named(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> fr
     if not isinstance(heads, Mapping):
         raise InvalidValue(where, "a mapping from sites' names to lists of heads", repr(heads))
     found, by_name = set(), {site.name: site for site in sites}
-    for name, indices in heads.items():
+    for name, listed in heads.items():
         if name not in by_name:
             raise UnknownName(where, "by names of scored sites", repr(name), did_you_mean(str(name), by_name))
-        if isinstance(indices, (str, int)) or not isinstance(indices, Iterable):
-            raise InvalidValue(f"{where}[{name!r}]", "a list of heads", repr(indices))
-        for head in indices:
-            if type(head) is not int or head not in by_name[name].heads:
-                must = f"one of the present heads {list(by_name[name].heads)}"
-                raise UnknownName(f"{where}[{name!r}]", must, repr(head))
+        site, place = by_name[name], f"{where}[{name!r}]"
+        for head in indices(listed, place, site.n_query_heads):
+            if head not in site.heads:
+                raise UnknownName(place, f"one of the present heads {list(site.heads)}", head)
             found.add(HeadId(name, head))
     return frozenset(found)
 

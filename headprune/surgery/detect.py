@@ -21,6 +21,7 @@ from headprune.core.layout import AttentionLayout
 from headprune.core.mixin import original_class
 from headprune.model.running import batch_size, call, device_of, to_device, undisturbed
 from headprune.model.sites import Sites, find_sites
+from headprune.surgery.guess import SeenKind
 from headprune.surgery.prove import Scratch, prove
 from headprune.surgery.search import Refusal, build, search, told_apart
 from headprune.surgery.trace import Core, cores
@@ -63,7 +64,8 @@ def propose_layouts(model: nn.Module, example: Any, layouts: Iterable[AttentionL
     that example; and |gated - pruned| <= 1e-10 of the largest output for each head alone, for ragged masks and with
     two units left, gradients included. A layer of a proposed layout keeps at least one head, because a batch cannot
     prove that a cache works without. What depends on code that the example does not run (another mask, a cache) is
-    not proven: give an example that is like your data, with padding.
+    not proven: give an example that is like your data, with padding. A module is ``causal`` where no token of the
+    example saw a later one (which masks of ``flex_attention`` do not show), or where its name or flags say so.
 
     Args:
         model: Any module; it stays as it is.
@@ -129,7 +131,8 @@ def propose_layouts(model: nn.Module, example: Any, layouts: Iterable[AttentionL
         chosen += [] if same else [layout]
     order = [name for name, _ in scratch.model.named_modules()]
     proven = {n: (tuple(sorted(m, key=order.index)), d) for n, (m, d) in proven.items()}
-    return _apart(scratch, Proposals(chosen, proven, refused), layouts)
+    proposals = _apart(scratch, Proposals(chosen, proven, refused), layouts)
+    return _with_kinds(scratch, proposals, layouts, [c.name for c in seen if c.softmax.causal])
 
 
 def _check(model: nn.Module, example: Any) -> None:
@@ -201,6 +204,21 @@ def _apart(scratch: Scratch, proposals: Proposals, layouts: tuple[AttentionLayou
                 break
     found = {layout.name: proposals.found[layout.name] for layout in kept}
     return Proposals(kept, found, refused)
+
+
+def _with_kinds(
+    scratch: Scratch, proposals: Proposals, layouts: tuple[AttentionLayout, ...], causal: list[str]
+) -> Proposals:
+    """The same layouts, which call causal what was seen to be."""
+    sites = _sites_or_none(scratch.model, (*layouts, *proposals))
+    kept = []
+    for layout in proposals:
+        taken = [s.name for s in sites if s.layout == layout.name]
+        seen = tuple(name for name in taken if name in causal)
+        if seen:
+            layout = replace(layout, kind=SeenKind(None if len(seen) == len(taken) else seen))
+        kept.append(layout)
+    return Proposals(kept, proposals.found, proposals.refused)
 
 
 def _sites_or_none(model: nn.Module, layouts: Iterable[AttentionLayout]) -> Sites:

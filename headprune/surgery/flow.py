@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.model.running import tensors
+from headprune.surgery.causality import is_causal, kernel_pairs, shown_pairs
 
 _KERNELS = {"scaled_dot_product_attention", "flex_attention"}
 _FUSED = {"multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
@@ -82,6 +83,7 @@ class Softmax:
         width: Width of a value; None where it is not known.
         mixers: Projections and bare tensors that the scores or the probabilities of several heads pass.
         used: Whether its probabilities were multiplied with values.
+        causal: Whether no token saw a later one.
     """
 
     shape: tuple[int, ...]
@@ -96,6 +98,7 @@ class Softmax:
     width: int | None = None
     mixers: set[str] = field(default_factory=set)
     used: bool = False
+    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,14 @@ class Event:
 
 
 class Flow(TorchFunctionMode):
-    """Follows the trails of all tensors while it is active, and notes what happens in order."""
+    """Follows the trails of all tensors while it is active, and notes what happens in order.
 
-    def __init__(self) -> None:
+    Args:
+        example: The batch that runs; its mask says what is padding.
+    """
+
+    def __init__(self, example: Any) -> None:
+        self._example = example
         self.events: list[Event] = []
         self.softmaxes: list[Softmax] = []
         self.norms: list[Norm] = []
@@ -168,7 +176,7 @@ class Flow(TorchFunctionMode):
             first = next(tensors((args, kwargs)))
             trail = self._softmax(Softmax(tuple(first.shape), fused=True, kernel=True, used=True), given)
         elif name in _KERNELS:
-            trail = self._kernel(given, *tensors((args, [kwargs[k] for k in ("query", "key", "value") if k in kwargs])))
+            trail = self._kernel(name, given, args, kwargs)
         elif name in ("softmax", "_softmax") and given.products:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             trail = self._of_scores(given, next(tensors((args, kwargs))), dim)
@@ -200,10 +208,13 @@ class Flow(TorchFunctionMode):
             return Trail(given.sources, none, none, given.context | number)
         return Trail(given.sources, none, number, given.context)
 
-    def _kernel(self, given: Trail, query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Trail:
+    def _kernel(self, name: str, given: Trail, args: Any, kwargs: Any) -> Trail:
+        query, key, value, *_ = tensors((args, [kwargs[k] for k in ("query", "key", "value") if k in kwargs]))
         asked, keys = self.trail(query).sources, self.trail(key).sources
         found = Softmax(tuple(query.shape), asked | keys, asked & keys, query.shape[-1], kernel=True, used=True)
         found.valued, found.width = self.trail(value).sources, value.shape[-1]
+        pairs = kernel_pairs(query, key, args, kwargs) if name == "scaled_dot_product_attention" else None
+        found.causal = pairs is not None and is_causal(pairs, self._example)
         return self._softmax(found, given)
 
     def _of_scores(self, given: Trail, scores: Tensor, dim: int) -> Trail:
@@ -218,6 +229,7 @@ class Flow(TorchFunctionMode):
             all(any(t.fixed for t in p.factors) for p in products),
             mixers={m for p in products for m in p.mixers},
         )
+        found.causal = found.last and is_causal(shown_pairs(scores), self._example)
         return self._softmax(found, given)
 
     def _product(self, name: str, args: Any, kwargs: Any, made: Tensor, given: Trail) -> Trail:

@@ -99,6 +99,22 @@ def kind_of(module: Any, name: str) -> Kind:
     return "causal" if any(getattr(p, "is_causal", False) or getattr(p, "is_decoder", False) for p in parts) else "self"
 
 
+@dataclass(frozen=True)
+class SeenKind:
+    """``AttentionLayout.kind`` of modules some of which were seen to be causal; of others what ``kind_of`` says.
+
+    Args:
+        causal: Names of the causal ones; None where all were.
+    """
+
+    causal: tuple[str, ...] | None
+
+    def __call__(self, module: Any, name: str) -> Kind:
+        kind = kind_of(module, name)
+        seen = self.causal is None or name in self.causal
+        return "causal" if seen and kind == "self" else kind
+
+
 def numbers(module: nn.Module) -> dict[str, int]:
     """Whole-number attributes of a module and of those in it, but not of its projections, by path."""
     found: dict[str, int] = {}

@@ -20,7 +20,16 @@ from headprune.core.heads import AttentionSite, HeadMask
 from headprune.gating.context import gated
 from headprune.model.cut import cut_
 from headprune.model.double import Doubled, double_
-from headprune.model.running import batch_size, call, device_of, outputs, over_tensors, to_device, undisturbed
+from headprune.model.running import (
+    batch_size,
+    call,
+    default_dtype,
+    device_of,
+    outputs,
+    over_tensors,
+    to_device,
+    undisturbed,
+)
 from headprune.model.sites import Sites, bind, unwrap
 
 #: Largest difference of a cut that is exact, relative to the largest output: rounding of fp64 in another order.
@@ -88,14 +97,9 @@ class Scratch:
     @contextmanager
     def running(self, seed: int = 0) -> Iterator[None]:
         """The same random numbers each time, and fp64 where a model makes a tensor and names no type."""
-        usual = torch.get_default_dtype()
-        with undisturbed(self.model, frozen=False):
+        with undisturbed(self.model, frozen=False), default_dtype(torch.float64):
             torch.manual_seed(seed)
-            torch.set_default_dtype(torch.float64)
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(usual)
+            yield
 
     def gradients(self, inside: tuple[str, ...]) -> list[Tensor]:
         """Of an objective that weighs every output in its own way, with respect to the parameters no cut touches."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headprune.core.coverage import coverage_note
 from headprune.core.errors import InvalidValue, UnknownName, VerificationFailed
-from headprune.core.heads import AttentionSite, HeadMask
+from headprune.core.heads import AttentionSite, HeadMask, without
 from headprune.core.indices import indices
 from headprune.core.plan import PruningPlan
 from headprune.core.record import Proof
@@ -134,9 +134,8 @@ def _cut_and_proven(
     own = {b: what for b in bound if (what := _own_code_of_change(b, mask)) is not None}
     masked = MaskedCalls(list(own))
     before = count_parameters(model)
-    everything = tuple((b.site.name, tuple(h for h in b.site.heads if h not in mask.kept(b.site.name))) for b in bound)
-    gone = tuple((name, heads) for name, heads in everything if heads)
-    check_unwrapped(model, [name for name, _ in gone], "cut before it is wrapped")
+    removed = tuple((b.site.name, heads) for b in bound if (heads := _removed(b.site, mask)))
+    check_unwrapped(model, [name for name, _ in removed], "cut before it is wrapped")
     optimizers = checked(optimizer, unwrap(model))
     old = dict(unwrap(model).named_parameters(remove_duplicate=False))
     undo, done = Undo(), Undo()
@@ -161,7 +160,7 @@ def _cut_and_proven(
         undo.restore()
         raise
     said = (*told, *coverage_note(beyond))
-    report = PruneReport(gone, now, before, after, proof, said, tuple(c.cut for c in changes))
+    report = PruneReport(removed, now, before, after, proof, said, tuple(c.cut for c in changes))
     return report, [weakref.ref(c.old) for c in changes if c.new is not c.old]
 
 
@@ -175,10 +174,15 @@ def _decided(plan: Any, sites: Sites) -> PruningPlan | HeadMask:
     return HeadMask.from_array(plan, sites)
 
 
+def _removed(site: AttentionSite, mask: HeadMask) -> tuple[int, ...]:
+    """The present heads of a site that a mask removes."""
+    kept = mask.kept(site.name)
+    return tuple(head for head in site.heads if head not in kept)
+
+
 def _own_code_of_change(b: BoundSite, mask: HeadMask) -> str | None:
     """Code that the layout of a site that loses heads was not proven on, in words."""
-    kept = mask.kept(b.site.name)
-    return own_code(b) if any(h not in kept for h in b.site.heads) else None
+    return own_code(b) if _removed(b.site, mask) else None
 
 
 def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
@@ -222,7 +226,7 @@ def prune_heads_(
         InvalidValue: no collection of indices.
     """
     located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
-    keep = {s.name: set(s.heads) for s in located}
+    removed: dict[str, set[int]] = {}
     for layer, gone in heads.items():
         if isinstance(layer, bool) or not isinstance(layer, Integral) or not -len(located) <= layer < len(located):
             raise UnknownName("layer", f"an index below {len(located)}", repr(layer))
@@ -230,6 +234,5 @@ def prune_heads_(
         for head in indices(gone, f"heads of layer {layer}", site.n_query_heads):
             if not 0 <= head < site.n_query_heads:
                 raise UnknownName(f"head of layer {layer}", f"an index below {site.n_query_heads}", head)
-            keep[site.name].discard(head)
-    mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in located})
-    return prune_(model, mask, example, located, optimizer=optimizer)
+            removed.setdefault(site.name, set()).add(head)
+    return prune_(model, without(located, removed), example, located, optimizer=optimizer)

@@ -8,8 +8,6 @@ afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from headprune.core.plan import PruningPlan
 from headprune.model.classes import class_name_of, class_named
 from headprune.model.cut import cut_, kept_rows_of
 from headprune.model.fingerprint import check_plan, sample_positions
+from headprune.model.running import default_dtype
 from headprune.model.sites import bind, find_sites
 from headprune.surgery.checkpoint import filled, write_card
 from headprune.surgery.formats import companions, own, slices, weights
@@ -146,7 +145,7 @@ def _skeleton(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, froze
             raise ValueError("it runs the modelling file beside its weights")
         floats = [s.dtype for s in stored.values() if s.dtype.is_floating_point]
         dtype = config.dtype or (floats[0] if floats else torch.float32)
-        with no_memory(), _default(dtype), few_modules(folder / "config.json"):
+        with no_memory(), default_dtype(dtype), few_modules(folder / "config.json"):
             model: Any = kind(config)
         if kind.can_generate():
             own_file = (folder / "generation_config.json").is_file()
@@ -174,17 +173,6 @@ def _cut_before(folder: Path, stored: dict[str, Stored]) -> tuple[nn.Module, fro
         for name, s in stored.items()
     }
     return filled(folder, manifest, tensors, model), frozenset(manifest.tables)
-
-
-@contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    """What a model is built in, as Transformers builds it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _renamed(model: Any, stored: dict[str, Stored], folder: Path) -> dict[str, Stored]:

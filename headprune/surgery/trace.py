@@ -99,13 +99,15 @@ def cores(scratch: Scratch) -> list[Core]:
     for at, event in enumerate(flow.events):
         if event.number in attentions:
             core = _core(modules, flow, at, attentions)
-            if core is not None and core.name not in found:
+            if core is not None and core.name in found:  # it runs again
+                found[core.name].softmax.causal &= core.softmax.causal
+            elif core is not None:
                 found[core.name] = core
     return list(found.values())
 
 
 def _followed(scratch: Scratch, modules: dict[str, nn.Module]) -> Flow:
-    flow, handles = Flow(), []
+    flow, handles = Flow(scratch.example), []
     for name, module in modules.items():
         projection = is_projection(module)
 

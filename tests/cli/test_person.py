@@ -20,14 +20,17 @@ import headprune.cli.prune
 from headprune.cli.main import COMMANDS, app
 from headprune.core.codec import EMPTY
 from headprune.core.difference import PlanDifference, RecordDifference
-from headprune.core.errors import HeadPruneError, PlanMismatch
+from headprune.core.errors import HeadPruneError, PlanMismatch, UnsupportedModel
 from headprune.core.explanation import Explanation, explain
 from headprune.core.record import RunRecord
 from headprune.core.scores import ModelFingerprint
-from headprune.run import stages
+from headprune.run import auto as run_auto
+from headprune.run import dry, stages
 from headprune.run.dry import DryRun, dry_run
 from headprune.run.guess import guess
+from headprune.run.subject import Subject
 from headprune.run.validate import check_recipe, load_recipe
+from headprune.scoring import Surgeon
 from tests.scripts import WORDS, tiny_encoder
 from tests.terminals import on_terminal
 
@@ -202,6 +205,76 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path) ->
     assert str(found).endswith("nothing was trained, cut or written")
 
 
+SHORT = ["data.calibration=64", "data.holdout=100", "data.test_holdout=200", "model.config.num_hidden_layers=2"]
+ALONE = [*SHORT, "train=null", "bench=null", "recover=[]", "score.random_draws=0", "score.magnitude=false"]
+
+
+def counted_dry_run(monkeypatch: pytest.MonkeyPatch, scorer: str, settings: str = "{}") -> dict[str, Any]:
+    """Batches that were scored in each call; matrices that were inverted, and removals; what was said of the score."""
+    batches: list[int] = []
+    inverted, removed = [0], [0]
+    real = dry.score, torch.linalg.cholesky_ex, torch.linalg.solve_ex
+
+    def scored(model: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append(len(given))
+        return real[0](model, given, *args, **kwargs)
+
+    def factored(a: torch.Tensor, **kwargs: Any) -> Any:
+        inverted[0] += a.shape[:-2].numel()
+        return real[1](a, **kwargs)
+
+    def solved(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Any:
+        removed[0] += a.shape[:-2].numel()
+        return real[2](a, b, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dry, "score", scored)
+        patch.setattr(torch.linalg, "cholesky_ex", factored)
+        patch.setattr(torch.linalg, "solve_ex", solved)
+        chosen = [f"score.scorer={scorer}", f"score.settings={settings}", "score.batch_size=16"]
+        found = dry_run("digits-vit", [*ALONE, *chosen], say=lambda line: None)
+    stage = next(stage for stage in found.stages if stage.stage == "score")
+    site = found.sites[0]
+    return {"batches": batches, "inverted": inverted[0], "removed": removed[0], "stage": stage, "site": site}
+
+
+def test_a_dry_run_scores_one_batch_and_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = counted_dry_run(monkeypatch, "taylor")
+    assert found["batches"] == [1, 2]
+    assert found["stage"].basis == "taylor on 64 rows in 4 batches, 2 of which were timed"
+
+
+@pytest.mark.parametrize(("scorer", "removes"), [("surgeon", True), ("obs", False)])
+def test_a_dry_run_inverts_one_matrix(monkeypatch: pytest.MonkeyPatch, scorer: str, removes: bool) -> None:
+    """Of all sites and blocks: 2 sites, 8 blocks and all examples together."""
+    found = counted_dry_run(monkeypatch, scorer)
+    assert sorted(found["batches"]) == [1, 1, 1, 2]
+    assert found["inverted"] == 1
+    assert found["removed"] <= len(found["site"].units) if removes else not found["removed"]
+    assert bool(found["removed"]) is removes
+    assert "one of 18 equal parts was timed (the largest site, without a standard error)" in found["stage"].basis
+    assert found["stage"].seconds > 0
+    alone = counted_dry_run(monkeypatch, scorer, "{blocks: 1}")
+    assert "one of 2 equal parts was timed" in alone["stage"].basis
+
+
+def test_what_a_dry_run_leaves_out_is_counted_for_all_sites_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second for every batch, 100 for the matrices of one site: 4 batches, and 2 sites times 9 runs."""
+    clock = [0.0]
+
+    def scored(model: Any, batches: Any, scorer: Any, *, sites: Any, progress: bool) -> None:
+        clock[0] += len(batches) + (100 if type(scorer) is Surgeon else 0)
+        assert len(sites) == (1 if scorer.blocks == 1 else 2)
+
+    monkeypatch.setattr(dry, "score", scored)
+    monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
+    chosen = ["score.scorer=surgeon", "score.batch_size=16"]
+    found = dry_run("digits-vit", [*ALONE, *chosen], say=lambda line: None)
+    stage = next(stage for stage in found.stages if stage.stage == "score")
+    assert stage.seconds == 4 + 2 * 9 * 100
+    assert "; 30 min of it after the passes" in stage.basis
+
+
 def test_a_dry_run_counts_learned_gates_by_their_steps_and_takes_latency_at_its_word() -> None:
     short = ["data.calibration=64", "data.holdout=100", "data.test_holdout=200", "model.config.num_hidden_layers=2"]
     speed = ["select.keep_heads=null", "select.speedup=1.2", "select.latency.seconds=7", "train=null", "bench=null"]
@@ -213,6 +286,82 @@ def test_a_dry_run_counts_learned_gates_by_their_steps_and_takes_latency_at_its_
     assert stages["score"].basis == "12 steps of 16 rows"
 
 
+AUTO = ["score.scorer=auto", "score.settings={candidates: [taylor, surgeon], random_draws: 1}", "score.batch_size=16"]
+
+
+def test_a_dry_run_judges_one_plan_of_auto_once_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are timed as they are alone; one cut and refit on 16 rows and one on 32, half of which judge."""
+    scored: list[tuple[str, int]] = []
+    judged: list[int] = []
+    score, losses = dry.score, run_auto.losses_of_fold
+
+    def seen(model: Any, given: Any, scorer: Any, **kwargs: Any) -> Any:
+        scored.append((type(scorer).__name__, len(given)))
+        return score(model, given, scorer, **kwargs)
+
+    def once(problem: Any, folds: Any, fold: int, mask: Any, refit: Any) -> torch.Tensor:
+        assert refit is not None
+        assert mask.n_kept == 8
+        found = losses(problem, folds, fold, mask, refit)
+        judged.append(len(found))
+        return found
+
+    def whole(*args: Any) -> Any:
+        raise AssertionError("a dry run runs all of auto")
+
+    monkeypatch.setattr(dry, "score", seen)
+    monkeypatch.setattr(run_auto, "losses_of_fold", once)
+    monkeypatch.setattr(run_auto.Auto, "estimate", whole)
+    found = dry_run("digits-vit", [*ALONE, *AUTO, "recover=[{method: lstsq}]"], say=lambda line: None)
+    assert scored[:2] == [("Taylor", 1), ("Taylor", 2)]
+    assert sorted(scored[2:]) == [("Surgeon", 1), ("_OnlyPasses", 1), ("_OnlyPasses", 1), ("_OnlyPasses", 2)]
+    assert judged == [8, 16]
+    stages = {stage.stage: stage.basis for stage in found.stages}
+    assert stages["score"] == "auto on 64 rows in 4 batches, 2 of which were timed: 2 scorers, one after the other"
+    assert stages["choose"].startswith("up to 3 plans, each cut and refitted by lstsq 2 times; one such time")
+    assert stages["choose"].endswith("on 16 and 32 rows")
+
+
+@pytest.mark.parametrize(("size", "samples"), [(16, [1, 2]), (1, [4, 8]), (64, [1])])
+def test_what_a_dry_run_leaves_out_of_auto_is_counted(
+    monkeypatch: pytest.MonkeyPatch, size: int, samples: list[int]
+) -> None:
+    """A second for every row and 100 for every solving: 64 rows, 3 plans, 2 folds."""
+    clock, judged = [0.0], list[int]()
+
+    def once(self: Any, batches: Any) -> None:
+        judged.append(len(batches))
+        clock[0] += 100 + size * len(batches)
+
+    monkeypatch.setattr(dry, "score", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(run_auto.AutoOfRun, "judge_once", once)
+    found = dry_run("digits-vit", [*ALONE, *AUTO, f"score.batch_size={size}"], say=lambda line: None)
+    stage = next(stage for stage in found.stages if stage.stage == "choose")
+    assert judged == samples
+    assert stage.seconds == 3 * 2 * (100 + 64)
+    assert "each cut 2 times" in stage.basis
+
+
+def test_a_dry_run_of_auto_measures_no_latency_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(self: Any) -> Any:
+        raise AssertionError("a latency table was measured")
+
+    monkeypatch.setattr(Subject, "latency", property(measured))
+    speed = ["select.keep_heads=null", "select.speedup=1.2", "select.latency.seconds=7"]
+    found = dry_run("digits-vit", [*ALONE, *AUTO, *speed], say=lambda line: None)
+    assert [stage.stage for stage in found.stages] == ["score", "choose", "quality", "latency"]
+
+
+def test_a_dry_run_of_auto_goes_on_where_the_model_refuses_the_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> Any:
+        raise UnsupportedModel("the model", "one that can be refitted", "another")
+
+    monkeypatch.setattr(run_auto.AutoOfRun, "refit_", refused)
+    found = dry_run("digits-vit", [*ALONE, *AUTO, "recover=[{method: lstsq}]"], say=lambda line: None)
+    assert next(stage for stage in found.stages if stage.stage == "choose").seconds is not None
+
+
 # ---------------------------------------------------------------- prune on data
 
 
@@ -222,6 +371,11 @@ def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Pat
     assert sum(len(site.heads) for site in hp.find_sites(model)) == 4
     record = RunRecord.load(folder / "run" / "record.json")
     assert (record.status, record.plan.mask.n_kept) == ("done", 4)  # type: ignore[union-attr]
+    choice = record.scores.choice  # type: ignore[union-attr]
+    assert choice is not None
+    assert choice.budget == record.plan.wanted  # type: ignore[union-attr]
+    assert choice.refit == "lstsq"
+    assert f"auto took {choice.chosen}: " in result.stderr
     assert "recovered (lstsq)" in [row.name for row in record.quality]
     assert (folder / "run" / "report.html").is_file()
     assert not (folder / "run" / "model").exists()

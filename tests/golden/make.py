@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from headprune.core.agreement import Agreement, Measure, Pair
-from headprune.core.codec import FrozenDict, Value
+from headprune.core.choice import Candidate, Choice
+from headprune.core.codec import EMPTY, FrozenDict, Value
 from headprune.core.difference import plan_difference, record_difference
 from headprune.core.explanation import explain
 from headprune.core.heads import HeadId
@@ -52,6 +53,22 @@ def made() -> list[Value]:
         plan_difference(plan, other, ("run", "other")),
         record_difference(record, replace(record, name="other", plan=other), ("run", "other")),
     ]
+
+
+def made_by_auto() -> list[Value]:
+    """Scores that say how `auto` chose their scorer, and a record with them: others have no such key."""
+    settings = FrozenDict({"curvature": "logits"})
+    candidates = (
+        Candidate("surgeon", settings, True, 0.5, 0.0, 0.0, 0.0),
+        Candidate("taylor", EMPTY, False, 0.75, 0.25, -0.125, 0.625),
+        Candidate("obs", EMPTY, False, 0.75, 0.25, -0.125, 0.625, same_as="taylor"),
+        Candidate("random", EMPTY, False, 1.5, 1.0, 0.5, 1.5),
+    )
+    choice = Choice(candidates, candidates[0].name, "keep 50 % of the heads", "lstsq", 64, 0.25, 0.95, ("a note",))
+    record = record_of(2, 4, 2)
+    assert record.scores is not None
+    scores = replace(record.scores, scorer="surgeon", settings=settings, choice=choice)
+    return [scores, replace(record, scores=scores)]
 
 
 #: Under which the outcome of a sweep's run lies: digests look like this.
@@ -114,7 +131,7 @@ def checkpoint(folder: Path) -> None:
 
 
 def main(folder: Path = GOLDEN) -> None:
-    for place, values in ((folder, made()), (folder / "sweep", made_by_sweeps())):
+    for place, values in ((folder, made()), (folder / "sweep", made_by_sweeps()), (folder / "auto", made_by_auto())):
         for value in values:
             path = place / f"{type(value).__name__}-{value.SCHEMA_VERSION}.json"
             if not path.exists():

@@ -1,14 +1,16 @@
 """Law 6: scores depend on the examples and on nothing else: not on batches, padding, kernels, order or head numbers.
 
-``random`` is excepted: it looks at nothing. ``Taylor(reduce="batch")`` and learned gates are defined by blocks in data
-order, so that order matters to them, the loader's batch size does not.
+``random`` is excepted: it looks at nothing. ``auto`` is held to it by what it chose: its scores are those of another
+scorer. It deals rows to folds by their place, so that order matters to it.
+``Taylor(reduce="batch")`` and learned gates are defined by blocks in data order, so that order matters to them, the
+loader's batch size does not.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,18 +18,20 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import headprune as hp
+from headprune.core.choice import Choice
 from headprune.core.slabs import blocks
 from headprune.model.losses import default_loss
 from headprune.model.running import call
 from headprune.model.sites import lookup, slabs_of
-from headprune.scoring import HardConcrete, SubsetTopk, Taylor, registry
+from headprune.scoring import Auto, HardConcrete, SubsetTopk, Taylor, registry
 from headprune.scoring._base import Scorer
 from tests.laws.support import CLOSE, TRANSFORMERS, Subject, set_implementation, subject_of
 from tests.laws.support import examples_of as data
 
 #: A few steps tell as much here as the default's hundreds.
 LEARNED: dict[str, Any] = {"hard_concrete": HardConcrete(steps=3, block=2), "subset_topk": SubsetTopk(steps=3, block=2)}
-SCORERS: list[Any] = [LEARNED.get(name) or registry.get(name)() for name in registry.names() if name != "random"]
+EXCEPTED = {"auto", "random"}
+SCORERS: list[Any] = [LEARNED.get(name) or registry.get(name)() for name in registry.names() if name not in EXCEPTED]
 SCORERS += [Taylor(reduce="token"), Taylor(reduce="signed"), Taylor(normalize="l2"), Taylor(reduce="batch", block=2)]
 BLOCKS = [s for s in SCORERS if getattr(s, "reduce", None) == "batch" or s in LEARNED.values()]
 
@@ -62,7 +66,7 @@ def same(found: Sequence[Any], expected: Sequence[Any], **tolerance: float) -> N
 
 
 def test_every_scorer_is_held_to_this_law() -> None:
-    assert {registry.resolve(s, Scorer, "scorer")[0] for s in SCORERS} == set(registry.names()) - {"random"}
+    assert {registry.resolve(s, Scorer, "scorer")[0] for s in SCORERS} == set(registry.names()) - EXCEPTED
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -76,6 +80,30 @@ def test_order_of_the_data(subject: Subject) -> None:
     mixed = {k: v[order] for k, v in batch.items()}
     scorers = [s for s in SCORERS if s not in BLOCKS]
     same(score(subject, scorers, split(mixed, 2)), score(subject, scorers, split(batch, 2)))
+
+
+def choice(subject: Subject, batches: list[Any]) -> Choice:
+    scorer = Auto(candidates=("taylor", "obs", {"surgeon": {"blocks": 2}}), random_draws=1)
+    (found,) = score(subject, [scorer], batches)
+    assert found.choice is not None
+    return cast("Choice", found.choice)
+
+
+def same_choice(found: Choice, expected: Choice) -> None:
+    """The same candidate, and for all of them the same loss, difference and interval."""
+    assert (found.chosen, found.n_examples) == (expected.chosen, expected.n_examples)
+    by_name = {one.name: one for one in expected.candidates}
+    for one in found.candidates:
+        other = by_name.pop(one.name)
+        for a, b in zip((one.loss, one.low, one.high), (other.loss, other.low, other.high), strict=True):
+            assert abs(a - b) < 1e-6 * (1 + abs(expected.whole)), one.name
+    assert not by_name
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_batch_size_of_what_auto_chooses(subject: Subject, size: int) -> None:
+    batch = data(subject, 7)
+    same_choice(choice(subject, split(batch, size)), choice(subject, [batch]))
 
 
 # ---------------------------------------------------------------- padding
@@ -110,6 +138,13 @@ def test_padding_on_the_right(name: str) -> None:
     expected = score(subject, SCORERS, alone)
     same(score(subject, SCORERS, [padded(subject, 0, 0)]), expected)
     same(score(subject, SCORERS, [padded(subject, 0, 3)]), expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_padding_of_what_auto_chooses(name: str) -> None:
+    subject = subject_of(name)
+    twice = [{k: torch.cat([v, v]) for k, v in padded(subject, 0, more).items()} for more in (0, 3)]
+    same_choice(choice(subject, [twice[1]]), choice(subject, [twice[0]]))
 
 
 @pytest.mark.parametrize("labelled", [False, True], ids=["inputs", "labels"])

@@ -146,6 +146,7 @@ def test_the_readme_says_what_the_record_does(pipelines: ModuleType, tmp_path: P
         for name, recovery, test in (
             ("surgeon", "lstsq+ff", 0.6),
             ("random", "none", 0.3),
+            ("random-min0", "lstsq+ff", 0.5),
             ("taylor", "none", 0.4),
         )
         for kept in (36, 24)
@@ -158,7 +159,8 @@ def test_the_readme_says_what_the_record_does(pipelines: ModuleType, tmp_path: P
     assert "2 draws" in text
     assert "on 7 test rows; all 72 heads: 0.900." in text
     assert "then `lstsq` with the feed-forwards | 0.650 ± 0.071 | 0.650 ± 0.071 |" in text
-    assert "| chance | 0.350 ± 0.071 |" in text
+    assert "| random heads, then the same `lstsq` (`min_heads=0`) | 0.550 ± 0.071 |" in text
+    assert "| random heads, not refitted | 0.350 ± 0.071 |" in text
     assert "taylor" not in text
     assert "kwon" not in text
 

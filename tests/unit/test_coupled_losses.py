@@ -268,7 +268,7 @@ REFUSING: dict[str, Any] = {"attattr": "attattr", "tokens": Taylor(reduce="token
 
 
 def test_every_scorer_is_in_a_table() -> None:
-    assert {*ORACLES, *NO_SLOPES, "attattr", "surgeon"} == set(registry.names())
+    assert {*ORACLES, *NO_SLOPES, "attattr", "auto", "surgeon"} == set(registry.names())
 
 
 def values(scores: hp.HeadScores) -> Tensor:

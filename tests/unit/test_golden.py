@@ -14,6 +14,7 @@ import headprune.core
 from headprune.core.attention_maps import AttentionMaps
 from headprune.core.codec import Value
 from headprune.core.heads import HeadId
+from headprune.core.scores import HeadScores
 from tests.golden.check import check_file
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -61,6 +62,29 @@ def test_every_version_of_every_kind_has_a_file_and_facts(name: str) -> None:
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
 def test_a_file_loads_and_says_what_it_said(path: Path) -> None:
     check_file(path, kinds(), FACTS)
+
+
+#: What must be in the files of runs whose scorer `auto` chose.
+CHOSEN: dict[str, Callable[[Any], Any]] = {
+    "HeadScores-1": lambda s: (
+        [s.choice.chosen, s.choice.by_kind, s.choice.margin, s.choice.beats_random]
+        == ["surgeon (curvature=logits), by kind", True, 0.125, True]
+    ),
+    "RunRecord-1": lambda r: [c.same_as for c in r.scores.choice.candidates] == ["", "", "taylor", ""],
+}
+
+
+@pytest.mark.parametrize("path", sorted((GOLDEN / "auto").glob("*.json")), ids=lambda path: path.stem)
+def test_a_file_with_a_choice_loads_and_says_what_it_said(path: Path) -> None:
+    check_file(path, kinds(), CHOSEN)
+
+
+def test_scores_that_nobody_chose_say_nothing_of_it() -> None:
+    """So older files, and the digests by which plans know their scores, stay what they were."""
+    scores = HeadScores.load(GOLDEN / "HeadScores-1.json")
+    assert scores.choice is None
+    assert "choice" not in scores.to_dict()
+    assert {path.stem for path in (GOLDEN / "auto").glob("*.json")} == set(CHOSEN)
 
 
 def test_attention_maps_load() -> None:

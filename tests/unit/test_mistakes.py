@@ -24,6 +24,7 @@ import headprune as hp
 from headprune.bench.quality import evaluate
 from headprune.core.errors import HeadPruneError, InvalidValue
 from headprune.gating.learned import learned_gates
+from headprune.model.mistakes import explained_one
 from headprune.recovery import Finetune
 from headprune.recovery import registry as recoveries
 from headprune.scoring import Surgeon, fisher_matrix, gate_gradients, ggn_matrix, loss_of, mask_losses, rescorer
@@ -274,6 +275,13 @@ def test_keys_that_forward_does_not_take(entry: str) -> None:
     batches = [{"rows": x, "y": y} for x, y in pairs()]
     words = ("without targets",) if entry == "ggn_matrix" else ("forward takes", "It takes rows", "labels")
     refused(UNLABELLED[entry], Own(), batches, None, "batch 0", *words)
+
+
+def test_what_forward_takes_is_said_of_the_model_inside_a_wrapper() -> None:
+    wrapped, batch = nn.DataParallel(Own()), {"rows": torch.randn(SIZE, 5, 8), "y": torch.zeros(SIZE)}
+    words = r"batch 0: must be what Own\.forward takes, got .*'y'\. It takes rows;"
+    with pytest.raises(InvalidValue, match=words), explained_one(wrapped, batch, "batch 0"):
+        wrapped(**batch)
 
 
 @pytest.mark.parametrize("entry", [*LABELLED, *UNLABELLED])

@@ -28,7 +28,7 @@ from headprune.model.running import call
 from headprune.model.sites import bind
 from headprune.recovery import Finetune, Lstsq
 from headprune.recovery import registry as recoveries
-from headprune.scoring import AttributionPatching, LeaveOneOut, Surgeon, Taylor
+from headprune.scoring import AttributionPatching, Auto, LeaveOneOut, Surgeon, Taylor
 from headprune.scoring import registry as scorers
 from headprune.scoring._base import Scorer
 from headprune.scoring._distributions import content_seeds
@@ -439,6 +439,7 @@ OVER = pytest.mark.parametrize(
 #: A few steps tell as much here as the defaults.
 _QUICK: dict[str, dict[str, Any]] = {
     "attattr": {"steps": 2},
+    "auto": {"candidates": ("taylor", "obs"), "random_draws": 1},
     "hard_concrete": {"steps": 3, "block": 2},
     "integrated_gradients": {"points": 2},
     "shapley": {"orders": 1, "truncation": 0.0},
@@ -484,6 +485,8 @@ def data(case: Case) -> tuple[list[Any], list[Any]]:
 def scores(name: str, scorer: Any, batches: list[Any]) -> hp.HeadScores:
     loss = CASES[name].loss
     given = {} if loss is None else {"loss": loss}
+    if isinstance(scorer, Auto):
+        batches = [*batches, *batches]  # it deals the examples to folds, and needs more of them
     found: hp.HeadScores = hp.score(model_of(name), batches, scorer, progress=False, **given)
     return found
 

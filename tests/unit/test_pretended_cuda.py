@@ -29,7 +29,7 @@ from headprune.bench.quality import evaluate
 from headprune.gating import HardConcrete, SubsetTopk
 from headprune.gating.stochastic import GateDistribution
 from headprune.model.running import to_device
-from headprune.recovery import Finetune
+from headprune.recovery import Finetune, Lstsq
 from headprune.recovery import registry as recoveries
 from headprune.scoring import ActivationNorm, Ggn, LeaveOneOut, Obs, Surgeon, Taylor, _gradients
 from headprune.scoring import registry as scorers
@@ -90,6 +90,7 @@ SCORERS = {
     "add_one_in": Waits(11),  # six of them in the proof, which is made once a call
     "attattr": Waits(10),
     "attribution_patching": Waits(6),
+    "auto": Waits(64, per_layer=24, why="up to 3 plans here, each refitted twice as by lstsq, +ff", at_most=True),
     "confidence": Waits(4),
     "entropy": Waits(4),
     "fisher": Waits(6),
@@ -103,7 +104,7 @@ SCORERS = {
     "random": Waits(1),
     "shapley": Waits(17),  # of three passes, each by the losses of the one before
     "subset_topk": Waits(5, per_batch=1, why="as hard_concrete"),
-    "surgeon": Waits(13),  # nine of them for eight blocks and for all: prices are merged on the CPU
+    "surgeon": Waits(5),
     "taylor": Waits(6),
     "taylor2": Waits(6),
     "wanda": Waits(3),
@@ -149,7 +150,7 @@ class Case:
     folder: Path
 
 
-def bert(size: Size, spread: float = 0.5) -> nn.Module:
+def bert(size: Size, spread: float = 0.5, classes: int = 3) -> nn.Module:
     """An encoder with slopes as large as a trained one's, which fresh weights of spread 0.02 do not have."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -159,7 +160,7 @@ def bert(size: Size, spread: float = 0.5) -> nn.Module:
         intermediate_size=16,
         vocab_size=_TOKENS,
         max_position_embeddings=16,
-        num_labels=3,
+        num_labels=classes,
         initializer_range=spread,
     )
     return BertForSequenceClassification(config).eval()
@@ -237,6 +238,7 @@ def small(name: str, size: Size) -> Scorer:
         return replace(scorer, steps=size.batches, block=_EXAMPLES)  # a block a batch
     changes = {
         "attattr": {"steps": 2},
+        "auto": {"candidates": ("taylor", "obs"), "random_draws": 1},
         "integrated_gradients": {"points": 2},
         "shapley": {"orders": 1, "truncation": 0.0},
     }
@@ -404,7 +406,8 @@ CONFIGURED = {
     "leave_one_out with other examples": (LeaveOneOut(replacement="resample"), bert, Waits(14)),
     "leave_one_out, a pass for each": (LeaveOneOut(replay=False), bert, Waits(5)),
     "ggn of tokens": (Ggn(), llama, Waits(5)),
-    "surgeon of tokens": (Surgeon(blocks=2), llama, Waits(7)),
+    "surgeon of tokens": (Surgeon(blocks=2), llama, Waits(5)),
+    "surgeon of many classes": (Surgeon(), functools.partial(bert, classes=9), Waits(5)),
     "taylor of grouped queries": (Taylor(), llama, Waits(6)),
     "obs of grouped queries": (Obs(), llama, Waits(3)),
 }
@@ -443,6 +446,28 @@ def test_a_recovery_waits_as_often_as_is_stated(name: str, tmp_path: Path) -> No
         hp.recover_(case.model, case.batches, recovery, teacher, progress=False)
 
     check(name, run, RECOVERIES.get(name, USUAL), tmp_path)
+
+
+#: Settings in which a recovery goes another way.
+RECOVERIES_CONFIGURED = {
+    "lstsq, by what the output feels": (Lstsq(token_weights="output"), Waits(12, per_layer=2, why="as head_rescale")),
+    "lstsq, a ridge by held-out error": (
+        Lstsq(ridge=None, feed_forward=True),
+        Waits(8, per_layer=4, why="as head_rescale, and there are two projections a layer", at_most=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECOVERIES_CONFIGURED)
+def test_recoveries_that_go_another_way(name: str, tmp_path: Path) -> None:
+    recovery, stated = RECOVERIES_CONFIGURED[name]
+
+    def run(case: Case) -> None:
+        teacher = copy.deepcopy(case.model)
+        hp.prune_(case.model, with_fewer_heads(case.model))
+        hp.recover_(case.model, case.batches, recovery, teacher, progress=False)
+
+    check(name, run, stated, tmp_path)
 
 
 def gate(case: Case) -> None:

@@ -29,7 +29,7 @@ CLOSE = 1e-12
 def equal(found: HeadScores, expected: HeadScores) -> None:
     """Everything that one process says: rows to the last bit, sums to rounding."""
     title = f"{expected.scorer} {expected.settings}"
-    for name in ("scorer", "settings", "n_examples", "data", "model", "seed", "notes", "costs"):
+    for name in ("scorer", "settings", "n_examples", "data", "model", "seed", "notes", "costs", "choice"):
         assert getattr(found, name) == getattr(expected, name), f"{title}: {name}"
     for name in ("values", "standard_errors", "samples", "curvature"):
         ours, theirs = (_matrix(getattr(scores, name)) for scores in (found, expected))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import pytest
 from headprune.bench.decoding import DecodingRow
 from headprune.core.attention_patterns import Pattern
 from headprune.core.attention_pictures import AttentionPictures
-from headprune.core.codec import FrozenDict
+from headprune.core.choice import Candidate, Choice
+from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.display import clean
 from headprune.core.heads import AttentionSite, HeadId, HeadMask
 from headprune.core.plan import PruningPlan
@@ -252,6 +254,36 @@ def test_a_broken_run_shows_stage_error_and_what_exists(record: RunRecord, statu
         assert "0.9694" in shown
         assert "Not in this record: speed, proof." in shown
     assert len(page.cells()) == 32
+
+
+def test_how_auto_chose_is_a_table(record: RunRecord) -> None:
+    """The chosen heads have no difference from themselves, whoever keeps them; signs are true ones."""
+    candidates = (
+        Candidate("surgeon", FrozenDict({"curvature": "logits"}), False, 0.5, 0.0, 0.0, 0.0),
+        Candidate("fisher", EMPTY, False, 0.5, 0.0, 0.0, 0.0, same_as="surgeon (curvature=logits)"),
+        Candidate("taylor", EMPTY, False, 0.75, 0.25, -0.125, 0.625),
+        Candidate("random", EMPTY, False, 0.75, 0.25, -0.25, 0.75),
+    )
+    choice = Choice(candidates, candidates[0].name, "keep 50 % of the heads", "lstsq", 1200, 0.25, notes=("a note",))
+    assert record.scores is not None
+    chosen = replace(record, scores=replace(record.scores, choice=choice))
+    page, text = render_html(chosen), render_markdown(chosen)
+    assert "How the scorer was chosen" not in render_html(record)
+    for row in (
+        "| surgeon (curvature=logits) | 0.5000 | – | taken |",
+        "| fisher | 0.5000 | – | the heads of surgeon (curvature=logits) |",
+        "| taylor | 0.7500 | +0.2500 [−0.1250, +0.6250] | ties |",
+        "| random | 0.7500 | +0.2500 [−0.2500, +0.7500] |  |",
+    ):
+        assert row in text
+    for words in (
+        "(keep 50 % of the heads) was cut and refitted by lstsq, and judged by the loss of 1,200 rows",
+        "at most 0.1250 below the chosen one's (95 % confidence)",
+        "are better than random ones, refitted alike.",
+        "a note",
+    ):
+        assert words in text
+        assert words in unescape(page)
 
 
 def test_an_empty_record_renders() -> None:

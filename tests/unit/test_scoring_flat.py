@@ -19,8 +19,8 @@ from headprune.scoring import Fisher, fisher_matrix, gate_gradients
 from headprune.scoring._base import Scorer
 from tests.processes_work import SCORERS
 
-#: Scorers whose numbers come from slopes of the loss at the model as it is.
-BY_SLOPE = {"attribution_patching", "fisher", "surgeon", "taylor", "taylor2"}
+#: Scorers whose numbers come from slopes of the loss at the model as it is; `auto` has such candidates.
+BY_SLOPE = {"attribution_patching", "auto", "fisher", "surgeon", "taylor", "taylor2"}
 FLAT = "the slopes of the loss in the gates of the heads: must be larger than rounding, got .* leave_one_out"
 
 

@@ -18,7 +18,7 @@ import headprune as hp
 from headprune.core.errors import InvalidValue
 from headprune.core.locking import locked
 from headprune.gating import candidates
-from headprune.scoring import LeaveOneOut, Shapley, _shelf
+from headprune.scoring import Auto, LeaveOneOut, Shapley, _shelf
 from headprune.scoring._base import Estimate, Problem, Scorer
 from tests.laws.support import Subject, subject_of
 from tests.laws.support import examples_of as data
@@ -98,6 +98,18 @@ def test_scores_that_were_cut_off(scorer: Any, bert: Subject, tmp_path: Path) ->
         assert again <= runs + 1, "once to know the call"
         if left == n_batches - 1 and type(scorer).needs_data and type(scorer).__name__ != "Ggn":
             assert again < runs / 2 + 4, "almost all had been done"
+
+
+@pytest.mark.parametrize("left", [3, 8, 12])
+def test_auto_that_was_cut_off(bert: Subject, tmp_path: Path, left: int) -> None:
+    """Candidates go on where they were; plans are judged anew."""
+    batches, scorer = split(data(bert, 7), 1), Auto(candidates=("taylor", "obs"), random_draws=1)
+    whole = told(score(bert, scorer, batches))
+    with pytest.raises(CutOff):
+        score(bert, scorer, Batches(batches, left), tmp_path / "work")
+    found = score(bert, scorer, batches, tmp_path / "work")
+    assert found.choice is not None
+    assert told(found) == whole
 
 
 def test_several_scorers_that_were_cut_off_twice(bert: Subject, tmp_path: Path) -> None:

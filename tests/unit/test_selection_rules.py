@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 import headprune as hp
@@ -157,6 +158,13 @@ def test_naming_one_head_of_a_unit_names_the_unit(name: str) -> None:
     assert "Told to go: b[2, 3]." in plan.notes
 
 
+def test_named_heads_may_come_from_numpy() -> None:
+    scores = make([site("a", 4), site("b", 4)], [[0, 9, 9, 9], [9, 9, 9, 9]])
+    plan = hp.select(scores, HALF, must_keep={"a": np.array([0])}, must_remove={"b": np.array([2, 3])})
+    assert plan == hp.select(scores, HALF, must_keep={"a": [0]}, must_remove={"b": [2, 3]})
+    assert 0 in plan.mask.kept("a")
+
+
 def test_under_balanced_the_named_heads_of_several_groups_share_a_unit() -> None:
     scores = make([site("a", 8, 2, policy="balanced")], [[9, 8, 7, 1, 9, 8, 7, 1]])
     plan = hp.select(scores, HALF, must_keep={"a": [3, 7]}, must_remove={"a": [0, 4]})
@@ -184,7 +192,13 @@ def test_multiples_keep_whole_blocks_the_most_important_first() -> None:
     [
         ({"must_keep": {"c": [0]}}, UnknownName, r"select\(must_keep=\): must be by names of scored sites, got 'c'"),
         ({"must_keep": {"a": [4]}}, UnknownName, r"select\(must_keep=\)\['a'\]: .*present heads \[0, 1, 2, 3\], got 4"),
-        ({"must_remove": {"a": 1}}, InvalidValue, r"select\(must_remove=\)\['a'\]: must be a list of heads, got 1"),
+        (
+            {"must_remove": {"a": 1}},
+            InvalidValue,
+            r"must_remove=\)\['a'\]: .* collection of head indices, got 1",
+        ),
+        ({"must_keep": {"a": [True]}}, InvalidValue, r"select\(must_keep=\)\['a'\]: .* head indices, got True"),
+        ({"must_keep": {"a": [1, 1, 0, 0]}}, InvalidValue, r"got \[1, 1, 0, 0\], a row of 0 and 1"),
         ({"must_remove": [("a", 1)]}, InvalidValue, r"a mapping from sites' names"),
         (
             {"must_keep": {"a": [0]}, "must_remove": {"a": [0]}},

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from headprune.core.errors import CheckpointError, HeadPruneError
-from headprune.core.heads import HeadMask
+from headprune.core.heads import without
 from headprune.core.opening import read_text
 from headprune.model.classes import class_named
 from headprune.model.cut import cut_
@@ -93,7 +93,7 @@ def _cut_(model: nn.Module, heads: Mapping[int, tuple[int, ...]], folder: Path) 
     """Cuts a model that was just built; Transformers 4 counted the layers of self-attention."""
     sites = find_sites(model)
     located = [site for site in sites if site.kind != "cross"]
-    keep = {}
+    removed = {}
     for layer, gone in heads.items():
         where = f"{folder / 'config.json'}: {_KEY}"
         if not 0 <= layer < len(located):
@@ -102,6 +102,5 @@ def _cut_(model: nn.Module, heads: Mapping[int, tuple[int, ...]], folder: Path) 
         unknown = sorted(set(gone) - set(site.heads))
         if unknown:
             raise CheckpointError(where, f"heads of layer {layer}, {list(site.heads)}", unknown[0])
-        keep[site.name] = set(site.heads) - set(gone)
-    mask = HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites})
-    cut_(model, bind(model, sites), mask)
+        removed[site.name] = gone
+    cut_(model, bind(model, sites), without(sites, removed))

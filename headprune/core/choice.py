@@ -1,0 +1,125 @@
+"""Choice: which scorer `auto` took, what the others would have cost, and how sure that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headprune.core.codec import FrozenDict
+
+#: The candidate that every other one has to beat.
+RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scorer's plan, judged by the loss of rows that its refit has not seen.
+
+    Args:
+        scorer: Registered name.
+        settings: Its settings, where they are not the defaults.
+        by_kind: Whether each kind of attention met the budget by itself.
+        loss: Mean loss of the held-out rows.
+        difference: ``loss`` minus that of the chosen candidate.
+        low: Lower end of the difference's interval.
+        high: Upper end.
+        same_as: An earlier candidate that keeps the same heads; empty where there is none.
+    """
+
+    scorer: str
+    settings: FrozenDict
+    by_kind: bool
+    loss: float
+    difference: float
+    low: float
+    high: float
+    same_as: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        given = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        name = f"{self.scorer} ({given})" if given else self.scorer
+        return f"{name}, by kind" if self.by_kind else name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidates of `auto` and the one that it took.
+
+    Args:
+        candidates: From the lowest loss to the highest; the draws of ``random`` as one, their mean.
+        chosen: ``name`` of the one that was taken.
+        budget: What all of them had to meet, in words.
+        refit: What each cut model was refitted by before it was judged; empty for nothing.
+        n_examples: Rows that judged.
+        whole: Mean loss of the uncut model on the same rows.
+        confidence: Of all intervals together.
+        notes: What the user should know.
+    """
+
+    candidates: tuple[Candidate, ...]
+    chosen: str
+    budget: str
+    refit: str
+    n_examples: int
+    whole: float
+    confidence: float = 0.95
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        """The candidate that was taken."""
+        return next(c for c in self.candidates if c.name == self.chosen)
+
+    @property
+    def by_kind(self) -> bool:
+        """Whether the budget holds for each kind of attention by itself."""
+        return self.best.by_kind
+
+    @property
+    def ties(self) -> tuple[Candidate, ...]:
+        """Other candidates whose loss these rows cannot tell from that of the chosen one.
+
+        Random draws are none, and neither are candidates that keep the chosen one's heads.
+        """
+        others = (c for c in self.candidates if c is not self.best and c.scorer != RANDOM)
+        return tuple(c for c in others if c.low <= 0 and c.same_as != self.chosen)
+
+    @property
+    def margin(self) -> float:
+        """By how much the chosen one's loss may be above that of the best candidate, at most, at this confidence."""
+        return max([0.0, *(-c.low for c in self.candidates if c.scorer != RANDOM)])
+
+    @property
+    def beats_random(self) -> bool:
+        """Whether random heads, refitted alike, lose more by their whole interval; True where none were drawn."""
+        return all(c.low > 0 for c in self.candidates if c.scorer == RANDOM)
+
+    @property
+    def doubt(self) -> str:
+        """In words, that the chosen heads may be no better than random ones; empty where they beat them."""
+        if self.beats_random:
+            return ""
+        alike = ", refitted alike" if self.refit else ""
+        return f"These rows do not show that the chosen heads are better than random ones{alike}."
+
+    def mark(self, one: Candidate) -> str:
+        """What there is to say of a candidate: taken, ties, or whose heads it keeps."""
+        if one is self.best:
+            return "taken"
+        if one.same_as:
+            return f"the heads of {one.same_as}"
+        return "ties" if one in self.ties else ""
+
+    def __str__(self) -> str:
+        refit = f", refitted by {self.refit}" if self.refit else ""
+        lines = [f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out rows"]
+        width = max(len(name) for name in ("whole model", *(one.name for one in self.candidates)))
+        lines.append(f"  {'whole model':<{width}}  {self.whole:.4f}")
+        for one in self.candidates:
+            interval = "" if one is self.best else f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
+            lines.append(f"  {one.name:<{width}}  {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip())
+        lines.append(
+            f"  the best candidate is at most {self.margin:.4f} below it ({100 * self.confidence:g} % confidence)"
+        )
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

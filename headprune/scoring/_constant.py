@@ -1,0 +1,20 @@
+"""Scorers part of whose work does not grow with the data."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from headprune.scoring._base import Scorer
+
+
+class ConstantWork(Scorer):
+    """A scorer that computes with matrices of every site after its passes over the data.
+
+    It does so ``blocks + 1`` times at most: with all examples, and without each block of them.
+    """
+
+    blocks: int
+
+    @abstractmethod
+    def only_passes(self) -> Scorer:
+        """A scorer with the same passes over the data and nothing after them, to time; its values mean nothing."""

@@ -1,0 +1,67 @@
+"""Whether an attention is causal, seen by what one run of it hides: no names, no flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.model.masks import HIDDEN, token_mask
+from headprune.model.running import batch_size
+
+
+def shown_pairs(scores: Tensor) -> Tensor:
+    """``[..., queries, keys]``: True where scores let a query see a key."""
+    return scores > HIDDEN
+
+
+def kernel_pairs(query: Tensor, key: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The same of ``scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)``; None where it
+    hides nothing."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    shape = (query.shape[-2], key.shape[-2])
+    if given.get("is_causal"):
+        return torch.ones(shape, dtype=torch.bool).tril()
+    mask = given.get("attn_mask")
+    if not isinstance(mask, Tensor):
+        return None
+    pairs = mask if mask.dtype == torch.bool else shown_pairs(mask)
+    return pairs.expand(*pairs.shape[:-2], *shape)
+
+
+def is_causal(pairs: Tensor, example: Any) -> bool:
+    """Whether every token sees itself and none after it, and some token sees one before it.
+
+    Only tokens that are no padding are compared, so padding at the end does not pass for causality. A token is padding
+    where no query may see it as a key, where it may see nothing itself, or where the example's ``attention_mask`` says
+    so.
+
+    Args:
+        pairs: ``[..., queries, keys]``: True where a query may see a key; queries and keys must be one sequence. The
+            first of the axes before holds examples, or examples times heads.
+        example: The batch.
+
+    >>> masks = torch.ones(3, 3, dtype=torch.bool).tril(), torch.tensor([True, True, False]).expand(3, 3)
+    >>> [is_causal(mask, torch.zeros(2, 3)) for mask in masks]
+    [True, False]
+    """
+    length = pairs.shape[-1]
+    if pairs.ndim < 2 or pairs.shape[-2] != length or length < 2:
+        return False
+    pairs = pairs.detach().cpu()
+    n_examples = batch_size(example)
+    first = pairs.shape[0] if pairs.ndim > 2 else 1
+    by_example = first > 1 and first % n_examples == 0
+    pairs = pairs.reshape(n_examples if by_example else 1, -1, length, length)  # [examples or 1, rows, queries, keys]
+    counted = pairs.any(-2) & pairs.any(-1)
+    tokens = token_mask(example, (n_examples, length))
+    if tokens is not None:
+        counted = counted & tokens.cpu()[:, None]
+        pairs = pairs.expand(len(counted), -1, -1, -1)
+    both = counted.unsqueeze(-1) & counted.unsqueeze(-2)
+    seen = pairs & both
+    own = seen.diagonal(dim1=-2, dim2=-1)
+    return torch.equal(own, counted) and not bool(seen.triu(1).any()) and bool(seen.tril(-1).any())
