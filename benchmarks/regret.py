@@ -31,6 +31,7 @@ import torch
 
 import headprune as hp
 from headprune.choice.auto import DEFAULT
+from headprune.core.choice import candidate_name
 from headprune.core.errors import InfeasibleBudget
 from headprune.core.files import write_atomic
 from headprune.core.metrics import drop
@@ -293,7 +294,7 @@ class Scored:
             for alone in (False, True):
                 plan = auto.plan(scores, alone)
                 if plan is not None:
-                    yield hp.core.choice.Candidate(name, settings, alone, 0.0, 0.0, 0.0, 0.0).name, plan
+                    yield candidate_name(name, settings, alone), plan
         first = subject.data.batches("calibration", 2)[:1]
         for seed in range(auto.random_draws):
             scorer = hp.scoring.Random(seed=1000 * self.number + seed)

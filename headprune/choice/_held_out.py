@@ -52,8 +52,6 @@ class Folds:
 
     def others(self, fold: int) -> list[Any]:
         """The batches of all folds but one."""
-        if self.count == 1:
-            return self.batches[0]
         return [batch for other in range(self.count) if other != fold for batch in self.batches[other]]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from headprune.core.choice import RANDOM, Candidate
+from headprune.core.choice import RANDOM, Candidate, candidate_name
 from headprune.core.codec import FrozenDict
 
 Floats = NDArray[np.float64]
@@ -17,7 +17,7 @@ Asked = tuple[str, FrozenDict, bool]
 
 
 def ranked(
-    asked: Sequence[Asked], losses: Floats, folds: int, confidence: float, same: Sequence[int]
+    asked: Sequence[Asked], losses: Floats, same: Sequence[int], folds: int, confidence: float
 ) -> tuple[Candidate, ...]:
     """The candidates from the lowest loss to the highest, each compared with the best that is not random.
 
@@ -29,15 +29,15 @@ def ranked(
     Args:
         asked: Scorer, its settings and whether by kind, per candidate.
         losses: ``[candidates, rows]``.
+        same: Per candidate the first one with the same plan, itself where there is none.
         folds: Parts that the rows were dealt to.
         confidence: Of all intervals together.
-        same: Per candidate the first one with the same plan, itself where there is none.
     """
     means = losses.mean(1)
     scorers = [i for i, (scorer, _, _) in enumerate(asked) if scorer != RANDOM]
     best = min(scorers, key=lambda i: means[i])
     n = losses.shape[1]
-    stretch = np.sqrt(1 + folds / (folds - 1)) if folds > 1 else 1.0
+    stretch = np.sqrt(1 + folds / (folds - 1))
     comparisons = max(1, len(asked) - 1)
     quantile = float(student.ppf(1 - (1 - confidence) / (2 * comparisons), n - 1)) if n > 1 else np.inf
     found = []
@@ -46,7 +46,7 @@ def ranked(
         mean = float(difference.mean())
         error = float(difference.std(ddof=1) / np.sqrt(n) * stretch) if n > 1 else 0.0
         half = quantile * error if error else 0.0
-        other = Candidate(*asked[same[i]], 0.0, 0.0, 0.0, 0.0).name if same[i] != i else ""
+        other = candidate_name(*asked[same[i]]) if same[i] != i else ""
         found.append(Candidate(scorer, settings, by_kind, float(means[i]), mean, mean - half, mean + half, other))
     order = sorted(range(len(asked)), key=lambda i: (means[i], i != best, i))
     return tuple(found[i] for i in order)

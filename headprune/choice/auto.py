@@ -16,7 +16,7 @@ from headprune import recovery, scoring
 from headprune.attention.sharded import check_whole
 from headprune.choice._held_out import Folds, Refit, held_out_losses, whole_losses
 from headprune.choice._statistics import Asked, Floats, ranked
-from headprune.core.choice import RANDOM, Candidate, Choice
+from headprune.core.choice import RANDOM, Choice, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnsupportedModel, did_you_mean
 from headprune.core.heads import HeadMask
@@ -121,11 +121,7 @@ class Auto(Scorer):
         if method.trains:
             hint = "Let lstsq stand in for the training."
             raise InvalidValue("Auto.refit", "a recovery that does not train", repr(self.refit), hint)
-        known = [f.name for f in dataclasses.fields(method)]  # type: ignore[arg-type]  # all are dataclasses
-        for name in self.refit_settings or ():
-            if name not in known:
-                must = f"settings of {self.refit}"
-                raise InvalidValue("Auto.refit_settings", must, repr(name), did_you_mean(name, known))
+        _check_settings("Auto.refit_settings", str(self.refit), method, self.refit_settings or {})
 
     @property
     def settings(self) -> FrozenDict:
@@ -157,12 +153,13 @@ class Auto(Scorer):
         whole = float(whole_losses(problem, folds).mean())
         distinct = list(dict.fromkeys(plan.mask for plan in plans))
         losses, refit, notes = self._losses(problem, folds, distinct)
-        asked, plans, more = _with_losses(asked, plans, losses[[distinct.index(plan.mask) for plan in plans]])
-        masks = [plan.mask for plan in plans]
-        rows = torch.stack([losses[distinct.index(mask)] for mask in masks]).numpy()
-        asked, rows, same = _draws_as_one(asked, rows, [masks.index(mask) for mask in masks])
-        found = ranked(asked, rows, self.folds, self.confidence, same)
-        best = next(c for c in found if c.difference == 0 and c.scorer != RANDOM)
+        rows = losses[[distinct.index(plan.mask) for plan in plans]]  # [plans, rows]
+        kept, more = _finite(asked, rows)
+        masks = [plans[i].mask for i in kept]
+        same = [masks.index(mask) for mask in masks]
+        merged = _draws_as_one([asked[i] for i in kept], rows[kept].numpy(), same)
+        found = ranked(*merged, self.folds, self.confidence)
+        best = next(c for c in found if c.scorer != RANDOM)  # the first has the lowest loss
         choice = Choice(
             candidates=found,
             chosen=best.name,
@@ -183,16 +180,23 @@ class Auto(Scorer):
             alone: Whether each kind of attention meets the budget by itself; None is returned where that is no other
                 plan, or none can be had.
         """
-        budget = Budget(keep_heads=self.keep)
         if not alone:
-            return select(scores, budget)
-        groups = by_kind(scores.sites, budget)
+            return self.selected(scores, None)
+        groups = self.groups(scores)
         if groups is None:
             return None
         try:
-            return select(scores, groups)
+            return self.selected(scores, groups)
         except InfeasibleBudget:
             return None
+
+    def groups(self, scores: HeadScores) -> dict[str, Budget] | None:
+        """The budget of each kind of attention; None where kinds are not judged by themselves."""
+        return by_kind(scores.sites, Budget(keep_heads=self.keep))
+
+    def selected(self, scores: HeadScores, groups: Mapping[str, Budget] | None) -> PruningPlan:
+        """The plan under these budgets, or under one for all heads."""
+        return select(scores, groups or Budget(keep_heads=self.keep))
 
     def refit_(self, problem: Problem, small: nn.Module, batches: list[Any]) -> object:
         """Refits a cut model in place, as it will be after the cut."""
@@ -282,18 +286,21 @@ def _configured(name: str, settings: Mapping[str, Any]) -> Scorer:
         InvalidValue: a setting that it lacks, or that cannot be.
     """
     cls = scoring.registry.get(name)
-    known = [f.name for f in dataclasses.fields(cls)]
-    for key in settings:
-        if key not in known:
-            raise InvalidValue("Auto.candidates", f"settings of {name}", repr(key), did_you_mean(key, known))
+    _check_settings("Auto.candidates", name, cls, settings)
     found: Scorer = cls(**settings)
     return found
 
 
-def _with_losses(
-    asked: Sequence[Asked], plans: Sequence[PruningPlan], losses: torch.Tensor
-) -> tuple[list[Asked], list[PruningPlan], tuple[str, ...]]:
-    """Those whose cut models have finite losses ``[plans, rows]``, and a note about the others.
+def _check_settings(where: str, name: str, method: Any, settings: Mapping[str, Any]) -> None:
+    """Refuses settings that a registered method, a dataclass, does not have."""
+    known = [f.name for f in dataclasses.fields(method)]
+    for key in settings:
+        if key not in known:
+            raise InvalidValue(where, f"settings of {name}", repr(key), did_you_mean(key, known))
+
+
+def _finite(asked: Sequence[Asked], losses: torch.Tensor) -> tuple[list[int], tuple[str, ...]]:
+    """Places of those whose cut models have finite losses ``[plans, rows]``, and a note about the others.
 
     Raises:
         InvalidValue: no scorer's has.
@@ -303,9 +310,9 @@ def _with_losses(
     if not any(asked[i][0] != RANDOM for i in kept):
         hint = "Look for NaN or infinite values in the batches; try a larger budget, or float32."
         raise InvalidValue("losses of cut models", "finite for one candidate at least", "NaN or infinite", hint)
-    lost = [Candidate(*one, 0.0, 0.0, 0.0, 0.0).name for one, fine in zip(asked, finite, strict=True) if not fine]
+    lost = [candidate_name(*one) for one, fine in zip(asked, finite, strict=True) if not fine]
     notes = (f"Not judged, for losses of the cut model are NaN or infinite: {', '.join(lost)}.",) if lost else ()
-    return [asked[i] for i in kept], [plans[i] for i in kept], notes
+    return kept, notes
 
 
 def _draws_as_one(asked: list[Asked], losses: Floats, same: list[int]) -> tuple[list[Asked], Floats, list[int]]:

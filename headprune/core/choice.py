@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from headprune.core.codec import FrozenDict
 
 #: The candidate that every other one has to beat.
 RANDOM = "random"
+
+
+def candidate_name(scorer: str, settings: Mapping[str, Any], by_kind: bool) -> str:
+    """What a candidate is called in tables.
+
+    >>> candidate_name("surgeon", {"curvature": "logits"}, True)
+    'surgeon (curvature=logits), by kind'
+    """
+    given = ", ".join(f"{key}={value}" for key, value in settings.items())
+    name = f"{scorer} ({given})" if given else scorer
+    return f"{name}, by kind" if by_kind else name
 
 
 @dataclass(frozen=True)
@@ -37,9 +50,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """What it is called in tables."""
-        given = ", ".join(f"{key}={value}" for key, value in self.settings.items())
-        name = f"{self.scorer} ({given})" if given else self.scorer
-        return f"{name}, by kind" if self.by_kind else name
+        return candidate_name(self.scorer, self.settings, self.by_kind)
 
 
 @dataclass(frozen=True)

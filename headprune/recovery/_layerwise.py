@@ -71,7 +71,7 @@ class Refits:
     """What became of the projections.
 
     Args:
-        errors: By projection what is left of it, not yet divided by its scale.
+        errors: By projection the error that remains, not yet divided by its scale.
         chosen: By projection the ridge that was chosen, where one was.
         tokens: By projection how many tokens it was fitted to, and how many channels it reads.
         notes: What a user should know.
@@ -123,8 +123,9 @@ class LayerwiseRecovery(Recovery):
         """What to add to a projection."""
 
     def right(self, target: Target, normal: Normal, ridge: float) -> Tensor:
-        """``[in, out]``: the right side of its normal equations, for a fit that can choose a ridge."""
-        raise NotImplementedError
+        """``[in, out]``: the right side of its normal equations, for the choice of a ridge; weights are drawn to what
+        they are."""
+        return normal.xe
 
     def recover_(self, job: Job) -> Outcome:
         """Raises:
@@ -154,11 +155,11 @@ class LayerwiseRecovery(Recovery):
                 playback.learn(lambda: run(model, to_device(first(batches), device_of(model))))
                 known = Known(taught, playback)
                 done = self._refit_(job, pairs, found, run, replaced, known)
-                if self.sensitive:  # what is left of the sums is weighted
+                if self.sensitive:  # the errors of the fit are weighted
                     after = errors(job, pairs, found.targets, run).errors
                 else:
-                    left = in_main_memory(done.errors)
-                    after = [float(x) / scale for x, scale in zip(left, before.scales, strict=True)]
+                    remaining = in_main_memory(done.errors)
+                    after = [float(x) / scale for x, scale in zip(remaining, before.scales, strict=True)]
             refitted = [t for t in found.targets if done.parts(t.name, self.adds_biases)]
             replaced.close_(refitted)
         metrics = {

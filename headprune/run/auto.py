@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,17 +44,14 @@ class AutoOfRun(Auto):
         assert self.subject is not None
         return self.subject
 
-    def plan(self, scores: HeadScores, alone: bool) -> PruningPlan | None:
-        wanted = self._run.recipe.select
-        if not alone:
-            return choose_heads(self._run, scores, baseline=True)
-        groups = None if wanted.budgets else by_kind(scores.sites, wanted.budget)
-        if groups is None or self._run.recipe.gradual is not None:  # stages have one budget
+    def groups(self, scores: HeadScores) -> dict[str, Budget] | None:
+        recipe = self._run.recipe
+        if recipe.select.budgets or recipe.gradual is not None:  # stages have one budget
             return None
-        try:
-            return choose_heads(self._run, scores, baseline=True, budget=groups)
-        except InfeasibleBudget:
-            return None
+        return by_kind(scores.sites, recipe.select.budget)
+
+    def selected(self, scores: HeadScores, groups: Mapping[str, Budget] | None) -> PruningPlan:
+        return choose_heads(self._run, scores, baseline=True, budget=groups)
 
     @property
     def refit_name(self) -> str:

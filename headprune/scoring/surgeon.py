@@ -34,7 +34,7 @@ _APART = 1e-9
 
 @dataclass(frozen=True)
 class Surgeon(ConstantWork):
-    """``1/2 tr([(A^-1)_uu]^-1 C_uu)`` when unit u is the cheapest that is left: 4 backward passes a batch, no labels.
+    """``1/2 tr([(A^-1)_uu]^-1 C_uu)`` when unit u is the cheapest still kept: 4 backward passes a batch, no labels.
 
     Of one site, x is what its output projection reads at a token and g the slope of the loss there. With
     ``A = sum |g|^2 (x - x_mean)(x - x_mean)' / sum |g|^2`` and ``C = sum g g' / examples``, ``A ⊗ C`` stands for the

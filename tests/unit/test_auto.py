@@ -234,7 +234,7 @@ def test_intervals_are_those_of_paired_differences() -> None:
     rng = np.random.default_rng(0)
     losses = rng.normal(size=(3, 40)) + np.array([[0.0], [0.1], [3.0]])
     asked = [("a", EMPTY, False), ("b", EMPTY, False), (RANDOM, EMPTY, False)]
-    first, second, third = ranked(asked, losses, 2, 0.95, [0, 1, 2])
+    first, second, third = ranked(asked, losses, [0, 1, 2], 2, 0.95)
     best = 0 if losses[0].mean() < losses[1].mean() else 1
     assert first.scorer == asked[best][0]
     other = losses[1 - best] - losses[best]
@@ -246,7 +246,7 @@ def test_intervals_are_those_of_paired_differences() -> None:
 
 def test_random_heads_are_never_taken() -> None:
     losses = np.array([[2.0, 2.1, 2.2], [1.0, 1.1, 1.3]])
-    found = ranked([("a", EMPTY, False), (RANDOM, EMPTY, False)], losses, 2, 0.95, [0, 1])
+    found = ranked([("a", EMPTY, False), (RANDOM, EMPTY, False)], losses, [0, 1], 2, 0.95)
     assert [c.scorer for c in found] == [RANDOM, "a"]
     choice = Choice(found, "a", "half", "lstsq", 3, 1.0)
     assert choice.best.scorer == "a"
@@ -262,7 +262,7 @@ def test_the_margin_covers_the_best_candidate() -> None:
     for _ in range(400):
         shared = rng.exponential(size=64)  # rows are easy or hard for all
         losses = truth[:, None] + shared + rng.normal(0, 0.3, size=(len(truth), 64))
-        found = ranked(asked, losses, 2, 0.95, list(range(len(truth))))
+        found = ranked(asked, losses, list(range(len(truth))), 2, 0.95)
         choice = Choice(found, next(c.scorer for c in found if c.difference == 0), "", "", 64, 0.0)
         covered += truth[int(choice.chosen)] - truth.min() <= choice.margin
     assert covered >= 0.95 * 400
