@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from headprune.core.coverage import coverage_notes
@@ -89,16 +90,8 @@ def select(
         hint = "Write hp.Budget(keep_heads=0.5), for example."
         raise InvalidValue(WHERE, "a Budget, or a mapping to Budgets", repr(budget), hint)
     if isinstance(budget, Budget) and scores.choice is not None and scores.choice.by_kind:
-        alone = by_kind(scores.sites, budget)
         given: dict[str, Any] = {"must_keep": must_keep, "must_remove": must_remove, "loss": loss, "rescore": rescore}
-        try:
-            if alone is not None:
-                return select(scores, alone, selector, **given, latency=latency)
-        except InfeasibleBudget:
-            pass
-        plain = replace(scores, choice=None)
-        plan = select(plain, budget, selector, **given, latency=latency)
-        return replace(plan, scores=scores.digest, notes=(*plan.notes, _NOT_BY_KIND, *_chosen_for(scores, budget)))
+        return _in_every_kind(scores, budget, partial(select, selector=selector, latency=latency, **given))
     timed = _timed([budget] if isinstance(budget, Budget) else budget.values())
     usual = "knapsack" if timed else "global_topk"
     name, chosen = registry.resolve(usual if selector is None else selector, Selector, "select(selector=)")
@@ -134,6 +127,24 @@ def select(
         notes=(*_notes(task, scores, mask), *_chosen_for(scores, budget)),
         policy=next((s.policy for s in scores.sites if s.policy != "group" and s.n_kv_heads > 1), "group"),
     )
+
+
+def _in_every_kind(scores: HeadScores, budget: Budget, plan_of: Callable[..., PruningPlan]) -> PruningPlan:
+    """The plan that meets a budget in each kind of attention; over all kinds, with a note, where that cannot be.
+
+    Args:
+        scores: Of ``auto``, which chose so.
+        budget: For the whole model.
+        plan_of: From scores and a budget, or budgets, to a plan.
+    """
+    groups = by_kind(scores.sites, budget)
+    if groups is not None:
+        try:
+            return plan_of(scores, groups)
+        except InfeasibleBudget:
+            pass  # a layer of one kind may need more heads than its kind's share
+    plan = plan_of(replace(scores, choice=None), budget)
+    return replace(plan, scores=scores.digest, notes=(*plan.notes, _NOT_BY_KIND, *_chosen_for(scores, budget)))
 
 
 def _chosen_for(scores: HeadScores, asked: Budget | Mapping[str, Budget]) -> tuple[str, ...]:
