@@ -1,15 +1,18 @@
-"""Which versions of Python, torch and Transformers the core of the tests was run with, and what came of it.
+"""Which versions of Python, torch and Transformers the core of the tests was run with, and what
+came of it.
 
     python benchmarks/compatibility.py --work FOLDER
     python benchmarks/compatibility.py --work FOLDER --index https://download.pytorch.org/whl/cpu
     python benchmarks/compatibility.py --work FOLDER --any-build
 
-A row is a virtual environment in ``--work``, made from an interpreter that is installed here, with one version of each,
-and the tests that say whether headprune works there: the laws on five layouts, checkpoints, cuts, stored values of
-every version (`tests/golden`). Without torch, what needs none is run: values, slabs, selectors. On Linux only builds of
-torch for processors alone are taken (``+cpu``), because the others bring gigabytes; ``--index`` names a package index
-that has them, and ``--any-build`` takes the others where it has none. What is not to be had is a row, too, and says
-what was missing. Rows stay in the record until they are run again, so that several machines may fill it.
+A row is a virtual environment in ``--work``, made from an interpreter that is installed here, with
+one version of each, and the tests that say whether headprune works there: the laws on five layouts,
+checkpoints, cuts, stored values of every version (`tests/golden`). Without torch, what needs none
+is run: values, slabs, selectors. On Linux only builds of torch for processors alone are taken
+(``+cpu``), because the others bring gigabytes; ``--index`` names a package index that has them, and
+``--any-build`` takes the others where it has none. What is not to be had is a row, too, and says
+what was missing. Rows stay in the record until they are run again, so that several machines may
+fill it.
 """
 
 from __future__ import annotations
@@ -79,7 +82,10 @@ class Cell:
 
     @property
     def name(self) -> str:
-        parts = [f"python{self.python}", *(f"{n}{getattr(self, n)}" for n in SHOWN[:2] if getattr(self, n))]
+        parts = [
+            f"python{self.python}",
+            *(f"{n}{getattr(self, n)}" for n in SHOWN[:2] if getattr(self, n)),
+        ]
         return "-".join(parts)
 
     @property
@@ -93,11 +99,13 @@ class Cell:
         linux = platform.system() == "Linux"
         builds = [*(["+cpu"] if linux else []), *([""] if any_build or not linux else [])]
         return [
-            [f"torch=={self.torch}{build}", f"transformers=={self.transformers}", "-e", str(ROOT)] for build in builds
+            [f"torch=={self.torch}{build}", f"transformers=={self.transformers}", "-e", str(ROOT)]
+            for build in builds
         ]
 
 
-#: Oldest and newest of what pyproject.toml allows, both ends of each range met by both ends of the others.
+#: Oldest and newest of what pyproject.toml allows, both ends of each range met by both ends of the
+#: others.
 CELLS = (
     Cell("3.10", "2.8.0", "5.14.0"),
     Cell("3.11", "2.13.0", "5.14.0"),
@@ -115,14 +123,26 @@ class Missing(Exception):
 
 def main(argv: Sequence[str] | None = None, cells: Sequence[Cell] = CELLS) -> Path:
     """Runs the cells and returns the record's path."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the environments, which are used again")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder for the environments, which are used again"
+    )
     parser.add_argument("--index", action="append", default=[], help="a further package index")
-    parser.add_argument("--any-build", action="store_true", help="builds of torch with CUDA where there are no others")
+    parser.add_argument(
+        "--any-build",
+        action="store_true",
+        help="builds of torch with CUDA where there are no others",
+    )
     parser.add_argument("--only", help="cells whose name has this in it")
     parser.add_argument("--out", type=Path, default=RECORDS / "compatibility.json")
     args = parser.parse_args(argv)
-    record = json.loads(args.out.read_text()) if args.out.is_file() else {"benchmark": "compatibility", "rows": []}
+    record = (
+        json.loads(args.out.read_text())
+        if args.out.is_file()
+        else {"benchmark": "compatibility", "rows": []}
+    )
     for cell in cells:
         if args.only and args.only not in cell.name:
             continue
@@ -132,7 +152,9 @@ def main(argv: Sequence[str] | None = None, cells: Sequence[Cell] = CELLS) -> Pa
             "git_commit": git_commit(),
             **tried(cell, args.work, args.index, args.any_build),
         }
-        record["rows"] = [r for r in record["rows"] if any(r[k] != v for k, v in cell.wanted.items())] + [row]
+        record["rows"] = [
+            r for r in record["rows"] if any(r[k] != v for k, v in cell.wanted.items())
+        ] + [row]
         order = [c.wanted for c in cells]
         record["rows"].sort(key=lambda r: _place(r, order))
         keep(record, args.out)
@@ -154,12 +176,25 @@ def tried(cell: Cell, work: Path, index: Sequence[str], any_build: bool = False)
         return {**found, "missing": str(missing)}
     script = "import importlib.metadata as m, json, platform\n"
     script += "found = {d.metadata['name'].lower(): d.version for d in m.distributions()}\n"
-    script += f"print(json.dumps({{'python': platform.python_version()}} | {{n: found.get(n) for n in {SHOWN}}}))"
-    versions = json.loads(subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout)
+    script += (
+        "print(json.dumps({'python': platform.python_version()} | {n: found.get(n) for n in"
+        f" {SHOWN}}}))"
+    )
+    versions = json.loads(
+        subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout
+    )
     files = VALUES if cell.torch is None else (*WITH_TORCH, *VALUES)
     start = perf_counter()
-    counts, failed = run_tests(python, files, work / f"{cell.name}.xml", conftest=cell.torch is not None)
-    return {**found, "versions": versions, "tests": counts, "failed": failed, "seconds": round(perf_counter() - start)}
+    counts, failed = run_tests(
+        python, files, work / f"{cell.name}.xml", conftest=cell.torch is not None
+    )
+    return {
+        **found,
+        "versions": versions,
+        "tests": counts,
+        "failed": failed,
+        "seconds": round(perf_counter() - start),
+    }
 
 
 def environment(cell: Cell, work: Path, index: Sequence[str], any_build: bool = False) -> Path:
@@ -172,12 +207,19 @@ def environment(cell: Cell, work: Path, index: Sequence[str], any_build: bool = 
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if (folder / "complete").is_file():
         return python
-    subprocess.run([interpreter(cell.python), "-m", "venv", "--clear", str(folder)], check=True, capture_output=True)
+    subprocess.run(
+        [interpreter(cell.python), "-m", "venv", "--clear", str(folder)],
+        check=True,
+        capture_output=True,
+    )
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pip += [word for url in index for word in ("--extra-index-url", url)]
     light = [] if cell.torch else list(LIGHT)
     for ways in (cell.requirements(any_build), [["pytest>=8.2", *light]]):
-        tries = (subprocess.run([*pip, *way], capture_output=True, text=True, check=False) for way in ways)
+        tries = (
+            subprocess.run([*pip, *way], capture_output=True, text=True, check=False)
+            for way in ways
+        )
         said = []
         for done in tries:
             if done.returncode == 0:
@@ -197,9 +239,15 @@ def interpreter(version: str) -> str:
     """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     script = "import sys; print('%d.%d' % sys.version_info[:2])"
-    for candidate in (sys.executable, f"python{version}", *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))):
+    for candidate in (
+        sys.executable,
+        f"python{version}",
+        *map(str, sorted(pyenv.glob(f"{version}.*/bin/python"))),
+    ):
         try:
-            done = subprocess.run([candidate, "-c", script], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [candidate, "-c", script], capture_output=True, text=True, check=False
+            )
         except OSError:
             continue
         if done.returncode == 0 and done.stdout.strip() == version:
@@ -214,20 +262,46 @@ def why(stderr: str) -> str:
     return (stderr.strip().splitlines() or ["pip failed"])[-1]
 
 
-def run_tests(python: Path, files: Sequence[str], report: Path, conftest: bool) -> tuple[dict[str, int], list[str]]:
+def run_tests(
+    python: Path, files: Sequence[str], report: Path, conftest: bool
+) -> tuple[dict[str, int], list[str]]:
     """How many tests passed, failed and were skipped, and the names of those that failed."""
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        *files,
+    ]
     command += [] if conftest else ["--noconftest"]
     threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     report.unlink(missing_ok=True)
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **threads}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **threads},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if not report.is_file():
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     cases = list(ElementTree.parse(report).iter("testcase"))
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    bad = [
+        case for case in cases if case.find("failure") is not None or case.find("error") is not None
+    ]
     skipped = sum(case.find("skipped") is not None for case in cases)
-    names = sorted(f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}" for case in bad)
-    return {"passed": len(cases) - len(bad) - skipped, "failed": len(bad), "skipped": skipped}, names
+    names = sorted(
+        f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}" for case in bad
+    )
+    return {
+        "passed": len(cases) - len(bad) - skipped,
+        "failed": len(bad),
+        "skipped": skipped,
+    }, names
 
 
 def said(row: dict[str, Any]) -> str:
@@ -247,7 +321,12 @@ def draw(records: Path, docs: Path) -> Path:
     for row in rows:
         have = row.get("versions", row)
         scope = "models, values" if row["torch"] else "values, without torch"
-        cells = [have["python"], row["torch"] and have["torch"], row["torch"] and have["transformers"], scope]
+        cells = [
+            have["python"],
+            row["torch"] and have["torch"],
+            row["torch"] and have["transformers"],
+            scope,
+        ]
         lines.append(f"| {' | '.join(cell or '' for cell in cells)} | {said(row)} |")
     systems = ", ".join(dict.fromkeys(row["system"] for row in rows))
     text = PAGE.format(rows="\n".join(lines), systems=systems, **declared())

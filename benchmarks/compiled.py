@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def compiling(compiled: bool) -> Iterator[Callable[[int], dict[str, int]]]:
-    """Compiled code of this block alone, and all of it compiled: falling back to eager mode is an error.
+    """Compiled code of this block alone, and all of it compiled: falling back to eager mode is an
+    error.
 
-    The models share their class's code, and past a limit of versions PyTorch would run the rest uncompiled, which the
-    times alone would not tell.
+    The models share their class's code, and past a limit of versions PyTorch would run the rest
+    uncompiled, which the times alone would not tell.
 
     Yields:
         ``(models) -> facts``: graphs, and breaks between them, for the row.

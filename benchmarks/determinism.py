@@ -1,8 +1,9 @@
 """The same training twice, to the same bits: PyTorch's settings for it, for the length of a block.
 
-A study that goes on on the next machine, from a checkpoint, must come to the weights of one that was never stopped.
-On a GPU that takes kernels that add up in one order: PyTorch's deterministic ones, cuDNN without a search for the
-fastest, and a workspace of cuBLAS that is laid out the same way every time, which an environment variable says.
+A study that goes on on the next machine, from a checkpoint, must come to the weights of one that
+was never stopped. On a GPU that takes kernels that add up in one order: PyTorch's deterministic
+ones, cuDNN without a search for the fastest, and a workspace of cuBLAS that is laid out the same
+way every time, which an environment variable says.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ DETERMINISTIC = (WORKSPACE, ":16:8")
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Has PyTorch compute deterministically for as long as the block lasts; settings are as before afterwards.
+    """Has PyTorch compute deterministically for as long as the block lasts; settings are as before
+    afterwards.
 
-    The environment variable stays, because cuBLAS has read it by then. Operations that have no deterministic kernel
-    raise an error. What is drawn is up to seeds, and the order of the data to its loader.
+    The environment variable stays, because cuBLAS has read it by then. Operations that have no
+    deterministic kernel raise an error. What is drawn is up to seeds, and the order of the data to
+    its loader.
 
     Raises:
         RuntimeError: CUDA was started without ``CUBLAS_WORKSPACE_CONFIG``.
@@ -49,7 +52,8 @@ def deterministic() -> Iterator[None]:
 
 
 def reproducible(device: torch.device) -> AbstractContextManager[None]:
-    """``deterministic()`` on a GPU, where the same training else gives other weights; elsewhere nothing is changed."""
+    """``deterministic()`` on a GPU, where the same training else gives other weights; elsewhere
+    nothing is changed."""
     return deterministic() if device.type == "cuda" else nullcontext()
 
 
@@ -59,7 +63,8 @@ def _set_workspace() -> None:
     if torch.cuda.is_initialized():
         got = os.environ.get(VARIABLE, "not set")
         raise RuntimeError(
-            f"{VARIABLE}: must be {' or '.join(DETERMINISTIC)} before CUDA starts, got {got}, and CUDA has started. "
-            f"Set it in the shell, or enter deterministic() before anything is put on the GPU."
+            f"{VARIABLE}: must be {' or '.join(DETERMINISTIC)} before CUDA starts, got {got}, and"
+            " CUDA has started. Set it in the shell, or enter deterministic() before anything is"
+            " put on the GPU."
         )
     os.environ[VARIABLE] = WORKSPACE

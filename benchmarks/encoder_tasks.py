@@ -1,7 +1,8 @@
-"""Encoders on real tasks, for benchmarks: a model, its loss, draws of calibration rows, and rows that judge.
+"""Encoders on real tasks, for benchmarks: a model, its loss, draws of calibration rows, and rows
+that judge.
 
-SST-2 and TREC are fine-tuned first; STS-B takes the sentence encoder as it is, and its quality is Spearman's
-correlation of cosines with the grades.
+SST-2 and TREC are fine-tuned first; STS-B takes the sentence encoder as it is, and its quality is
+Spearman's correlation of cosines with the grades.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class Task:
     Args:
         name: Of the task.
         model: Uncut.
-        calibration: ``(seed, by_length=True) -> batches`` of training rows: of like length together, or as drawn.
+        calibration: ``(seed, by_length=True) -> batches`` of training rows: of like length
+            together, or as drawn.
         judged: Batches of validation and test rows.
         loss: Per-example loss; None is the default.
-        output: One number an example that the model is used for, where it is no classifier: ``surgeon`` takes its
-            slopes in place of the loss's, so that the curvature is that of the output, whatever the grades say.
+        output: One number an example that the model is used for, where it is no classifier:
+            ``surgeon`` takes its slopes in place of the loss's, so that the curvature is that of
+            the output, whatever the grades say.
         grades: By split, what a correlation is taken with; empty where the metric is accuracy.
     """
 
@@ -56,13 +59,19 @@ class Task:
     grades: dict[str, np.ndarray] = field(default_factory=dict)
 
     def score(self, batches: list[Any], scorer: Any) -> hp.HeadScores:
-        """Scores of the model, a scorer by name or configured, by the loss; ``surgeon``'s by the output."""
-        loss = self.output if scorer == "surgeon" or isinstance(scorer, hp.scoring.Surgeon) else self.loss
+        """Scores of the model, a scorer by name or configured, by the loss; ``surgeon``'s by the
+        output."""
+        loss = (
+            self.output
+            if scorer == "surgeon" or isinstance(scorer, hp.scoring.Surgeon)
+            else self.loss
+        )
         found: hp.HeadScores = hp.score(self.model, batches, scorer, loss=loss, progress=False)
         return found
 
     def recover_(self, small: nn.Module, batches: list[Any], method: Any) -> None:
-        """Of a pair, the encoder sees one sentence after the other; recovery is a matter of the encoder alone."""
+        """Of a pair, the encoder sees one sentence after the other; recovery is a matter of the
+        encoder alone."""
         if isinstance(small, Cosine) and isinstance(self.model, Cosine):
             batches = [batch[side] for batch in batches for side in ("first", "second")]
             hp.recover_(small.encoder, batches, method, self.model.encoder)
@@ -99,7 +108,8 @@ def encoder_task(
 
     Args:
         name: ``sst2``, ``trec`` or ``stsb``.
-        data: Folder with its train, validation and test files; TREC's validation rows are left out of training.
+        data: Folder with its train, validation and test files; TREC's validation rows are left out
+            of training.
         model: Folder, hub name or ``package:`` of the encoder.
         work: Where fine-tuned weights are kept.
         calibration: Rows a draw.
@@ -112,11 +122,15 @@ def encoder_task(
         task.model.to(resolve_device(device))
         return task
     column, own = COLUMNS[name]
-    tuned, rows = fine_tuned(encoder_recipe(column, model, data, own if epochs is None else epochs, device), work)
+    tuned, rows = fine_tuned(
+        encoder_recipe(column, model, data, own if epochs is None else epochs, device), work
+    )
     judged = {}
     for split in ("validation", "test"):
         # Of like length together: less padding to compute.
-        rows.examples[split] = sorted(rows.examples[split][:most], key=lambda example: len(example["input_ids"]))
+        rows.examples[split] = sorted(
+            rows.examples[split][:most], key=lambda example: len(example["input_ids"])
+        )
         judged[split] = rows.evaluation(split, 128)
 
     def draw(seed: int, by_length: bool = True) -> list[Any]:
@@ -133,7 +147,8 @@ class Cosine(nn.Module):
         self.encoder = encoder
 
     def forward(self, first: dict[str, Tensor], second: dict[str, Tensor]) -> Tensor:
-        """What the tokenizer gives for the first and for the second sentences; returns ``[pairs]``."""
+        """What the tokenizer gives for the first and for the second sentences; returns
+        ``[pairs]``."""
         return nn.functional.cosine_similarity(self.mean(first), self.mean(second))
 
     def mean(self, tokens: dict[str, Tensor]) -> Tensor:
@@ -189,7 +204,9 @@ def _collated(tokenizer: Any, some: list[dict[str, Any]]) -> dict[str, Any]:
 
     def tokens(column: str) -> dict[str, Tensor]:
         words = [row[column] for row in some]
-        return dict(tokenizer(words, padding=True, truncation=True, max_length=128, return_tensors="pt"))
+        return dict(
+            tokenizer(words, padding=True, truncation=True, max_length=128, return_tensors="pt")
+        )
 
     grades = torch.tensor([row["score"] for row in some])
     return {"first": tokens("sentence1"), "second": tokens("sentence2"), "grade": grades}

@@ -1,11 +1,13 @@
-"""How exact every model family is: gated against pruned, reloaded against pruned, and a layer that loses every head.
+"""How exact every model family is: gated against pruned, reloaded against pruned, and a layer that
+loses every head.
 
     python benchmarks/exactness.py
     python benchmarks/exactness.py --families bert llama --out /tmp/exactness.json
 
-For each family that the layouts name, a tiny random model runs in fp64 throughout: the largest difference between its
-outputs with gates and its outputs once cut, over several ragged plans; the difference after saving and loading (fp32,
-must be 0); and whether each of its layers may be left without heads. Writes one JSON record with the versions used.
+For each family that the layouts name, a tiny random model runs in fp64 throughout: the largest
+difference between its outputs with gates and its outputs once cut, over several ragged plans; the
+difference after saving and loading (fp32, must be 0); and whether each of its layers may be left
+without heads. Writes one JSON record with the versions used.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ RECORDS = Path(__file__).parent / "records"
 def measure(layout: str, family: str, plans: int = 5) -> dict[str, Any]:
     """One row of the table."""
     model, batch = _shaken(*registry.get(layout).tiny(0, family))
-    double, wide = double_(model), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    double, wide = (
+        double_(model),
+        {k: v.double() if v.is_floating_point() else v for k, v in batch.items()},
+    )
     sites = hp.find_sites(double)
     full = _run(double, wide)
     gaps, effects = [], []
@@ -58,7 +63,9 @@ def measure(layout: str, family: str, plans: int = 5) -> dict[str, Any]:
         "gated_minus_full": min(effects),
         "reloaded_minus_pruned": _reloaded(layout, family),
         "zero_heads": sorted({v if isinstance(v, str) else "ok" for v in empty.values()}),
-        "zero_heads_difference": max((v for v in empty.values() if isinstance(v, float)), default=None),
+        "zero_heads_difference": max(
+            (v for v in empty.values() if isinstance(v, float)), default=None
+        ),
     }
 
 
@@ -114,7 +121,10 @@ def _run(model: nn.Module, batch: Any) -> list[Tensor]:
 def _gap(got: list[Tensor], expected: list[Tensor]) -> float:
     if [t.shape for t in got] != [t.shape for t in expected]:
         return float("inf")
-    return max((float((a - b).abs().max()) for a, b in zip(got, expected, strict=True) if a.numel()), default=0.0)
+    return max(
+        (float((a - b).abs().max()) for a, b in zip(got, expected, strict=True) if a.numel()),
+        default=0.0,
+    )
 
 
 def is_exact(row: dict[str, Any]) -> bool:
@@ -130,7 +140,10 @@ def is_exact(row: dict[str, Any]) -> bool:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows for people."""
-    head = f"{'family':<32}{'layout':<22}{'|gated - pruned|':>17}{'|reloaded - pruned|':>21}  layer without heads"
+    head = (
+        f"{'family':<32}{'layout':<22}{'|gated - pruned|':>17}{'|reloaded - pruned|':>21}  layer"
+        " without heads"
+    )
     lines = [head]
     for family, row in rows.items():
         if "error" in row:
@@ -140,12 +153,17 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         reloaded = f"{reloaded:.1e}" if isinstance(reloaded, float) else "see record"
         gap = row["zero_heads_difference"]
         zero = " / ".join(row["zero_heads"]) + (f" ({gap:.1e})" if gap is not None else "")
-        lines.append(f"{family:<32}{row['layout']:<22}{row['gated_minus_pruned']:>17.1e}{reloaded:>21}  {zero}")
+        lines.append(
+            f"{family:<32}{row['layout']:<22}{row['gated_minus_pruned']:>17.1e}{reloaded:>21} "
+            f" {zero}"
+        )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", nargs="+", help="default: all of the registry")
     parser.add_argument("--out", type=Path, default=RECORDS / "exactness.json")
     args = parser.parse_args(argv)
@@ -166,11 +184,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": dict(versions()),
         "hardware": hardware(torch.device("cpu")),
     }
-    write_atomic(args.out, (json.dumps({**surroundings, "rows": rows}, indent=1, default=str) + "\n").encode())
+    write_atomic(
+        args.out,
+        (json.dumps({**surroundings, "rows": rows}, indent=1, default=str) + "\n").encode(),
+    )
     print(table(rows))
     wrong = [f for f, r in rows.items() if not is_exact(r)]
     print(
-        f"{len(rows)} families, {len(rows) - len(wrong)} exact" + (f", not exact: {', '.join(wrong)}" if wrong else "")
+        f"{len(rows)} families, {len(rows) - len(wrong)} exact"
+        + (f", not exact: {', '.join(wrong)}" if wrong else "")
     )
     return 1 if wrong else 0
 

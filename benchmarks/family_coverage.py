@@ -1,13 +1,15 @@
-"""Twenty model classes that no layout was written for: is each cut exactly, or refused in words, and none wrongly?
+"""Twenty model classes that no layout was written for: is each cut exactly, or refused in words,
+and none wrongly?
 
     python benchmarks/family_coverage.py          # the draw; writes docs/coverage.md and its record
-    python benchmarks/family_coverage.py --all    # every model type of Transformers; prints, and writes nothing
-    python benchmarks/family_coverage.py --only bert,clip
+    python benchmarks/family_coverage.py --all    # every model type of Transformers; prints, and
+    writes nothing python benchmarks/family_coverage.py --only bert,clip
 
-A class is drawn from the base models of Transformers whose model type no registered layout names as a family, and is
-built with random weights from its own default configuration, every size of it shrunk. What cannot be built or run this
-way is redrawn and listed. Every site, of a registered layout or of one that ``hp.propose_layouts`` found, then has to
-pass ``headprune.surgery.prove``: |gated - pruned| in fp64 for each head alone and for ragged masks, gradients included.
+A class is drawn from the base models of Transformers whose model type no registered layout names as
+a family, and is built with random weights from its own default configuration, every size of it
+shrunk. What cannot be built or run this way is redrawn and listed. Every site, of a registered
+layout or of one that ``hp.propose_layouts`` found, then has to pass ``headprune.surgery.prove``:
+|gated - pruned| in fp64 for each head alone and for ragged masks, gradients included.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from shrunk import built  # noqa: E402  (a script's neighbour)
 
 
 def examine(model_type: str) -> dict[str, Any]:
-    """What headprune makes of one model type: exact, refused, no softmax attention, not built, or wrong."""
+    """What headprune makes of one model type: exact, refused, no softmax attention, not built, or
+    wrong."""
     import torch
 
     import headprune as hp
@@ -81,13 +84,19 @@ def examine(model_type: str) -> dict[str, Any]:
     sites = Sites(reached, sites.layouts.values())
     row |= {"sites": len(sites), "layouts": sorted({s.layout for s in sites})}
     if not sites:
-        return {**row, "status": "refused", "reason": "; ".join(refused) or "no effect on the example"}
+        return {
+            **row,
+            "status": "refused",
+            "reason": "; ".join(refused) or "no effect on the example",
+        }
     try:
         row["difference"] = prove(scratch, sites)
     except InvalidValue as error:
         if not error.where.startswith("gates"):
             return {**row, "status": "wrong", "reason": str(error)}
-        row["difference"] = prove(scratch, sites, by_example=False)  # gates an example are refused, in words
+        row["difference"] = prove(
+            scratch, sites, by_example=False
+        )  # gates an example are refused, in words
     except UnsupportedModel as error:  # the layout fits, and the cut itself refuses
         name = (
             "shared tensors"
@@ -108,7 +117,13 @@ def _child(model_type: str, pipe: Any) -> None:
     try:
         pipe.send(examine(model_type))
     except BaseException as error:
-        pipe.send({"model_type": model_type, "status": "failed", "reason": f"{type(error).__name__}: {error}"[:300]})
+        pipe.send(
+            {
+                "model_type": model_type,
+                "status": "failed",
+                "reason": f"{type(error).__name__}: {error}"[:300],
+            }
+        )
 
 
 def examine_apart(model_type: str, seconds: float) -> dict[str, Any]:
@@ -121,7 +136,11 @@ def examine_apart(model_type: str, seconds: float) -> dict[str, Any]:
     try:
         if ours.poll(seconds):
             return dict(ours.recv())
-        return {"model_type": model_type, "status": "not built", "reason": f"took more than {seconds:.0f} s"}
+        return {
+            "model_type": model_type,
+            "status": "not built",
+            "reason": f"took more than {seconds:.0f} s",
+        }
     except EOFError:
         return {"model_type": model_type, "status": "not built", "reason": "the process died"}
     finally:
@@ -155,13 +174,19 @@ def known_types() -> set[str]:
 def draw(count: int, seed: int, seconds: float) -> dict[str, list[dict[str, Any]]]:
     """``count`` classes with attention, those without one, and those that could not be built."""
     known, order = known_types(), model_types()
-    random.Random(seed).shuffle(order)  # before the known ones go: a new family takes out one class and moves no other
+    random.Random(seed).shuffle(
+        order
+    )  # before the known ones go: a new family takes out one class and moves no other
     found: dict[str, list[dict[str, Any]]] = {"rows": [], "without_attention": [], "redrawn": []}
     for model_type in (t for t in order if t not in known):
         if len(found["rows"]) == count:
             break
         row = examine_apart(model_type, seconds)
-        kind = {"not built": "redrawn", "failed": "redrawn", "no softmax attention": "without_attention"}
+        kind = {
+            "not built": "redrawn",
+            "failed": "redrawn",
+            "no softmax attention": "without_attention",
+        }
         found[kind.get(row["status"], "rows")].append(row)
         print(_line(row), flush=True)
     return found
@@ -170,17 +195,24 @@ def draw(count: int, seed: int, seconds: float) -> dict[str, list[dict[str, Any]
 def _line(row: dict[str, Any]) -> str:
     worst = "" if row.get("difference") is None else f"{row['difference']:.1e}"
     layouts = ",".join(row.get("layouts") or [])
-    return f"{row['model_type']:<28} {row['status']:<20} {row.get('sites', 0):>3} {worst:<8} {layouts} {row['reason']}"
+    return (
+        f"{row['model_type']:<28} {row['status']:<20} {row.get('sites', 0):>3} {worst:<8} {layouts}"
+        f" {row['reason']}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--all", action="store_true", help="every model type; writes nothing")
     parser.add_argument("--only", default="", help="these model types; writes nothing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit a class")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records" / "coverage.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "records" / "coverage.json"
+    )
     parser.add_argument("--table", type=Path, default=ROOT / "docs" / "coverage.md")
     given = parser.parse_args(arguments)
     import torch
@@ -188,7 +220,11 @@ def main(arguments: list[str] | None = None) -> None:
     from headprune.layouts import registry
 
     # Imported before the first fork, so that no child has to.
-    for module in ("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "headprune.surgery.detect"):
+    for module in (
+        "transformers.modeling_utils",
+        "transformers.models.auto.modeling_auto",
+        "headprune.surgery.detect",
+    ):
         importlib.import_module(module)
     for name in registry:
         registry.get(name)
@@ -202,7 +238,12 @@ def main(arguments: list[str] | None = None) -> None:
         return
     began = time.time()
     found = draw(given.count, given.seed, given.seconds)
-    record = {"seed": given.seed, "versions": versions(), "seconds": round(time.time() - began), **found}
+    record = {
+        "seed": given.seed,
+        "versions": versions(),
+        "seconds": round(time.time() - began),
+        **found,
+    }
     given.out.write_text(json.dumps(record, indent=1) + "\n")
     given.table.write_text(table(record))
 
@@ -259,8 +300,10 @@ def readme(records: Path) -> str:
     counts = Counter(row["status"] for row in rows)
     exact, wrong = counts["exact"], counts["wrong"]
     lines = [
-        f"Of [{len(rows)} model classes drawn by chance](docs/coverage.md), {exact} are cut exactly, "
-        f"{len(rows) - exact - wrong} refused with the",
+        (
+            f"Of [{len(rows)} model classes drawn by chance](docs/coverage.md), {exact} are cut"
+            f" exactly, {len(rows) - exact - wrong} refused with the"
+        ),
         f"reason, {wrong or 'none'} {'are' if wrong > 1 else 'is'} wrong in what its batch runs.",
     ]
     return "\n".join(f"  {line}" for line in lines)

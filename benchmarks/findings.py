@@ -1,21 +1,24 @@
-"""Three findings of the literature about heads, looked for on our models: what is cut, and what is trained again.
+"""Three findings of the literature about heads, looked for on our models: what is cut, and what is
+trained again.
 
     python benchmarks/findings.py --task trec --data path/to/trec --work runs/findings
     python benchmarks/findings.py --task digits --budgets 16 8 4 --work runs/findings
     python benchmarks/findings.py --figure      # docs/findings.md and .svg, from the records
 
-A model is trained as its recipe says, and loses the heads that `taylor` finds least important, most important, or
-heads drawn by chance: masked (Michel et al. 2019), and, for ``--budgets``, cut out of the weights that the training
-began with and trained again as the whole was (Prasanna et al. 2020). Whole models are trained as often, so that what a
-second training brings is not taken for what a choice of heads brings. Learned gates (Voita et al. 2019) are measured by
-``learned_gates.py``; the page shows its records too.
+A model is trained as its recipe says, and loses the heads that `taylor` finds least important, most
+important, or heads drawn by chance: masked (Michel et al. 2019), and, for ``--budgets``, cut out of
+the weights that the training began with and trained again as the whole was (Prasanna et al. 2020).
+Whole models are trained as often, so that what a second training brings is not taken for what a
+choice of heads brings. Learned gates (Voita et al. 2019) are measured by ``learned_gates.py``; the
+page shows its records too.
 
-A seed is another draw of calibration rows out of the training rows, and another order of batches. Accuracy is that of
-test rows, which nothing is chosen on; every row of the record says which of them were right, so that differences are
-paired. Rows are written as soon as they are there, and a run that is started again goes on after the last one.
+A seed is another draw of calibration rows out of the training rows, and another order of batches.
+Accuracy is that of test rows, which nothing is chosen on; every row of the record says which of
+them were right, so that differences are paired. Rows are written as soon as they are there, and a
+run that is started again goes on after the last one.
 
-A verdict is that of an interval: what 95 % of the resamples (of draws, and of test rows within them) say. Where they
-disagree it is undecided.
+A verdict is that of an interval: what 95 % of the resamples (of draws, and of test rows within
+them) say. Where they disagree it is undecided.
 """
 
 from __future__ import annotations
@@ -66,13 +69,16 @@ DRAWS = 2000
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "findings", TITLES, [36, 24, 14])
     args = parser.parse_args(argv)
-    if not args.figure and (args.task is None or args.work is None or (args.task == "trec" and args.data is None)):
+    if not args.figure and (
+        args.task is None or args.work is None or (args.task == "trec" and args.data is None)
+    ):
         parser.error("--task, --work and, for TREC, --data must be given, or --figure")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Runs what is missing from the record, or writes the page; returns the path that was written."""
+    """Runs what is missing from the record, or writes the page; returns the path that was
+    written."""
     args = arguments(argv)
     if args.figure:
         return draw(args.records, args.docs)
@@ -106,7 +112,8 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 
 def begin(args: argparse.Namespace, model: nn.Module, rows: list[Any], out: Path) -> dict[str, Any]:
-    """The record without rows; or the one that lies at ``out``, if it is of the same model, budgets and rows."""
+    """The record without rows; or the one that lies at ``out``, if it is of the same model, budgets
+    and rows."""
     base = evaluate(model, rows)
     same: dict[str, Any] = {
         "benchmark": "findings",
@@ -115,7 +122,12 @@ def begin(args: argparse.Namespace, model: nn.Module, rows: list[Any], out: Path
         "budgets": args.budgets,
         "calibration": args.calibration,
         "heads": sum(len(site.heads) for site in hp.find_sites(model)),
-        "judged": {"rows": "test", "n": base.n_examples, "accuracy": base.value, "right": bits(base.amounts)},
+        "judged": {
+            "rows": "test",
+            "n": base.n_examples,
+            "accuracy": base.value,
+            "right": bits(base.amounts),
+        },
     }
     return studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
 
@@ -124,11 +136,14 @@ def missing(
     args: argparse.Namespace, recipe: Recipe, record: dict[str, Any], model: nn.Module, untrained: Any, data: Data,
     rows: list[Any],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """What the record lacks: ``masked`` or ``trained`` accuracy of a choice of heads, one draw after the other."""
+    """What the record lacks: ``masked`` or ``trained`` accuracy of a choice of heads, one draw
+    after the other."""
     done = {(row["way"], row["choice"], row["kept"], row["seed"]) for row in record["rows"]}
     heads, layers = record["heads"], len(hp.find_sites(model))
     curve = {heads - round(share * heads) for share in SHARES}
-    curve = sorted({*args.budgets, *(kept for kept in curve if kept >= layers)}, reverse=True)  # a head a layer stays
+    curve = sorted(
+        {*args.budgets, *(kept for kept in curve if kept >= layers)}, reverse=True
+    )  # a head a layer stays
     for seed in range(args.seeds):
         wanted = [("trained", "all", heads)]
         wanted += [("masked", choice, kept) for choice in CHOICES for kept in curve]
@@ -147,26 +162,38 @@ def missing(
                 again = untrained()
                 hp.prune_(again, plan)
                 found = evaluate(tuned_(again, mine, recipe, seed), rows)
-            row = {"way": way, "choice": choice, "kept": kept, "seed": seed, "accuracy": found.value}
+            row = {
+                "way": way,
+                "choice": choice,
+                "kept": kept,
+                "seed": seed,
+                "accuracy": found.value,
+            }
             yield {**row, **studies.stamp(), "right": bits(found.amounts)}
 
 
-def chosen(scores: hp.HeadScores, choice: str, kept: int, seed: int, model: nn.Module) -> hp.PruningPlan:
+def chosen(
+    scores: hp.HeadScores, choice: str, kept: int, seed: int, model: nn.Module
+) -> hp.PruningPlan:
     """The plan that keeps so many heads: the best, the worst or any."""
     if choice == "chance":
         scores = hp.score(model, None, hp.scoring.Random(seed=seed))
     if choice == "unimportant":
-        scores = replace(scores, values=tuple(tuple(-v for v in row) for row in scores.values), samples=None)
+        scores = replace(
+            scores, values=tuple(tuple(-v for v in row) for row in scores.values), samples=None
+        )
     return replace(hp.select(scores, hp.Budget(keep_heads=kept), "global_topk"), model=None)
 
 
 def alone(model: nn.Module, rows: list[Any]) -> dict[str, int]:
-    """How many heads change the loss, each removed alone: by more than an interval that holds for all of them at once
-    with 95 %."""
+    """How many heads change the loss, each removed alone: by more than an interval that holds for
+    all of them at once with 95 %."""
     scores = hp.score(model, rows, "leave_one_out", progress=False)
     units = list(scores.units())
     wide = statistics.NormalDist().inv_cdf(1 - 0.025 / len(units))
-    raises, lowers = (sum(sign * u.value > wide * (u.standard_error or 0.0) for u in units) for sign in (1, -1))
+    raises, lowers = (
+        sum(sign * u.value > wide * (u.standard_error or 0.0) for u in units) for sign in (1, -1)
+    )
     return {"heads": len(units), "raises": raises, "lowers": lowers}
 
 
@@ -175,14 +202,19 @@ def bits(amounts: Sequence[float]) -> str:
     return "".join(str(int(amount)) for amount in amounts)
 
 
-# ---------------------------------------------------------------------------------------------- page and figure
+# ----------------------------------------------------------------------------------------------
+# page and figure
 
 
 def draw(records: Path, docs: Path) -> Path:
     """Writes the page and its figure from every record there is."""
     found = studies.records_in(records, "findings")
     picture(found, docs / PICTURE)
-    gates = studies.records_in(records, "learned-gates") if list(records.glob("learned-gates-*.json")) else []
+    gates = (
+        studies.records_in(records, "learned-gates")
+        if list(records.glob("learned-gates-*.json"))
+        else []
+    )
     return write_atomic(docs / PAGE, page(found, gates).encode())
 
 
@@ -200,11 +232,14 @@ class Share(NamedTuple):
 
 
 def verdict(holds: Sequence[bool], fails: Sequence[bool]) -> str:
-    """Of a finding with several parts: it holds if all do for sure, and fails if one does for sure."""
+    """Of a finding with several parts: it holds if all do for sure, and fails if one does for
+    sure."""
     return f"**{'Reproduced' if all(holds) else 'Contradicted' if any(fails) else 'Undecided'}.**"
 
 
-def answers(record: dict[str, Any], way: str, choice: str, kept: int) -> dict[int, NDArray[np.float64]]:
+def answers(
+    record: dict[str, Any], way: str, choice: str, kept: int
+) -> dict[int, NDArray[np.float64]]:
     """Which examples were right, by seed."""
     rows = (r for r in record["rows"] if (r["way"], r["choice"], r["kept"]) == (way, choice, kept))
     return {r["seed"]: _digits(r["right"]) for r in rows}
@@ -220,12 +255,20 @@ def _digits(text: str) -> NDArray[np.float64]:
 
 
 def difference(pairs: Sequence[tuple[dict[int, Any], dict[int, Any]]]) -> Share:
-    """Mean of ``a - b`` over pairs and over the draws that both have; resamples are of draws, and of examples."""
+    """Mean of ``a - b`` over pairs and over the draws that both have; resamples are of draws, and
+    of examples."""
     seeds = sorted(set.intersection(*(set(d) for pair in pairs for d in pair)))
-    gains = np.array([[a[seed] - b[seed] for seed in seeds] for a, b in pairs]).mean(0)  # [draws, examples]
+    gains = np.array([[a[seed] - b[seed] for seed in seeds] for a, b in pairs]).mean(
+        0
+    )  # [draws, examples]
     chance = np.random.default_rng(0)
     again = [
-        gains[np.ix_(chance.integers(0, len(gains), len(gains)), chance.integers(0, gains.shape[1], gains.shape[1]))]
+        gains[
+            np.ix_(
+                chance.integers(0, len(gains), len(gains)),
+                chance.integers(0, gains.shape[1], gains.shape[1]),
+            )
+        ]
         for _ in range(DRAWS)
     ]
     low, high = np.percentile([g.mean() for g in again], (2.5, 97.5))
@@ -249,8 +292,8 @@ def losses(record: dict[str, Any], choice: str) -> dict[int, Share]:
 
 
 def unnoticed(lost: dict[int, Share], heads: int, surely: bool) -> float:
-    """The largest share of the heads that goes, with all smaller ones, and loses at most UNNOTICED: ``surely``, by the
-    upper end of the interval, or at least possibly, by the lower one."""
+    """The largest share of the heads that goes, with all smaller ones, and loses at most UNNOTICED:
+    ``surely``, by the upper end of the interval, or at least possibly, by the lower one."""
     share = 0.0
     for kept, of_kept in lost.items():
         if (of_kept.high if surely else of_kept.low) > UNNOTICED:
@@ -264,29 +307,60 @@ def page(records: list[dict[str, Any]], gates: list[dict[str, Any]]) -> str:
     lines = [
         "# Three findings of the literature, on our models",
         "",
-        "Written by `python benchmarks/findings.py --figure` from the records in `benchmarks/records`; do not edit.",
-        "Accuracy on rows that nothing was chosen on, mean ± standard deviation over draws; in brackets are 95 %",
-        "intervals over draws and test rows, and a verdict is what the whole interval says. Our models are small, and",
-        "so are the tasks: a finding that holds here need not hold for yours, and `headprune sweep` will tell.",
+        (
+            "Written by `python benchmarks/findings.py --figure` from the records in"
+            " `benchmarks/records`; do not edit."
+        ),
+        (
+            "Accuracy on rows that nothing was chosen on, mean ± standard deviation over draws; in"
+            " brackets are 95 %"
+        ),
+        (
+            "intervals over draws and test rows, and a verdict is what the whole interval says. Our"
+            " models are small, and"
+        ),
+        (
+            "so are the tasks: a finding that holds here need not hold for yours, and `headprune"
+            " sweep` will tell."
+        ),
     ]
     for record in records:
         judged = record["judged"]
         lines += [
             "",
-            f"The model of `{record['task']}`: {TITLES[record['task']]}, {record['heads']} heads, accuracy"
-            f" {judged['accuracy']:.3f} on {judged['n']} test rows.",
+            (
+                f"The model of `{record['task']}`: {TITLES[record['task']]}, {record['heads']}"
+                f" heads, accuracy {judged['accuracy']:.3f} on {judged['n']} test rows."
+            ),
         ]
     lines += ["", "## Many heads go unnoticed (Michel et al. 2019)", "", *michel(records)]
-    lines += ["", "## Trained again, any heads will do (Prasanna et al. 2020)", "", *prasanna(records), *again(gates)]
+    lines += [
+        "",
+        "## Trained again, any heads will do (Prasanna et al. 2020)",
+        "",
+        *prasanna(records),
+        *again(gates),
+    ]
     if gates:
-        lines += ["", "## Few heads do the work, and gates that learn find them (Voita et al. 2019)", "", *voita(gates)]
+        lines += [
+            "",
+            "## Few heads do the work, and gates that learn find them (Voita et al. 2019)",
+            "",
+            *voita(gates),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def michel(records: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "Theirs: 20 % (translation) to 40 % (BERT) of the heads go, least important first, before anybody notices, and",
-        "8 of 96 encoder heads change the score significantly when taken alone. Masked, nothing trained:",
+        (
+            "Theirs: 20 % (translation) to 40 % (BERT) of the heads go, least important first,"
+            " before anybody notices, and"
+        ),
+        (
+            "8 of 96 encoder heads change the score significantly when taken alone. Masked, nothing"
+            " trained:"
+        ),
         "",
         f"![accuracy by share of heads gone]({PICTURE})",
         "",
@@ -296,10 +370,11 @@ def michel(records: list[dict[str, Any]]) -> list[str]:
         surely, possibly = (unnoticed(lost, record["heads"], surely) for surely in (True, False))
         chance = unnoticed(losses(record, "chance"), record["heads"], False)
         lines += [
-            f"- `{record['task']}`: {100 * surely:.0f} % of the heads go, least important first, for surely at most"
-            f" {100 * UNNOTICED:g} point; beyond {100 * possibly:.0f} % it is surely more. By chance it is surely more"
-            f" beyond {100 * chance:.0f} %. Alone, {single['raises']} of {single['heads']} heads raise the loss when"
-            f" taken, {single['lowers']} lower it (95 % for all of them at once)."
+            f"- `{record['task']}`: {100 * surely:.0f} % of the heads go, least important first,"
+            f" for surely at most {100 * UNNOTICED:g} point; beyond {100 * possibly:.0f} % it is"
+            f" surely more. By chance it is surely more beyond {100 * chance:.0f} %. Alone,"
+            f" {single['raises']} of {single['heads']} heads raise the loss when taken,"
+            f" {single['lowers']} lower it (95 % for all of them at once)."
             f" {verdict([surely >= MICHEL], [possibly < MICHEL])}"
         ]
     return lines
@@ -319,7 +394,11 @@ def prasanna(records: list[dict[str, Any]]) -> list[str]:
     for record in records:
         every = ("trained", "all", record["heads"])
         for kept in record["budgets"]:
-            found = [spread(accuracies(record, way, c, kept)) for way in ("masked", "trained") for c in CHOICES]
+            found = [
+                spread(accuracies(record, way, c, kept))
+                for way in ("masked", "trained")
+                for c in CHOICES
+            ]
             cells = [*found, spread(accuracies(record, *every))]
             lines.append(f"| {record['task']} | {kept} | {' | '.join(cells)} |")
         masked, trained = (
@@ -332,30 +411,42 @@ def prasanna(records: list[dict[str, Any]]) -> list[str]:
             for way in ("masked", "trained")
         )
         short = difference(
-            [(answers(record, *every), answers(record, "trained", "chance", kept)) for kept in record["budgets"]]
+            [
+                (answers(record, *every), answers(record, "trained", "chance", kept))
+                for kept in record["budgets"]
+            ]
         )
         half = masked.mean / 2
         holds = [masked.low > 0, trained.high < half, short.high <= NEARLY]
         fails = [masked.high <= 0, trained.low > half, short.low > NEARLY]
         verdicts.append(
-            f"- `{record['task']}`, mean over budgets: important heads are {masked.points()} points from random ones"
-            f" when masked and {trained.points()} when trained again; random ones, trained, lose {short.points()}"
-            f" points of the whole (nearly as good: at most {100 * NEARLY:g}). {verdict(holds, fails)}"
+            f"- `{record['task']}`, mean over budgets: important heads are {masked.points()} points"
+            f" from random ones when masked and {trained.points()} when trained again; random ones,"
+            f" trained, lose {short.points()} points of the whole (nearly as good: at most"
+            f" {100 * NEARLY:g}). {verdict(holds, fails)}"
         )
     return [*lines, "", *verdicts]
 
 
 def again(gates: list[dict[str, Any]]) -> list[str]:
-    """The same shape where a fine-tuned encoder is trained on, from the records of learned gates."""
+    """The same shape where a fine-tuned encoder is trained on, from the records of learned
+    gates."""
     lines = []
     for record in gates:
-        steps, full = record["training"]["steps"], _methods(record).get((learned_gates.WHOLE, record["heads"]), [])
+        steps, full = (
+            record["training"]["steps"],
+            _methods(record).get((learned_gates.WHOLE, record["heads"]), []),
+        )
         lines += [
             "",
             f"A fine-tuned encoder, `{record['task']}`, trained on for {steps} steps after the cut,"
             f" {record['judged']['n']} {record['judged']['rows']} rows;"
             f" whole, before: {record['judged']['accuracy']:.3f}"
-            + (f"; whole, trained on: {spread([row['accuracy'] for row in full])}." if full else "."),
+            + (
+                f"; whole, trained on: {spread([row['accuracy'] for row in full])}."
+                if full
+                else "."
+            ),
             "",
             f"| heads by | kept of {record['heads']} | masked | trained on |",
             "| --- | ---: | ---: | ---: |",
@@ -376,14 +467,23 @@ def _methods(record: dict[str, Any]) -> dict[tuple[str, int], list[dict[str, Any
 
 def voita(records: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "Theirs: gates that learn to close leave 10 of 48 encoder heads of a translator, 0.15 BLEU below it. Ours have",
-        f"as many training steps as heads cut by a score and trained afterwards ([{learned_gates.PAGE}]"
-        f"({learned_gates.PAGE})), and are compared with the whole model after as many; intervals are over draws.",
+        (
+            "Theirs: gates that learn to close leave 10 of 48 encoder heads of a translator, 0.15"
+            " BLEU below it. Ours have"
+        ),
+        (
+            "as many training steps as heads cut by a score and trained afterwards"
+            f" ([{learned_gates.PAGE}]({learned_gates.PAGE})), and are compared with the whole"
+            " model after as many; intervals are over draws."
+        ),
         "",
     ]
     for record in records:
         methods = _methods(record)
-        full = {row["seed"]: row["accuracy"] for row in methods.get((learned_gates.WHOLE, record["heads"]), [])}
+        full = {
+            row["seed"]: row["accuracy"]
+            for row in methods.get((learned_gates.WHOLE, record["heads"]), [])
+        }
         for (method, kept), rows in methods.items():
             pairs = [(full[row["seed"]], row["accuracy"]) for row in rows if row["seed"] in full]
             if method == learned_gates.WHOLE or len(pairs) < 2:
@@ -393,8 +493,9 @@ def voita(records: list[dict[str, Any]]) -> list[str]:
             if method in learned_gates.LEARNED:
                 said = " " + verdict([lost.high <= UNNOTICED], [lost.low > UNNOTICED])
             lines.append(
-                f"- `{record['task']}`, {kept} of {record['heads']} heads by `{method}`: {lost.points()} points lost of"
-                f" the whole model's {spread(list(full.values()))} on {record['judged']['rows']} rows.{said}"
+                f"- `{record['task']}`, {kept} of {record['heads']} heads by `{method}`:"
+                f" {lost.points()} points lost of the whole model's {spread(list(full.values()))}"
+                f" on {record['judged']['rows']} rows.{said}"
             )
     return lines
 
@@ -405,17 +506,29 @@ def over_draws(values: Sequence[float]) -> Share:
 
 
 def picture(records: list[dict[str, Any]], path: Path) -> None:
-    """A panel a task: accuracy of the masked model against the share of heads gone, a line a choice."""
+    """A panel a task: accuracy of the masked model against the share of heads gone, a line a
+    choice."""
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
     figure = Figure(figsize=(4.6 * len(records), 3.6), layout="constrained")
-    for panel, record in zip(figure.subplots(1, len(records), squeeze=False)[0], records, strict=True):
+    for panel, record in zip(
+        figure.subplots(1, len(records), squeeze=False)[0], records, strict=True
+    ):
         for choice, style in zip(CHOICES, ("-o", "--s", ":^"), strict=True):
             points = [
-                (100 * (1 - k / record["heads"]), accuracies(record, "masked", choice, k)) for k in counts(record)
+                (100 * (1 - k / record["heads"]), accuracies(record, "masked", choice, k))
+                for k in counts(record)
             ]
             means, errors = ([f(v) for _, v in points] for f in (statistics.fmean, deviation))
-            panel.errorbar([x for x, _ in points], means, errors, fmt=style, label=choice, markersize=4, capsize=2)
+            panel.errorbar(
+                [x for x, _ in points],
+                means,
+                errors,
+                fmt=style,
+                label=choice,
+                markersize=4,
+                capsize=2,
+            )
         panel.axhline(record["judged"]["accuracy"], color="0.6", linestyle="--", linewidth=1)
         panel.set_title(TITLES[record["task"]], fontsize=10)
         panel.set_xlabel("heads gone, %")

@@ -1,11 +1,13 @@
-"""Which model families each checkpoint format can hold, found by saving a cut model of each and loading it again.
+"""Which model families each checkpoint format can hold, found by saving a cut model of each and
+loading it again.
 
     python benchmarks/formats.py            # rewrites the table in docs/checkpoints.md
     python benchmarks/formats.py --new      # tries only families that are not in it yet
 
-A uniform plan keeps the same number of heads in every layer, other heads in each; an uneven one keeps another number
-in each, and a last one takes every head of a layer. What is written is loaded by Transformers and compared, tensor by
-tensor and in outputs, so that "yes" is a thing that was done.
+A uniform plan keeps the same number of heads in every layer, other heads in each; an uneven one
+keeps another number in each, and a last one takes every head of a layer. What is written is loaded
+by Transformers and compared, tensor by tensor and in outputs, so that "yes" is a thing that was
+done.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ from headprune.layouts import registry
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- formats: begin -->", "<!-- formats: end -->"
-HEADER = "| family | uniform plan: `transformers` | uneven plan: `remote-code` | layer without heads: `remote-code` |"
+HEADER = (
+    "| family | uniform plan: `transformers` | uneven plan: `remote-code` | layer without heads:"
+    " `remote-code` |"
+)
 
 
 def row(layout: str, family: str) -> tuple[str, str, str]:
     """``yes`` or ``no`` a plan and format, in the order of the table."""
     cells = []
-    for plan, form in ((uniform, "transformers"), (uneven, "remote-code"), (one_empty, "remote-code")):
+    for plan, form in (
+        (uniform, "transformers"),
+        (uneven, "remote-code"),
+        (one_empty, "remote-code"),
+    ):
         model, batch = registry.get(layout).tiny(0, family)
         cells.append("yes" if holds(model.eval(), batch, plan, form) else "no")
     return cells[0], cells[1], cells[2]
@@ -55,12 +64,18 @@ def holds(model: nn.Module, batch: Any, plan: Any, form: Any) -> bool:
 def uniform(sites: tuple[AttentionSite, ...]) -> HeadMask:
     """The same number of units in every layer, and not the same units."""
     fewest = min(len(s.units) for s in sites)
-    return _keep(sites, [[(i + j) % len(s.units) for j in range(max(1, fewest // 2))] for i, s in enumerate(sites)])
+    return _keep(
+        sites,
+        [[(i + j) % len(s.units) for j in range(max(1, fewest // 2))] for i, s in enumerate(sites)],
+    )
 
 
 def uneven(sites: tuple[AttentionSite, ...]) -> HeadMask:
     """One unit fewer in every second layer."""
-    return _keep(sites, [range(i % 2 if len(s.units) > 1 else 0, len(s.units)) for i, s in enumerate(sites, 1)])
+    return _keep(
+        sites,
+        [range(i % 2 if len(s.units) > 1 else 0, len(s.units)) for i, s in enumerate(sites, 1)],
+    )
 
 
 def one_empty(sites: tuple[AttentionSite, ...]) -> HeadMask:
@@ -75,9 +90,16 @@ def _keep(sites: tuple[AttentionSite, ...], units: list[Any]) -> HeadMask:
 
 
 def table(known: str = "") -> str:
-    """The table for every registered family, as Markdown; rows that stand in ``known`` are taken from there."""
-    rows = {line.split("|")[1].strip(): line for line in known.splitlines() if line.startswith("| ")}
-    families = [(layout, family) for layout in registry.names() for family, _ in registry.get(layout).families]
+    """The table for every registered family, as Markdown; rows that stand in ``known`` are taken
+    from there."""
+    rows = {
+        line.split("|")[1].strip(): line for line in known.splitlines() if line.startswith("| ")
+    }
+    families = [
+        (layout, family)
+        for layout in registry.names()
+        for family, _ in registry.get(layout).families
+    ]
     lines = [f"Transformers {transformers.__version__}.", "", HEADER, "| --- " * 4 + "|"]
     for layout, family in sorted(families, key=lambda pair: pair[1]):
         if family not in rows:
@@ -93,9 +115,13 @@ def documented() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--print", action="store_true", help="only print the table")
-    parser.add_argument("--new", action="store_true", help="only try families that the table does not have yet")
+    parser.add_argument(
+        "--new", action="store_true", help="only try families that the table does not have yet"
+    )
     options = parser.parse_args()
     made = table(documented() if options.new else "")
     if options.print:

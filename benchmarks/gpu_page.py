@@ -51,12 +51,24 @@ def page(records: Path) -> str:
     if not cuts and not shapes and not rest:
         lines.append(f"On a GPU: {studies.NO_GPU}.")
     for record in cuts:
-        lines += ["", f"## {record['task'].upper()}, an encoder that was cut", "", machine(record), ""]
+        lines += [
+            "",
+            f"## {record['task'].upper()}, an encoder that was cut",
+            "",
+            machine(record),
+            "",
+        ]
         lines += [*headline_words(record), *ceilings(record), *cells(of(record, "gpu"))]
         lines += failed(record)
     for record in shapes:
         lines += ["", "## Models of real sizes", "", machine(record), ""]
-        lines += ["Random weights, for speed does not depend on them; a share of every layer's heads stays.", ""]
+        lines += [
+            (
+                "Random weights, for speed does not depend on them; a share of every layer's heads"
+                " stays."
+            ),
+            "",
+        ]
         lines += ceilings(record)
         for subject, phase in distinct(of(record, "gpu"), "subject", "phase"):
             lines += ["", f"### {subject}, {phase}", ""]
@@ -76,11 +88,13 @@ def of_shapes(records: Path) -> list[Record]:
     return [record for record in read(records, "gpu-shapes*.json") if "gpu" in record]
 
 
-# ------------------------------------------------------------------------------------------------ rows
+# ------------------------------------------------------------------------------------------------
+# rows
 
 
 def limit(row: Row) -> float:
-    """What the least work would allow: of multiply-adds, or of bytes where only those are counted."""
+    """What the least work would allow: of multiply-adds, or of bytes where only those are
+    counted."""
     if "limit" in row:
         return float(row["limit"])
     whole, cut = row["work"]["macs" if "macs" in row["work"] else "bytes"]
@@ -93,15 +107,21 @@ def kept(row: Row) -> str:
 
 
 def flat(row: Row, which: str) -> Row:
-    """A row as the tables of other speeds have it, by its latency (``call``) or its GPU time (``gpu``)."""
+    """A row as the tables of other speeds have it, by its latency (``call``) or its GPU time
+    (``gpu``)."""
     stays = row["kept"] if "kept" in row else f"{row['share']:.0%} of the"
     about = {"kept": stays, "batch": row["batch"], "length": row["tokens"]}
     return {**row[which], **about, "limit": limit(row)}
 
 
 def headline(record: Record) -> list[Row]:
-    """The busiest GPU-bound cell in bf16 and eager mode, a row for each cut; else the one nearest to GPU-bound."""
-    rows = [row for row in of(record, "gpu", precision="bfloat16", code="eager", cold=False) if "gpu" in row]
+    """The busiest GPU-bound cell in bf16 and eager mode, a row for each cut; else the one nearest
+    to GPU-bound."""
+    rows = [
+        row
+        for row in of(record, "gpu", precision="bfloat16", code="eager", cold=False)
+        if "gpu" in row
+    ]
     if not rows:
         return []
     bound = [row for row in rows if row["bound"] == "gpu"]
@@ -126,12 +146,16 @@ def headline_words(record: Record) -> list[str]:
         return []
     share = row["gpu"]["ratio"] / limit(row)
     lines = [
-        f"With {third} of {record['heads']} heads, batch {row['batch']} of {row['tokens']} tokens in bf16"
-        f" ({row['bound']}-bound): GPU time {plain(1000 * row['gpu']['original_p50'])} to"
-        f" {plain(1000 * row['gpu']['pruned_p50'])} ms, {ratio(row['gpu'])} times as fast, {share:.2f} of the limit of"
-        f" {limit(row):.2f}; latency {ratio(row['call'])}."
+        f"With {third} of {record['heads']} heads, batch {row['batch']} of {row['tokens']} tokens"
+        f" in bf16 ({row['bound']}-bound): GPU time {plain(1000 * row['gpu']['original_p50'])} to"
+        f" {plain(1000 * row['gpu']['pruned_p50'])} ms, {ratio(row['gpu'])} times as fast,"
+        f" {share:.2f} of the limit of {limit(row):.2f}; latency {ratio(row['call'])}."
     ]
-    judged = {r.get("cut") for r in of(record, "quality", kept=third, seed=0) if r["way"].startswith(record["timed"])}
+    judged = {
+        r.get("cut")
+        for r in of(record, "quality", kept=third, seed=0)
+        if r["way"].startswith(record["timed"])
+    }
     if judged - {row.get("cut")}:
         lines.append("The heads of the judged and of the timed model differ.")
     top = next(iter(of(record, "ceiling")), None)
@@ -142,8 +166,9 @@ def headline_words(record: Record) -> list[str]:
         ]
         done = " and ".join(f"{rate / 1e12:.0f}" for rate in rates)
         lines.append(
-            f"The whole and the cut model compute at {done} TFLOP/s, {rates[0] / top['bfloat16_flops']:.0%} and"
-            f" {rates[1] / top['bfloat16_flops']:.0%} of what a large matrix product reaches on the same machine."
+            f"The whole and the cut model compute at {done} TFLOP/s,"
+            f" {rates[0] / top['bfloat16_flops']:.0%} and {rates[1] / top['bfloat16_flops']:.0%} of"
+            " what a large matrix product reaches on the same machine."
         )
     return [" ".join(lines), ""]
 
@@ -158,13 +183,17 @@ def ceilings(record: Record) -> list[str]:
             if name.endswith("_flops")
         )
         lines += [
-            f"This machine's ceilings: {row['copy_bytes'] / 1e12:.2f} TB/s copied; TFLOP/s of products: {products}.",
+            (
+                f"This machine's ceilings: {row['copy_bytes'] / 1e12:.2f} TB/s copied; TFLOP/s of"
+                f" products: {products}."
+            ),
             "",
         ]
     return lines
 
 
-# ------------------------------------------------------------------------------------------------ tables
+# ------------------------------------------------------------------------------------------------
+# tables
 
 
 def cells(rows: list[Row]) -> list[str]:
@@ -172,8 +201,15 @@ def cells(rows: list[Row]) -> list[str]:
     lines: list[str] = []
     for way in distinct(rows, "precision", "code", "attention", "cold"):
         precision, code, attention, cold = way
-        mine = [row for row in rows if tuple(row[name] for name in ("precision", "code", "attention", "cold")) == way]
-        about = f"{precision}, {code}, {attention} attention" + ", L2 cache overwritten before every call" * cold
+        mine = [
+            row
+            for row in rows
+            if tuple(row[name] for name in ("precision", "code", "attention", "cold")) == way
+        ]
+        about = (
+            f"{precision}, {code}, {attention} attention"
+            + ", L2 cache overwritten before every call" * cold
+        )
         lines += [f"**{about}**", "", *one_table(mine), *short_of_limit(mine), *paying(mine), ""]
     return lines[:-1]
 
@@ -191,7 +227,9 @@ def one_table(rows: list[Row]) -> list[str]:
         line += [ms(first, "gpu"), ms(first, "call")]
         for name in cuts:
             line += one_cut(here.get(name))
-        body.append([*line, ", ".join(dict.fromkeys(row.get("bound", "-") for row in here.values()))])
+        body.append(
+            [*line, ", ".join(dict.fromkeys(row.get("bound", "-") for row in here.values()))]
+        )
     return table([*head, "bound by"], body, left=2)
 
 
@@ -210,7 +248,8 @@ def ms(row: Row, which: str) -> str:
 
 
 def short_of_limit(rows: list[Row]) -> list[str]:
-    """GPU-bound cells whose speed is below ``AIM`` of what the least work would allow; the introduction says why."""
+    """GPU-bound cells whose speed is below ``AIM`` of what the least work would allow; the
+    introduction says why."""
     said = []
     for row in rows:
         if row.get("bound") == "gpu" and row["gpu"]["ratio"] / limit(row) < AIM:
@@ -220,7 +259,8 @@ def short_of_limit(rows: list[Row]) -> list[str]:
 
 
 def paying(rows: list[Row]) -> list[str]:
-    """From which batch and length on a cut pays, by GPU time and by latency; energy where it was read."""
+    """From which batch and length on a cut pays, by GPU time and by latency; energy where it was
+    read."""
     lines: list[str] = []
     for which, name in (("gpu", "GPU time"), ("call", "Latency")):
         mine = [flat(row, which) for row in rows if which in row]
@@ -230,7 +270,10 @@ def paying(rows: list[Row]) -> list[str]:
         spent = row.get("joules")
         if spent and all(spent):
             words = " to ".join(plain(1000 * joules / row["batch"]) for joules in spent)
-            lines += ["", f"Energy at {row['batch']} x {row['tokens']}, {kept(row)}: {words} mJ an example."]
+            lines += [
+                "",
+                f"Energy at {row['batch']} x {row['tokens']}, {kept(row)}: {words} mJ an example.",
+            ]
     return lines
 
 
@@ -238,13 +281,15 @@ def failed(record: Record) -> list[str]:
     """Cells that could not be run."""
     rows = [row for row in record["rows"] if row["what"] == "gpu" and "error" in row]
     said = [
-        f"- {r.get('subject', '')} {r['precision']} {r['code']} {r['batch']} x {r['tokens']}: {r['error']}"
+        f"- {r.get('subject', '')} {r['precision']} {r['code']} {r['batch']} x {r['tokens']}:"
+        f" {r['error']}"
         for r in rows
     ]
     return ["", "Failed:", "", *said] if said else []
 
 
-# ------------------------------------------------------------------------------------------------ the rest
+# ------------------------------------------------------------------------------------------------
+# the rest
 
 
 def correctness(records: Path) -> list[str]:
@@ -261,12 +306,17 @@ def correctness(records: Path) -> list[str]:
     body = []
     for name, checks in groups.items():
         passed = sum(check["passed"] for check in checks)
-        shares = [float(check["error"]) / check["tolerance"] for check in checks if check["tolerance"]]
-        body.append([name, str(len(checks)), str(passed), f"{max(shares):.2g}" if shares else "exact"])
+        shares = [
+            float(check["error"]) / check["tolerance"] for check in checks if check["tolerance"]
+        ]
+        body.append(
+            [name, str(len(checks)), str(passed), f"{max(shares):.2g}" if shares else "exact"]
+        )
     head = ["check", "comparisons", "passed", "largest error over its tolerance"]
     where = record["device"]["name"]
     about = (
-        f"On {where} beside the CPU, by `tests/gpu`: fp64, fp32, TF32, fp16, bf16 and autocast, as far as each applies."
+        f"On {where} beside the CPU, by `tests/gpu`: fp64, fp32, TF32, fp16, bf16 and autocast, as"
+        " far as each applies."
     )
     return ["", "## The same results as on the CPU", "", about, "", *table(head, body)]
 
@@ -284,8 +334,17 @@ def scoring(records: Path) -> list[str]:
             shown = [interval(found["median"], found["p10"], found["p90"]) for found in faster]
             saturated = "yes" if row["saturated"] else ""
             body.append([size, f"{row['batch']} x {row['tokens']}", *shown, saturated])
-        head = ["layers x heads", "batch x tokens", "whole passes", "loop with `hp.gated`", "GPU saturated"]
-        about = "Ablation of every head by `leave_one_out`: times as fast as each of two plain loops, with the 10th and"
+        head = [
+            "layers x heads",
+            "batch x tokens",
+            "whole passes",
+            "loop with `hp.gated`",
+            "GPU saturated",
+        ]
+        about = (
+            "Ablation of every head by `leave_one_out`: times as fast as each of two plain loops,"
+            " with the 10th and"
+        )
         about += " 90th percentile over rounds."
         lines += ["", "## Scoring", "", machine(record), "", about, "", *table(head, body, left=2)]
     return lines
@@ -297,5 +356,13 @@ def queue(records: Path) -> list[str]:
     if not path.is_file():
         return []
     entries = json.loads(path.read_text())["entries"]
-    body = [[e["job"], e["status"], f"{e['seconds']:.0f}", e["commit"][:12], e["created"][:10]] for e in entries]
-    return ["", "## What ran", "", *table(["job", "ended", "seconds", "commit", "on"], body, left=2)]
+    body = [
+        [e["job"], e["status"], f"{e['seconds']:.0f}", e["commit"][:12], e["created"][:10]]
+        for e in entries
+    ]
+    return [
+        "",
+        "## What ran",
+        "",
+        *table(["job", "ended", "seconds", "commit", "on"], body, left=2),
+    ]

@@ -1,16 +1,20 @@
-"""How long a call keeps the GPU busy, beside how long its caller waits; and what the GPU did meanwhile.
+"""How long a call keeps the GPU busy, beside how long its caller waits; and what the GPU did
+meanwhile.
 
-A small model in eager mode keeps Python busier than the GPU: its latency is the time of launching kernels, and a cut
-changes nothing. So every cell has two times:
+A small model in eager mode keeps Python busier than the GPU: its latency is the time of launching
+kernels, and a cut changes nothing. So every cell has two times:
 
 - *latency*: wall clock of the call, from an idle GPU to an idle GPU;
-- *GPU time*: between two CUDA events around replays of a CUDA graph of the same call, so that no launch weighs.
+- *GPU time*: between two CUDA events around replays of a CUDA graph of the same call, so that no
+  launch weighs.
 
-Where the two are alike, the cell is GPU-bound; where latency is longer, it is launch-bound (``bound``). Code that
-``torch.compile`` has put into CUDA graphs by itself cannot be captured again. Events around the call time it
-(``events``), and Python's work before the replay lies between them.
+Where the two are alike, the cell is GPU-bound; where latency is longer, it is launch-bound
+(``bound``). Code that ``torch.compile`` has put into CUDA graphs by itself cannot be captured
+again. Events around the call time it (``events``), and Python's work before the replay lies between
+them.
 
-Clocks are read, never locked. Energy is that of back-to-back replays alone. On a CPU there is only the latency.
+Clocks are read, never locked. Energy is that of back-to-back replays alone. On a CPU there is only
+the latency.
 """
 
 from __future__ import annotations
@@ -44,15 +48,18 @@ PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {
     "float16": (torch.float16, False),
     "bfloat16": (torch.bfloat16, False),
 }
-#: How the model's code runs. The last two are modes of ``torch.compile``, which makes CUDA graphs of its own.
+#: How the model's code runs. The last two are modes of ``torch.compile``, which makes CUDA graphs
+#: of its own.
 CODES = ("eager", "reduce-overhead", "max-autotune")
 #: A cell is GPU-bound where the GPU is busy for at least this share of the latency.
 BUSY = 0.9
-#: Replays are timed together until they take this long, because an event's clock has steps of half a microsecond.
+#: Replays are timed together until they take this long, because an event's clock has steps of half
+#: a microsecond.
 SPAN = 2e-3
 #: The GPU works for so long before a cell is timed, so that its clock has risen.
 WARM_UP = 0.3
-#: Bytes that are overwritten to push a model out of the L2 cache (50 to 60 MB on today's largest GPUs).
+#: Bytes that are overwritten to push a model out of the L2 cache (50 to 60 MB on today's largest
+#: GPUs).
 L2_FLUSH = 256 * 2**20
 
 
@@ -71,7 +78,8 @@ def arithmetic(precision: str) -> Iterator[torch.dtype]:
             place.allow_tf32 = value
 
 
-# ------------------------------------------------------------------------------------------------ one cell
+# ------------------------------------------------------------------------------------------------
+# one cell
 
 
 @dataclass(frozen=True)
@@ -139,12 +147,14 @@ def compared(
 
     Args:
         models: ``prepared_`` for the cell, the whole one first, on one device.
-        call_of: Makes the call of a model with the cell's input, which leaves its results on the device.
+        call_of: Makes the call of a model with the cell's input, which leaves its results on the
+            device.
         cell: What is measured.
         how: For how long.
 
     Returns:
-        A row for every model after the first: the cell, what ``measured`` gives, and the kernels of attention.
+        A row for every model after the first: the cell, what ``measured`` gives, and the kernels of
+        attention.
     """
     device = device_of(models[0])
     with ExitStack() as stack:
@@ -185,12 +195,15 @@ def measured(
         backends: Kernels of attention that the calls take; a graph with others is not used.
 
     Returns:
-        Rows with ``call``, and on a GPU ``gpu`` with ``bound``, ``events`` of compiled code, or ``no_graph`` (why there
-        is neither); ``state`` before and after, and ``joules`` a call.
+        Rows with ``call``, and on a GPU ``gpu`` with ``bound``, ``events`` of compiled code, or
+        ``no_graph`` (why there is neither); ``state`` before and after, and ``joules`` a call.
     """
     if device.type != "cuda":
         times = {"call": in_turn(runs, device, how.effort)}
-        return [_row(place, batch, tokens, times, {"state": [None, None]}) for place in range(1, len(runs))]
+        return [
+            _row(place, batch, tokens, times, {"state": [None, None]})
+            for place in range(1, len(runs))
+        ]
     found: dict[str, Any] = {}
     warm_up(runs[0], device)
     before = state(device)
@@ -228,19 +241,24 @@ def _speed(batch: int, tokens: int, times: np.ndarray) -> dict[str, Any]:
 
 
 def bound(call: dict[str, Any], gpu: dict[str, Any]) -> str:
-    """``gpu`` where both models keep the GPU busy nearly all the time, ``launch`` where Python takes longer."""
+    """``gpu`` where both models keep the GPU busy nearly all the time, ``launch`` where Python
+    takes longer."""
     shares = [gpu[f"{which}_p50"] / call[f"{which}_p50"] for which in ("original", "pruned")]
     return "gpu" if min(shares) >= BUSY else "launch"
 
 
-# ------------------------------------------------------------------------------------------------ time of the GPU alone
+# ------------------------------------------------------------------------------------------------
+# time of the GPU alone
 
 
-def captured(runs: Sequence[Run], backends: Sequence[str] = ()) -> tuple[list[Run] | None, str | None]:
+def captured(
+    runs: Sequence[Run], backends: Sequence[str] = ()
+) -> tuple[list[Run] | None, str | None]:
     """Make a CUDA graph of every call; return their replays, or why one could not be captured.
 
-    What waits for the GPU, or copies from main memory, cannot be captured. A graph whose attention runs in other
-    kernels than those of the call, ``backends``, is another computation, and is none of use.
+    What waits for the GPU, or copies from main memory, cannot be captured. A graph whose attention
+    runs in other kernels than those of the call, ``backends``, is another computation, and is none
+    of use.
     """
     try:
         graphs = [capture(run) for run in runs]
@@ -248,14 +266,17 @@ def captured(runs: Sequence[Run], backends: Sequence[str] = ()) -> tuple[list[Ru
         if others:
             return None, f"the graph takes other kernels than the call: {', '.join(sorted(others))}"
         return [graph.replay for graph, _ in graphs], None
-    except Exception as error:  # CUDA's and PyTorch's own kinds, and whatever a model raises half-way
+    except (
+        Exception
+    ) as error:  # CUDA's and PyTorch's own kinds, and whatever a model raises half-way
         torch.cuda.synchronize()
         first = (str(error).splitlines() or [""])[0]
         return None, f"{type(error).__name__}: {first[:200]}"
 
 
 def capture(run: Run) -> tuple[torch.cuda.CUDAGraph, list[str]]:
-    """Capture a call after three warm-up calls in a stream of their own, as PyTorch's documentation asks.
+    """Capture a call after three warm-up calls in a stream of their own, as PyTorch's documentation
+    asks.
 
     Returns:
         The graph, and the kernels of its attention.
@@ -274,11 +295,12 @@ def capture(run: Run) -> tuple[torch.cuda.CUDAGraph, list[str]]:
 
 @contextmanager
 def masks_of_eager_mode() -> Iterator[None]:
-    """Have Transformers build the masks of eager mode while code is compiled or a graph is captured.
+    """Have Transformers build the masks of eager mode while code is compiled or a graph is
+    captured.
 
-    Up to 5.17 it writes every mask out in full there, even one that hides nothing, because it cannot look at masks
-    that are inputs; later versions do not. Ours hide nothing and are no inputs, and a mask that is written out keeps
-    the flash kernel away.
+    Up to 5.17 it writes every mask out in full there, even one that hides nothing, because it
+    cannot look at masks that are inputs; later versions do not. Ours hide nothing and are no
+    inputs, and a mask that is written out keeps the flash kernel away.
     """
     try:
         from transformers import masking_utils
@@ -297,7 +319,8 @@ def masks_of_eager_mode() -> Iterator[None]:
 
 
 def latencies(runs: Sequence[Run], device: torch.device, how: Measuring) -> np.ndarray:
-    """Seconds ``[rounds, runs]`` by the wall clock; the L2 cache is overwritten before every cold call."""
+    """Seconds ``[rounds, runs]`` by the wall clock; the L2 cache is overwritten before every cold
+    call."""
     if not how.cold:
         return in_turn(runs, device, how.effort)
     dirt = torch.empty(L2_FLUSH, dtype=torch.int8, device=device)
@@ -314,7 +337,8 @@ def latencies(runs: Sequence[Run], device: torch.device, how: Measuring) -> np.n
 
 
 def gpu_seconds(replays: Sequence[Run], device: torch.device, how: Measuring) -> np.ndarray:
-    """Seconds ``[rounds, replays]`` between events; short replays are timed several at a time, cold ones alone."""
+    """Seconds ``[rounds, replays]`` between events; short replays are timed several at a time, cold
+    ones alone."""
     dirt = torch.empty(L2_FLUSH, dtype=torch.int8, device=device) if how.cold else None
     counts = [1 if how.cold else _span(replay, device) for replay in replays]
 
@@ -351,11 +375,13 @@ def warm_up(run: Run, device: torch.device) -> None:
         synchronize(device)
 
 
-# ------------------------------------------------------------------------------------------------ what the driver says
+# ------------------------------------------------------------------------------------------------
+# what the driver says
 
 
 class Driver:
-    """NVML's view of one GPU; a reading is None where the package ``pynvml``, the driver or a counter is missing."""
+    """NVML's view of one GPU; a reading is None where the package ``pynvml``, the driver or a
+    counter is missing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -382,20 +408,31 @@ class Driver:
             return None
 
     def state(self) -> dict[str, Any] | None:
-        """Clocks in MHz, watts, degrees Celsius, and the bits of NVML's reasons for a lower clock."""
+        """Clocks in MHz, watts, degrees Celsius, and the bits of NVML's reasons for a lower
+        clock."""
         if self._handle is None:
             return None
         return {
-            "sm_mhz": self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
-            "memory_mhz": self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
+            "sm_mhz": self._ask(
+                lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
+            ),
+            "memory_mhz": self._ask(
+                lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)
+            ),
             "watts": self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
-            "celsius": self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
-            "throttled": self._ask(lambda nvml, gpu: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))),
+            "celsius": self._ask(
+                lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+            ),
+            "throttled": self._ask(
+                lambda nvml, gpu: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+            ),
         }
 
     def joules(self) -> float | None:
         """Since the driver was loaded, of the whole GPU, idle power included."""
-        found: float | None = self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000)
+        found: float | None = self._ask(
+            lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000
+        )
         return found
 
 
@@ -407,7 +444,8 @@ def state(device: torch.device) -> dict[str, Any] | None:
 def uuid_of(device: torch.device) -> str | None:
     """The GPU's name among all of the machine, or None where PyTorch does not give it.
 
-    ``CUDA_VISIBLE_DEVICES`` may hide some GPUs: PyTorch's index then counts others than the driver's.
+    ``CUDA_VISIBLE_DEVICES`` may hide some GPUs: PyTorch's index then counts others than the
+    driver's.
     """
     found = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     if not found:
@@ -416,7 +454,8 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def energies(replays: Sequence[Run], device: torch.device, seconds: float) -> list[float | None]:
-    """Joules a call of each, over back-to-back replays: two windows of so many seconds, the second in reverse order."""
+    """Joules a call of each, over back-to-back replays: two windows of so many seconds, the second
+    in reverse order."""
     driver = Driver(device)
     if driver.joules() is None:
         return [None] * len(replays)
@@ -434,7 +473,8 @@ def energies(replays: Sequence[Run], device: torch.device, seconds: float) -> li
     return [joules / count for joules, count in zip(spent, calls, strict=True)]
 
 
-# ------------------------------------------------------------------------------------------------ attention's kernel
+# ------------------------------------------------------------------------------------------------
+# attention's kernel
 
 
 #: Kernel of ``scaled_dot_product_attention`` by the operator that PyTorch dispatches to.
@@ -449,16 +489,22 @@ BACKENDS = {
 
 
 def sdpa_backends(run: Run) -> list[str]:
-    """Names of the kernels that compute attention in one eager call; empty where it does not use SDPA.
+    """Names of the kernels that compute attention in one eager call; empty where it does not use
+    SDPA.
 
-    Every head count can get another kernel: a mask of ones keeps flash away, and so do odd head widths.
+    Every head count can get another kernel: a mask of ones keeps flash away, and so do odd head
+    widths.
     """
     seen: set[str] = set()
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             name = func.name().removeprefix("aten::").partition(".")[0]
-            if name == "scaled_dot_product_attention":  # inference mode hands it over before a kernel is chosen
+            if (
+                name == "scaled_dot_product_attention"
+            ):  # inference mode hands it over before a kernel is chosen
                 with self:
                     return func.decompose(*args, **(kwargs or {}))
             if name in BACKENDS:
@@ -470,14 +516,17 @@ def sdpa_backends(run: Run) -> list[str]:
     return sorted(seen)
 
 
-# ------------------------------------------------------------------------------------------------ ceilings
+# ------------------------------------------------------------------------------------------------
+# ceilings
 
 
 def ceilings(device: torch.device, small: bool = False) -> dict[str, float]:
-    """What this very machine can do at most: bytes a second copied, and operations a second by precision.
+    """What this very machine can do at most: bytes a second copied, and operations a second by
+    precision.
 
-    A large copy within the GPU's memory counts bytes read and written; a product of two square matrices of random
-    numbers counts two operations per multiply-add. Medians of ten, after three to warm up.
+    A large copy within the GPU's memory counts bytes read and written; a product of two square
+    matrices of random numbers counts two operations per multiply-add. Medians of ten, after three
+    to warm up.
 
     Args:
         device: Where.

@@ -1,12 +1,14 @@
-"""Perplexity of a small Llama that loses key/value groups: before, after the cut, refitted, and trained some steps.
+"""Perplexity of a small Llama that loses key/value groups: before, after the cut, refitted, and
+trained some steps.
 
     python benchmarks/kv_groups.py --model path/to/stories260k
     python benchmarks/kv_groups.py --figure      # docs/kv-groups.md, from the record
 
-The model's folder holds ``stories.jsonl``, tokenised text; the recipe ``llama-stories`` says how it is read and split.
-Every seed is another draw of calibration rows for scores and least squares, and another order of training rows.
-Perplexity is measured on the test rows, which neither sees; nothing is chosen on them. The dense model gets the same
-training, so that what training alone brings is not taken for recovery.
+The model's folder holds ``stories.jsonl``, tokenised text; the recipe ``llama-stories`` says how it
+is read and split. Every seed is another draw of calibration rows for scores and least squares, and
+another order of training rows. Perplexity is measured on the test rows, which neither sees; nothing
+is chosen on them. The dense model gets the same training, so that what training alone brings is not
+taken for recovery.
 """
 
 from __future__ import annotations
@@ -44,17 +46,25 @@ WAYS = ("cut", "lstsq", "lstsq+ff", "trained", "lstsq+ff, trained")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="folder with the model and its stories.jsonl")
-    parser.add_argument("--keep", type=float, nargs="+", default=[0.75, 0.5], help="shares of the KV groups")
+    parser.add_argument(
+        "--keep", type=float, nargs="+", default=[0.75, 0.5], help="shares of the KV groups"
+    )
     parser.add_argument("--scorers", nargs="+", default=["surgeon", "taylor", "random"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200, help="of training")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--out", type=Path, default=RECORDS / f"{NAME}.json")
     parser.add_argument("--figure", action="store_true", help="only write the page from the record")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where the record is")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
+    parser.add_argument(
+        "--records", type=Path, default=RECORDS, help="with --figure: where the record is"
+    )
+    parser.add_argument(
+        "--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write"
+    )
     args = parser.parse_args(argv)
     if not args.figure and args.model is None:
         parser.error("--model must be given, or --figure")
@@ -62,7 +72,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Runs what is missing from the record, or writes the page; returns the path that was written."""
+    """Runs what is missing from the record, or writes the page; returns the path that was
+    written."""
     args = arguments(argv)
     if args.figure:
         return draw(args.records, args.docs)
@@ -82,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def begin(args: argparse.Namespace, model: nn.Module, data: Data) -> dict[str, Any]:
-    """The record without rows; or the one that lies at ``--out``, if it is of the same model and training."""
+    """The record without rows; or the one that lies at ``--out``, if it is of the same model and
+    training."""
     same: dict[str, Any] = {
         "benchmark": "kv_groups",
         "model": args.model.name,
@@ -96,14 +108,24 @@ def begin(args: argparse.Namespace, model: nn.Module, data: Data) -> dict[str, A
 
 
 def rows(
-    args: argparse.Namespace, model: nn.Module, data: Data, seed: int, have: set[tuple[str, float, str]]
+    args: argparse.Namespace,
+    model: nn.Module,
+    data: Data,
+    seed: int,
+    have: set[tuple[str, float, str]],
 ) -> Iterator[dict[str, Any]]:
     """What is missing of one draw."""
     batches = drawn(data, seed)
 
     def row(scorer: str, keep: float, way: str, small: nn.Module) -> dict[str, Any]:
         groups = [len(site.units) for site in hp.find_sites(small)]
-        found = {"scorer": scorer, "keep": keep, "way": way, "seed": seed, "perplexity": perplexity(small, data)}
+        found = {
+            "scorer": scorer,
+            "keep": keep,
+            "way": way,
+            "seed": seed,
+            "perplexity": perplexity(small, data),
+        }
         return {**found, "groups": groups, **studies.stamp()}
 
     if ("dense", 1.0, "trained") not in have:
@@ -138,7 +160,9 @@ def drawn(data: Data, seed: int) -> list[Any]:
 def trained(model: nn.Module, data: Data, args: argparse.Namespace, seed: int) -> nn.Module:
     """Some steps on training rows, in an order of the seed's; the model itself."""
     data = data.redrawn(1, seed)
-    tune = hp.recovery.Finetune(steps=args.steps, learning_rate=args.rate, warmup_ratio=0.1, seed=seed)
+    tune = hp.recovery.Finetune(
+        steps=args.steps, learning_rate=args.rate, warmup_ratio=0.1, seed=seed
+    )
     hp.recover_(model, data.loader("train", 16), tune)
     return model
 
@@ -159,13 +183,25 @@ def page(record: dict[str, Any]) -> str:
     lines = [
         "# Key/value groups of a small Llama",
         "",
-        "Written by `python benchmarks/kv_groups.py --figure` from `benchmarks/records`; do not edit.",
+        (
+            "Written by `python benchmarks/kv_groups.py --figure` from `benchmarks/records`; do not"
+            " edit."
+        ),
         "",
         machine(record),
         "",
-        f"Perplexity of `{record['model']}`, {record['groups']} key/value groups, on {record['judged']} test stories;",
-        "mean ± standard deviation over draws (half of the calibration rows each, another order of training rows);",
-        "lower is better. The stories are of the text that the model was trained on: numbers are for comparison among",
+        (
+            f"Perplexity of `{record['model']}`, {record['groups']} key/value groups, on"
+            f" {record['judged']} test stories;"
+        ),
+        (
+            "mean ± standard deviation over draws (half of the calibration rows each, another order"
+            " of training rows);"
+        ),
+        (
+            "lower is better. The stories are of the text that the model was trained on: numbers"
+            " are for comparison among"
+        ),
         "each other.",
         "",
         f"The whole model: {record['base']:.3f}; after {training['steps']} more training steps on",
@@ -175,10 +211,16 @@ def page(record: dict[str, Any]) -> str:
         "| --- | ---: |" + " ---: |" * len(WAYS),
     ]
     for scorer in dict.fromkeys(r["scorer"] for r in record["rows"] if r["scorer"] != "dense"):
-        for keep in sorted({r["keep"] for r in record["rows"] if r["scorer"] == scorer}, reverse=True):
+        for keep in sorted(
+            {r["keep"] for r in record["rows"] if r["scorer"] == scorer}, reverse=True
+        ):
             some = [r for r in record["rows"] if (r["scorer"], r["keep"]) == (scorer, keep)]
             cells = [[r["perplexity"] for r in some if r["way"] == way] for way in WAYS]
-            lines.append(f"| {scorer} | {keep:.0%} | " + " | ".join(spread(c) if c else "-" for c in cells) + " |")
+            lines.append(
+                f"| {scorer} | {keep:.0%} | "
+                + " | ".join(spread(c) if c else "-" for c in cells)
+                + " |"
+            )
     return "\n".join(lines) + "\n"
 
 

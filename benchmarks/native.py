@@ -1,25 +1,29 @@
-"""Speed of a pruned model over one that was built small: the same shape, the same weights, in turn in one run.
+"""Speed of a pruned model over one that was built small: the same shape, the same weights, in turn
+in one run.
 
     python benchmarks/native.py                       # 2 CPU threads, a quarter of an hour
     python benchmarks/native.py --device cuda
     python benchmarks/native.py --small --out native.json
 
-Uniform plans, so that the small model can be built at all. Each subject is cut to ``--keep`` heads a layer and compared
-with
+Uniform plans, so that the small model can be built at all. Each subject is cut to ``--keep`` heads
+a layer and compared with
 
-- ``bert``: an encoder that is written out here with nn.Linear, LayerNorm and SDPA and knows neither Transformers nor
-  headprune (there is no configuration for a head narrower than width / heads);
+- ``bert``: an encoder that is written out here with nn.Linear, LayerNorm and SDPA and knows neither
+  Transformers nor headprune (there is no configuration for a head narrower than width / heads);
 - ``vit``, ``llama``: the class itself, configured with so many heads (``head_dim``);
-- ``llama, free``: policy ``free`` leaves groups of unlike size, whose keys are repeated in every call. Compared with
-  the configured model of as many query heads, it says what that costs; nothing is promised for it.
+- ``llama, free``: policy ``free`` leaves groups of unlike size, whose keys are repeated in every
+  call. Compared with the configured model of as many query heads, it says what that costs; nothing
+  is promised for it.
 
-The small model gets the pruned model's weights and must give its outputs. Where a process puts weights in memory makes
-one of two models of the same code faster for as long as the process lives, by up to a tenth: each comparison is made in
-``--processes`` of them. ``speed`` is the mean over processes of native / pruned time, each the median over rounds: 1 is
-as fast, 0.97 is aimed at; with a 95 % interval over processes (Student's t). ``uncut``, of ``bert`` alone, is the same
-comparison with all heads, before any cut: what it misses from 1 is the code of Transformers, not the cut's. ``share``
-is the one over the other, in the same process; code that takes as long in every call weighs more in a smaller model, so
-that ``extra_seconds``, what a call takes beyond the native one's, tells more.
+The small model gets the pruned model's weights and must give its outputs. Where a process puts
+weights in memory makes one of two models of the same code faster for as long as the process lives,
+by up to a tenth: each comparison is made in ``--processes`` of them. ``speed`` is the mean over
+processes of native / pruned time, each the median over rounds: 1 is as fast, 0.97 is aimed at; with
+a 95 % interval over processes (Student's t). ``uncut``, of ``bert`` alone, is the same comparison
+with all heads, before any cut: what it misses from 1 is the code of Transformers, not the cut's.
+``share`` is the one over the other, in the same process; code that takes as long in every call
+weighs more in a smaller model, so that ``extra_seconds``, what a call takes beyond the native
+one's, tells more.
 """
 
 from __future__ import annotations
@@ -58,24 +62,42 @@ ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of torch, on a CPU")
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384, help="a multiple of --heads")
     parser.add_argument("--heads", type=int, default=12, help="a multiple of 4")
-    parser.add_argument("--keep", type=int, default=4, help="heads a layer that stay, a multiple of 4")
-    parser.add_argument("--shapes", nargs="+", default=["1x32", "8x128", "32x128"], help="batch x tokens")
-    parser.add_argument("--dtypes", nargs="+", choices=list(ROUNDING), help="default: fp32, on a GPU bf16 too")
-    parser.add_argument("--compile", action="store_true", help="with torch.compile, too")
-    parser.add_argument("--processes", type=int, default=8, help="one after the other, at least two")
-    parser.add_argument("--seconds", type=float, default=2.0, help="about how long each makes each comparison")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no process after so much time, but two")
     parser.add_argument(
-        "--aside", action="store_true", help="leave another machine's record alone, begin one beside it"
+        "--keep", type=int, default=4, help="heads a layer that stay, a multiple of 4"
     )
-    parser.add_argument("--small", action="store_true", help="seconds: two narrow layers, one shape")
+    parser.add_argument(
+        "--shapes", nargs="+", default=["1x32", "8x128", "32x128"], help="batch x tokens"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=list(ROUNDING), help="default: fp32, on a GPU bf16 too"
+    )
+    parser.add_argument("--compile", action="store_true", help="with torch.compile, too")
+    parser.add_argument(
+        "--processes", type=int, default=8, help="one after the other, at least two"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="about how long each makes each comparison"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no process after so much time, but two"
+    )
+    parser.add_argument(
+        "--aside",
+        action="store_true",
+        help="leave another machine's record alone, begin one beside it",
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="seconds: two narrow layers, one shape"
+    )
     parser.add_argument("--out", type=Path, help="default benchmarks/records/native-DEVICE.json")
     args = parser.parse_args(argv)
     if args.processes < 2:
@@ -97,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
             found.append(fresh.submit(one_process, args).result())
         print(f"{len(found)} of {args.processes} processes", flush=True)
-        # A machine that is lent may be taken back: every process is kept, though one alone has no interval.
+        # A machine that is lent may be taken back: every process is kept, though one alone has no
+        # interval.
         rows = [over_processes(rows) for rows in zip(*found, strict=True)] if len(found) > 1 else []
         record |= {"processes": len(found), "seconds": perf_counter() - start, "rows": rows}
         keep(record, out)
@@ -106,10 +129,12 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def begun(args: argparse.Namespace, out: Path) -> tuple[dict[str, Any], Path]:
-    """A new record, or the one at ``out``, whose processes count, if it has the same settings on the same machine.
+    """A new record, or the one at ``out``, whose processes count, if it has the same settings on
+    the same machine.
 
     Returns:
-        The record, and its path: one beside ``out`` with ``--aside``, where another record lies there.
+        The record, and its path: one beside ``out`` with ``--aside``, where another record lies
+        there.
     """
     how = ("out", "processes", "minutes", "aside")  # these decide how much is measured, not what
     here = hardware(resolve_device(args.device)) | {"threads": args.threads}
@@ -153,7 +178,9 @@ def mean_of(values: Sequence[float], name: str = "ratio") -> dict[str, float]:
     return dict(zip((name, "low", "high"), by_student(values), strict=True))
 
 
-def compared(name: str, args: argparse.Namespace, device: torch.device, dtype: str) -> list[dict[str, Any]]:
+def compared(
+    name: str, args: argparse.Namespace, device: torch.device, dtype: str
+) -> list[dict[str, Any]]:
     """The rows of a subject: every shape, eager and, if asked for, compiled."""
     kind = getattr(torch, dtype)
     pairs = SUBJECTS[name](args)
@@ -168,18 +195,31 @@ def compared(name: str, args: argparse.Namespace, device: torch.device, dtype: s
         raise RuntimeError(f"{name}: the two models are not the same, outputs differ by {gap}")
     rows = []
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
-    for compiled, (batch, tokens) in itertools.product((False, True) if args.compile else (False,), shapes):
+    for compiled, (batch, tokens) in itertools.product(
+        (False, True) if args.compile else (False,), shapes
+    ):
         timed = {}
         with compiling(compiled) as graphs:
             for key, pair in pairs.items():
                 native, model = (torch.compile(m, dynamic=False) if compiled else m for m in pair)
-                (row,) = compare_latency(native, model, make, [batch], [tokens], seconds=args.seconds)
+                (row,) = compare_latency(
+                    native, model, make, [batch], [tokens], seconds=args.seconds
+                )
                 timed[key] = vars(row)
             counted = graphs(2 * len(pairs))
         read = tokens if name != "vit" else patches(args)
-        about = {"subject": name, "dtype": dtype, "compiled": compiled, "batch": batch, "tokens": read}
+        about = {
+            "subject": name,
+            "dtype": dtype,
+            "compiled": compiled,
+            "batch": batch,
+            "tokens": read,
+        }
         rows.append({**about, **timed, "largest_difference": gap, **counted})
-        told = ("{} {ratio:.3f} [{low:.3f}, {high:.3f}]".format(key, **row) for key, row in timed.items())
+        told = (
+            "{} {ratio:.3f} [{low:.3f}, {high:.3f}]".format(key, **row)
+            for key, row in timed.items()
+        )
         print(*about.values(), *told, flush=True)
     return rows
 
@@ -191,7 +231,8 @@ def difference(one: nn.Module, other: nn.Module, batch: Any) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-# ------------------------------------------------------------------------------------------------ subjects
+# ------------------------------------------------------------------------------------------------
+# subjects
 
 
 #: A native model and the one that is compared with it: "speed" cut, "uncut" before that.
@@ -203,11 +244,18 @@ def bert(args: argparse.Namespace) -> Pairs:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": args.width, "num_hidden_layers": args.layers, "num_attention_heads": args.heads}
+    sizes = {
+        "hidden_size": args.width,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+    }
     config = BertConfig(vocab_size=1000, intermediate_size=4 * args.width, **sizes)
     uncut = BertModel(config, add_pooling_layer=False)
     small = cut(uncut, args.keep)
-    return {"speed": (plain_like(small, args.keep), small), "uncut": (plain_like(uncut, args.heads), uncut)}
+    return {
+        "speed": (plain_like(small, args.keep), small),
+        "uncut": (plain_like(uncut, args.heads), uncut),
+    }
 
 
 def vit(args: argparse.Namespace) -> Pairs:
@@ -235,14 +283,18 @@ def llama(args: argparse.Namespace) -> Pairs:
 
 
 def llama_free(args: argparse.Namespace) -> Pairs:
-    """Llama with all of one group and one query head of the others, against as many heads in pairs."""
+    """Llama with all of one group and one query head of the others, against as many heads in
+    pairs."""
     torch.manual_seed(0)
     small = _llama(args, args.heads, args.heads // 2)
     sites = hp.find_sites(small, policy="free")
     heads = [0, 1, *range(2, 2 * (args.keep - 1), 2)][: args.keep]
-    mask = HeadMask.from_keep({s.name: heads for s in sites}, {s.name: s.n_query_heads for s in sites})
+    mask = HeadMask.from_keep(
+        {s.name: heads for s in sites}, {s.name: s.n_query_heads for s in sites}
+    )
     hp.prune_(small, mask, sites=sites)
-    # One key/value head a query head holds every pair of the two, so that it can be given the same weights.
+    # One key/value head a query head holds every pair of the two, so that it can be given the same
+    # weights.
     native = _llama(args, args.keep, args.keep)
     state = {name: parameter.detach() for name, parameter in small.named_parameters()}
     rows = torch.tensor([0, *range(args.keep - 1)])
@@ -282,7 +334,10 @@ def cut(model: nn.Module, kept: int) -> nn.Module:
     sites = hp.find_sites(model)
     n_heads = {site.name: site.n_query_heads for site in sites}
     small = copy.deepcopy(model)
-    hp.prune_(small, HeadMask.from_keep({name: range(n - kept, n) for name, n in n_heads.items()}, n_heads))
+    hp.prune_(
+        small,
+        HeadMask.from_keep({name: range(n - kept, n) for name, n in n_heads.items()}, n_heads),
+    )
     return small
 
 
@@ -309,12 +364,16 @@ class PlainLayer(nn.Module):
 class PlainEncoder(nn.Module):
     """BERT without options: tokens, positions, one sentence, no padding."""
 
-    def __init__(self, vocabulary: int, width: int, n_layers: int, n_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, vocabulary: int, width: int, n_layers: int, n_heads: int, head_dim: int
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
         self.sentence = nn.Parameter(torch.zeros(width))
         self.norm = nn.LayerNorm(width, eps=1e-12)
-        self.layers = nn.Sequential(*(PlainLayer(width, n_heads, head_dim) for _ in range(n_layers)))
+        self.layers = nn.Sequential(
+            *(PlainLayer(width, n_heads, head_dim) for _ in range(n_layers))
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         positions = self.positions.weight[: input_ids.shape[1]]
@@ -327,13 +386,23 @@ def plain_like(model: Any, n_heads: int) -> PlainEncoder:
     """The plain encoder with a BERT's sizes and weights."""
     config, embeddings = model.config, model.embeddings
     head_dim = model.encoder.layer[0].attention.self.attention_head_size
-    plain = PlainEncoder(config.vocab_size, config.hidden_size, config.num_hidden_layers, n_heads, head_dim)
+    plain = PlainEncoder(
+        config.vocab_size, config.hidden_size, config.num_hidden_layers, n_heads, head_dim
+    )
     plain.sentence.copy_(embeddings.token_type_embeddings.weight[0])
-    parts = [(plain.tokens, embeddings.word_embeddings), (plain.positions, embeddings.position_embeddings)]
+    parts = [
+        (plain.tokens, embeddings.word_embeddings),
+        (plain.positions, embeddings.position_embeddings),
+    ]
     parts.append((plain.norm, embeddings.LayerNorm))
     for ours, theirs in zip(plain.layers, model.encoder.layer, strict=True):
         own, attention = theirs.attention.self, theirs.attention.output
-        parts += [(ours.query, own.query), (ours.key, own.key), (ours.value, own.value), (ours.output, attention.dense)]
+        parts += [
+            (ours.query, own.query),
+            (ours.key, own.key),
+            (ours.value, own.value),
+            (ours.output, attention.dense),
+        ]
         parts += [(ours.norm_1, attention.LayerNorm), (ours.norm_2, theirs.output.LayerNorm)]
         parts += [(ours.up, theirs.intermediate.dense), (ours.down, theirs.output.dense)]
     for mine, given in parts:
@@ -341,7 +410,9 @@ def plain_like(model: Any, n_heads: int) -> PlainEncoder:
     return plain
 
 
-def tokens(args: argparse.Namespace, batch: int, length: int, device: torch.device, kind: torch.dtype) -> Any:
+def tokens(
+    args: argparse.Namespace, batch: int, length: int, device: torch.device, kind: torch.dtype
+) -> Any:
     return {"input_ids": torch.arange(batch * length, device=device).view(batch, length) % 1000}
 
 
@@ -350,13 +421,15 @@ def patches(args: argparse.Namespace) -> int:
     return (2 if args.small else 14) ** 2 + 1
 
 
-def images(args: argparse.Namespace, batch: int, length: int, device: torch.device, kind: torch.dtype) -> Any:
+def images(
+    args: argparse.Namespace, batch: int, length: int, device: torch.device, kind: torch.dtype
+) -> Any:
     """Of the size that the model is for, whatever ``length`` says."""
     side = 16 if args.small else 224
     return {
-        "pixel_values": torch.linspace(-1, 1, batch * 3 * side * side, device=device, dtype=kind).view(
-            batch, 3, side, side
-        )
+        "pixel_values": torch.linspace(
+            -1, 1, batch * 3 * side * side, device=device, dtype=kind
+        ).view(batch, 3, side, side)
     }
 
 

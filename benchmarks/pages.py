@@ -18,7 +18,10 @@ def read(records: Path, pattern: str) -> list[Record]:
 
 def machine(record: Record) -> str:
     where, versions = ran_on(record["hardware"]), record["versions"]
-    return f"{where}; torch {versions['torch']}, transformers {versions['transformers']}; {record['created'][:10]}."
+    return (
+        f"{where}; torch {versions['torch']}, transformers {versions['transformers']};"
+        f" {record['created'][:10]}."
+    )
 
 
 def ran_on(hardware: Mapping[str, Any]) -> str:
@@ -43,7 +46,8 @@ def distinct(rows: Iterable[Row], *names: str) -> list[Any]:
 
 
 def plain(value: float, digits: int = 3) -> str:
-    """A positive number with so many significant digits, or all before the point; never with an exponent."""
+    """A positive number with so many significant digits, or all before the point; never with an
+    exponent."""
     return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(value)))}f}"
 
 

@@ -1,18 +1,20 @@
-"""Quality of an encoder after scorer, selector and recovery, for every combination that is worth a look.
+"""Quality of an encoder after scorer, selector and recovery, for every combination that is worth a
+look.
 
     python benchmarks/pipelines.py --task sst2 --data path/to/sst2 --work runs/pipelines
     python benchmarks/pipelines.py --task trec --data path/to/trec --work runs/pipelines
     python benchmarks/pipelines.py --task stsb --data path/to/stsb --work runs/pipelines
     python benchmarks/pipelines.py --figure        # docs/pipelines.md and .svg, from the records
 
-SST-2 and TREC are fine-tuned first; STS-B takes the sentence encoder as it is, and its quality is Spearman's
-correlation of cosines with the grades. Every seed is another draw of calibration rows out of the training rows; scores,
-searches and least squares see those alone. Nothing is trained after the cut. Validation rows are there to choose a
-pipeline by, test rows only to report; the record has both.
+SST-2 and TREC are fine-tuned first; STS-B takes the sentence encoder as it is, and its quality is
+Spearman's correlation of cosines with the grades. Every seed is another draw of calibration rows
+out of the training rows; scores, searches and least squares see those alone. Nothing is trained
+after the cut. Validation rows are there to choose a pipeline by, test rows only to report; the
+record has both.
 
-A row of the record is one pipeline with one draw and one budget, written as soon as it is there, and a run that is
-started again goes on after the last one. What each row answered for every example lies in ``--work``, for the paired
-comparisons of ``--references`` with ``--against``.
+A row of the record is one pipeline with one draw and one budget, written as soon as it is there,
+and a run that is started again goes on after the last one. What each row answered for every example
+lies in ``--work``, for the paired comparisons of ``--references`` with ``--against``.
 """
 
 from __future__ import annotations
@@ -52,14 +54,21 @@ README_ROWS = {
     "flap2024/flap2024": "FLAP 2024 (`preset=flap2024`), with its own recovery",
     "random/none": "random heads, not refitted",
 }
-#: What the authors' pipelines are compared with: the defaults of ``score``, ``select`` and ``recover_``, and what the
-#: docs advise where few heads may stay.
+#: What the authors' pipelines are compared with: the defaults of ``score``, ``select`` and
+#: ``recover_``, and what the docs advise where few heads may stay.
 REFERENCES = ("taylor/lstsq", "taylor-min0/lstsq+ff", "surgeon-min0/lstsq+ff")
 #: What any choice of heads has to beat: with the refit, and without.
 RANDOM = ("random-min0/lstsq+ff", "random/none")
 #: What the figure shows.
-PICTURED = ("taylor/none", *REFERENCES, "surgeon/lstsq+ff", *(f"{name}/{name}" for name in PRESETS), *RANDOM)
-#: A search by measured loss looks at about this many of the 16 calibration batches, and measures so many plans.
+PICTURED = (
+    "taylor/none",
+    *REFERENCES,
+    "surgeon/lstsq+ff",
+    *(f"{name}/{name}" for name in PRESETS),
+    *RANDOM,
+)
+#: A search by measured loss looks at about this many of the 16 calibration batches, and measures so
+#: many plans.
 SEARCHED, MEASURED = 4, 160
 #: Bootstrap resamples of examples behind an interval.
 DRAWS = 2000
@@ -118,12 +127,24 @@ PIPELINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "pipelines", TITLES, [36, 24, 14, 8])
-    parser.add_argument("--pipelines", nargs="+", choices=sorted(PIPELINES), default=list(PIPELINES))
-    parser.add_argument("--recoveries", nargs="+", choices=sorted(recoveries()), default=sorted(recoveries()))
-    parser.add_argument("--epochs", type=float, help="of fine-tuning; default 2 for SST-2, 1 for TREC")
-    parser.add_argument("--judged", type=int, help="judge by the first so many rows only, to try the script")
-    parser.add_argument("--references", nargs="+", default=REFERENCES, help="what is compared with --against")
-    parser.add_argument("--against", nargs="+", default=[f"{name}/{name}" for name in PRESETS], help="the others")
+    parser.add_argument(
+        "--pipelines", nargs="+", choices=sorted(PIPELINES), default=list(PIPELINES)
+    )
+    parser.add_argument(
+        "--recoveries", nargs="+", choices=sorted(recoveries()), default=sorted(recoveries())
+    )
+    parser.add_argument(
+        "--epochs", type=float, help="of fine-tuning; default 2 for SST-2, 1 for TREC"
+    )
+    parser.add_argument(
+        "--judged", type=int, help="judge by the first so many rows only, to try the script"
+    )
+    parser.add_argument(
+        "--references", nargs="+", default=REFERENCES, help="what is compared with --against"
+    )
+    parser.add_argument(
+        "--against", nargs="+", default=[f"{name}/{name}" for name in PRESETS], help="the others"
+    )
     return studies.parsed(parser, argv)
 
 
@@ -132,17 +153,28 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = arguments(argv)
     if args.figure:
         return draw(args.records, args.docs)
-    task = encoder_task(args.task, args.data, args.model, args.work, args.calibration, args.epochs, args.judged)
+    task = encoder_task(
+        args.task, args.data, args.model, args.work, args.calibration, args.epochs, args.judged
+    )
     out: Path = args.out or RECORDS / f"pipelines-{args.task}.json"
     record = begin(args, task, out)
-    store = args.work / f"answers-{args.task}-{record['weights'][:12]}-{args.calibration}-{record['judged']['test']}"
+    store = (
+        args.work
+        / f"answers-{args.task}-{record['weights'][:12]}-{args.calibration}-{record['judged']['test']}"
+    )
     for seed in range(args.seeds):
         batches = task.calibration(seed)
         for row, answers in rows(args, task, seed, batches, record["rows"], store):
             record["rows"].append(row)
             keep_answers(store, row, answers)
             studies.keep(record, out)
-            print(title(row), f"kept {row['kept']} seed {seed}", row["validation"], row["test"], flush=True)
+            print(
+                title(row),
+                f"kept {row['kept']} seed {seed}",
+                row["validation"],
+                row["test"],
+                flush=True,
+            )
     record["compared"] = compared(args, task, record["rows"], store)
     studies.keep(record, out)
     print(out)
@@ -154,19 +186,28 @@ def title(row: dict[str, Any]) -> str:
 
 
 def rows(
-    args: argparse.Namespace, task: Task, seed: int, batches: list[Any], done: list[dict[str, Any]], store: Path
+    args: argparse.Namespace,
+    task: Task,
+    seed: int,
+    batches: list[Any],
+    done: list[dict[str, Any]],
+    store: Path,
 ) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
-    """What is missing of one draw, with its answers; a cut model is judged after every recovery of its pipeline."""
+    """What is missing of one draw, with its answers; a cut model is judged after every recovery of
+    its pipeline."""
     have = {(title(r), r["kept"]) for r in done if r["seed"] == seed}
     scored: dict[str, hp.HeadScores] = {}
     for name in args.pipelines:
         by, selector, after = PIPELINES[name]
         for kept in args.budgets:
-            missing = [r for r in after if r in args.recoveries and (f"{name}/{r}", kept) not in have]
+            missing = [
+                r for r in after if r in args.recoveries and (f"{name}/{r}", kept) not in have
+            ]
             if not missing:
                 continue
             if by not in scored:
-                # The authors' mini-batches are drawn: of sentences of like length they would be something else.
+                # The authors' mini-batches are drawn: of sentences of like length they would be
+                # something else.
                 seen = task.calibration(seed, by_length=False) if by in PRESETS else batches
                 scored[by] = task.score(seen, scorer(by, seed))
             start = perf_counter()
@@ -176,29 +217,43 @@ def rows(
             for recovery in missing:
                 row = {"pipeline": name, "recovery": recovery, "kept": kept, "seed": seed}
                 same = next(
-                    (r for r in done if (r["recovery"], r["seed"], r["heads"]) == (recovery, seed, heads)), None
+                    (
+                        r
+                        for r in done
+                        if (r["recovery"], r["seed"], r["heads"]) == (recovery, seed, heads)
+                    ),
+                    None,
                 )
-                if same is not None and (store / answers_name(same)).is_file():  # the same model, judged already
+                if (
+                    same is not None and (store / answers_name(same)).is_file()
+                ):  # the same model, judged already
                     with np.load(store / answers_name(same)) as file:
                         yield {**same, **row, "as": title(same), "created": now()}, dict(file)
                     continue
                 start = perf_counter()
                 model = recovered(task, plan, recovery, batches)
-                seconds = {"select": round(choosing, 2), "recover": round(perf_counter() - start, 2)}
+                seconds = {
+                    "select": round(choosing, 2),
+                    "recover": round(perf_counter() - start, 2),
+                }
                 answers = {split: task.answers(model, split) for split in task.judged}
                 row |= {split: round(task.quality(a, split), 5) for split, a in answers.items()}
                 row |= {"seconds": seconds, "heads": heads, **studies.stamp()}
                 yield row, answers
 
 
-def select(task: Task, scores: hp.HeadScores, kept: int, selector: str, batches: list[Any]) -> hp.PruningPlan:
+def select(
+    task: Task, scores: hp.HeadScores, kept: int, selector: str, batches: list[Any]
+) -> hp.PruningPlan:
     """The plan, with what its selector asks of the model, on the calibration rows."""
     budget = hp.Budget(keep_heads=kept)
     selector, _, rule = selector.partition(", ")
     if rule:  # a layer may lose its last head
         return hp.select(scores, budget, hp.selection.registry.get(selector)(min_heads=0))
     if selector in PRESETS:
-        return hp.select(scores, budget, configured(hp.selection.registry, **PRESETS[selector].select))
+        return hp.select(
+            scores, budget, configured(hp.selection.registry, **PRESETS[selector].select)
+        )
     if selector == "local_search":
         few = batches[:: len(batches) // SEARCHED or 1]
         rise = hp.scoring.loss_of(task.model, few, loss=task.loss, progress=False)
@@ -206,7 +261,11 @@ def select(task: Task, scores: hp.HeadScores, kept: int, selector: str, batches:
     more = {}
     if selector.startswith("iterative"):
         lstsq = hp.recovery.Lstsq()
-        refit = (lambda small: task.recover_(small, batches, lstsq)) if selector.endswith("refit") else None
+        refit = (
+            (lambda small: task.recover_(small, batches, lstsq))
+            if selector.endswith("refit")
+            else None
+        )
         more["rescore"] = hp.scoring.rescorer(
             task.model, batches, scores.scorer, loss=task.loss, after_cut=refit, progress=False
         )
@@ -223,11 +282,13 @@ def recovered(task: Task, plan: hp.PruningPlan, recovery: str, batches: list[Any
     return model
 
 
-# ---------------------------------------------------------------------------------------------- record
+# ----------------------------------------------------------------------------------------------
+# record
 
 
 def begin(args: argparse.Namespace, task: Task, out: Path) -> dict[str, Any]:
-    """The record without rows; or the one that lies at ``out``, if it is of the same model and rows."""
+    """The record without rows; or the one that lies at ``out``, if it is of the same model and
+    rows."""
     answers = {split: task.answers(task.model, split) for split in task.judged}
     same: dict[str, Any] = {
         "benchmark": "pipelines",
@@ -252,16 +313,24 @@ def keep_answers(store: Path, row: dict[str, Any], answers: dict[str, np.ndarray
         np.savez_compressed(file, **answers)
 
 
-def compared(args: argparse.Namespace, task: Task, found: list[dict[str, Any]], store: Path) -> list[dict[str, Any]]:
-    """The others against each reference: difference of means over draws, with a paired bootstrap over examples."""
+def compared(
+    args: argparse.Namespace, task: Task, found: list[dict[str, Any]], store: Path
+) -> list[dict[str, Any]]:
+    """The others against each reference: difference of means over draws, with a paired bootstrap
+    over examples."""
     by: dict[tuple[str, int], dict[int, dict[str, np.ndarray]]] = {}
     for row in found:
-        if title(row) in (*args.references, *args.against) and (store / answers_name(row)).is_file():
+        if (
+            title(row) in (*args.references, *args.against)
+            and (store / answers_name(row)).is_file()
+        ):
             with np.load(store / answers_name(row)) as kept:
                 answers = dict(kept)
             for split, found_now in answers.items():
                 if round(task.quality(found_now, split), 5) != row[split]:
-                    raise SystemExit(f"{store / answers_name(row)} holds other answers than those of the record.")
+                    raise SystemExit(
+                        f"{store / answers_name(row)} holds other answers than those of the record."
+                    )
             by.setdefault((title(row), row["kept"]), {})[row["seed"]] = answers
     result = []
     for reference in args.references:
@@ -270,27 +339,44 @@ def compared(args: argparse.Namespace, task: Task, found: list[dict[str, Any]], 
             seeds = sorted(draws.keys() & ours.keys())
             if name not in args.against or not seeds:
                 continue
-            line: dict[str, Any] = {"pipeline": name, "reference": reference, "kept": kept, "draws": len(seeds)}
+            line: dict[str, Any] = {
+                "pipeline": name,
+                "reference": reference,
+                "kept": kept,
+                "draws": len(seeds),
+            }
             for split in task.judged:
-                line[split] = interval(task, split, [(draws[s][split], ours[s][split]) for s in seeds])
+                line[split] = interval(
+                    task, split, [(draws[s][split], ours[s][split]) for s in seeds]
+                )
             result.append(line)
     return result
 
 
-def interval(task: Task, split: str, pairs: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """``difference`` of the metric, mean over draws, and its 95 % bootstrap interval over examples."""
+def interval(
+    task: Task, split: str, pairs: list[tuple[np.ndarray, np.ndarray]]
+) -> dict[str, float]:
+    """``difference`` of the metric, mean over draws, and its 95 % bootstrap interval over
+    examples."""
 
     def difference(some: np.ndarray | None) -> float:
-        return statistics.fmean(task.quality(a, split, some) - task.quality(b, split, some) for a, b in pairs)
+        return statistics.fmean(
+            task.quality(a, split, some) - task.quality(b, split, some) for a, b in pairs
+        )
 
     chance = np.random.default_rng(0)
     n = len(pairs[0][0])
     again = [difference(chance.integers(0, n, n)) for _ in range(DRAWS)]
     low, high = np.percentile(again, (2.5, 97.5))
-    return {"difference": round(difference(None), 5), "low": round(float(low), 5), "high": round(float(high), 5)}
+    return {
+        "difference": round(difference(None), 5),
+        "low": round(float(low), 5),
+        "high": round(float(high), 5),
+    }
 
 
-# ---------------------------------------------------------------------------------------------- page and figure
+# ----------------------------------------------------------------------------------------------
+# page and figure
 
 
 def draw(records: Path, docs: Path) -> Path:
@@ -315,23 +401,60 @@ def page(records: list[dict[str, Any]]) -> str:
     lines = [
         "# Scorer, selector and recovery together",
         "",
-        "Written by `python benchmarks/pipelines.py --figure` from the records in `benchmarks/records`; do not edit.",
+        (
+            "Written by `python benchmarks/pipelines.py --figure` from the records in"
+            " `benchmarks/records`; do not edit."
+        ),
         "",
-        "Quality of an encoder without any training after the cut, mean ± standard deviation over draws of calibration",
-        "rows out of the training rows. `lstsq` is the default of `recover_`, and `surgeon` the advice for",
-        "classifiers, by their validation rows here; its ridge was chosen by validation rows, too, in tries that left",
-        "no record. `taylor` stays the default of `score`: the sentence encoder's validation rows prefer it, it needs",
-        "one pass whatever the number of classes, and it works for any loss. Test rows are only reported.",
+        (
+            "Quality of an encoder without any training after the cut, mean ± standard deviation"
+            " over draws of calibration"
+        ),
+        (
+            "rows out of the training rows. `lstsq` is the default of `recover_`, and `surgeon` the"
+            " advice for"
+        ),
+        (
+            "classifiers, by their validation rows here; its ridge was chosen by validation rows,"
+            " too, in tries that left"
+        ),
+        (
+            "no record. `taylor` stays the default of `score`: the sentence encoder's validation"
+            " rows prefer it, it needs"
+        ),
+        (
+            "one pass whatever the number of classes, and it works for any loss. Test rows are only"
+            " reported."
+        ),
         "",
-        *(f"- `{name}`: scorer `{by}`, selector `{how}`" for name, (by, how, _) in PIPELINES.items() if name in ran),
+        *(
+            f"- `{name}`: scorer `{by}`, selector `{how}`"
+            for name, (by, how, _) in PIPELINES.items()
+            if name in ran
+        ),
         "",
-        "With `min_heads=0` a layer may lose its last head; the default leaves one. Where eight of 72 heads stay, most",
-        "are there for that rule's sake: the sentence encoder, a mean over tokens, does better without it, but a",
-        "classifier that reads its first token can be cut off from all others by a last layer without heads.",
+        (
+            "With `min_heads=0` a layer may lose its last head; the default leaves one. Where eight"
+            " of 72 heads stay, most"
+        ),
+        (
+            "are there for that rule's sake: the sentence encoder, a mean over tokens, does better"
+            " without it, but a"
+        ),
+        (
+            "classifier that reads its first token can be cut off from all others by a last layer"
+            " without heads."
+        ),
         "",
-        "Compare choices of heads by rows with the same refit (what follows the slash). A refit makes up for much of a",
+        (
+            "Compare choices of heads by rows with the same refit (what follows the slash). A refit"
+            " makes up for much of a"
+        ),
         "bad choice: what a scorer is worth is its distance from random heads with the same refit,",
-        "`random-min0/lstsq+ff`, not from `random/none`. The authors' pipelines have recoveries of their own.",
+        (
+            "`random-min0/lstsq+ff`, not from `random/none`. The authors' pipelines have recoveries"
+            " of their own."
+        ),
         "",
         f"![quality by pipeline and heads kept]({PICTURE})",
     ]
@@ -342,13 +465,18 @@ def page(records: list[dict[str, Any]]) -> str:
                 "",
                 f"## {TITLES[record['task']]}: {count} {split} rows",
                 "",
-                f"All {record['heads']} heads: {record['base'][split]:.3f}. {record['calibration']} calibration rows.",
+                (
+                    f"All {record['heads']} heads: {record['base'][split]:.3f}."
+                    f" {record['calibration']} calibration rows."
+                ),
                 "",
                 "| pipeline | " + " | ".join(f"{kept} kept" for kept in budgets) + " |",
                 "| --- |" + " ---: |" * len(budgets),
             ]
             for name, by_budget in cells(record, split).items():
-                values = " | ".join(spread(by_budget[kept]) if kept in by_budget else "-" for kept in budgets)
+                values = " | ".join(
+                    spread(by_budget[kept]) if kept in by_budget else "-" for kept in budgets
+                )
                 lines.append(f"| {name} | {values} |")
         lines += differences(record)
     return "\n".join(lines) + "\n"
@@ -361,32 +489,49 @@ def differences(record: dict[str, Any]) -> list[str]:
     if some:
         lines = [
             "",
-            "The authors' pipelines against ours: mean over the same draws, with the 95 % interval of a paired",
-            "bootstrap over examples. It says nothing about other draws of calibration rows; the spread above does.",
+            (
+                "The authors' pipelines against ours: mean over the same draws, with the 95 %"
+                " interval of a paired"
+            ),
+            (
+                "bootstrap over examples. It says nothing about other draws of calibration rows;"
+                " the spread above does."
+            ),
             "",
             "| difference | kept | validation | test |",
             "| --- | ---: | ---: | ---: |",
         ]
     for line in some:
         words = [
-            f"{w['difference']:+.3f} [{w['low']:+.3f}, {w['high']:+.3f}]" for w in (line["validation"], line["test"])
+            f"{w['difference']:+.3f} [{w['low']:+.3f}, {w['high']:+.3f}]"
+            for w in (line["validation"], line["test"])
         ]
-        lines.append(f"| {line['pipeline']} - {line['reference']} | {line['kept']} | {words[0]} | {words[1]} |")
+        lines.append(
+            f"| {line['pipeline']} - {line['reference']} | {line['kept']} | {words[0]} |"
+            f" {words[1]} |"
+        )
     return lines
 
 
 def readme(records: Path) -> str:
-    """The block of the README: ours, random heads refitted alike and not at all, the authors' pipelines; test rows."""
+    """The block of the README: ours, random heads refitted alike and not at all, the authors'
+    pipelines; test rows."""
     found = [r for r in studies.records_in(records, "pipelines") if r["task"] in README_TASKS]
     lines = []
     draws = len({row["seed"] for row in found[0]["rows"]})
     for record in found:
         budgets = sorted({row["kept"] for row in record["rows"]}, reverse=True)
         every = cells(record, "test")
-        table = {name: v for name, v in every.items() if all(len(v.get(kept, ())) == draws for kept in budgets)}
+        table = {
+            name: v
+            for name, v in every.items()
+            if all(len(v.get(kept, ())) == draws for kept in budgets)
+        }
         lines += [
-            f"{TITLES[record['task']]} on {record['judged']['test']} test rows; all {record['heads']} heads:"
-            f" {record['base']['test']:.3f}.",
+            (
+                f"{TITLES[record['task']]} on {record['judged']['test']} test rows; all"
+                f" {record['heads']} heads: {record['base']['test']:.3f}."
+            ),
             "",
             "| heads kept | " + " | ".join(map(str, budgets)) + " |",
             "| --- |" + " ---: |" * len(budgets),
@@ -398,16 +543,26 @@ def readme(records: Path) -> str:
             "",
         ]
     about = [
-        f"A BERT-style encoder after the cut, **nothing trained**: {found[0]['calibration']} sentences choose the",
-        "heads and refit what is left, `surgeon` and `lstsq` without their labels; mean ± standard deviation over",
-        f"{draws} draws of them. What a choice of heads is worth shows beside random heads that were refitted alike.",
+        (
+            f"A BERT-style encoder after the cut, **nothing trained**: {found[0]['calibration']}"
+            " sentences choose the"
+        ),
+        (
+            "heads and refit what is left, `surgeon` and `lstsq` without their labels; mean ±"
+            " standard deviation over"
+        ),
+        (
+            f"{draws} draws of them. What a choice of heads is worth shows beside random heads that"
+            " were refitted alike."
+        ),
         "",
     ]
     return "\n".join([*about, *lines, f"More pipelines and tasks: [docs/{PAGE}](docs/{PAGE})."])
 
 
 def picture(records: list[dict[str, Any]], path: Path) -> None:
-    """A panel a task: quality on test rows against heads kept; the pipelines of ``PICTURED``, each with one look."""
+    """A panel a task: quality on test rows against heads kept; the pipelines of ``PICTURED``, each
+    with one look."""
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
     figure = Figure(figsize=(4.6 * len(records), 4.6), layout="constrained")
@@ -419,13 +574,21 @@ def picture(records: list[dict[str, Any]], path: Path) -> None:
             budgets = sorted(by_budget)
             means = [statistics.fmean(by_budget[kept]) for kept in budgets]
             errors = [deviation(by_budget[kept]) for kept in budgets]
-            look = {"color": f"C{number}", "linestyle": ("-", "--", ":")[number % 3], "marker": "osd^v<>"[number % 7]}
-            panel.errorbar(budgets, means, errors, label=name, markersize=4, linewidth=1.2, capsize=2, **look)
+            look = {
+                "color": f"C{number}",
+                "linestyle": ("-", "--", ":")[number % 3],
+                "marker": "osd^v<>"[number % 7],
+            }
+            panel.errorbar(
+                budgets, means, errors, label=name, markersize=4, linewidth=1.2, capsize=2, **look
+            )
         panel.axhline(record["base"]["test"], color="0.6", linestyle="--", linewidth=1)
         panel.set_title(f"{TITLES[record['task']]} on test rows", fontsize=9)
         panel.set_xlabel(f"heads kept of {record['heads']}")
         panel.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8
+    )
     studies.save_figure(figure, path)
 
 

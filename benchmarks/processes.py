@@ -1,12 +1,14 @@
-"""How much faster several processes score than one: the same batches, shared by ``hp.score(processes=)``.
+"""How much faster several processes score than one: the same batches, shared by
+``hp.score(processes=)``.
 
     OMP_NUM_THREADS=1 python benchmarks/processes.py
 
-A random Llama is scored by first-order importance (a forward and a backward pass a batch) and by leave-one-out (many
-passes a batch). For every number of processes a crew is started once; each process has one thread and its own copy of
-the model, and scores once before any time is taken. Then the crews take turns, round by round, while the others wait
-at a pipe: what slows the machine slows them alike. The time is that of the first process, from the call to the
-scores that all have put together; the efficiency is the throughput over that of one process, divided by the number of
+A random Llama is scored by first-order importance (a forward and a backward pass a batch) and by
+leave-one-out (many passes a batch). For every number of processes a crew is started once; each
+process has one thread and its own copy of the model, and scores once before any time is taken. Then
+the crews take turns, round by round, while the others wait at a pipe: what slows the machine slows
+them alike. The time is that of the first process, from the call to the scores that all have put
+together; the efficiency is the throughput over that of one process, divided by the number of
 processes. Every crew's scores are compared with those of one process.
 """
 
@@ -35,8 +37,16 @@ SCORERS = ("taylor", "leave_one_out")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="sizes of crews; 1 must be among them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        help="sizes of crews; 1 must be among them",
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--batch", type=int, default=8, help="examples a batch")
@@ -45,7 +55,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--scorers", nargs="+", default=list(SCORERS))
     parser.add_argument("--out", type=Path, default=RECORDS / "processes.json")
-    parser.add_argument("--crew", type=Path, help="this is a process of a crew, which meets in this folder")
+    parser.add_argument(
+        "--crew", type=Path, help="this is a process of a crew, which meets in this folder"
+    )
     args = parser.parse_args(argv)
     if 1 not in args.processes:
         parser.error("--processes must have 1, what the others are compared with")
@@ -53,7 +65,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Measures and returns the record's path; in a process of a crew, scores whenever it is told to."""
+    """Measures and returns the record's path; in a process of a crew, scores whenever it is told
+    to."""
     args = arguments(argv)
     if args.crew is not None:
         work(args)
@@ -63,25 +76,38 @@ def main(argv: Sequence[str] | None = None) -> Path:
         crews = {size: Crew(size, Path(home, str(size)), words) for size in args.processes}
         try:
             scores = {size: crew.asked("scores") for size, crew in crews.items()}
-            rounds = [{size: crew.asked("time") for size, crew in crews.items()} for _ in range(args.rounds)]
+            rounds = [
+                {size: crew.asked("time") for size, crew in crews.items()}
+                for _ in range(args.rounds)
+            ]
         finally:
             for crew in crews.values():
                 crew.end()
     record: dict[str, Any] = {
         **header("processes"),
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "crew")},
-        "rows": [row(name, size, rounds, scores, args) for name in args.scorers for size in args.processes],
+        "rows": [
+            row(name, size, rounds, scores, args)
+            for name in args.scorers
+            for size in args.processes
+        ],
     }
     for r in record["rows"]:
         told = f"{r['examples_per_second']:8.2f} examples/s, efficiency {r['efficiency']:.3f}"
-        print(f"{r['scorer']:16} {r['processes']} processes  {told}, largest difference {r['difference']:.1e}")
+        print(
+            f"{r['scorer']:16} {r['processes']} processes  {told}, largest difference"
+            f" {r['difference']:.1e}"
+        )
     keep(record, args.out)
     print(args.out)
     return Path(args.out)
 
 
-def row(name: str, size: int, rounds: list[dict[int, Any]], scores: dict[int, Any], args: Any) -> dict[str, Any]:
-    """What a crew took, and by how much its scores differ from those of one process, relative to the largest."""
+def row(
+    name: str, size: int, rounds: list[dict[int, Any]], scores: dict[int, Any], args: Any
+) -> dict[str, Any]:
+    """What a crew took, and by how much its scores differ from those of one process, relative to
+    the largest."""
     seconds = [times[size][name] for times in rounds]
     faster = [times[1][name] / times[size][name] for times in rounds]  # in the same round
     one, found = np.array(scores[1][name]), np.array(scores[size][name])
@@ -104,7 +130,10 @@ class Crew:
         command = [sys.executable, __file__, *words, "--crew", str(folder)]
         shared = {**os.environ, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.members = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}, **pipes) for rank in range(size)]
+        self.members = [
+            subprocess.Popen(command, env={**shared, "RANK": str(rank)}, **pipes)
+            for rank in range(size)
+        ]
 
     def asked(self, what: str) -> Any:
         """The first process's answer, when all have answered."""
@@ -138,7 +167,11 @@ def work(args: argparse.Namespace) -> None:
             start = perf_counter()
             found = once(name)
             seconds = perf_counter() - start
-            answer[name] = seconds if line.strip() == "time" else [v for values in found.values for v in values]
+            answer[name] = (
+                seconds
+                if line.strip() == "time"
+                else [v for values in found.values for v in values]
+            )
         print(json.dumps(answer), flush=True)
 
 
@@ -148,8 +181,14 @@ def llama(args: argparse.Namespace) -> torch.nn.Module:
 
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    sizes = {"hidden_size": args.width, "intermediate_size": 2 * args.width, "num_hidden_layers": args.layers}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=1024, max_position_embeddings=args.tokens, **sizes, **heads))
+    sizes = {
+        "hidden_size": args.width,
+        "intermediate_size": 2 * args.width,
+        "num_hidden_layers": args.layers,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=1024, max_position_embeddings=args.tokens, **sizes, **heads)
+    )
 
 
 def tokens(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:

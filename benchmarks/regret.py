@@ -1,17 +1,18 @@
-"""Regret of pipelines without training: points below the best pipeline of the same task, model, rows and budget.
+"""Regret of pipelines without training: points below the best pipeline of the same task, model,
+rows and budget.
 
     python benchmarks/regret.py --task hwu64 --data path/to/data --work runs/regret
     python benchmarks/regret.py --figure        # docs/regret.md, from the records
 
-``--data`` is a folder with sst2, trec, hwu64, stsb, multi30k (each with train, test and perhaps validation files),
-stories260k and tinyshakespeare. A pipeline is a scorer and a refit; random heads, refitted alike, are one of them, and
-so is ``auto``, which takes one of the others by the loss of held-out calibration rows. ``--tuned`` are seeds of the
-task's training, ``--draws`` those of calibration rows. Nothing is trained after the cut, and test rows are only
-reported.
+``--data`` is a folder with sst2, trec, hwu64, stsb, multi30k (each with train, test and perhaps
+validation files), stories260k and tinyshakespeare. A pipeline is a scorer and a refit; random
+heads, refitted alike, are one of them, and so is ``auto``, which takes one of the others by the
+loss of held-out calibration rows. ``--tuned`` are seeds of the task's training, ``--draws`` those
+of calibration rows. Nothing is trained after the cut, and test rows are only reported.
 
-Which tasks pipelines are chosen by and which ones confirm the choice (``CHOOSING``) was fixed before any was run.
-A row of the record is one model, draw, budget and refit, written as soon as it is there; a run that is started again
-goes on after the last one.
+Which tasks pipelines are chosen by and which ones confirm the choice (``CHOOSING``) was fixed
+before any was run. A row of the record is one model, draw, budget and refit, written as soon as it
+is there; a run that is started again goes on after the last one.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ from studies import RECORDS
 TASKS: dict[str, tuple[str, list[str]]] = {
     "sst2": ("sst2-minilm", ["data.path={data}/sst2", "data.text=sentence"]),
     "trec": ("trec-minilm", ["data.path={data}/trec", "data.revision=null"]),
-    "hwu64": ("trec-minilm", ["data.path={data}/hwu64", "data.revision=null", "data.label=label", "train.epochs=5"]),
+    "hwu64": (
+        "trec-minilm",
+        ["data.path={data}/hwu64", "data.revision=null", "data.label=label", "train.epochs=5"],
+    ),
     "stsb": ("stsb-minilm", ["data.path={data}/stsb"]),
     "capitals": (
         "ner-bert",
@@ -73,7 +77,12 @@ TASKS: dict[str, tuple[str, list[str]]] = {
     "stories": ("llama-stories", ["model.path={data}/stories260k", "select.policy=free"]),
     "char-gpt": (
         "char-gpt",
-        ["data.path={data}/tinyshakespeare/input.txt", "data.revision=null", "train.epochs=3", "select.policy=free"],
+        [
+            "data.path={data}/tinyshakespeare/input.txt",
+            "data.revision=null",
+            "train.epochs=3",
+            "select.policy=free",
+        ],
     ),
     "translation": (
         "translation",
@@ -121,12 +130,20 @@ PAGE = "regret.md"
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found = studies.parser(__doc__, "regret", TASKS, [])
     found.set_defaults(calibration=None)
-    found.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="shares of heads kept")
-    found.add_argument("--tuned", type=int, nargs="+", default=[0], help="seeds of the task's training")
-    found.add_argument("--draws", type=int, nargs="+", default=[0], help="seeds of calibration rows")
+    found.add_argument(
+        "--shares", type=float, nargs="+", default=list(SHARES), help="shares of heads kept"
+    )
+    found.add_argument(
+        "--tuned", type=int, nargs="+", default=[0], help="seeds of the task's training"
+    )
+    found.add_argument(
+        "--draws", type=int, nargs="+", default=[0], help="seeds of calibration rows"
+    )
     found.add_argument("--refits", nargs="+", choices=list(REFITS), default=list(REFITS)[:2])
     found.add_argument("--candidates", nargs="+", help="scorers, in place of auto's")
-    found.add_argument("--set", nargs="+", default=[], help="settings of the recipe, to try the script")
+    found.add_argument(
+        "--set", nargs="+", default=[], help="settings of the recipe, to try the script"
+    )
     studies.add_minutes(found)
     return studies.parsed(found, argv)
 
@@ -147,7 +164,15 @@ def main(argv: Sequence[str] | None = None) -> Path:
         record["rows"].append(row)
         studies.keep(record, out)
         cells = " ".join(f"{name} {cell['test']:.4f}" for name, cell in row["cells"].items())
-        print(args.task, row["tuned"], row["draw"], f"{row['share']:.3f}", row["refit"], f"auto {row['auto']}:", cells)
+        print(
+            args.task,
+            row["tuned"],
+            row["draw"],
+            f"{row['share']:.3f}",
+            row["refit"],
+            f"auto {row['auto']}:",
+            cells,
+        )
     print(out)
     return out
 
@@ -173,11 +198,14 @@ def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str,
 
 
 def _note_whole(record: dict[str, Any], subject: Subject, tuned: int) -> None:
-    """Notes what the uncut model does; one of the same seed that was trained on another machine may be another."""
+    """Notes what the uncut model does; one of the same seed that was trained on another machine may
+    be another."""
     weights = studies.weights_of(subject.model)
     known = record["whole"].get(str(tuned))
     if known is not None and known["weights"] != weights:
-        raise SystemExit(f"--tuned {tuned} of this record had other weights: take seeds that it does not have.")
+        raise SystemExit(
+            f"--tuned {tuned} of this record had other weights: take seeds that it does not have."
+        )
     if known is None:
         row = subject.measure(subject.model, "base", 0, "test")
         found = {"metric": row.metric, "test": row.value, "n": row.n_examples, "weights": weights}
@@ -193,9 +221,19 @@ def recipe_of(args: argparse.Namespace, tuned: int) -> Recipe:
     name, settings = TASKS[args.task]
     where = {"data": args.data.resolve(), "work": args.work.resolve()}
     filled = [setting.format(**where) for setting in settings]
-    asked = [f"seed={tuned}", f"data.calibration={args.calibration}", "select.keep_heads=0.5", *args.set]
-    kind = next((key for key in ("keep_kv", "keep_heads") if key in str(locate(name).read_text())), "keep_heads")
-    return load_recipe(locate(name), [*filled, *([] if kind == "keep_heads" else [f"select.{kind}=null"]), *asked])
+    asked = [
+        f"seed={tuned}",
+        f"data.calibration={args.calibration}",
+        "select.keep_heads=0.5",
+        *args.set,
+    ]
+    kind = next(
+        (key for key in ("keep_kv", "keep_heads") if key in str(locate(name).read_text())),
+        "keep_heads",
+    )
+    return load_recipe(
+        locate(name), [*filled, *([] if kind == "keep_heads" else [f"select.{kind}=null"]), *asked]
+    )
 
 
 def opened(args: argparse.Namespace, tuned: int) -> Subject:
@@ -218,7 +256,8 @@ def write_capitals(text: Path, folder: Path) -> None:
         path = folder / f"{name}.jsonl"
         if not path.is_file():
             given = (
-                {"words": [w.lower() for w in words], "tags": [int(w[0].isupper()) for w in words]} for words in some
+                {"words": [w.lower() for w in words], "tags": [int(w[0].isupper()) for w in words]}
+                for words in some
             )
             path.write_text("".join(json.dumps(row) + "\n" for row in given), encoding="utf-8")
 
@@ -231,7 +270,10 @@ class Known(AutoOfRun):
 
     def _estimates(self, problem: Problem, candidates: Sequence[Any]) -> list[Estimate]:
         return [
-            Estimate(torch.tensor([v for row in found.values for v in row], dtype=torch.float64), n_examples=1)
+            Estimate(
+                torch.tensor([v for row in found.values for v in row], dtype=torch.float64),
+                n_examples=1,
+            )
             for found in self.scores
         ]
 
@@ -262,7 +304,9 @@ class Scored:
         start = process_time()
         step = RecoverStep(method="lstsq", settings=REFITS[refit])
         select = self.subject.recipe.select.model_copy(update={"keep_heads": share})
-        recipe = self.subject.recipe.model_copy(update={"select": select, "recover": [step], "gradual": None})
+        recipe = self.subject.recipe.model_copy(
+            update={"select": select, "recover": [step], "gradual": None}
+        )
         subject = replace(self.subject, recipe=recipe)
         auto = Known(candidates=self.names, subject=subject, scores=self.scores, seed=self.number)
         batches = subject.data.batches("calibration", recipe.score.batch_size)
@@ -278,7 +322,9 @@ class Scored:
                 hp.prune_(small, plan, sites=subject.sites)
                 recover_once(subject, small, step)
                 known[plan.mask] = subject.measure(small, name, 0, "test").value
-            cells.setdefault(name, {"held_out": judged.loss, "low": judged.low, "high": judged.high, "draws": []})
+            cells.setdefault(
+                name, {"held_out": judged.loss, "low": judged.low, "high": judged.high, "draws": []}
+            )
             cells[name]["draws"].append(known[plan.mask])
         for cell in cells.values():
             cell["test"] = sum(cell["draws"]) / len(cell["draws"])
@@ -289,7 +335,8 @@ class Scored:
         return {**about, **found, "cells": cells, "seconds": seconds, **studies.stamp()}
 
     def _plans(self, auto: Known, subject: Subject) -> Iterator[tuple[str, hp.PruningPlan]]:
-        """Every candidate's plan under the name that it has in the choice, and those of two random draws."""
+        """Every candidate's plan under the name that it has in the choice, and those of two random
+        draws."""
         for (name, settings), scores in zip(auto.asked, self.scores, strict=True):
             for alone in (False, True):
                 plan = auto.plan(scores, alone)
@@ -298,7 +345,9 @@ class Scored:
         first = subject.data.batches("calibration", 2)[:1]
         for seed in range(auto.random_draws):
             scorer = hp.scoring.Random(seed=1000 * self.number + seed)
-            plan = auto.plan(hp.score(subject.model, first, scorer, sites=subject.sites, progress=False), False)
+            plan = auto.plan(
+                hp.score(subject.model, first, scorer, sites=subject.sites, progress=False), False
+            )
             assert plan is not None
             yield RANDOM, plan
 
@@ -310,11 +359,13 @@ def _scorer(name: Any) -> Any:
     return hp.scoring.registry.get(name)(**settings)
 
 
-# ---------------------------------------------------------------------------------------------- page
+# ----------------------------------------------------------------------------------------------
+# page
 
 
 def points(metric: str, whole: float) -> Callable[[float], float]:
-    """What a metric's value is in points above the whole model's: hundredths, or per cent of a perplexity or error."""
+    """What a metric's value is in points above the whole model's: hundredths, or per cent of a
+    perplexity or error."""
     return lambda value: -100 * drop(metric, whole, value)
 
 
@@ -341,7 +392,8 @@ def cells(record: dict[str, Any]) -> dict[float, Cells]:
 
 
 def regrets(records: Sequence[dict[str, Any]]) -> dict[str, dict[tuple[str, float], float]]:
-    """By pipeline, task and share: points below the best pipeline there, both mean over models and draws.
+    """By pipeline, task and share: points below the best pipeline there, both mean over models and
+    draws.
 
     A pipeline that was not run as often as the others is left out of that task and share.
     """
@@ -349,7 +401,9 @@ def regrets(records: Sequence[dict[str, Any]]) -> dict[str, dict[tuple[str, floa
     for record in records:
         for share, at in cells(record).items():
             most = max(map(len, at.values()))
-            means = {name: statistics.fmean(values) for name, values in at.items() if len(values) == most}
+            means = {
+                name: statistics.fmean(values) for name, values in at.items() if len(values) == most
+            }
             best = max(means.values())
             for name, mean in means.items():
                 found.setdefault(name, {})[record["task"], share] = best - mean
@@ -363,16 +417,34 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     lines = [
         "# Regret: which pipeline to trust on a task that nobody tuned",
         "",
-        "Written by `python benchmarks/regret.py --figure` from records in `benchmarks/records`; do not edit.",
+        (
+            "Written by `python benchmarks/regret.py --figure` from records in"
+            " `benchmarks/records`; do not edit."
+        ),
         "",
-        "Regret is how many points a pipeline is below the best one of the same task and budget, on test rows, mean",
-        "over trainings of the model and draws of calibration rows. A point is 0.01 of accuracy, F1 or a correlation,",
-        "a BLEU point, or 1 % of the whole model's perplexity or squared error. Nothing is trained after the cut.",
-        "`random` are random heads, refitted alike. `auto` takes one of the scorers by the loss of held-out",
+        (
+            "Regret is how many points a pipeline is below the best one of the same task and"
+            " budget, on test rows, mean"
+        ),
+        (
+            "over trainings of the model and draws of calibration rows. A point is 0.01 of"
+            " accuracy, F1 or a correlation,"
+        ),
+        (
+            "a BLEU point, or 1 % of the whole model's perplexity or squared error. Nothing is"
+            " trained after the cut."
+        ),
+        (
+            "`random` are random heads, refitted alike. `auto` takes one of the scorers by the loss"
+            " of held-out"
+        ),
         "calibration rows. Which tasks choose and which confirm was fixed before any was run.",
         "",
     ]
-    for title, tasks in (("choose", CHOOSING), ("confirm", [t for t in TASKS if t not in CHOOSING])):
+    for title, tasks in (
+        ("choose", CHOOSING),
+        ("confirm", [t for t in TASKS if t not in CHOOSING]),
+    ):
         some = [task for task in present if task in tasks]
         if some:
             lines += [
@@ -386,18 +458,27 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _regret_table(by: dict[str, dict[tuple[str, float], float]], tasks: Sequence[str]) -> list[str]:
-    """Mean and worst regret of every pipeline, those with the least worst first; where most is kept, and where less."""
-    groups = {"half and a third kept": lambda share: share > 0.3, "less kept": lambda share: share <= 0.3}
+    """Mean and worst regret of every pipeline, those with the least worst first; where most is
+    kept, and where less."""
+    groups = {
+        "half and a third kept": lambda share: share > 0.3,
+        "less kept": lambda share: share <= 0.3,
+    }
     rows = []
     for name, at in by.items():
-        parts = [[v for (task, share), v in at.items() if task in tasks and of(share)] for of in groups.values()]
+        parts = [
+            [v for (task, share), v in at.items() if task in tasks and of(share)]
+            for of in groups.values()
+        ]
         rows.append((name, parts))
     rows = [row for row in rows if any(row[1])]
     rows.sort(key=lambda row: max(v for part in row[1] for v in part))
     head = " | ".join(f"{group}: mean | worst" for group in groups)
     lines = [f"| pipeline | {head} |", "| --- | ---: | ---: | ---: | ---: |"]
     for name, parts in rows:
-        shown = [f"{statistics.fmean(part):.2f} | {max(part):.2f}" if part else "- | -" for part in parts]
+        shown = [
+            f"{statistics.fmean(part):.2f} | {max(part):.2f}" if part else "- | -" for part in parts
+        ]
         lines.append(f"| {name} | {' | '.join(shown)} |")
     return [*lines, ""]
 
@@ -412,7 +493,10 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
     lines = [
         f"## {TITLES[record['task']]}",
         "",
-        f"The whole model's {metric}: {', '.join(wholes)}. {record['calibration']} calibration rows; trainings with a",
+        (
+            f"The whole model's {metric}: {', '.join(wholes)}. {record['calibration']} calibration"
+            " rows; trainings with a"
+        ),
         f"draw each: {n_rows}. Points above (+) or below (-) the whole model.",
         "",
         f"| pipeline | {' | '.join(f'{share:.0%} kept' for share in shares)} |",

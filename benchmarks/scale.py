@@ -1,13 +1,16 @@
-"""What scoring and pruning large models costs: worked out on paper, and the same arithmetic held against measurements.
+"""What scoring and pruning large models costs: worked out on paper, and the same arithmetic held
+against measurements.
 
-    OMP_NUM_THREADS=2 python benchmarks/scale.py       # checks the arithmetic on random Llamas that fit here
-    python benchmarks/scale.py --paper --rate 2e14 --link 2.5e10 --disk 3e9 --memory 4e10   # tables for your machine
+    OMP_NUM_THREADS=2 python benchmarks/scale.py       # checks the arithmetic on random Llamas that
+    fit here python benchmarks/scale.py --paper --rate 2e14 --link 2.5e10 --disk 3e9 --memory 4e10
+    # tables for your machine
 
-A decoder with rotary positions, grouped queries and gated feed-forwards (Llama's) is described by eight numbers, from
-which multiply-adds, bytes kept for the backward pass, bytes moved and bytes on disk follow. Each is measured where it
-can be: time against the rate at which this machine multiplies matrices of that size, taken in turn with it in every
-round; kept bytes by asking autograd for every tensor that it saves. What is a machine's own, the rate and the speed of
-links and disks, is an assumption on paper, and stands in the tables' captions.
+A decoder with rotary positions, grouped queries and gated feed-forwards (Llama's) is described by
+eight numbers, from which multiply-adds, bytes kept for the backward pass, bytes moved and bytes on
+disk follow. Each is measured where it can be: time against the rate at which this machine
+multiplies matrices of that size, taken in turn with it in every round; kept bytes by asking
+autograd for every tensor that it saves. What is a machine's own, the rate and the speed of links
+and disks, is an assumption on paper, and stands in the tables' captions.
 """
 
 from __future__ import annotations
@@ -80,11 +83,15 @@ class Shape:
     @property
     def parameters(self) -> int:
         norms = (2 * self.layers + 1) * self.width
-        return self.layers * (self.attention + 3 * self.width * self.inner) + 2 * self.vocabulary * self.width + norms
+        return (
+            self.layers * (self.attention + 3 * self.width * self.inner)
+            + 2 * self.vocabulary * self.width
+            + norms
+        )
 
     def layer(self, tokens: int, passes: tuple[float, float] = (1, 1)) -> float:
-        """Multiply-adds of a layer, a token of an example of ``tokens``: so many times its weights, and its products
-        of queries, keys and values, which a causal mask does not halve here."""
+        """Multiply-adds of a layer, a token of an example of ``tokens``: so many times its weights,
+        and its products of queries, keys and values, which a causal mask does not halve here."""
         weights, products = self.attention + 3 * self.width * self.inner, 2 * tokens * self.context
         return passes[0] * weights + passes[1] * products
 
@@ -93,8 +100,9 @@ class Shape:
         return 2 * tokens * (self.layers * self.layer(tokens) + self.vocabulary * self.width)
 
     def taylor(self, tokens: int, recomputed: bool = False) -> float:
-        """FLOP an example: forward, and backward to the gates. Weights get no gradient, so that a linear layer costs as
-        much again; attention kernels that keep no weights make five products in place of two (Dao et al. 2022)."""
+        """FLOP an example: forward, and backward to the gates. Weights get no gradient, so that a
+        linear layer costs as much again; attention kernels that keep no weights make five products
+        in place of two (Dao et al. 2022)."""
         again = 1 if recomputed else 0
         layers = self.layers * self.layer(tokens, (2 + again, 3.5 + again))
         return 2 * tokens * (layers + 2 * self.vocabulary * self.width)
@@ -107,9 +115,10 @@ class Shape:
         return self.forward(tokens) + 2 * tokens * again
 
     def kept(self, bytes_a_number: int) -> float:
-        """Bytes a token that ``taylor`` keeps between forward and backward, but for the loss: of each layer the stream
-        before either norm (fp32), what attention gives, and three of the feed-forward; of all but the first, queries,
-        keys and values with the logarithms of their sums."""
+        """Bytes a token that ``taylor`` keeps between forward and backward, but for the loss: of
+        each layer the stream before either norm (fp32), what attention gives, and three of the
+        feed-forward; of all but the first, queries, keys and values with the logarithms of their
+        sums."""
         always = 2 * self.width * 4 + (self.context + 3 * self.inner) * bytes_a_number
         later = (self.context + 2 * self.groups * self.head_dim) * bytes_a_number + self.heads * 4
         return self.layers * always + (self.layers - 1) * later
@@ -151,7 +160,8 @@ class Machine:
         memory: Bytes of the accelerator.
         link: Bytes/s from main memory to it.
         disk: Bytes/s.
-        cut: Bytes of a checkpoint that a cut on disk gets through in a second: reading, copying, hashing, writing.
+        cut: Bytes of a checkpoint that a cut on disk gets through in a second: reading, copying,
+            hashing, writing.
     """
 
     rate: float = 4e14
@@ -162,21 +172,29 @@ class Machine:
 
     def __str__(self) -> str:
         return (
-            f"{self.rate / 1e12:g} TFLOP/s, {self.memory / 1e9:g} GB, {self.link / 1e9:g} GB/s from main memory,"
-            f" {self.disk / 1e9:g} GB/s from disk"
+            f"{self.rate / 1e12:g} TFLOP/s, {self.memory / 1e9:g} GB, {self.link / 1e9:g} GB/s from"
+            f" main memory, {self.disk / 1e9:g} GB/s from disk"
         )
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--examples", type=int, default=8, help="examples a batch")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shapes", nargs="+", default=[s.name for s in SMALL], choices=[s.name for s in SMALL])
+    parser.add_argument(
+        "--shapes", nargs="+", default=[s.name for s in SMALL], choices=[s.name for s in SMALL]
+    )
     parser.add_argument("--out", type=Path, default=RECORDS / "scale-cpu.json")
-    parser.add_argument("--paper", action="store_true", help="only print the tables, for the machine given")
+    parser.add_argument(
+        "--paper", action="store_true", help="only print the tables, for the machine given"
+    )
     for name, value in vars(Machine()).items():
-        parser.add_argument(f"--{name}", type=float, default=value, help=f"with --paper, default {value:g}")
+        parser.add_argument(
+            f"--{name}", type=float, default=value, help=f"with --paper, default {value:g}"
+        )
     return parser.parse_args(argv)
 
 
@@ -204,11 +222,13 @@ def main(argv: Sequence[str] | None = None) -> Path:
     return Path(args.out)
 
 
-# ------------------------------------------------------------------------------------------------ what is measured
+# ------------------------------------------------------------------------------------------------
+# what is measured
 
 
 def measured(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds of a batch beside the FLOP on paper, in rounds with plain matrix products; bytes that autograd keeps."""
+    """Seconds of a batch beside the FLOP on paper, in rounds with plain matrix products; bytes that
+    autograd keeps."""
     model, batch = llama(shape, args.tokens), tokens(shape, args)
     rows = args.examples * args.tokens
     one, two = torch.randn(rows, shape.width), torch.randn(shape.width, shape.inner)
@@ -248,7 +268,12 @@ def measured(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
             (t - (n if name != "forward" else 0)) * (ways["products"][1] / p) / flop
             for t, n, p in zip(taken[name], taken["nothing"], taken["products"], strict=True)
         ]
-        row: dict[str, Any] = {"shape": shape.name, "way": name, "flop": flop, "seconds": taken[name]}
+        row: dict[str, Any] = {
+            "shape": shape.name,
+            "way": name,
+            "flop": flop,
+            "seconds": taken[name],
+        }
         row["rate"] = statistics.median(ways["products"][1] / p for p in taken["products"])
         row["measured_over_paper"] = statistics.median(net)
         if name == "taylor":
@@ -261,16 +286,34 @@ def llama(shape: Shape, tokens: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.groups, "head_dim": shape.head_dim}
-    sizes = {"hidden_size": shape.width, "intermediate_size": shape.inner, "num_hidden_layers": shape.layers}
-    config = LlamaConfig(vocab_size=shape.vocabulary, max_position_embeddings=tokens, use_cache=False, **sizes, **heads)
+    heads = {
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.groups,
+        "head_dim": shape.head_dim,
+    }
+    sizes = {
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+    }
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=tokens,
+        use_cache=False,
+        **sizes,
+        **heads,
+    )
     model = LlamaForCausalLM(config).eval()
-    assert sum(p.numel() for p in model.parameters()) == shape.parameters, "the paper counts another model"
+    assert sum(p.numel() for p in model.parameters()) == shape.parameters, (
+        "the paper counts another model"
+    )
     return model
 
 
 def tokens(shape: Shape, args: argparse.Namespace) -> dict[str, Tensor]:
-    drawn = torch.randint(shape.vocabulary, (args.examples, args.tokens), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        shape.vocabulary, (args.examples, args.tokens), generator=torch.Generator().manual_seed(0)
+    )
     return {"input_ids": drawn, "labels": drawn}
 
 
@@ -279,7 +322,8 @@ def scored(model: nn.Module, batch: dict[str, Tensor], scorer: str) -> Callable[
 
 
 def kept(model: nn.Module, batch: dict[str, Tensor], shape: Shape) -> int:
-    """Bytes that autograd saves during ``taylor``: each memory once, weights and the loss's own not."""
+    """Bytes that autograd saves during ``taylor``: each memory once, weights and the loss's own
+    not."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
     held: list[Tensor] = []  # as long as one lives, no other gets its place
@@ -306,7 +350,8 @@ def digested(size: int = 64 * 2**20) -> float:
     return size / statistics.median(seconds)
 
 
-# ------------------------------------------------------------------------------------------------ paper
+# ------------------------------------------------------------------------------------------------
+# paper
 
 
 def passes(machine: Machine, tokens: int = 512) -> list[str]:
@@ -317,7 +362,13 @@ def passes(machine: Machine, tokens: int = 512) -> list[str]:
         hours = [flop[1] * n / machine.rate / 3600 for n in (1e3, 1e4, 1e9)]
         cells = [number(f / 1e12) for f in flop] + [number(h) for h in hours]
         rows.append([shape.name, number(shape.parameters / 1e9), *cells])
-    head = ["model", "parameters, 10^9", "forward, TFLOP", "`taylor`, TFLOP", "`leave_one_out`, TFLOP"]
+    head = [
+        "model",
+        "parameters, 10^9",
+        "forward, TFLOP",
+        "`taylor`, TFLOP",
+        "`leave_one_out`, TFLOP",
+    ]
     head += [f"hours, {n} examples" for n in ("10^3", "10^4", "10^9")]
     return table(head, rows)
 
@@ -338,7 +389,15 @@ def memory(machine: Machine, examples: int = 8, tokens: int = 512) -> list[str]:
         ]
         share = math.ceil(2 * shape.parameters / machine.memory)
         rows.append([shape.name, *[number(s / 1e9) for s in sizes], str(share)])
-    head = ["model", "weights", "kept, a batch", "checkpointed", "logits of it", "`surgeon`, 8 blocks", "1 block"]
+    head = [
+        "model",
+        "weights",
+        "kept, a batch",
+        "checkpointed",
+        "logits of it",
+        "`surgeon`, 8 blocks",
+        "1 block",
+    ]
     return table([*head, "largest tensor", "devices for the weights"], rows)
 
 
@@ -348,7 +407,9 @@ def limits(machine: Machine, tokens: int = 512) -> list[str]:
     for shape in LARGE:
         flop, once = shape.taylor(tokens, recomputed=True), shape.taylor(tokens)
         moved = 2 * 2 * shape.parameters  # read for the forward and again for the backward pass
-        sizes = [moved / speed * machine.rate / (flop / tokens) for speed in (machine.link, machine.disk)]
+        sizes = [
+            moved / speed * machine.rate / (flop / tokens) for speed in (machine.link, machine.disk)
+        ]
         processes = once / machine.rate / (tokens * TOKEN / 1e9)
         rows.append(
             [
@@ -359,7 +420,12 @@ def limits(machine: Machine, tokens: int = 512) -> list[str]:
                 number(2 * shape.parameters / machine.cut / 60),
             ]
         )
-    head = ["model", "tokens a batch, main memory", "tokens a batch, disk", "examples whose rows are kept"]
+    head = [
+        "model",
+        "tokens a batch, main memory",
+        "tokens a batch, disk",
+        "examples whose rows are kept",
+    ]
     return table([*head, "processes", "minutes to cut on disk"], rows)
 
 
@@ -373,18 +439,23 @@ def number(value: float) -> str:
     return f"{round(value, digits):,.{max(digits, 0)}f}"
 
 
-# ------------------------------------------------------------------------------------------------ the page's blocks
+# ------------------------------------------------------------------------------------------------
+# the page's blocks
 
 
 def paper(records: Path) -> str:
     """The three tables, for the assumed machine; cuts on disk at the rate that was measured."""
     measured = json.loads((records / "streaming.json").read_text())
-    seconds = statistics.median(row["seconds"] for row in measured["rows"] if row["way"] == "streamed")
+    seconds = statistics.median(
+        row["seconds"] for row in measured["rows"] if row["way"] == "streamed"
+    )
     machine = Machine(cut=measured["bytes"] / seconds)
     return "\n".join(
         [
-            f"*Computed for one accelerator of {machine} (assumed, not measured). FLOP an example of 512 tokens, and"
-            " hours of one such accelerator for `taylor`:*",
+            (
+                f"*Computed for one accelerator of {machine} (assumed, not measured). FLOP an"
+                " example of 512 tokens, and hours of one such accelerator for `taylor`:*"
+            ),
             "",
             *passes(machine),
             "",
@@ -392,8 +463,11 @@ def paper(records: Path) -> str:
             "",
             *memory(machine),
             "",
-            "*From where on something else than the accelerator is waited for, and how long a cut on disk takes at the"
-            f" {machine.cut / 1e9:.2f} GB/s of the measurement above, where copying and hashing were the limit:*",
+            (
+                "*From where on something else than the accelerator is waited for, and how long a"
+                f" cut on disk takes at the {machine.cut / 1e9:.2f} GB/s of the measurement above,"
+                " where copying and hashing were the limit:*"
+            ),
             "",
             *limits(machine),
         ]
@@ -406,14 +480,28 @@ def checked(records: Path) -> str:
     rows = []
     for row in record["rows"]:
         bytes_ = f"{row['kept'] / row['kept_on_paper']:.2f}" if "kept" in row else ""
-        cells = [number(row["flop"] / 1e9), number(row["rate"] / 1e9), f"{row['measured_over_paper']:.2f}", bytes_]
-        rows.append([row["shape"], f"`{row['way']}`" if row["way"] != "forward" else "forward", *cells])
+        cells = [
+            number(row["flop"] / 1e9),
+            number(row["rate"] / 1e9),
+            f"{row['measured_over_paper']:.2f}",
+            bytes_,
+        ]
+        rows.append(
+            [row["shape"], f"`{row['way']}`" if row["way"] != "forward" else "forward", *cells]
+        )
     about = (
-        f"{record['hardware']['processor']}, {record['hardware']['threads']} threads, fp32; random Llamas, batches of"
-        f" {record['examples']} examples of {record['tokens']} tokens. SHA-256 of data:"
-        f" {record['digest_bytes_per_second'] / 1e9:.2f} GB/s."
+        f"{record['hardware']['processor']}, {record['hardware']['threads']} threads, fp32; random"
+        f" Llamas, batches of {record['examples']} examples of {record['tokens']} tokens. SHA-256"
+        f" of data: {record['digest_bytes_per_second'] / 1e9:.2f} GB/s."
     )
-    head = ["layers x width", "pass", "GFLOP on paper", "GFLOP/s of products", "time / paper", "kept bytes / paper"]
+    head = [
+        "layers x width",
+        "pass",
+        "GFLOP on paper",
+        "GFLOP/s of products",
+        "time / paper",
+        "kept bytes / paper",
+    ]
     return "\n".join([about, "", *table(head, rows, left=2)])
 
 
@@ -425,16 +513,27 @@ def streamed(records: Path) -> str:
         runs = [row for row in record["rows"] if row["way"] == way]
         beyond = max(row["peak"] - row["libraries"] for row in runs)
         seconds = statistics.median(row["seconds"] for row in runs)
-        cells = [f"{beyond / 1e6:,.0f}", f"{beyond / record['largest_shard']:.2f}", f"{seconds:.1f}"]
+        cells = [
+            f"{beyond / 1e6:,.0f}",
+            f"{beyond / record['largest_shard']:.2f}",
+            f"{seconds:.1f}",
+        ]
         rows.append([way, *cells, f"{max(row['peak'] for row in runs) / 1e6:,.0f}"])
     equal = all(row["equal"] for row in record["rows"] if "equal" in row)
     about = (
-        f"A random Llama of {record['parameters'] / 1e9:.2f} billion parameters in bf16, {record['bytes'] / 1e9:.2f} GB"
-        f" in {record['shards']} shards, the largest {record['largest_shard'] / 1e6:,.0f} MB; a random half of the KV"
-        f" groups goes. {record['hardware']['processor']}, {record['hardware']['threads']} threads. Both folders"
+        f"A random Llama of {record['parameters'] / 1e9:.2f} billion parameters in bf16,"
+        f" {record['bytes'] / 1e9:.2f} GB in {record['shards']} shards, the largest"
+        f" {record['largest_shard'] / 1e6:,.0f} MB; a random half of the KV groups goes."
+        f" {record['hardware']['processor']}, {record['hardware']['threads']} threads. Both folders"
         f" {'are equal byte for byte' if equal else 'DIFFER'}, in every round."
     )
-    head = ["way", "MB at most, beyond the libraries", "of the largest shard", "seconds", "MB at most, in all"]
+    head = [
+        "way",
+        "MB at most, beyond the libraries",
+        "of the largest shard",
+        "seconds",
+        "MB at most, in all",
+    ]
     return "\n".join([about, "", *table(head, rows)])
 
 
@@ -454,8 +553,9 @@ def shared(records: Path) -> str:
     ]
     wanted = record["settings"]
     about = (
-        f"{record['hardware']['processor']}; a random Llama of {wanted['layers']} layers, {wanted['width']} wide;"
-        f" {wanted['batches']} batches of {wanted['batch']} examples of {wanted['tokens']} tokens; a thread a process."
+        f"{record['hardware']['processor']}; a random Llama of {wanted['layers']} layers,"
+        f" {wanted['width']} wide; {wanted['batches']} batches of {wanted['batch']} examples of"
+        f" {wanted['tokens']} tokens; a thread a process."
     )
     head = ["scorer", "processes", "examples/s", "faster", "efficiency", "largest difference"]
     return "\n".join([about, "", *table(head, rows)])

@@ -1,17 +1,20 @@
-"""Accuracy of an encoder whose heads were chosen by every scorer, at several budgets, without any retraining.
+"""Accuracy of an encoder whose heads were chosen by every scorer, at several budgets, without any
+retraining.
 
     python benchmarks/scorers.py --task sst2 --data path/to/sst2 --work runs/scorers
     python benchmarks/scorers.py --task trec --data path/to/trec --work runs/scorers
-    python benchmarks/scorers.py --figure            # docs/scorers-accuracy.md and .svg, from the records
+    python benchmarks/scorers.py --figure            # docs/scorers-accuracy.md and .svg, from the
+    records
 
-Fine-tunes MiniLM (or ``--model``) for one epoch, scores its heads on training rows, gates all but the best, and
-measures accuracy on rows that neither training nor scoring has seen. Every seed is another draw of calibration rows.
-Nothing is chosen on the judged rows: SST-2 is judged on its validation rows, which one epoch of training does not look
-at, TREC on its test rows.
+Fine-tunes MiniLM (or ``--model``) for one epoch, scores its heads on training rows, gates all but
+the best, and measures accuracy on rows that neither training nor scoring has seen. Every seed is
+another draw of calibration rows. Nothing is chosen on the judged rows: SST-2 is judged on its
+validation rows, which one epoch of training does not look at, TREC on its test rows.
 
-A row of the record is one scorer with one draw and the seconds of its scoring; each is written as soon as it is there,
-and a run that is started again goes on after the last one. Both tasks take about 40 minutes on 2 CPU cores, without the
-learned gates, whose 200 steps of 32 examples a draw come on top.
+A row of the record is one scorer with one draw and the seconds of its scoring; each is written as
+soon as it is there, and a run that is started again goes on after the last one. Both tasks take
+about 40 minutes on 2 CPU cores, without the learned gates, whose 200 steps of 32 examples a draw
+come on top.
 """
 
 from __future__ import annotations
@@ -51,7 +54,13 @@ PAGE, PICTURE = "scorers-accuracy.md", "scorers-accuracy.svg"
 TASKS = {"sst2": ("sentence", "validation"), "trec": ("text", "test")}
 TITLES = {"sst2": "SST-2", "trec": "TREC"}
 #: Scorers that cost many passes, and on how many of the calibration rows they are run.
-FEW = {"add_one_in": 64, "attattr": 32, "integrated_gradients": 128, "leave_one_out": 128, "shapley": 32}
+FEW = {
+    "add_one_in": 64,
+    "attattr": 32,
+    "integrated_gradients": 128,
+    "leave_one_out": 128,
+    "shapley": 32,
+}
 #: Scorers without data: the draws of ``random`` are its seeds, ``magnitude`` has one row.
 DRAWS = {"random": 10, "magnitude": 1}
 
@@ -60,9 +69,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "scorers", TASKS, [54, 36, 24, 14])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--epochs", type=float, default=1.0)
-    names = sorted(hp.scoring.registry.names(), key=lambda name: name in FEW)  # the cheap ones first
+    names = sorted(
+        hp.scoring.registry.names(), key=lambda name: name in FEW
+    )  # the cheap ones first
     parser.add_argument("--scorers", nargs="+", default=names, help="default: all registered")
-    parser.add_argument("--few", type=float, default=1.0, help="factor on the rows of scorers that cost many passes")
+    parser.add_argument(
+        "--few", type=float, default=1.0, help="factor on the rows of scorers that cost many passes"
+    )
     return studies.parsed(parser, argv)
 
 
@@ -77,12 +90,21 @@ def main(argv: Sequence[str] | None = None) -> Path:
     known: dict[Any, float] = {}  # plans that come up again
     for name in args.scorers:
         for seed in range(DRAWS.get(name, args.seeds)):
-            if any((row["scorer"], row["seed"]) == (name, seed) and "accuracy" in row for row in record["rows"]):
+            if any(
+                (row["scorer"], row["seed"]) == (name, seed) and "accuracy" in row
+                for row in record["rows"]
+            ):
                 continue
             row = measured(model, data, rows, name, seed, args, known)
-            record["rows"] = [r for r in record["rows"] if (r["scorer"], r["seed"]) != (name, seed)] + [row]
+            record["rows"] = [
+                r for r in record["rows"] if (r["scorer"], r["seed"]) != (name, seed)
+            ] + [row]
             studies.keep(record, out)
-            print(f"{name:22} {seed:2} {row['seconds']:7.1f} s  {row.get('accuracy', row.get('refused'))}", flush=True)
+            print(
+                f"{name:22} {seed:2} {row['seconds']:7.1f} s "
+                f" {row.get('accuracy', row.get('refused'))}",
+                flush=True,
+            )
     print(out)
     return out
 
@@ -90,14 +112,26 @@ def main(argv: Sequence[str] | None = None) -> Path:
 def prepared(args: argparse.Namespace) -> tuple[nn.Module, Data, list[Any]]:
     """The fine-tuned model, its data, and the batches that judge."""
     column, judged = TASKS[args.task]
-    model, data = fine_tuned(encoder_recipe(column, args.model, args.data, args.epochs, args.device), args.work)
+    model, data = fine_tuned(
+        encoder_recipe(column, args.model, args.data, args.epochs, args.device), args.work
+    )
     return model, data, data.evaluation(judged, 128)
 
 
-def encoder_recipe(column: str, model: str, data: Path, epochs: float, device: str = "cpu") -> Recipe:
-    """The recipe of fine-tuning an encoder on a column of text; in fp32, also where the weights travelled in fp16."""
-    settings = [f"data.text={column}", f"model.path={model}", f"data.path={data}", "model.dtype=float32"]
-    return load_recipe(locate("trec-minilm"), [*settings, f"device={device}", f"train.epochs={epochs}"])
+def encoder_recipe(
+    column: str, model: str, data: Path, epochs: float, device: str = "cpu"
+) -> Recipe:
+    """The recipe of fine-tuning an encoder on a column of text; in fp32, also where the weights
+    travelled in fp16."""
+    settings = [
+        f"data.text={column}",
+        f"model.path={model}",
+        f"data.path={data}",
+        "model.dtype=float32",
+    ]
+    return load_recipe(
+        locate("trec-minilm"), [*settings, f"device={device}", f"train.epochs={epochs}"]
+    )
 
 
 def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
@@ -108,12 +142,16 @@ def fine_tuned(recipe: Recipe, work: Path) -> tuple[nn.Module, Data]:
     assert train is not None
     mark = hp.score(model, None, "random").model  # the same weights before training
     given = [train.model_dump(), recipe.seed, repr(mark), data.examples["train"]]
-    text = json.dumps(given, sort_keys=True, default=lambda rows: rows.tolist())  # of images: tensors
+    text = json.dumps(
+        given, sort_keys=True, default=lambda rows: rows.tolist()
+    )  # of images: tensors
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = work / f"fine-tuned-{digest}"
     device = resolve_device(recipe.device)
     if not folder.is_dir():
-        with reproducible(device):  # so that the next machine trains the same weights, and goes on with the record
+        with reproducible(
+            device
+        ):  # so that the next machine trains the same weights, and goes on with the record
             tuned_(model.to(device), data, recipe)
         unfinished = work / f".unfinished-{digest}"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -133,9 +171,15 @@ def tuned_(model: nn.Module, data: Data, recipe: Recipe, seed: int | None = None
 
 
 def begin(
-    args: argparse.Namespace, model: nn.Module, data: Data, rows: list[Any], out: Path, benchmark: str = "scorers"
+    args: argparse.Namespace,
+    model: nn.Module,
+    data: Data,
+    rows: list[Any],
+    out: Path,
+    benchmark: str = "scorers",
 ) -> dict[str, Any]:
-    """The record without rows; or the one that lies at ``out``, if it is of the same model, budgets and rows."""
+    """The record without rows; or the one that lies at ``out``, if it is of the same model, budgets
+    and rows."""
     base = evaluate(model, rows)
     same: dict[str, Any] = {
         "benchmark": benchmark,
@@ -152,15 +196,27 @@ def begin(
 
 
 def measured(
-    model: nn.Module, data: Data, rows: list[Any], name: str, seed: int, args: argparse.Namespace, known: dict[Any, Any]
+    model: nn.Module,
+    data: Data,
+    rows: list[Any],
+    name: str,
+    seed: int,
+    args: argparse.Namespace,
+    known: dict[Any, Any],
 ) -> dict[str, Any]:
     """One scorer with one draw: accuracy by heads kept, or why the scorer refuses this model."""
-    count = min(args.calibration, max(2, round(args.few * FEW[name])) if name in FEW else args.calibration)
+    count = min(
+        args.calibration, max(2, round(args.few * FEW[name])) if name in FEW else args.calibration
+    )
     scorer, start = configured(name, seed), perf_counter()
     row: dict[str, Any] = {"scorer": name, "seed": seed, "settings": dict(scorer.settings)}
     try:
         scores = hp.score(model, drawn(data, args.calibration, count, seed), scorer, progress=False)
-        row |= {"examples": scores.n_examples, "seconds": perf_counter() - start, "notes": list(scores.notes)}
+        row |= {
+            "examples": scores.n_examples,
+            "seconds": perf_counter() - start,
+            "notes": list(scores.notes),
+        }
         row["accuracy"] = {}
         for kept in args.budgets:
             plan = hp.select(scores, hp.Budget(keep_heads=kept), "global_topk")
@@ -186,7 +242,8 @@ def configured(name: str, seed: int) -> Any:
 
 
 def drawn(data: Data, calibration: int, count: int, seed: int, by_length: bool = True) -> list[Any]:
-    """Batches of the first ``count`` of a draw of training rows; examples of like length together, or as drawn."""
+    """Batches of the first ``count`` of a draw of training rows; examples of like length together,
+    or as drawn."""
     train = data.examples["train"]
     order = random.Random(seed).sample(range(len(train)), min(calibration, len(train)))
     some = [train[i] for i in order[:count]]
@@ -195,7 +252,8 @@ def drawn(data: Data, calibration: int, count: int, seed: int, by_length: bool =
     return [data.collate(some[i : i + 32]) for i in range(0, len(some), 32)]
 
 
-# ---------------------------------------------------------------------------------------------- page and figure
+# ----------------------------------------------------------------------------------------------
+# page and figure
 
 
 def draw(records: Path, docs: Path) -> Path:
@@ -206,12 +264,18 @@ def draw(records: Path, docs: Path) -> Path:
 
 
 def table(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Accuracies by scorer and budget, one a draw; the best scorer, by its mean over budgets, first."""
+    """Accuracies by scorer and budget, one a draw; the best scorer, by its mean over budgets,
+    first."""
     cells: dict[str, dict[str, list[float]]] = {}
     for row in record["rows"]:
         for kept, accuracy in row.get("accuracy", {}).items():
             cells.setdefault(row["scorer"], {}).setdefault(kept, []).append(accuracy)
-    return dict(sorted(cells.items(), key=lambda item: -statistics.fmean(map(statistics.fmean, item[1].values()))))
+    return dict(
+        sorted(
+            cells.items(),
+            key=lambda item: -statistics.fmean(map(statistics.fmean, item[1].values())),
+        )
+    )
 
 
 def page(records: list[dict[str, Any]]) -> str:
@@ -219,12 +283,27 @@ def page(records: list[dict[str, Any]]) -> str:
     lines = [
         "# Which scorer keeps the right heads",
         "",
-        "Written by `python benchmarks/scorers.py --figure` from the records in `benchmarks/records`; do not edit.",
+        (
+            "Written by `python benchmarks/scorers.py --figure` from the records in"
+            " `benchmarks/records`; do not edit."
+        ),
         "",
-        "Accuracy with nothing trained or refitted after the cut, mean ± standard deviation over draws of calibration",
-        "rows. The heads with the highest scores of the whole model stay (`global_topk`). Scorers of many passes read",
-        "fewer examples; their settings are in the records. Differences below the standard error of the judged rows",
-        "say little. A refit makes up for much of a bad choice: [with it](pipelines.md) random heads do far better.",
+        (
+            "Accuracy with nothing trained or refitted after the cut, mean ± standard deviation"
+            " over draws of calibration"
+        ),
+        (
+            "rows. The heads with the highest scores of the whole model stay (`global_topk`)."
+            " Scorers of many passes read"
+        ),
+        (
+            "fewer examples; their settings are in the records. Differences below the standard"
+            " error of the judged rows"
+        ),
+        (
+            "say little. A refit makes up for much of a bad choice: [with it](pipelines.md) random"
+            " heads do far better."
+        ),
         "",
         f"![accuracy by scorer and heads kept]({PICTURE})",
     ]
@@ -235,11 +314,16 @@ def page(records: list[dict[str, Any]]) -> str:
             "",
             f"## {TITLES[record['task']]}",
             "",
-            f"{record['epochs']:g} epoch of fine-tuning on {record['training_rows']} rows; judged on {judged['n']} "
-            f"{judged['rows']} rows; accuracy of the whole model, with {record['heads']} heads, "
-            f"{judged['accuracy']:.3f} ± {error:.3f} (standard error of that many rows).",
+            (
+                f"{record['epochs']:g} epoch of fine-tuning on {record['training_rows']} rows;"
+                f" judged on {judged['n']} {judged['rows']} rows; accuracy of the whole model, with"
+                f" {record['heads']} heads, {judged['accuracy']:.3f} ± {error:.3f} (standard error"
+                " of that many rows)."
+            ),
             "",
-            "| scorer | examples | draws | " + " | ".join(f"{kept} kept" for kept in record["budgets"]) + " |",
+            "| scorer | examples | draws | "
+            + " | ".join(f"{kept} kept" for kept in record["budgets"])
+            + " |",
             "| --- | ---: | ---: |" + " ---: |" * len(record["budgets"]),
         ]
         for name, cells in table(record).items():
@@ -247,12 +331,19 @@ def page(records: list[dict[str, Any]]) -> str:
             values = " | ".join(spread(cells[str(kept)]) for kept in record["budgets"])
             lines.append(f"| `{name}` | {rows[0]['examples'] or '-'} | {len(rows)} | {values} |")
         refused = {row["scorer"]: row["refused"] for row in record["rows"] if "refused" in row}
-        lines += ["", *(f"`{name}` refused: {words}" for name, words in refused.items())] if refused else []
+        lines += (
+            ["", *(f"`{name}` refused: {words}" for name, words in refused.items())]
+            if refused
+            else []
+        )
     return "\n".join(lines) + "\n"
 
 
-def picture(tables: list[tuple[dict[str, Any], dict[str, dict[str, list[float]]]]], path: Path) -> None:
-    """A row of panels a task, a panel a budget, a line a scorer: its draws and their mean, beside the whole model."""
+def picture(
+    tables: list[tuple[dict[str, Any], dict[str, dict[str, list[float]]]]], path: Path
+) -> None:
+    """A row of panels a task, a panel a budget, a line a scorer: its draws and their mean, beside
+    the whole model."""
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
     widest = max(len(record["budgets"]) for record, _ in tables)
@@ -266,15 +357,25 @@ def picture(tables: list[tuple[dict[str, Any], dict[str, dict[str, list[float]]]
             draws = [(value, y) for y, values in enumerate(lines) for value in values]
             means = list(map(statistics.fmean, lines))
             panel.plot(*zip(*draws, strict=True), ".", color="#9ecae1")
-            panel.plot(means, range(len(means)), "|", color="#08306b", markersize=9, markeredgewidth=2)
-            panel.set_title(f"{TITLES[record['task']]}, {kept} of {record['heads']} heads", fontsize=9)
+            panel.plot(
+                means, range(len(means)), "|", color="#08306b", markersize=9, markeredgewidth=2
+            )
+            panel.set_title(
+                f"{TITLES[record['task']]}, {kept} of {record['heads']} heads", fontsize=9
+            )
             panel.set_ylim(len(cells) - 0.5, -0.5)
-            panel.set_yticks(range(len(cells)), list(cells) if panel is panels[0] else [""] * len(cells), fontsize=8)
+            panel.set_yticks(
+                range(len(cells)),
+                list(cells) if panel is panels[0] else [""] * len(cells),
+                fontsize=8,
+            )
             panel.tick_params(axis="x", labelsize=8)
             panel.grid(alpha=0.3)
         for panel in panels[len(record["budgets"]) :]:
             panel.set_visible(False)
-    figure.supxlabel("accuracy without retraining: draws (dots), mean (bar), whole model (dashed)", fontsize=9)
+    figure.supxlabel(
+        "accuracy without retraining: draws (dots), mean (bar), whole model (dashed)", fontsize=9
+    )
     studies.save_figure(figure, path)
 
 

@@ -1,33 +1,40 @@
-"""What scoring costs, each measurement beside what it is compared with, in one process and in interleaved rounds.
+"""What scoring costs, each measurement beside what it is compared with, in one process and in
+interleaved rounds.
 
     python benchmarks/scoring_cost.py                  # 2 CPU threads, 5 to 8 minutes
     python benchmarks/scoring_cost.py --device cuda
-    python benchmarks/scoring_cost.py --width 96 --middle 48 --rounds 2 --out cost.json      # a quick look
+    python benchmarks/scoring_cost.py --width 96 --middle 48 --rounds 2 --out cost.json      # a
+    quick look
 
-Encoders of BERT's shape with random weights, in evaluation mode, so that dropout weighs on nobody: one of MiniLM's size
-(6 layers x 12 heads, width 384) and one of 12 layers x 12 heads (width 768); for ablations, where the slow way runs
-the model 145 times a batch, one of 12 x 12 of width 384, the shape of MiniLM-L12-H384.
+Encoders of BERT's shape with random weights, in evaluation mode, so that dropout weighs on nobody:
+one of MiniLM's size (6 layers x 12 heads, width 384) and one of 12 layers x 12 heads (width 768);
+for ablations, where the slow way runs the model 145 times a batch, one of 12 x 12 of width 384, the
+shape of MiniLM-L12-H384.
 
-- ``first_order``: ``hp.score(..., "taylor")``, and with ``fisher`` and ``taylor2`` beside it, against the forward and
-  backward pass with all weights requiring gradients, over the same batches. What a call does once, whatever the number
-  of batches (costs and fingerprint of the model), is timed by itself in the same round, and taken off; ``whole`` has it
-  in, for as few batches as are run here.
-- ``leave_one_out``: ``LeaveOneOut()`` against ``LeaveOneOut(replay=False)``, whole calls, with the proof on two
-  examples that comes once a call, over several batches where they are small; ``once`` is the same call for the last
-  layer's heads on two examples, which is little more than the proof. A loop with ``hp.gated`` that is written out here
-  runs every fourth head, counted four times. At the given batch sizes, for longer examples at 1 only, and at the batch
-  size where the machine is saturated: twice as many examples are at most 10 % more examples a second in a plain
-  forward pass.
-- ``memory``: the peak of what tensors take beyond weights and batches, in ``taylor`` and in the forward and backward
-  pass with frozen weights, where the embeddings' output asks for the gradient. On a GPU that is the allocator's own
-  count; on a CPU it is the sum of every allocation that torch's profiler reports, which no other process disturbs.
-- ``throughput``: examples a second of a whole ``hp.score(..., "taylor")`` with MiniLM's size over ``--examples``
-  examples in batches of 32, which lie on the CPU as from a loader; on a GPU also under ``torch.autocast`` in bf16, with
-  gates and their gradients in fp32, and how often Python waited for the GPU, by torch's own count, in the call and in
-  as many forward passes of the model alone.
+- ``first_order``: ``hp.score(..., "taylor")``, and with ``fisher`` and ``taylor2`` beside it,
+  against the forward and backward pass with all weights requiring gradients, over the same batches.
+  What a call does once, whatever the number of batches (costs and fingerprint of the model), is
+  timed by itself in the same round, and taken off; ``whole`` has it in, for as few batches as are
+  run here.
+- ``leave_one_out``: ``LeaveOneOut()`` against ``LeaveOneOut(replay=False)``, whole calls, with the
+  proof on two examples that comes once a call, over several batches where they are small; ``once``
+  is the same call for the last layer's heads on two examples, which is little more than the proof.
+  A loop with ``hp.gated`` that is written out here runs every fourth head, counted four times. At
+  the given batch sizes, for longer examples at 1 only, and at the batch size where the machine is
+  saturated: twice as many examples are at most 10 % more examples a second in a plain forward pass.
+- ``memory``: the peak of what tensors take beyond weights and batches, in ``taylor`` and in the
+  forward and backward pass with frozen weights, where the embeddings' output asks for the gradient.
+  On a GPU that is the allocator's own count; on a CPU it is the sum of every allocation that
+  torch's profiler reports, which no other process disturbs.
+- ``throughput``: examples a second of a whole ``hp.score(..., "taylor")`` with MiniLM's size over
+  ``--examples`` examples in batches of 32, which lie on the CPU as from a loader; on a GPU also
+  under ``torch.autocast`` in bf16, with gates and their gradients in fp32, and how often Python
+  waited for the GPU, by torch's own count, in the call and in as many forward passes of the model
+  alone.
 
-A ratio is the median over rounds, with the 10th and 90th percentile; a round is one call of each, the order turning.
-Writes one JSON record with device, versions, commit and the seconds of every round.
+A ratio is the median over rounds, with the 10th and 90th percentile; a round is one call of each,
+the order turning. Writes one JSON record with device, versions, commit and the seconds of every
+round.
 """
 
 from __future__ import annotations
@@ -69,26 +76,49 @@ Ways: TypeAlias = "Mapping[str, Callable[[], Any]]"
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of torch, on a CPU")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--width", type=int, default=768, help="of the 12-layer encoder, a multiple of 12")
-    parser.add_argument("--middle", type=int, default=384, help="width of MiniLM's size and of the ablated encoder")
+    parser.add_argument(
+        "--width", type=int, default=768, help="of the 12-layer encoder, a multiple of 12"
+    )
+    parser.add_argument(
+        "--middle", type=int, default=384, help="width of MiniLM's size and of the ablated encoder"
+    )
     parser.add_argument("--vocabulary", type=int, default=30522)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--rounds", type=int, default=4, help="of first-order scores")
-    parser.add_argument("--batch-tokens", type=int, default=512, help="in a batch, for first-order scores and memory")
-    parser.add_argument("--batches", type=int, default=2, help="a measurement, for first-order scores and memory")
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=512,
+        help="in a batch, for first-order scores and memory",
+    )
+    parser.add_argument(
+        "--batches", type=int, default=2, help="a measurement, for first-order scores and memory"
+    )
     parser.add_argument("--examples", type=int, default=1024, help="for throughput")
     parser.add_argument("--ablation-rounds", type=int, default=3)
-    parser.add_argument("--ablation-tokens", type=int, default=128, help="a measurement, in 1 to 4 batches")
-    parser.add_argument("--small", type=int, nargs="+", default=[1, 4], help="batch sizes of ablations")
-    parser.add_argument("--largest", type=int, default=64, help="batch size at which the search for saturation ends")
     parser.add_argument(
-        "--aside", action="store_true", help="leave another machine's record alone, begin one beside it"
+        "--ablation-tokens", type=int, default=128, help="a measurement, in 1 to 4 batches"
     )
-    parser.add_argument("--out", type=Path, help="default benchmarks/records/scoring-cost-DEVICE.json")
+    parser.add_argument(
+        "--small", type=int, nargs="+", default=[1, 4], help="batch sizes of ablations"
+    )
+    parser.add_argument(
+        "--largest", type=int, default=64, help="batch size at which the search for saturation ends"
+    )
+    parser.add_argument(
+        "--aside",
+        action="store_true",
+        help="leave another machine's record alone, begin one beside it",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="default benchmarks/records/scoring-cost-DEVICE.json"
+    )
     return parser.parse_args(argv)
 
 
@@ -116,30 +146,44 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def begun(args: argparse.Namespace, device: torch.device, out: Path) -> tuple[dict[str, Any], Path]:
-    """A record without parts, or the one at ``out`` if it has the same settings on the same machine.
+    """A record without parts, or the one at ``out`` if it has the same settings on the same
+    machine.
 
     Returns:
-        The record, and its path: one beside ``out`` with ``--aside``, where another record lies there.
+        The record, and its path: one beside ``out`` with ``--aside``, where another record lies
+        there.
     """
     here = hardware(device)
     same: dict[str, Any] = {
         "benchmark": "scoring_cost",
-        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "only", "aside")},
+        "settings": {
+            name: value
+            for name, value in vars(args).items()
+            if name not in ("out", "only", "aside")
+        },
         "versions": versions(),
         "where": here.get("gpu", here["processor"]),
     }
     record, out = studies.there(out, same, args.aside)
     if record is not None and "stamps" in record:
         return record, out
-    about = {"created": studies.now(), "git_commit": git_commit(), "hardware": here, "seconds": 0.0, "stamps": {}}
+    about = {
+        "created": studies.now(),
+        "git_commit": git_commit(),
+        "hardware": here,
+        "seconds": 0.0,
+        "stamps": {},
+    }
     return {**same, **about}, out
 
 
-# ------------------------------------------------------------------------------------------------ what is measured
+# ------------------------------------------------------------------------------------------------
+# what is measured
 
 
 def first_order(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """``taylor`` and its likes against forward and full backward, a row for each model and length."""
+    """``taylor`` and its likes against forward and full backward, a row for each model and
+    length."""
     rows = []
     for layers, width in ((6, args.middle), (12, args.width)):
         model = encoder(layers, width, args, device)
@@ -185,7 +229,9 @@ def leave_one_out(args: argparse.Namespace, device: torch.device) -> list[dict[s
     for tokens in args.tokens:
         saturated, rates = saturation(model, args, tokens, device)
         for size in sorted({*(args.small if tokens == min(args.tokens) else [1]), saturated}):
-            batches = draw(args, size, tokens, min(4, max(1, args.ablation_tokens // (size * tokens))), device)
+            batches = draw(
+                args, size, tokens, min(4, max(1, args.ablation_tokens // (size * tokens))), device
+            )
             found: dict[str, Tensor] = {}
             times = interleaved(ablation_ways(model, batches, found), args.ablation_rounds, device)
             fast, loop = times["fast"], times["hp.gated, a share of heads"] * SHARE
@@ -194,7 +240,12 @@ def leave_one_out(args: argparse.Namespace, device: torch.device) -> list[dict[s
                 "hp.gated loop / fast": spread(loop / fast),
                 "once / fast": spread(times["once, at most"] / fast),
             }
-            row = {**shape(model, batches), "saturated": size == saturated, "ratios": ratios, "seconds": listed(times)}
+            row = {
+                **shape(model, batches),
+                "saturated": size == saturated,
+                "ratios": ratios,
+                "seconds": listed(times),
+            }
             row["largest_difference"] = largest_difference(found)
             rows.append({**row, "forward_examples_per_second": rates})
             told("leave one out" + (", saturated" if size == saturated else ""), rows[-1])
@@ -222,7 +273,9 @@ def ablation_ways(model: nn.Module, batches: Batches, found: dict[str, Tensor]) 
         "fast": score("fast", True),
         "naive": score("naive", False),
         "hp.gated, a share of heads": loop,
-        "once, at most": lambda: hp.score(model, two, hp.scoring.LeaveOneOut(), sites=last, progress=False),
+        "once, at most": lambda: hp.score(
+            model, two, hp.scoring.LeaveOneOut(), sites=last, progress=False
+        ),
     }
 
 
@@ -254,19 +307,25 @@ def largest_difference(found: Mapping[str, Tensor]) -> dict[str, float]:
     """Of the fast way's scores from the others', in the unit of the loss, which is about 1."""
     fast = found["fast"].double()
     from_loop = fast[::SHARE] - found["hp.gated"]
-    return {"naive": float((fast - found["naive"]).abs().max()), "hp.gated loop": float(from_loop.abs().max())}
+    return {
+        "naive": float((fast - found["naive"]).abs().max()),
+        "hp.gated loop": float(from_loop.abs().max()),
+    }
 
 
 def saturation(
     model: nn.Module, args: argparse.Namespace, tokens: int, device: torch.device
 ) -> tuple[int, dict[str, float]]:
-    """The batch size from which twice as many bring at most 10 % more examples a second; and the rates tried."""
+    """The batch size from which twice as many bring at most 10 % more examples a second; and the
+    rates tried."""
     rates: dict[int, float] = {}
     size = 1
     while True:
         (batch,) = draw(args, size, tokens, 1, device)
         with torch.no_grad():
-            times = interleaved({"forward": lambda batch=batch: model(**batch)}, 8, device)["forward"]  # type: ignore[misc]
+            times = interleaved({"forward": lambda batch=batch: model(**batch)}, 8, device)[
+                "forward"
+            ]  # type: ignore[misc]
         rates[size] = size / float(np.median(times[1:]))
         if (size > 1 and rates[size] <= 1.1 * rates[size // 2]) or size * 2 > args.largest:
             break
@@ -276,13 +335,18 @@ def saturation(
 
 
 def memory(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Peaks of ``taylor`` and of a frozen forward and backward pass, a row for each model and length."""
+    """Peaks of ``taylor`` and of a frozen forward and backward pass, a row for each model and
+    length."""
     rows = []
     for layers, width in ((6, args.middle), (12, args.width)):
         model = encoder(layers, width, args, device)
         for tokens in args.tokens:
-            batches = draw(args, max(1, args.batch_tokens // tokens), tokens, 2, device)  # the second shows leftovers
-            taylor = peak(lambda b=batches, m=model: hp.score(m, b, "taylor", progress=False), device)  # type: ignore[misc]
+            batches = draw(
+                args, max(1, args.batch_tokens // tokens), tokens, 2, device
+            )  # the second shows leftovers
+            taylor = peak(
+                lambda b=batches, m=model: hp.score(m, b, "taylor", progress=False), device
+            )  # type: ignore[misc]
             frozen = peak(lambda b=batches, m=model: frozen_pass(m, b), device)  # type: ignore[misc]
             weights = sum(p.numel() * p.element_size() for p in model.parameters())
             n_bytes = {"taylor": taylor, "frozen forward + backward": frozen, "weights": weights}
@@ -303,12 +367,21 @@ def throughput(args: argparse.Namespace, device: torch.device) -> list[dict[str,
         size = min(32, args.examples)
         batches = draw(args, size, tokens, args.examples // size, torch.device("cpu"))
         for mixed in (False, True) if device.type == "cuda" else (False,):
-            ways = {name: partial(in_precision, way, mixed) for name, way in throughput_ways(model, batches).items()}
+            ways = {
+                name: partial(in_precision, way, mixed)
+                for name, way in throughput_ways(model, batches).items()
+            }
             interleaved(ways, 1, device)
             times = interleaved(ways, args.rounds, device)
             read = size * len(batches)
-            ratios = {f"{name}, examples a second": spread(read / found) for name, found in times.items()}
-            row = {**shape(model, batches), "precision": "bf16, gates fp32" if mixed else "fp32", "ratios": ratios}
+            ratios = {
+                f"{name}, examples a second": spread(read / found) for name, found in times.items()
+            }
+            row = {
+                **shape(model, batches),
+                "precision": "bf16, gates fp32" if mixed else "fp32",
+                "ratios": ratios,
+            }
             row["waits"] = {name: waits(way, device) for name, way in ways.items()}
             rows.append({**row, "examples": read, "seconds": listed(times)})
             told(f"throughput, {row['precision']}", rows[-1])
@@ -323,7 +396,10 @@ def throughput_ways(model: nn.Module, batches: Batches) -> Ways:
         for batch in batches:
             model(**to_device(batch, device))
 
-    return {"taylor": lambda: hp.score(model, batches, "taylor", progress=False), "forward": forward}
+    return {
+        "taylor": lambda: hp.score(model, batches, "taylor", progress=False),
+        "forward": forward,
+    }
 
 
 def in_precision(run: Callable[[], Any], mixed: bool) -> None:
@@ -332,7 +408,8 @@ def in_precision(run: Callable[[], Any], mixed: bool) -> None:
 
 
 def waits(run: Callable[[], Any], device: torch.device) -> int | None:
-    """How often Python waits for the GPU in ``run``; None on a CPU, where there is nothing to wait for."""
+    """How often Python waits for the GPU in ``run``; None on a CPU, where there is nothing to wait
+    for."""
     if device.type != "cuda":
         return None
     before = torch.cuda.get_sync_debug_mode()
@@ -351,7 +428,9 @@ def frozen_pass(model: nn.Module, batches: Batches) -> None:
     """Backward to the embeddings' output, through activations only."""
     before = [p.requires_grad for p in model.parameters()]
     model.requires_grad_(False)
-    handle = model.get_input_embeddings().register_forward_hook(lambda m, i, out: out.requires_grad_())  # type: ignore[operator]
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda m, i, out: out.requires_grad_()
+    )  # type: ignore[operator]
     try:
         for batch in batches:
             model(**batch).loss.backward()
@@ -378,11 +457,14 @@ def peak(run: Callable[[], Any], device: torch.device) -> int:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda event: event["ts"])
+    changes = sorted(
+        (e for e in events if e.get("name") == "[memory]"), key=lambda event: event["ts"]
+    )
     return int(np.cumsum([event["args"]["Bytes"] for event in changes]).max())
 
 
-# ------------------------------------------------------------------------------------------------ how it is measured
+# ------------------------------------------------------------------------------------------------
+# how it is measured
 
 
 def encoder(layers: int, width: int, args: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -400,7 +482,9 @@ def encoder(layers: int, width: int, args: argparse.Namespace, device: torch.dev
     return BertForSequenceClassification(config).to(device).eval()
 
 
-def draw(args: argparse.Namespace, size: int, tokens: int, count: int, device: torch.device) -> Batches:
+def draw(
+    args: argparse.Namespace, size: int, tokens: int, count: int, device: torch.device
+) -> Batches:
     """Batches of random tokens without padding."""
     generator = torch.Generator().manual_seed(size * tokens)
     batches = []
@@ -413,7 +497,8 @@ def draw(args: argparse.Namespace, size: int, tokens: int, count: int, device: t
 
 
 def interleaved(ways: Ways, rounds: int, device: torch.device) -> dict[str, np.ndarray]:
-    """Seconds of every round by way; a round is a call of each, and begins with another one than the round before."""
+    """Seconds of every round by way; a round is a call of each, and begins with another one than
+    the round before."""
     names = list(ways)
     times: dict[str, list[float]] = {name: [] for name in names}
     with no_collection():
@@ -435,7 +520,11 @@ def spread(ratios: np.ndarray) -> dict[str, float]:
 def shape(model: nn.Module, batches: Batches) -> dict[str, Any]:
     config: Any = model.config
     size, tokens = batches[0]["input_ids"].shape
-    sizes = {"layers": config.num_hidden_layers, "heads": config.num_attention_heads, "width": config.hidden_size}
+    sizes = {
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "width": config.hidden_size,
+    }
     return {**sizes, "batch": size, "tokens": tokens, "batches": len(batches)}
 
 
@@ -448,7 +537,11 @@ def told(what: str, row: Mapping[str, Any]) -> None:
     size = "{layers} x {heads}, width {width}, {batches} x {batch} x {tokens} tokens".format(**row)
     cells = []
     for name, ratio in row["ratios"].items():
-        text = f"{ratio:.3f}" if isinstance(ratio, float) else "{median:.3f} ({p10:.3f}..{p90:.3f})".format(**ratio)
+        text = (
+            f"{ratio:.3f}"
+            if isinstance(ratio, float)
+            else "{median:.3f} ({p10:.3f}..{p90:.3f})".format(**ratio)
+        )
         cells.append(f"{name} {text}")
     print(f"{what}; {size}: {'; '.join(cells)}", flush=True)
 

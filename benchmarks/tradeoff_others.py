@@ -1,4 +1,5 @@
-"""The parts of docs/tradeoff.md about records of other benchmarks: ``native``, ``scoring_cost`` and ``startup``."""
+"""The parts of docs/tradeoff.md about records of other benchmarks: ``native``, ``scoring_cost`` and
+``startup``."""
 
 from __future__ import annotations
 
@@ -21,14 +22,35 @@ def natives(records: Path) -> list[str]:
         lines += [
             machine(record),
             "",
-            f"Speed of the pruned model over the native one of its shape: the mean of {record['processes']} processes",
-            "with its 95 % interval, and the slowest and the fastest process, for where weights lie in memory favours",
-            "one of two models of the same code. *Uncut* is the same comparison before any cut, where the native one",
-            "is code of its own: what it misses from 1 is the code of Transformers. *The cut's own share* is the one",
-            "over the other; code that takes as long in every call weighs more in a smaller model, so look at the",
+            (
+                "Speed of the pruned model over the native one of its shape: the mean of"
+                f" {record['processes']} processes"
+            ),
+            (
+                "with its 95 % interval, and the slowest and the fastest process, for where weights"
+                " lie in memory favours"
+            ),
+            (
+                "one of two models of the same code. *Uncut* is the same comparison before any cut,"
+                " where the native one"
+            ),
+            (
+                "is code of its own: what it misses from 1 is the code of Transformers. *The cut's"
+                " own share* is the one"
+            ),
+            (
+                "over the other; code that takes as long in every call weighs more in a smaller"
+                " model, so look at the"
+            ),
             "milliseconds, too, that a call takes beyond the native model's.",
-            f"{aim} is aimed at: *reached* where the whole interval is at or above it, *missed* where the whole",
-            f"interval is below, else *open*, shown neither way. Nothing is promised for {', '.join(UNPROMISED)}.",
+            (
+                f"{aim} is aimed at: *reached* where the whole interval is at or above it, *missed*"
+                " where the whole"
+            ),
+            (
+                "interval is below, else *open*, shown neither way. Nothing is promised for"
+                f" {', '.join(UNPROMISED)}."
+            ),
             "",
         ]
         body = [cells(aim, row) for row in rows]
@@ -40,14 +62,21 @@ def natives(records: Path) -> list[str]:
 
 def cells(aim: float, row: Row) -> list[str]:
     """A line of the table."""
-    about = [row["subject"], row["dtype"], "yes" if row["compiled"] else "no", f"{row['batch']} x {row['tokens']}"]
+    about = [
+        row["subject"],
+        row["dtype"],
+        "yes" if row["compiled"] else "no",
+        f"{row['batch']} x {row['tokens']}",
+    ]
     each = [timed["ratio"] for timed in row["speed"]["processes"]]
     said = "" if row["subject"] in UNPROMISED else against(aim, row["speed"])
     own = [""] * 4
     if "uncut" in row:
         own = [ratio(row["uncut"]), ratio(row["share"])]
         extra = (row[key]["extra_seconds"] for key in ("speed", "uncut"))
-        own += [interval(*(1e3 * seconds[end] for end in ("mean", "low", "high"))) for seconds in extra]
+        own += [
+            interval(*(1e3 * seconds[end] for end in ("mean", "low", "high"))) for seconds in extra
+        ]
     return [*about, ratio(row["speed"]), f"{min(each):.2f} to {max(each):.2f}", said, *own]
 
 
@@ -57,11 +86,18 @@ def summary(aim: float, rows: list[Row]) -> list[str]:
     early = []
     for row in (row for row in rows if row["subject"] not in UNPROMISED):
         ways = row["dtype"] + ", compiled" * row["compiled"]
-        name, word = f"{row['subject']} {row['batch']} x {row['tokens']} ({ways})", against(aim, row["speed"])
+        name, word = (
+            f"{row['subject']} {row['batch']} x {row['tokens']} ({ways})",
+            against(aim, row["speed"]),
+        )
         said.setdefault(word, []).append(name)
         if word == "missed" and "uncut" in row and against(aim, row["uncut"]) == word:
             early.append(f"{name} misses it uncut, too: {ratio(row['uncut'])}.")
-    lines = [f"{word.capitalize()}: {'; '.join(said[word])}." for word in ("missed", "open") if said[word]]
+    lines = [
+        f"{word.capitalize()}: {'; '.join(said[word])}."
+        for word in ("missed", "open")
+        if said[word]
+    ]
     return [" ".join([*lines, *early])] if lines else [f"All reach {aim}."]
 
 
@@ -76,13 +112,36 @@ def scoring(records: Path) -> list[str]:
     for record in found:
         body = []
         for row in record["throughput"]:
-            cells = [f"{row['ratios'][f'{name}, examples a second']['median']:,.0f}" for name in ("taylor", "forward")]
-            waits = [
-                str(row["waits"][name]) if row["waits"][name] is not None else "-" for name in ("taylor", "forward")
+            cells = [
+                f"{row['ratios'][f'{name}, examples a second']['median']:,.0f}"
+                for name in ("taylor", "forward")
             ]
-            body.append([row["precision"], str(row["examples"]), str(row["tokens"]), *cells, " / ".join(waits)])
-        head = ["precision", "examples", "tokens", "`taylor`, examples/s", "forward alone", "waits for the GPU, both"]
-        size = "A BERT of {layers} layers x {heads} heads, width {width}, with random weights.".format(**row)
+            waits = [
+                str(row["waits"][name]) if row["waits"][name] is not None else "-"
+                for name in ("taylor", "forward")
+            ]
+            body.append(
+                [
+                    row["precision"],
+                    str(row["examples"]),
+                    str(row["tokens"]),
+                    *cells,
+                    " / ".join(waits),
+                ]
+            )
+        head = [
+            "precision",
+            "examples",
+            "tokens",
+            "`taylor`, examples/s",
+            "forward alone",
+            "waits for the GPU, both",
+        ]
+        size = (
+            "A BERT of {layers} layers x {heads} heads, width {width}, with random weights.".format(
+                **row
+            )
+        )
         lines += [machine(record), "", size, "", *table(head, body), ""]
     return [*lines, *_missing(found, "scoring_cost.py")]
 
@@ -99,10 +158,22 @@ def startup(records: Path) -> list[str]:
         lines += [
             machine(record),
             "",
-            "Medians of fresh processes. `libraries` imports torch and the base class of Transformers' models, which",
-            f"every run needs. `run` is a whole run of `{record['settings']['recipe']}` with little of everything.",
-            "`run, overhead` is what is left of it without the stages that its record times: imports, `libraries`",
-            "among them, reading and checking the recipe, finding out versions and commit, and writing.",
+            (
+                "Medians of fresh processes. `libraries` imports torch and the base class of"
+                " Transformers' models, which"
+            ),
+            (
+                f"every run needs. `run` is a whole run of `{record['settings']['recipe']}` with"
+                " little of everything."
+            ),
+            (
+                "`run, overhead` is what is left of it without the stages that its record times:"
+                " imports, `libraries`"
+            ),
+            (
+                "among them, reading and checking the recipe, finding out versions and commit, and"
+                " writing."
+            ),
             "",
             *table(["", "seconds beyond an empty process", "aimed at, below"], body),
         ]

@@ -31,7 +31,10 @@ STAMP = ("created", "git_commit", "processor")
 PAGE, PICTURE = "tradeoff.md", "tradeoff.svg"
 #: What a task's rows do not say by themselves.
 ABOUT = {
-    "stsb": "The sentence encoder as it is, judged by cosines: nothing is trained on grades, so no way trains here."
+    "stsb": (
+        "The sentence encoder as it is, judged by cosines: nothing is trained on grades, so no way"
+        " trains here."
+    )
 }
 #: What is done after heads were chosen, by what a way's name ends in.
 AFTER = {
@@ -76,27 +79,53 @@ def page(records: Path) -> str:
     lines = [
         "# Speed against accuracy",
         "",
-        "Written by `make docs-figures` from the records in `benchmarks/records`; do not edit. How each number is",
-        "measured is said by the scripts: `benchmarks/tradeoff.py`, `native.py`, `scoring_cost.py`, `startup.py`.",
+        (
+            "Written by `make docs-figures` from the records in `benchmarks/records`; do not edit."
+            " How each number is"
+        ),
+        (
+            "measured is said by the scripts: `benchmarks/tradeoff.py`, `native.py`,"
+            " `scoring_cost.py`, `startup.py`."
+        ),
         "",
-        "A speed is the time of the whole model over the time of the cut one, in the same run: 2 is twice as fast. In",
+        (
+            "A speed is the time of the whole model over the time of the cut one, in the same run:"
+            " 2 is twice as fast. In"
+        ),
         "brackets behind it is its 95 % interval over the rounds of one process.",
         *between,
         "",
-        "*Limit* is what multiply-adds alone would give, and no bound: norms and what else is as large as before keep",
-        "a model below it; score matrices and softmax, which shrink with the heads and count as few multiply-adds or",
+        (
+            "*Limit* is what multiply-adds alone would give, and no bound: norms and what else is"
+            " as large as before keep"
+        ),
+        (
+            "a model below it; score matrices and softmax, which shrink with the heads and count as"
+            " few multiply-adds or"
+        ),
         "none, put it above, most of all in eager attention at long inputs.",
         "",
-        "A cell is *disturbed*, and shows nothing, where the 90th percentile of either model's time is over"
-        f" {DISTURBED} times its median.",
+        (
+            "A cell is *disturbed*, and shows nothing, where the 90th percentile of either model's"
+            f" time is over {DISTURBED} times its median."
+        ),
         "",
-        "Only models in rows with `+` were refitted or trained after the cut: compare scorers among the other rows.",
-        "Random heads that were refitted, too, are in [pipelines](pipelines.md), for SST-2 and TREC.",
+        (
+            "Only models in rows with `+` were refitted or trained after the cut: compare scorers"
+            " among the other rows."
+        ),
+        (
+            "Random heads that were refitted, too, are in [pipelines](pipelines.md), for SST-2 and"
+            " TREC."
+        ),
         *other_tasks(records),
     ]
     if drawable(found):
         lines += ["", f"![quality against speed, by heads kept]({PICTURE})", ""]
-        lines += ["In the figure, every way of choosing heads is drawn at the speed that the timed way has."]
+        lines += [
+            "In the figure, every way of choosing heads is drawn at the speed that the timed way"
+            " has."
+        ]
     if not found:
         lines += ["", "No record of `benchmarks/tradeoff.py` yet."]
     for record in found:
@@ -118,24 +147,42 @@ def page(records: Path) -> str:
 
 
 def between_processes(records: Path) -> list[str]:
-    """How far a speed differs between processes: the largest standard deviation among the rows of ``native.py``."""
+    """How far a speed differs between processes: the largest standard deviation among the rows of
+    ``native.py``."""
     most: dict[str, float] = {}
     for record in read(records, "native-*.json"):
         where = record["hardware"].get("gpu", "a CPU")
-        for cell in (row[name] for row in record["rows"] for name in ("speed", "uncut") if name in row):
+        for cell in (
+            row[name] for row in record["rows"] for name in ("speed", "uncut") if name in row
+        ):
             each = [process["ratio"] for process in cell["processes"]]
-            most[where] = max(most.get(where, 0.0), studies.deviation(each) / statistics.fmean(each))
+            most[where] = max(
+                most.get(where, 0.0), studies.deviation(each) / statistics.fmean(each)
+            )
     said = " and ".join(f"{100 * share:.0f} % on {where}" for where, share in most.items())
-    words = f"From process to process a speed differs, too: by a standard deviation of up to {said} (`native.py`)."
+    words = (
+        f"From process to process a speed differs, too: by a standard deviation of up to {said}"
+        " (`native.py`)."
+    )
     return [words] if said else []
 
 
 def other_tasks(records: Path) -> list[str]:
     """Where other tasks' speed and accuracy stand, as far as there are records of them."""
-    runs = [record["name"] for pattern in ("demo.json", "run-*.json") for record in read(records, pattern)]
-    said = [f"speed and accuracy of whole runs ({', '.join(runs)}): [recipes](recipe-runs.md)"] if runs else []
+    runs = [
+        record["name"]
+        for pattern in ("demo.json", "run-*.json")
+        for record in read(records, pattern)
+    ]
+    said = (
+        [f"speed and accuracy of whole runs ({', '.join(runs)}): [recipes](recipe-runs.md)"]
+        if runs
+        else []
+    )
     if read(records, "translation-*.json"):
-        said.append("what each kind of a translator's attention can spare: [translation](translation.md)")
+        said.append(
+            "what each kind of a translator's attention can spare: [translation](translation.md)"
+        )
     if read(records, "kv-groups-*.json"):
         said.append("perplexity of a small Llama without key/value groups: [groups](kv-groups.md)")
     return ["", f"Other tasks: {'; '.join(said)}."] if said else []
@@ -157,14 +204,20 @@ def elsewhere(record: Record) -> list[str]:
     for row in (row for what in ("speed", "attention", "kv") for row in of(record, what)):
         if (processor := row.get("processor", usual)) != usual:
             places.setdefault(processor, {})[place(row)] = None
-    return [line for name, found in places.items() for line in (f"Timed on {name}: {'; '.join(found)}.", "")]
+    return [
+        line
+        for name, found in places.items()
+        for line in (f"Timed on {name}: {'; '.join(found)}.", "")
+    ]
 
 
 def place(row: Row) -> str:
     """Which cell a timed row is about."""
     if row["what"] == "kv":
         return f"the decoder in {row['dtype']}, prompt {row['prompt']}, batch {row['batch']}"
-    of_what = "long inputs" if row["what"] == "attention" else way_words(*(row[name] for name in WAY))
+    of_what = (
+        "long inputs" if row["what"] == "attention" else way_words(*(row[name] for name in WAY))
+    )
     return f"{of_what}, {row['length']} tokens, batch {row['batch']}"
 
 
@@ -180,7 +233,8 @@ def not_yet(found: list[Record]) -> list[str]:
     return ["", "## Not measured yet", "", *lines] if lines else []
 
 
-# ------------------------------------------------------------------------------------------------ accuracy and size
+# ------------------------------------------------------------------------------------------------
+# accuracy and size
 
 
 def in_short(record: Record) -> list[str]:
@@ -188,7 +242,16 @@ def in_short(record: Record) -> list[str]:
     if of(record, "gpu"):
         return [*gpu_page.headline_words(record), "Cell by cell: [on a GPU](gpu.md).", ""]
     kept, way = record["heads"] // 3, recovered(record)
-    cells = of(record, "speed", kept=kept, dtype="float32", attention="sdpa", compiled=False, batch=32, length=128)
+    cells = of(
+        record,
+        "speed",
+        kept=kept,
+        dtype="float32",
+        attention="sdpa",
+        compiled=False,
+        batch=32,
+        length=128,
+    )
     apart = paired(record, way, kept)
     if not cells or disturbed(cells[0]):
         return []
@@ -197,9 +260,11 @@ def in_short(record: Record) -> list[str]:
         moved = f"{100 * apart['difference']:+.1f} points {_points(apart)}"
         cost = f" (`{way}`, nothing trained), the test metric moves by {moved}, and"
     return [
-        f"With {kept} of {record['heads']} heads{cost} at batch 32 of 128 tokens the model is"
-        f" {ratio(row)} times as fast, {row['ratio'] / row['limit']:.2f} of the {row['limit']:.2f} that multiply-adds"
-        " would allow.",
+        (
+            f"With {kept} of {record['heads']} heads{cost} at batch 32 of 128 tokens the model is"
+            f" {ratio(row)} times as fast, {row['ratio'] / row['limit']:.2f} of the"
+            f" {row['limit']:.2f} that multiply-adds would allow."
+        ),
         "",
     ]
 
@@ -207,7 +272,9 @@ def in_short(record: Record) -> list[str]:
 def recovered(record: Record) -> str:
     """The timed way, refitted where the record has that."""
     every = distinct(of(record, "quality"), "way")
-    return next((way for way in (f"{record['timed']} + lstsq", record["timed"]) if way in every), "")
+    return next(
+        (way for way in (f"{record['timed']} + lstsq", record["timed"]) if way in every), ""
+    )
 
 
 def accuracy(record: Record) -> list[str]:
@@ -216,8 +283,14 @@ def accuracy(record: Record) -> list[str]:
         return []
     budgets = sorted({row["kept"] for row in rows if row["kept"] < record["heads"]}, reverse=True)
     lines = [
-        f"All {record['heads']} heads: {record['base']:.3f}, on {record['judged']} test rows. Mean ± standard",
-        "deviation over draws of calibration rows; in brackets points against all heads, mean over draws, with their",
+        (
+            f"All {record['heads']} heads: {record['base']:.3f}, on {record['judged']} test rows."
+            " Mean ± standard"
+        ),
+        (
+            "deviation over draws of calibration rows; in brackets points against all heads, mean"
+            " over draws, with their"
+        ),
         "95 % interval over examples.",
         "",
     ]
@@ -227,17 +300,24 @@ def accuracy(record: Record) -> list[str]:
         whole = of(record, "quality", way=way, kept=record["heads"])
         if whole:
             lines[-1:] = [
-                f"All heads, {way.partition(' + ')[2]}d as long as the others: {_quality(record, whole)}.",
+                (
+                    f"All heads, {way.partition(' + ')[2]}d as long as the others:"
+                    f" {_quality(record, whole)}."
+                ),
                 "",
             ]
             continue
         cells = [_quality(record, of(record, "quality", way=way, kept=kept)) for kept in budgets]
         body.append([way, *cells])
     lines += table(["", *(f"{kept} kept" for kept in budgets)], body)
-    trained = [key for key in distinct(of(record, "paired"), "way", "kept", "against") if key[2] != "base"]
+    trained = [
+        key for key in distinct(of(record, "paired"), "way", "kept", "against") if key[2] != "base"
+    ]
     if trained:
         rows = [row for key in trained if (row := paired(record, *key))]
-        words = [f"{r['way']}, {r['kept']} kept: {100 * r['difference']:+.1f} {_points(r)}" for r in rows]
+        words = [
+            f"{r['way']}, {r['kept']} kept: {100 * r['difference']:+.1f} {_points(r)}" for r in rows
+        ]
         lines += ["", f"Points against all heads trained as long: {'; '.join(words)}."]
     return lines
 
@@ -251,7 +331,8 @@ def _quality(record: Record, draws: list[Row]) -> str:
 
 
 def paired(record: Record, way: str, kept: int, against: str = "base") -> Row | None:
-    """The difference over the most draws: a record that goes on with more of them keeps the older ones."""
+    """The difference over the most draws: a record that goes on with more of them keeps the older
+    ones."""
     rows = of(record, "paired", way=way, kept=kept, against=against)
     return max(rows, key=lambda row: int(row["draws"]), default=None)
 
@@ -266,14 +347,18 @@ def sizes(record: Record) -> list[str]:
         return []
     names = [name for name in rows[0] if name not in ("what", "kept", "heads", *STAMP)]
     body = [[f"{rows[0]['heads'][0]:.0f}", *(f"{rows[0][name][0]:,.0f}" for name in names)]]
-    body += [[f"{row['heads'][1]:.0f}", *(f"{row[name][1]:,.0f}" for name in names)] for row in rows]
+    body += [
+        [f"{row['heads'][1]:.0f}", *(f"{row[name][1]:,.0f}" for name in names)] for row in rows
+    ]
     about = (
-        "MACs are of an example as long as those of the first test batch; a *limit* below is of its own row's length."
+        "MACs are of an example as long as those of the first test batch; a *limit* below is of its"
+        " own row's length."
     )
     return ["", about, "", *table(["heads", *names], body, left=0)]
 
 
-# ------------------------------------------------------------------------------------------------ speed
+# ------------------------------------------------------------------------------------------------
+# speed
 
 
 def speed(record: Record) -> list[str]:
@@ -288,7 +373,10 @@ def speed(record: Record) -> list[str]:
     grid = itertools.product(DTYPES[record["device"]], GRID["attention"], GRID["compiled"])
     never = set(grid) - set(ways) - set(distinct(failed, *WAY))
     if never and not of(record, "gpu"):
-        lines += ["", f"Not measured at all: {'; '.join(way_words(*way) for way in sorted(never))}."]
+        lines += [
+            "",
+            f"Not measured at all: {'; '.join(way_words(*way) for way in sorted(never))}.",
+        ]
     if failed:
         lines += ["", "Failed:", ""]
     lines += [f"- {place(row)}, {row['kept']} kept: {row['error']}" for row in failed]
@@ -300,14 +388,17 @@ def speed(record: Record) -> list[str]:
 
 
 def headline(record: Record) -> list[str]:
-    """The encoder at batch 32 of 128 tokens with a third of its heads, next to what multiply-adds allow."""
+    """The encoder at batch 32 of 128 tokens with a third of its heads, next to what multiply-adds
+    allow."""
     third = record["heads"] // 3
     rows = of(record, "speed", kept=third, batch=32, length=128)
     lines = []
     for row in rows:
         way = way_words(row["dtype"], row["attention"], row["compiled"])
         share = row["ratio"] / row["limit"]
-        lines.append(f"- {way}: {timed(row)} of a limit of {row['limit']:.2f}, a share of {share:.2f}.")
+        lines.append(
+            f"- {way}: {timed(row)} of a limit of {row['limit']:.2f}, a share of {share:.2f}."
+        )
     intro = f"Batch 32 of 128 tokens, {record['heads'] - third} of {record['heads']} heads gone:"
     return ["", intro, "", *lines] if lines else []
 
@@ -321,8 +412,20 @@ def long_inputs(record: Record) -> list[str]:
         part = [timed(alone), f"{row['attention_limit']:.2f}"]
         model = [timed(row["model"]), f"{row['limit']:.2f}"]
         body.append([str(row["length"]), str(row["batch"]), str(row["kept"]), ms, *part, *model])
-    head = ["tokens", "batch", "heads kept", "attention, ms", "its speed", "its limit", "model's speed", "its limit"]
-    about = "In float32 with SDPA, in eager mode. *Attention* is the attention modules, their projections included."
+    head = [
+        "tokens",
+        "batch",
+        "heads kept",
+        "attention, ms",
+        "its speed",
+        "its limit",
+        "model's speed",
+        "its limit",
+    ]
+    about = (
+        "In float32 with SDPA, in eager mode. *Attention* is the attention modules, their"
+        " projections included."
+    )
     title = "### Long inputs: the attention part and the model"
     return ["", title, "", about, "", *table(head, body, left=0)] if body else []
 
@@ -336,14 +439,27 @@ def decoder(records: list[Record]) -> list[str]:
         for row in rows:
             a, b = row["bytes"]
             speeds = row["tokens_a_second"]
-            cells = [row["dtype"], str(row["prompt"]), str(row["batch"]), f"{a:,} to {b:,}", f"{a / b:g}"]
+            cells = [
+                row["dtype"],
+                str(row["prompt"]),
+                str(row["batch"]),
+                f"{a:,} to {b:,}",
+                f"{a / b:g}",
+            ]
             for phase in ("prefill", "decode"):
                 rates = (speeds[f"{which}_{phase}"] for which in ("original", "pruned"))
                 cells += [" to ".join(f"{rate:,.0f}" for rate in rates), timed(row[phase])]
             body.append(cells)
         if body:
-            about = f"A Llama of {rows[0]['layers']} layers, width {rows[0]['hidden_size']}, with random weights and 8"
-            lines += ["", f"## A decoder with grouped queries, on {'a CPU' if device == 'cpu' else 'a GPU'}", ""]
+            about = (
+                f"A Llama of {rows[0]['layers']} layers, width {rows[0]['hidden_size']}, with"
+                " random weights and 8"
+            )
+            lines += [
+                "",
+                f"## A decoder with grouped queries, on {'a CPU' if device == 'cpu' else 'a GPU'}",
+                "",
+            ]
             lines += [f"{about} groups of 4 query heads; every second group is gone.", ""]
             head = ["dtype", "prompt", "batch", "bytes of the cache", "ratio"]
             head += ["prefill tokens/s", "speed", "decode tokens/s", "speed"]
@@ -351,11 +467,13 @@ def decoder(records: list[Record]) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------------------------------ figure and README
+# ------------------------------------------------------------------------------------------------
+# figure and README
 
 
 def shown(record: Record) -> list[Row]:
-    """The cell that the figure is about: batch 32 of 128 tokens in fp32 with SDPA in eager mode, or the nearest.
+    """The cell that the figure is about: batch 32 of 128 tokens in fp32 with SDPA in eager mode, or
+    the nearest.
 
     Of a GPU, the busiest GPU-bound cell: elsewhere its times are Python's.
     """
@@ -366,13 +484,17 @@ def shown(record: Record) -> list[Row]:
         return []
     wanted = {"dtype": "float32", "attention": "sdpa", "length": 128, "batch": 32}
     for key, value in wanted.items():
-        near = min(distinct(rows, key), key=lambda v: (v != value, str(v)) if isinstance(v, str) else abs(v - value))  # type: ignore[arg-type, return-value]
+        near = min(
+            distinct(rows, key),
+            key=lambda v: (v != value, str(v)) if isinstance(v, str) else abs(v - value),
+        )  # type: ignore[arg-type, return-value]
         rows = [row for row in rows if row[key] == near]
     return sorted(rows, key=lambda row: -row["kept"])
 
 
 def readme(records: Path) -> str:
-    """The block of the README: what the figure shows, in words, and of a record without accuracy its speed."""
+    """The block of the README: what the figure shows, in words, and of a record without accuracy
+    its speed."""
     every = one_each(tradeoffs(records))
     said: dict[str, list[str]] = {}
     for record in every:
@@ -384,27 +506,50 @@ def readme(records: Path) -> str:
     lines = [f"![quality against speed](docs/{PICTURE})", ""] if drawable(every) else []
     for lead, bullets in said.items():
         lines += [lead, "", *bullets, ""]
-    key = ["x: times as fast as with all heads; in brackets its 95 % interval over the rounds of one process."]
+    key = [
+        "x: times as fast as with all heads; in brackets its 95 % interval over the rounds of one"
+        " process."
+    ]
     key += between_processes(records)
-    key[:0] = ["±: standard deviation over draws of calibration rows."] * any("±" in line for line in lines)
+    key[:0] = ["±: standard deviation over draws of calibration rows."] * any(
+        "±" in line for line in lines
+    )
     without = " ".join(studies.no_gpu(record["hardware"] for record in every)).strip()
-    return "\n".join([*lines, *key, "", f"All cells: [docs/{PAGE}](docs/{PAGE}). {without}".strip()])
+    return "\n".join(
+        [*lines, *key, "", f"All cells: [docs/{PAGE}](docs/{PAGE}). {without}".strip()]
+    )
 
 
 def in_words(record: Record) -> tuple[str, str]:
     """How a record's cell of the figure was measured, and what it says."""
     rows, here = shown(record), record["hardware"]
     where = here.get("gpu") or f"a CPU ({here['processor']}, {threads(here)})"
-    cell = f"at batch {rows[0]['batch']} of {rows[0]['length']} tokens{rows[0].get('said', '')}, on {where}"
+    cell = (
+        f"at batch {rows[0]['batch']} of {rows[0]['length']} tokens{rows[0].get('said', '')}, on"
+        f" {where}"
+    )
     speeds = {row["kept"]: timed(row).replace(" ", "x ", 1) for row in rows}
     if not of(record, "quality"):
         best = [f"{kept} heads {speed}" for kept, speed in speeds.items()]
-        return f"Speed alone, {cell}:", f"- {metric(record)}, of all {record['heads']} heads: {'; '.join(best)}"
+        return (
+            f"Speed alone, {cell}:",
+            f"- {metric(record)}, of all {record['heads']} heads: {'; '.join(best)}",
+        )
     way = recovered(record) or distinct(of(record, "quality"), "way")[0]
     scorer, _, after = way.partition(" + ")
-    draws = {kept: [row["quality"] for row in of(record, "quality", kept=kept, way=way)] for kept in speeds}
-    best = [f"{kept} heads {studies.spread(draws[kept])} at {speed}" for kept, speed in speeds.items() if draws[kept]]
-    bullet = f"- {metric(record)}, {record['base']:.3f} with all {record['heads']} heads: {'; '.join(best)}"
+    draws = {
+        kept: [row["quality"] for row in of(record, "quality", kept=kept, way=way)]
+        for kept in speeds
+    }
+    best = [
+        f"{kept} heads {studies.spread(draws[kept])} at {speed}"
+        for kept, speed in speeds.items()
+        if draws[kept]
+    ]
+    bullet = (
+        f"- {metric(record)}, {record['base']:.3f} with all {record['heads']} heads:"
+        f" {'; '.join(best)}"
+    )
     return f"Heads chosen by `{scorer}`, {AFTER[after]}; {cell}:", bullet
 
 
@@ -413,7 +558,9 @@ def picture(records: list[Record], path: Path) -> None:
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
 
     figure = Figure(figsize=(4.6 * len(records), 4.2), layout="constrained")
-    for panel, record in zip(figure.subplots(1, len(records), squeeze=False)[0], records, strict=True):
+    for panel, record in zip(
+        figure.subplots(1, len(records), squeeze=False)[0], records, strict=True
+    ):
         rows = shown(record)
         for way in distinct(of(record, "quality"), "way"):
             points = []
@@ -422,15 +569,19 @@ def picture(records: list[Record], path: Path) -> None:
                 if draws:
                     points.append((row["ratio"], statistics.fmean(draws), studies.deviation(draws)))
             if points:
-                panel.errorbar(*zip(*points, strict=True), label=way, marker=".", linewidth=1, capsize=2)
+                panel.errorbar(
+                    *zip(*points, strict=True), label=way, marker=".", linewidth=1, capsize=2
+                )
         for row in rows:
             panel.axvline(row["ratio"], color="0.85", linewidth=0.8, zorder=0)
-            panel.annotate(str(row["kept"]), (row["ratio"], 0), xycoords=("data", "axes fraction"), fontsize=7)
+            panel.annotate(
+                str(row["kept"]), (row["ratio"], 0), xycoords=("data", "axes fraction"), fontsize=7
+            )
         panel.axhline(record["base"], color="0.6", linestyle="--", linewidth=1)
         panel.set_title(title(record), fontsize=9)
         panel.set_xlabel(
-            f"speed at batch {rows[0]['batch']} of {rows[0]['length']} tokens{rows[0].get('said', '')};"
-            f" heads kept of {record['heads']}"
+            f"speed at batch {rows[0]['batch']} of {rows[0]['length']}"
+            f" tokens{rows[0].get('said', '')}; heads kept of {record['heads']}"
         )
         panel.grid(alpha=0.2)
         panel.legend(fontsize=6)

@@ -1,4 +1,5 @@
-"""Speed and memory of a model before and after a cut, one row for every cell of a grid, for ``tradeoff.py``."""
+"""Speed and memory of a model before and after a cut, one row for every cell of a grid, for
+``tradeoff.py``."""
 
 from __future__ import annotations
 
@@ -59,13 +60,19 @@ class Cell:
 def grid(args: Any) -> list[Cell]:
     """All cells, those of one way together."""
     compiled = [{"off": False, "on": True}[word] for word in args.compile]
-    return [Cell(*c) for c in itertools.product(args.dtypes, args.attention, compiled, args.lengths, args.batch_sizes)]
+    return [
+        Cell(*c)
+        for c in itertools.product(
+            args.dtypes, args.attention, compiled, args.lengths, args.batch_sizes
+        )
+    ]
 
 
 def speed_rows(
     base: nn.Module, cuts: dict[int, nn.Module], example: Any, args: Any, done: set[Any]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each cell and cut that is not ``done``; the whole model and all cuts of a cell are timed in turn.
+    """A row for each cell and cut that is not ``done``; the whole model and all cuts of a cell are
+    timed in turn.
 
     Args:
         base: The whole model, on its device.
@@ -86,16 +93,26 @@ def speed_rows(
             about = {"what": "speed", **asdict(cell), "threads": torch.get_num_threads()}
             try:
                 with compiling(cell.compiled) as graphs:
-                    found = measured([made[kept] for kept in (WHOLE, *missing)], example, cell, args)
+                    found = measured(
+                        [made[kept] for kept in (WHOLE, *missing)], example, cell, args
+                    )
                     counted = graphs(len(found) + 1)
-            except RuntimeError as error:  # of the memory, or of a compiler: the cell is said to fail
+            except (
+                RuntimeError
+            ) as error:  # of the memory, or of a compiler: the cell is said to fail
                 if device_of(base).type == "cuda":
                     torch.cuda.empty_cache()
                 words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 yield from ({**about, "kept": kept, "error": words} for kept in missing)
                 continue
             for kept, row in zip(missing, found, strict=True):
-                yield {**about, "kept": kept, **row, **counted, **limits(base, cuts[kept], example, cell.length)}
+                yield {
+                    **about,
+                    "kept": kept,
+                    **row,
+                    **counted,
+                    **limits(base, cuts[kept], example, cell.length),
+                }
 
 
 def prepared(model: nn.Module, dtype: str, attention: str, compiled: bool) -> nn.Module:
@@ -108,7 +125,8 @@ def prepared(model: nn.Module, dtype: str, attention: str, compiled: bool) -> nn
 
 
 def measured(models: list[nn.Module], example: Any, cell: Cell, args: Any) -> list[dict[str, Any]]:
-    """For every model after the first, which is the whole one: latency of both, peak memory, and clocks.
+    """For every model after the first, which is the whole one: latency of both, peak memory, and
+    clocks.
 
     All run in turn, so that the whole model's times are the same in all rows.
     """
@@ -129,7 +147,9 @@ def measured(models: list[nn.Module], example: Any, cell: Cell, args: Any) -> li
     rows = []
     for place in range(1, len(models)):
         row = vars(speed_row(cell.batch, cell.length, times[:, [0, place]], seed=0))
-        found: dict[str, Any] = {k: v for k, v in row.items() if k not in ("batch", "length")} | about
+        found: dict[str, Any] = {
+            k: v for k, v in row.items() if k not in ("batch", "length")
+        } | about
         found["throughput"] = [cell.batch / row["original_p50"], cell.batch / row["pruned_p50"]]
         found["weight_bytes"] = [weight_bytes(models[i]) for i in (0, place)]
         if peaks is not None:
@@ -149,18 +169,24 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def limits(base: nn.Module, small: nn.Module, example: Any, length: int) -> dict[str, Any]:
-    """What multiply-adds alone would allow, of the model and of its attention; and both models' ``macs``."""
+    """What multiply-adds alone would allow, of the model and of its attention; and both models'
+    ``macs``."""
     batch = shaped_batch(example, 1, length)
     costs = [measure_costs(model, bind(model), batch) for model in (base, small)]
     whole = [table.total.macs(length) for table in costs]
     attention = [sum(u.macs(length) for site in table.units for u in site) for table in costs]
-    return {"limit": whole[0] / whole[1], "attention_limit": attention[0] / attention[1], "macs": whole}
+    return {
+        "limit": whole[0] / whole[1],
+        "attention_limit": attention[0] / attention[1],
+        "macs": whole,
+    }
 
 
 def attention_rows(
     base: nn.Module, cuts: dict[int, nn.Module], example: Any, args: Any, done: set[Any]
 ) -> Iterator[dict[str, Any]]:
-    """At long inputs: the attention modules alone, given what goes into them in a pass, and the models; all in turn."""
+    """At long inputs: the attention modules alone, given what goes into them in a pass, and the
+    models; all in turn."""
     for length, batch in itertools.product(args.attention_lengths, args.attention_batches):
         missing = [kept for kept in cuts if (kept, length, batch) not in done]
         if not missing:
@@ -173,7 +199,9 @@ def attention_rows(
             stack.enter_context(torch.inference_mode())
             parts = [attention_of(model, inputs) for model in models]
             wholes = [partial(call, model, inputs) for model in models]
-            alone, whole = (in_turn(runs, device, effort_of(args, len(models))) for runs in (parts, wholes))
+            alone, whole = (
+                in_turn(runs, device, effort_of(args, len(models))) for runs in (parts, wholes)
+            )
         for place, kept in enumerate(missing, 1):
             about = {"what": "attention", "kept": kept, "length": length, "batch": batch}
             about["threads"] = torch.get_num_threads()
@@ -196,7 +224,8 @@ def attention_of(model: nn.Module, inputs: Any) -> Callable[[], None]:
     return run_all
 
 
-# ------------------------------------------------------------------------------------------------ sizes
+# ------------------------------------------------------------------------------------------------
+# sizes
 
 
 def bytes_on_disk(model: nn.Module) -> int:
@@ -206,7 +235,8 @@ def bytes_on_disk(model: nn.Module) -> int:
         return sum(path.stat().st_size for path in Path(folder).rglob("*.safetensors"))
 
 
-# ------------------------------------------------------------------------------------------------ the processor's clock
+# ------------------------------------------------------------------------------------------------
+# the processor's clock
 
 
 def clocks(device: torch.device) -> dict[str, Any] | None:

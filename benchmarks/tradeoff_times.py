@@ -26,11 +26,14 @@ DISTURBED = 2
 
 
 def lacking(rows: list[Row], failed: list[Row]) -> list[str]:
-    """Places of the study's grid that one of its tables has no row of; what failed is listed elsewhere."""
+    """Places of the study's grid that one of its tables has no row of; what failed is listed
+    elsewhere."""
     tried = distinct([*rows, *failed], "length", "batch")
     lengths: dict[tuple[int, ...], list[int]] = {}
     for length in GRID["length"]:
-        lengths.setdefault(tuple(batch for batch in GRID["batch"] if (length, batch) not in tried), []).append(length)
+        lengths.setdefault(
+            tuple(batch for batch in GRID["batch"] if (length, batch) not in tried), []
+        ).append(length)
     said = []
     for missing, found in lengths.items():
         batches = f"batch {_listed(missing)}" if len(missing) < len(GRID["batch"]) else "any batch"
@@ -55,7 +58,9 @@ def times(rows: list[Row], budgets: list[int]) -> list[str]:
     head += ["MiB with weights, whole to smallest"] * memory
     body, apart = [], False
     for length, batch in sorted(distinct(rows, "length", "batch")):
-        found = {row["kept"]: row for row in rows if (row["length"], row["batch"]) == (length, batch)}
+        found = {
+            row["kept"]: row for row in rows if (row["length"], row["batch"]) == (length, batch)
+        }
         first, last = found[max(found)], found[min(found)]
         cells = [str(length), str(batch), _ms(first, "original"), f"{first['throughput'][0]:,.1f}"]
         for kept in budgets:
@@ -70,7 +75,11 @@ def times(rows: list[Row], budgets: list[int]) -> list[str]:
             peaks = zip(last.get("peak_bytes", ()), last["weight_bytes"], strict=False)
             cells.append(" to ".join(f"{sum(pair) / 2**20:.0f}" for pair in peaks))
         body.append(cells)
-    said = ["", "*of*: timed in another session, in which the whole model took so many ms."] if apart else []
+    said = (
+        ["", "*of*: timed in another session, in which the whole model took so many ms."]
+        if apart
+        else []
+    )
     return [*table(head, body, left=0), *said]
 
 
@@ -81,7 +90,9 @@ def _ms(row: Row, which: str) -> str:
 
 def disturbed(row: Row) -> bool:
     """Whether something else ran while either model was timed."""
-    return any(row[f"{which}_p90"] > DISTURBED * row[f"{which}_p50"] for which in ("original", "pruned"))
+    return any(
+        row[f"{which}_p90"] > DISTURBED * row[f"{which}_p50"] for which in ("original", "pruned")
+    )
 
 
 def timed(row: Row) -> str:
@@ -90,13 +101,16 @@ def timed(row: Row) -> str:
 
 
 def break_even(rows: list[Row]) -> list[str]:
-    """From which batch on the cut model is surely faster, where it is surely slower, and where neither can be said; of
-    disturbed cells nothing is."""
+    """From which batch on the cut model is surely faster, where it is surely slower, and where
+    neither can be said; of disturbed cells nothing is."""
     lines = []
     for kept in sorted(distinct(rows, "kept"), reverse=True):
         said = []
         for length in sorted(distinct(rows, "length")):
-            cells = sorted((r for r in rows if (r["kept"], r["length"]) == (kept, length)), key=lambda r: r["batch"])
+            cells = sorted(
+                (r for r in rows if (r["kept"], r["length"]) == (kept, length)),
+                key=lambda r: r["batch"],
+            )
             said.append(f"{length} tokens: {_in_words(cells)}")
         lines.append(f"- With {kept} heads kept. {'; '.join(said)}.")
     return lines
@@ -121,4 +135,10 @@ def _in_words(cells: list[Row]) -> str:
 def _kind(row: Row) -> str:
     if disturbed(row):
         return "disturbed"
-    return "faster" if row["low"] > 1 else "not faster: slower" if row["high"] < 1 else "no difference shown"
+    return (
+        "faster"
+        if row["low"] > 1
+        else "not faster: slower"
+        if row["high"] < 1
+        else "no difference shown"
+    )

@@ -1,18 +1,20 @@
-"""Which kind of attention a translator can spare: BLEU without heads of all kinds, and of one kind alone.
+"""Which kind of attention a translator can spare: BLEU without heads of all kinds, and of one kind
+alone.
 
     python benchmarks/translation.py --data path/to/multi30k --work runs/translation --small
     python benchmarks/translation.py --data path/to/multi30k --work runs/translation --device cuda
     python benchmarks/translation.py --figure      # docs/translation.md, from the records
 
-The recipe ``translation`` makes and trains the model once (``--work`` keeps it). Then heads go by the scores of
-``--scorer``, of all kinds together or of one kind alone, the others whole, down to a head a layer; what is left is
-measured as it is, refitted (``lstsq``), trained on for a short while, and refitted, then trained on for longer, by the
-true translations alone or with what the whole model says beside them (``distilled``, as the recipe has it). The whole
-model is trained on as long each time, so that training is not taken for recovery.
+The recipe ``translation`` makes and trains the model once (``--work`` keeps it). Then heads go by
+the scores of ``--scorer``, of all kinds together or of one kind alone, the others whole, down to a
+head a layer; what is left is measured as it is, refitted (``lstsq``), trained on for a short while,
+and refitted, then trained on for longer, by the true translations alone or with what the whole
+model says beside them (``distilled``, as the recipe has it). The whole model is trained on as long
+each time, so that training is not taken for recovery.
 
-A seed is another draw of calibration rows and another order of batches. Scorers are to be chosen by validation rows;
-test rows only report. A row of the record is written as soon as it is there, and a run that is started again goes on
-after the last one.
+A seed is another draw of calibration rows and another order of batches. Scorers are to be chosen by
+validation rows; test rows only report. A row of the record is written as soon as it is there, and a
+run that is started again goes on after the last one.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ PAGE = "translation.md"
 SPLITS = ("validation", "test")
 #: Parts of the model that lose heads, by kind of attention, and how the page calls them.
 PARTS = {"all": "all", "self": "encoder", "causal": "decoder", "cross": "between them"}
-#: Shares of the heads that stay; of a kind alone, a head a layer is the last. 10 of 48 is what Voita et al. leave.
+#: Shares of the heads that stay; of a kind alone, a head a layer is the last. 10 of 48 is what
+#: Voita et al. leave.
 SHARES = {
     "all": (0.75, 0.5, 0.33),
     "self": (0.75, 0.5, 0.25, 10 / 48),
@@ -57,7 +60,12 @@ SHARES = {
     "cross": (0.75, 0.5, 0.25),
 }
 LSTSQ = RecoverStep(method="lstsq", settings={"feed_forward": True, "precision": "float32"})
-_SHORT: dict[str, Any] = {"epochs": 1, "learning_rate": 3e-4, "warmup_ratio": 0.1, "schedule": "cosine"}
+_SHORT: dict[str, Any] = {
+    "epochs": 1,
+    "learning_rate": 3e-4,
+    "warmup_ratio": 0.1,
+    "schedule": "cosine",
+}
 _LONGER: dict[str, Any] = {**_SHORT, "epochs": 4, "learning_rate": 1e-3}
 #: What is done after the cut; ``None`` stands for the recipe's own steps.
 WAYS: dict[str, Sequence[RecoverStep] | None] = {
@@ -80,7 +88,9 @@ SMALL = [
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="folder with train, validation and test files")
     parser.add_argument("--work", type=Path, help="folder for the trained model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -91,10 +101,18 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, default=1)
     studies.add_minutes(parser)
-    parser.add_argument("--out", type=Path, help="default benchmarks/records/translation-SIZE-DEVICE.json")
-    parser.add_argument("--figure", action="store_true", help="only write the page from the records")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="with --figure: where records are")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write")
+    parser.add_argument(
+        "--out", type=Path, help="default benchmarks/records/translation-SIZE-DEVICE.json"
+    )
+    parser.add_argument(
+        "--figure", action="store_true", help="only write the page from the records"
+    )
+    parser.add_argument(
+        "--records", type=Path, default=RECORDS, help="with --figure: where records are"
+    )
+    parser.add_argument(
+        "--docs", type=Path, default=ROOT / "docs", help="with --figure: where to write"
+    )
     args = parser.parse_args(argv)
     if not args.figure and None in (args.data, args.work):
         parser.error("--data and --work must be given, or --figure")
@@ -102,14 +120,22 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Runs what is missing from the record, or writes the page; returns the path that was written."""
+    """Runs what is missing from the record, or writes the page; returns the path that was
+    written."""
     args = arguments(argv)
     if args.figure:
         return draw(args.records, args.docs)
     over = studies.clock(args)
-    settings = [*(SMALL if args.small else []), f"data.path={args.data}", f"device={args.device}", *args.set]
+    settings = [
+        *(SMALL if args.small else []),
+        f"data.path={args.data}",
+        f"device={args.device}",
+        *args.set,
+    ]
     recipe = load_recipe(locate("translation"), settings)
-    with reproducible(torch.device(args.device)):  # so that the next machine trains the same weights
+    with reproducible(
+        torch.device(args.device)
+    ):  # so that the next machine trains the same weights
         base = ready_base(recipe, args.work, lambda line: print(line, file=sys.stderr))
     subject = open_base(base, args.work, recipe)
     size = "small" if args.small else "full"
@@ -124,7 +150,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
     for row in studies.in_time(missing(args, recipe, subject, whole, record["rows"]), over):
         record["rows"].append(row)
         studies.keep(record, out)
-        print(*list(row.values())[:5], *(f"{100 * row[split]['bleu']:.2f}" for split in SPLITS), flush=True)
+        print(
+            *list(row.values())[:5],
+            *(f"{100 * row[split]['bleu']:.2f}" for split in SPLITS),
+            flush=True,
+        )
     print(out)
     return out
 
@@ -136,23 +166,34 @@ def about(size: str, subject: Subject, whole: dict[str, Answers]) -> dict[str, A
         "benchmark": "translation",
         "size": size,
         "weights": studies.weights_of(subject.model),
-        "heads": {kind: sum(len(s.heads) for s in sites if s.kind == kind) for kind in list(PARTS)[1:]},
+        "heads": {
+            kind: sum(len(s.heads) for s in sites if s.kind == kind) for kind in list(PARTS)[1:]
+        },
         "layers": {kind: sum(s.kind == kind for s in sites) for kind in list(PARTS)[1:]},
         "parameters": sum(p.numel() for p in subject.model.parameters()),
         "judged": {split: len(whole[split].counts) for split in SPLITS},
         "base": {split: whole[split].value for split in SPLITS},
         "calibration": subject.recipe.data.calibration,
-        "ways": {way: described(subject.recipe.recover if steps is None else steps) for way, steps in WAYS.items()},
+        "ways": {
+            way: described(subject.recipe.recover if steps is None else steps)
+            for way, steps in WAYS.items()
+        },
     }
 
 
 def described(steps: Sequence[RecoverStep]) -> list[dict[str, Any]]:
     """What a way does, for the record."""
-    return [{"method": step.method, "batch_size": step.batch_size, **step.settings} for step in steps]
+    return [
+        {"method": step.method, "batch_size": step.batch_size, **step.settings} for step in steps
+    ]
 
 
 def missing(
-    args: argparse.Namespace, recipe: Recipe, subject: Subject, whole: dict[str, Answers], rows: list[dict[str, Any]]
+    args: argparse.Namespace,
+    recipe: Recipe,
+    subject: Subject,
+    whole: dict[str, Answers],
+    rows: list[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """What the record lacks, one draw after the other."""
     done = {(row["scorer"], row["part"], row["kept"], row["way"], row["seed"]) for row in rows}
@@ -174,27 +215,45 @@ def missing(
                     batches = mine.data.batches("calibration", 32)
                     scores = hp.score(subject.model, batches, args.scorer, progress=False)
                 budget = hp.Budget(keep_heads=kept)
-                hp.prune_(small, hp.select(scores, budget if part == "all" else {part: budget}, "global_topk"))
+                hp.prune_(
+                    small,
+                    hp.select(scores, budget if part == "all" else {part: budget}, "global_topk"),
+                )
             steps = WAYS[way]
             for step in recipe.recover if steps is None else steps:
                 if not (whole_one and step.method == "lstsq"):  # nothing was cut
                     recover_once(mine, small, step)
             found = judged(subject, small)
-            row: dict[str, Any] = {"scorer": args.scorer, "part": part, "kept": kept, "way": way, "seed": seed}
+            row: dict[str, Any] = {
+                "scorer": args.scorer,
+                "part": part,
+                "kept": kept,
+                "way": way,
+                "seed": seed,
+            }
             for split in SPLITS:
                 (drop,) = paired_drops(whole[split], [found[split]])
-                row[split] = {"bleu": found[split].value, "drop": drop.value, "low": drop.low, "high": drop.high}
+                row[split] = {
+                    "bleu": found[split].value,
+                    "drop": drop.value,
+                    "low": drop.low,
+                    "high": drop.high,
+                }
             yield {**row, **studies.stamp()}
 
 
-def wanted(args: argparse.Namespace, sites: Sequence[hp.AttentionSite]) -> Iterator[tuple[str, int, str]]:
+def wanted(
+    args: argparse.Namespace, sites: Sequence[hp.AttentionSite]
+) -> Iterator[tuple[str, int, str]]:
     """Part, heads kept of it, and way; first the whole model, trained on."""
     heads = sum(len(s.heads) for s in sites)
     yield from (("all", heads, way) for way in TRAINED if way in args.ways)
     for part in args.parts:
         mine = [s for s in sites if part in ("all", s.kind)]
         heads = sum(len(s.heads) for s in mine)
-        counts = [round(share * heads) for share in SHARES[part]] + ([] if part == "all" else [len(mine)])
+        counts = [round(share * heads) for share in SHARES[part]] + (
+            [] if part == "all" else [len(mine)]
+        )
         for kept in sorted({n for n in counts if n >= len(mine)}, reverse=True):
             yield from ((part, kept, way) for way in args.ways)
 
@@ -208,7 +267,8 @@ def judged(subject: Subject, model: torch.nn.Module) -> dict[str, Answers]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- page
+# ----------------------------------------------------------------------------------------------
+# page
 
 
 def draw(records: Path, docs: Path) -> Path:
@@ -221,30 +281,68 @@ def page(records: list[dict[str, Any]]) -> str:
     lines = [
         "# Which kind of attention a translator can spare",
         "",
-        "Written by `python benchmarks/translation.py --figure` from records in `benchmarks/records`; do not edit.",
+        (
+            "Written by `python benchmarks/translation.py --figure` from records in"
+            " `benchmarks/records`; do not edit."
+        ),
         "",
-        "English to German on Multi30k, a Transformer of our own attention, BLEU by sacrebleu on test rows. Heads go",
-        "by their scores, of all kinds or of one kind alone, down to a head a layer. In brackets: points of BLEU above",
-        "(+) or below (-) the whole model before any training after the cut, with the 95 % interval of a paired",
-        "bootstrap over sentences. One draw of calibration rows and order of batches, or, where ± is given, mean and",
-        "standard deviation over several, and the ends farthest out of their intervals. Of others' models: Voita et",
-        "al. 2019 lose 0.15 BLEU without 38 of 48 encoder heads, by learned gates; Michel et al. 2019 take 20 % of all",
-        "heads before anybody notices, and of self-attention more than between encoder and decoder.",
+        (
+            "English to German on Multi30k, a Transformer of our own attention, BLEU by sacrebleu"
+            " on test rows. Heads go"
+        ),
+        (
+            "by their scores, of all kinds or of one kind alone, down to a head a layer. In"
+            " brackets: points of BLEU above"
+        ),
+        (
+            "(+) or below (-) the whole model before any training after the cut, with the 95 %"
+            " interval of a paired"
+        ),
+        (
+            "bootstrap over sentences. One draw of calibration rows and order of batches, or, where"
+            " ± is given, mean and"
+        ),
+        (
+            "standard deviation over several, and the ends farthest out of their intervals. Of"
+            " others' models: Voita et"
+        ),
+        (
+            "al. 2019 lose 0.15 BLEU without 38 of 48 encoder heads, by learned gates; Michel et"
+            " al. 2019 take 20 % of all"
+        ),
+        (
+            "heads before anybody notices, and of self-attention more than between encoder and"
+            " decoder."
+        ),
     ]
     for record in records:
         heads, base = record["heads"], record["base"]
         lines += [
             "",
-            f"## {record['layers']['self']} + {record['layers']['causal']} layers, {record['parameters'] / 1e6:.1f} M"
-            f" parameters, {record['hardware'].get('gpu', record['hardware']['device'])}",
+            (
+                f"## {record['layers']['self']} + {record['layers']['causal']} layers,"
+                f" {record['parameters'] / 1e6:.1f} M parameters,"
+                f" {record['hardware'].get('gpu', record['hardware']['device'])}"
+            ),
             "",
-            f"{sum(heads.values())} heads; whole: {100 * base['test']:.2f} BLEU on {record['judged']['test']} test"
-            f" rows, {100 * base['validation']:.2f} on {record['judged']['validation']} validation rows.",
+            (
+                f"{sum(heads.values())} heads; whole: {100 * base['test']:.2f} BLEU on"
+                f" {record['judged']['test']} test rows, {100 * base['validation']:.2f} on"
+                f" {record['judged']['validation']} validation rows."
+            ),
         ]
         lines += ["", "What is done after the cut:", ""]
         measured = {row["way"] for row in record["rows"]}
-        lines += [f"- *{way}*: {in_words(steps)}" for way, steps in record["ways"].items() if way in measured]
-        every = [row for row in record["rows"] if (row["part"], row["kept"]) == ("all", sum(heads.values()))]
+        lines += [
+            f"- *{way}*: {in_words(steps)}"
+            for way, steps in record["ways"].items()
+            if way in measured
+        ]
+        every = [
+            row
+            for row in record["rows"]
+            if (row["part"], row["kept"]) == ("all", sum(heads.values()))
+        ]
         for way in TRAINED:
             if dense := [row for row in every if row["way"] == way]:
                 lines += ["", f"All heads, {way} as long, nothing refitted: {cell(dense)}."]
@@ -257,13 +355,25 @@ def page(records: list[dict[str, Any]]) -> str:
                 "| --- | ---: |" + " ---: |" * len(ways),
             ]
             for part, name in PARTS.items():
-                for kept in sorted({row["kept"] for row in rows if row["part"] == part}, reverse=True):
+                for kept in sorted(
+                    {row["kept"] for row in rows if row["part"] == part}, reverse=True
+                ):
                     found = [
-                        cell([r for r in rows if (r["part"], r["kept"], r["way"]) == (part, kept, way)]) for way in ways
+                        cell(
+                            [
+                                r
+                                for r in rows
+                                if (r["part"], r["kept"], r["way"]) == (part, kept, way)
+                            ]
+                        )
+                        for way in ways
                     ]
                     of = sum(heads.values()) if part == "all" else heads[part]
                     lines.append(f"| {name} | {kept} of {of} | {' | '.join(found)} |")
-    return "\n".join([*lines, *full_size(records), *studies.no_gpu(r["hardware"] for r in records)]) + "\n"
+    return (
+        "\n".join([*lines, *full_size(records), *studies.no_gpu(r["hardware"] for r in records)])
+        + "\n"
+    )
 
 
 def full_size(records: list[dict[str, Any]]) -> list[str]:
@@ -272,7 +382,10 @@ def full_size(records: list[dict[str, Any]]) -> list[str]:
     said = f"reached {max(found):.2f}." if found else "has not been run yet."
     return [
         "",
-        f"The recipe's full size, 6 + 6 layers and {100 * AIM:.0f} BLEU or more before any cut aimed at, {said}",
+        (
+            f"The recipe's full size, 6 + 6 layers and {100 * AIM:.0f} BLEU or more before any cut"
+            f" aimed at, {said}"
+        ),
     ]
 
 
@@ -286,10 +399,13 @@ def in_words(steps: list[dict[str, Any]]) -> str:
 
 
 def cell(rows: list[dict[str, Any]]) -> str:
-    """BLEU and the points against the whole: of several draws the mean, and their intervals' ends farthest out."""
+    """BLEU and the points against the whole: of several draws the mean, and their intervals' ends
+    farthest out."""
     if not rows:
         return "-"
-    bleu, lost, low, high = ([100 * row["test"][key] for row in rows] for key in ("bleu", "drop", "low", "high"))
+    bleu, lost, low, high = (
+        [100 * row["test"][key] for row in rows] for key in ("bleu", "drop", "low", "high")
+    )
     gained, least, most = (0 - points for points in (statistics.fmean(lost), max(high), min(low)))
     return f"{studies.spread(bleu, 2)} ({gained:+.2f} [{least:+.2f}, {most:+.2f}])"
 

@@ -1,7 +1,8 @@
-"""A hook of MkDocs: CONTRIBUTING.md, SECURITY.md and CHANGELOG.md, which lie beside docs/, are pages of the site too.
+"""A hook of MkDocs: CONTRIBUTING.md, SECURITY.md and CHANGELOG.md, which lie beside docs/, are
+pages of the site too.
 
-Links between them and the pages are those of the repository, so that they lead somewhere on a code host as well; here
-they become links of the site.
+Links between them and the pages are those of the repository, so that they lead somewhere on a code
+host as well; here they become links of the site.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Files of the repository, and the pages that they are on the site.
-BESIDE = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
+BESIDE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:

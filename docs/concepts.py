@@ -1,4 +1,5 @@
-"""Draws docs/concepts.svg: gate, score, plan, prune, prove and recover, by the numbers of the demo's record."""
+"""Draws docs/concepts.svg: gate, score, plan, prune, prove and recover, by the numbers of the
+demo's record."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from headprune.core.record import RunRecord
 
 _PANEL, _GAP, _CELL = (280, 236), 24, 24
 _INK, _SOFT, _PAPER, _BLUE, _ORANGE = "#1b1b1f", "#5b5b66", "#ffffff", "#0b5394", "#b45309"
-_HEAD = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-labelledby="t d">'
+_HEAD = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+    ' aria-labelledby="t d">'
+)
 _DESCRIPTION = (
-    "Six steps. Gate: a number multiplies what each head hands on. Score: an importance for each head. Plan: which "
-    "heads stay. Prune: the weights lose the others. Prove: the cut model equals the gated one. Recover: what is left "
-    "makes up for what is gone."
+    "Six steps. Gate: a number multiplies what each head hands on. Score: an importance for each"
+    " head. Plan: which heads stay. Prune: the weights lose the others. Prove: the cut model equals"
+    " the gated one. Recover: what is left makes up for what is gone."
 )
 
 
@@ -42,7 +46,12 @@ def draw(records: Path, docs: Path) -> Path:
         row, column = divmod(place, 3)
         x, y = _GAP + column * (_PANEL[0] + _GAP), _GAP + row * (_PANEL[1] + _GAP)
         lines += [f'<g transform="translate({x} {y})">', _box(0, 0, *_PANEL, "none", "#c9c9d1")]
-        lines += [_text(16, 32, name, 20, weight="bold"), _text(16, 54, says, 14, _SOFT), *body, "</g>"]
+        lines += [
+            _text(16, 32, name, 20, weight="bold"),
+            _text(16, 54, says, 14, _SOFT),
+            *body,
+            "</g>",
+        ]
     write_atomic(docs / "concepts.svg", "\n".join([*lines, "</g>", "</svg>", ""]).encode())
     return docs / "concepts.svg"
 
@@ -52,12 +61,24 @@ def _stays(record: RunRecord) -> str:
     return f"{mask.n_kept} of {mask.n_heads} heads stay"
 
 
-def _text(x: float, y: float, words: str, size: int, colour: str = _INK, weight: str = "", anchor: str = "") -> str:
+def _text(
+    x: float,
+    y: float,
+    words: str,
+    size: int,
+    colour: str = _INK,
+    weight: str = "",
+    anchor: str = "",
+) -> str:
     more = f' font-weight="{weight}"' * bool(weight) + f' text-anchor="{anchor}"' * bool(anchor)
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}"{more}>{escape(words)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}"{more}>{escape(words)}</text>'
+    )
 
 
-def _box(x: float, y: float, width: float, height: float, fill: str, stroke: str, more: str = "") -> str:
+def _box(
+    x: float, y: float, width: float, height: float, fill: str, stroke: str, more: str = ""
+) -> str:
     size = f'width="{width:g}" height="{height:g}"'
     return f'<rect x="{x:g}" y="{y:g}" {size} rx="3" fill="{fill}" stroke="{stroke}"{more}/>'
 
@@ -72,10 +93,17 @@ def _gate() -> list[str]:
             _box(16, y - 17, 74, 34, "none", _INK),
             _text(53, y + 5, f"head {i}", 14, anchor="middle"),
             f'<path d="M90 {y}H120M152 {y}H200" stroke="{colour}" stroke-width="2"{dashes}/>',
-            f'<circle cx="136" cy="{y}" r="16" fill="{_PAPER}" stroke="{colour}" stroke-width="2"/>',
+            (
+                f'<circle cx="136" cy="{y}" r="16" fill="{_PAPER}" stroke="{colour}"'
+                ' stroke-width="2"/>'
+            ),
             _text(136, y + 5, f"×{gate}", 14, colour, anchor="middle"),
         ]
-    return [*lines, _box(200, 71, 48, 126, "none", _INK), _text(224, 139, "W_o", 14, anchor="middle")]
+    return [
+        *lines,
+        _box(200, 71, 48, 126, "none", _INK),
+        _text(224, 139, "W_o", 14, anchor="middle"),
+    ]
 
 
 def _cells(rows: Iterable[Iterable[tuple[str, str, str]]]) -> list[str]:
@@ -83,16 +111,24 @@ def _cells(rows: Iterable[Iterable[tuple[str, str, str]]]) -> list[str]:
     lines = []
     for i, row in enumerate(rows):
         lines.append(_text(16, 89 + 32 * i, f"layer {i}", 13, _SOFT))
-        lines += [_box(70 + 25 * j, 72 + 32 * i, _CELL - 2, _CELL, *cell) for j, cell in enumerate(row)]
+        lines += [
+            _box(70 + 25 * j, 72 + 32 * i, _CELL - 2, _CELL, *cell) for j, cell in enumerate(row)
+        ]
     return lines
 
 
 def _score(record: RunRecord) -> list[str]:
     """The scores, darker for more; by rank, because they differ by powers of ten."""
     flat = sorted(value for row in record.scores.values for value in row)
-    shares = [[flat.index(value) / (len(flat) - 1) for value in row] for row in record.scores.values]
+    shares = [
+        [flat.index(value) / (len(flat) - 1) for value in row] for row in record.scores.values
+    ]
     grey = [
-        [f"#{round(245 - 205 * s):02x}{round(247 - 165 * s):02x}{round(250 - 105 * s):02x}" for s in r] for r in shares
+        [
+            f"#{round(245 - 205 * s):02x}{round(247 - 165 * s):02x}{round(250 - 105 * s):02x}"
+            for s in r
+        ]
+        for r in shares
     ]
     return [
         *_cells([(fill, "#8a8a94", "") for fill in row] for row in grey),
@@ -103,7 +139,10 @@ def _score(record: RunRecord) -> list[str]:
 def _plan(record: RunRecord) -> list[str]:
     """Filled cells stay."""
     stays, goes = (_BLUE, _BLUE, ""), (_PAPER, _ORANGE, ' stroke-dasharray="3 3"')
-    rows = [[stays if h in row.kept else goes for h in range(row.n_heads)] for row in record.plan.mask.rows]
+    rows = [
+        [stays if h in row.kept else goes for h in range(row.n_heads)]
+        for row in record.plan.mask.rows
+    ]
     return [*_cells(rows), _text(70, 216, "filled: stays", 13, _SOFT)]
 
 
@@ -144,13 +183,18 @@ def _recover(record: RunRecord) -> list[str]:
     rows = [row for row in record.quality if row.split == "test" and row.name != "magnitude"]
     lines = []
     for i, row in enumerate(rows):
-        name = {"base": "whole", "random": "cut at random", record.scores.scorer: "cut by scores"}.get(
-            row.name, "recovered"
-        )
+        name = {
+            "base": "whole",
+            "random": "cut at random",
+            record.scores.scorer: "cut by scores",
+        }.get(row.name, "recovered")
         y = 78 + 34 * i
         lines += [
             _text(16, y + 15, name, 13),
             _box(120, y, 96 * row.value, 20, _BLUE if name != "cut at random" else _ORANGE, "none"),
         ]
         lines += [_text(224, y + 15, f"{row.value:.3f}", 13)]
-    return [*lines, _text(16, 224, f"{rows[0].metric} on {rows[0].n_examples} test rows", 13, _SOFT)]
+    return [
+        *lines,
+        _text(16, 224, f"{rows[0].metric} on {rows[0].n_examples} test rows", 13, _SOFT),
+    ]

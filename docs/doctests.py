@@ -1,6 +1,7 @@
 """An extension of Griffe: examples with prompts in docstrings become code blocks of the API pages.
 
-Our docstrings have them as doctest reads them, without a heading; Markdown would take the prompts for quotations.
+Our docstrings have them as doctest reads them, without a heading; Markdown would take the prompts
+for quotations.
 """
 
 from __future__ import annotations

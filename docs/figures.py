@@ -1,9 +1,11 @@
-"""Writes everything measured that README and docs state, from the records in ``benchmarks/records``.
+"""Writes everything measured that README and docs state, from the records in
+``benchmarks/records``.
 
     make docs-figures              # or: python docs/figures.py
 
-Whole pages are written by the benchmark whose records they show. In the README, and in pages that also say other
-things, what was measured stands between ``<!-- make docs-figures: NAME -->`` and ``<!-- end of NAME -->``.
+Whole pages are written by the benchmark whose records they show. In the README, and in pages that
+also say other things, what was measured stands between ``<!-- make docs-figures: NAME -->`` and
+``<!-- end of NAME -->``.
 """
 
 from __future__ import annotations
@@ -53,22 +55,31 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "compatibility.json": compatibility.draw,
     "demo.json": recipe_runs.draw,
     "run-*.json": recipe_runs.draw,
-    "peers-*.json": lambda records, docs: importlib.import_module("page").write(records, docs),  # of benchmarks/peers
+    "peers-*.json": (
+        lambda records, docs: importlib.import_module("page").write(records, docs)
+    ),  # of benchmarks/peers
     "coverage.json": lambda records, docs: write_atomic(
-        docs / "coverage.md", family_coverage.table(json.loads((records / "coverage.json").read_text())).encode()
+        docs / "coverage.md",
+        family_coverage.table(json.loads((records / "coverage.json").read_text())).encode(),
     ),
 }
 #: Pages that say other things, too, and have blocks as the README has.
 WITH_BLOCKS = ("scale.md",)
-BLOCK = re.compile(r"(<!-- make docs-figures: ([\w-]+) -->\n).*?(\n *<!-- end of \2 -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- make docs-figures: ([\w-]+) -->\n).*?(\n *<!-- end of \2 -->)", re.DOTALL
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes pages and blocks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where pages are written")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="whose blocks are filled")
+    parser.add_argument(
+        "--readme", type=Path, default=ROOT / "README.md", help="whose blocks are filled"
+    )
     args = parser.parse_args(argv)
     for pattern, write in PAGES.items():
         if list(args.records.glob(pattern)):
@@ -76,9 +87,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     tradeoff_page.draw(args.records, args.docs)
     gpu_page.draw(args.records, args.docs)
     concepts.draw(args.records, args.docs)
-    args.readme.write_text(filled(args.readme.read_text(encoding="utf-8"), args.records), encoding="utf-8")
+    args.readme.write_text(
+        filled(args.readme.read_text(encoding="utf-8"), args.records), encoding="utf-8"
+    )
     for page in WITH_BLOCKS:
-        write_atomic(args.docs / page, filled((ROOT / "docs" / page).read_text("utf-8"), args.records).encode())
+        write_atomic(
+            args.docs / page,
+            filled((ROOT / "docs" / page).read_text("utf-8"), args.records).encode(),
+        )
 
 
 def filled(text: str, records: Path) -> str:
@@ -100,12 +116,19 @@ def trec(records: Path) -> str:
             draws.setdefault(row["scorer"], []).append(row["accuracy"][kept])
     mean = {name: f"{statistics.fmean(values):.3f}" for name, values in draws.items()}
     judged: dict[str, Any] = record["judged"]
-    about = f"accuracy on {judged['n']} test questions: {judged['accuracy']:.3f} before, {mean['taylor']} by `taylor`,"
+    about = (
+        f"accuracy on {judged['n']} test questions: {judged['accuracy']:.3f} before,"
+        f" {mean['taylor']} by `taylor`,"
+    )
     chance = (
-        f"{mean['random']} by chance (mean of {len(draws['random'])} draws), {mean['magnitude']} by weight magnitude."
+        f"{mean['random']} by chance (mean of {len(draws['random'])} draws), {mean['magnitude']} by"
+        " weight magnitude."
     )
     lines = [
-        f"A BERT-style encoder on TREC, {kept} of its {record['heads']} heads gone, nothing trained or refitted;",
+        (
+            f"A BERT-style encoder on TREC, {kept} of its {record['heads']} heads gone, nothing"
+            " trained or refitted;"
+        ),
         about,
         f"{chance} More: [scorers-accuracy](docs/scorers-accuracy.md).",
     ]
@@ -117,13 +140,28 @@ def demo(records: Path) -> str:
     record = RunRecord.load(records / "demo.json")
     rows = [row for row in record.quality if row.split == "test"]
     sizes = {row.name: row for row in record.size}
-    speed, proof = max(record.speed, key=lambda row: row.batch), max(p.max_difference for p in record.proofs)
+    speed, proof = (
+        max(record.speed, key=lambda row: row.batch),
+        max(p.max_difference for p in record.proofs),
+    )
     less = 1 - sizes["parameters"].pruned / sizes["parameters"].original
     lines = [
-        f"Measured by `make demo` ({record.hardware['processor']}, {threads(record.hardware)}): half of the",
-        f"heads of a ViT on scikit-learn's digits gone, {rows[0].metric} on {rows[0].n_examples} test images. The cut",
-        f"model is {100 * less:.0f} % smaller, runs {speed.ratio:.2f}x as fast at batch {speed.batch} (95 % interval",
-        f"{speed.low:.2f} to {speed.high:.2f}) and gives the gated model's outputs up to {proof:.1e}.",
+        (
+            f"Measured by `make demo` ({record.hardware['processor']}, {threads(record.hardware)}):"
+            " half of the"
+        ),
+        (
+            f"heads of a ViT on scikit-learn's digits gone, {rows[0].metric} on"
+            f" {rows[0].n_examples} test images. The cut"
+        ),
+        (
+            f"model is {100 * less:.0f} % smaller, runs {speed.ratio:.2f}x as fast at batch"
+            f" {speed.batch} (95 % interval"
+        ),
+        (
+            f"{speed.low:.2f} to {speed.high:.2f}) and gives the gated model's outputs up to"
+            f" {proof:.1e}."
+        ),
         "",
         *table(
             ["chosen by", "heads that stay", rows[0].metric],

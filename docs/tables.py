@@ -1,9 +1,10 @@
-"""Writes docs/layouts.md, scorers.md and selectors.md from their registries, refusals.md from the table of properties,
-recipes.md from the recipes, and the imports of architecture.md from the code.
+"""Writes docs/layouts.md, scorers.md and selectors.md from their registries, refusals.md from the
+table of properties, recipes.md from the recipes, and the imports of architecture.md from the code.
 
     python docs/tables.py
 
-Whether a layer may lose all its heads is not read off a layout but tried, on each family's tiny model.
+Whether a layer may lose all its heads is not read off a layout but tried, on each family's tiny
+model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def layouts() -> str:
         unit = "key/value group" if grouped else "head"
         policies = ", ".join(layout.policies) if grouped else ""
         named = ", ".join(family for family, _ in layout.families)
-        rows.append(f"| [{name}](#{name}) | {named} | {layout.gate or 'the module'} | {unit} | {policies} | {bare} |")
+        rows.append(
+            f"| [{name}](#{name}) | {named} | {layout.gate or 'the module'} | {unit} | {policies} |"
+            f" {bare} |"
+        )
         sections.append(_section(name, layout, registry.summary(name), refused))
     return f"""{WRITTEN}
 # Layouts
@@ -58,16 +62,24 @@ leave where query heads share a key/value head. *No heads left* says whether a l
 def _section(name: str, layout: Any, summary: str, refused: list[str]) -> str:
     from headprune.model.describe import gate_words, patch_words, slab_words
 
-    lines = [f"gate: {gate_words(layout)}", *(f"cut: {slab_words(s)}" for s in layout.slabs), *patch_words(layout)]
+    lines = [
+        f"gate: {gate_words(layout)}",
+        *(f"cut: {slab_words(s)}" for s in layout.slabs),
+        *patch_words(layout),
+    ]
     kept = [f"`{path}`" for path in layout.untouched]
     lines += [f"stays as it is: {', '.join(kept)}"] if kept else []
     if refused:
-        lines.append(f"refused policies: {', '.join(refused)}; only {' and '.join(layout.policies)} can be cut")
+        lines.append(
+            f"refused policies: {', '.join(refused)}; only {' and '.join(layout.policies)} can"
+            " be cut"
+        )
     return "\n".join([f"### {name}", "", summary, "", *(f"- {line}" for line in lines), ""])
 
 
 def tried(layout: Any) -> tuple[bool, str]:
-    """Whether any family shares key/value heads, and what becomes of a layer that loses all heads, by kind."""
+    """Whether any family shares key/value heads, and what becomes of a layer that loses all heads,
+    by kind."""
     from headprune.core.errors import UnsupportedModel
     from headprune.core.heads import HeadMask
     from headprune.model.sites import find_sites
@@ -90,7 +102,9 @@ def tried(layout: Any) -> tuple[bool, str]:
                 answers.setdefault(site.kind, set()).add("keeps one head")
             else:
                 answers.setdefault(site.kind, set()).add("yes")
-    words = {kind: " or ".join(sorted(found, reverse=True)) for kind, found in sorted(answers.items())}
+    words = {
+        kind: " or ".join(sorted(found, reverse=True)) for kind, found in sorted(answers.items())
+    }
     if len(set(words.values())) == 1:
         return grouped, next(iter(words.values()))
     return grouped, "; ".join(f"{kind}: {answer}" for kind, answer in words.items())
@@ -139,9 +153,17 @@ def scorers() -> str:
     rows = []
     for name in registry.names():
         scorer = registry.get(name)
-        formula = (inspect.getdoc(scorer) or "").partition("\n")[0].replace("``", "`").replace("|", "\\|")
-        settings = ", ".join(f"{key}={plain(value)!r}" for key, value in dict(scorer().settings).items())
-        cells = [registry.summary(name).replace("|", "\\|"), told(scorer, "When"), formula, settings]
+        paragraph = (inspect.getdoc(scorer) or "").partition("\n\n")[0]
+        formula = " ".join(paragraph.split()).replace("``", "`").replace("|", "\\|")
+        settings = ", ".join(
+            f"{key}={plain(value)!r}" for key, value in dict(scorer().settings).items()
+        )
+        cells = [
+            registry.summary(name).replace("|", "\\|"),
+            told(scorer, "When"),
+            formula,
+            settings,
+        ]
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return f"""{WRITTEN}
 # Scorers
@@ -174,7 +196,13 @@ def selectors() -> str:
         shared = Selector.__dataclass_fields__
         own = {k: v for k, v in dict(selector().settings).items() if k not in shared}
         settings = ", ".join(f"{k}={plain(v)!r}" for k, v in own.items())
-        cells = [registry.summary(name), told(selector, "When"), needs, told(selector, "Cost"), settings]
+        cells = [
+            registry.summary(name),
+            told(selector, "When"),
+            needs,
+            told(selector, "Cost"),
+            settings,
+        ]
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return f"""{WRITTEN}
 # Selectors
@@ -241,13 +269,20 @@ plan = hp.select(scores, budget, "local_search", loss=hp.scoring.loss_of(model, 
 """
 
 
-_NEEDS = {"curvature": "the curvature of `fisher` or `ggn`", "loss": "scores, `loss=`", "rescore": "scores, `rescore=`"}
+_NEEDS = {
+    "curvature": "the curvature of `fisher` or `ggn`",
+    "loss": "scores, `loss=`",
+    "rescore": "scores, `rescore=`",
+}
 
 
 def told(method: type, word: str) -> str:
-    """What a docstring says after a word and a colon, up to the next such line or the end of the paragraph."""
+    """What a docstring says after a word and a colon, up to the next such line or the end of the
+    paragraph."""
     text = re.search(
-        rf"^{word}: (.+?)(?=\n[A-Z][a-z]+: |\n\n|\Z)", inspect.getdoc(method) or "", re.DOTALL | re.MULTILINE
+        rf"^{word}: (.+?)(?=\n[A-Z][a-z]+: |\n\n|\Z)",
+        inspect.getdoc(method) or "",
+        re.DOTALL | re.MULTILINE,
     )
     return " ".join(text[1].replace("``", "`").split()) if text else ""
 
@@ -261,7 +296,10 @@ def recipes() -> str:
         recipe = load_recipe(path)
         model = recipe.model.path or recipe.model.class_name or recipe.model.import_path
         data = f"{recipe.data.path} {recipe.data.subset or ''}".strip()
-        rows.append(f"| [{name}](how-to.md#{name}) | {recipe.description} | {recipe.task} | `{model}` | `{data}` |")
+        rows.append(
+            f"| [{name}](how-to.md#{name}) | {recipe.description} | {recipe.task} | `{model}` |"
+            f" `{data}` |"
+        )
     return f"""{WRITTEN}
 # Recipes
 
@@ -324,7 +362,9 @@ Data is a hub data set, a file (json, jsonl, csv, parquet, txt) or a folder with
 
 
 #: Where architecture.md says who imports whom.
-IMPORTS = re.compile(r"(<!-- imports, by `python docs/tables.py` -->\n).*?(\n<!-- end of imports -->)", re.DOTALL)
+IMPORTS = re.compile(
+    r"(<!-- imports, by `python docs/tables.py` -->\n).*?(\n<!-- end of imports -->)", re.DOTALL
+)
 
 
 def architecture() -> str:
@@ -336,14 +376,21 @@ def architecture() -> str:
     outside: dict[str, set[str]] = {}
     for module in graph.modules:
         room = _room(module)
-        for other in graph.find_modules_directly_imported_by(module) if module.startswith("headprune.") else ():
+        for other in (
+            graph.find_modules_directly_imported_by(module)
+            if module.startswith("headprune.")
+            else ()
+        ):
             own = other.startswith("headprune.")
             if own and _room(other) != room:
                 rooms.setdefault(room, set()).add(_room(other))
             if not own and other != "headprune" and other not in sys.stdlib_module_names:
                 outside.setdefault(room, set()).add(other)
     # A room stands above all that it imports.
-    below = {room: _below(room, rooms) for room in {_room(m) for m in graph.modules if m.startswith("headprune.")}}
+    below = {
+        room: _below(room, rooms)
+        for room in {_room(m) for m in graph.modules if m.startswith("headprune.")}
+    }
     lines = ["| room | imports | other packages |", "| --- | --- | --- |"]
     for room in sorted(below, key=lambda name: (-len(below[name]), name)):
         cells = [", ".join(sorted(found.get(room, ()))) for found in (rooms, outside)]

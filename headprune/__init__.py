@@ -8,7 +8,8 @@ The straight line, each step a value that can be saved, printed and loaded::
     hp.prune_(model, plan)
     hp.save_pretrained(model, "small/")
 
-Importing this package imports neither torch nor transformers; every name loads when it is first used.
+Importing this package imports neither torch nor transformers; every name loads when it is first
+used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""``python -m headprune``, the command line; so launchers start it: ``accelerate launch -m headprune run RECIPE``."""
+"""``python -m headprune``, the command line; so launchers start it:
+``accelerate launch -m headprune run RECIPE``."""
 
 from headprune.cli.main import main
 

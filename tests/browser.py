@@ -1,4 +1,5 @@
-"""A headless Chromium of the tests, spoken to over two pipes: real keys, real widths, light and dark, pictures."""
+"""A headless Chromium of the tests, spoken to over two pipes: real keys, real widths, light and
+dark, pictures."""
 
 from __future__ import annotations
 
@@ -15,27 +16,52 @@ from types import TracebackType
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-#: What continuous integration must not do without, as ``.ci/run`` says: there a test fails and does not skip.
-REQUIRED = {name for name in ("BROWSER", "AXE") if os.environ.get(f"HEADPRUNE_{name}") == "required"}
+#: What continuous integration must not do without, as ``.ci/run`` says: there a test fails and does
+#: not skip.
+REQUIRED = {
+    name for name in ("BROWSER", "AXE") if os.environ.get(f"HEADPRUNE_{name}") == "required"
+}
 #: Far above what a page takes on a slow machine with other work.
 _PATIENCE = 120.0
 _FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--hide-scrollbars",
+    ),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+    ),
 )
-_KEYS = {"Enter": ("\r", 13), " ": (" ", 32), "Tab": ("", 9), "Escape": ("", 27), "Home": ("", 36), "End": ("", 35)}
+_KEYS = {
+    "Enter": ("\r", 13),
+    " ": (" ", 32),
+    "Tab": ("", 9),
+    "Escape": ("", 27),
+    "Home": ("", 36),
+    "End": ("", 35),
+}
 _KEYS |= {f"Arrow{way}": ("", code) for code, way in enumerate(("Left", "Up", "Right", "Down"), 37)}
 
 
 class Browser:
     """One page at a time, in a browser with a profile of its own; a context manager.
 
-    ``messages`` collects what the page wrote into the console, its uncaught errors and what its policy refused.
+    ``messages`` collects what the page wrote into the console, its uncaught errors and what its
+    policy refused.
     """
 
     def __init__(self) -> None:
         assert CHROMIUM is not None
-        self.profile = tempfile.TemporaryDirectory(prefix="headprune-chromium-", ignore_cleanup_errors=True)
+        self.profile = tempfile.TemporaryDirectory(
+            prefix="headprune-chromium-", ignore_cleanup_errors=True
+        )
         to_read, self.write_end = os.pipe()
         self.read_end, to_write = os.pipe()
 
@@ -45,8 +71,18 @@ class Browser:
             os.dup2(63, 3)
             os.dup2(64, 4)
 
-        command = [CHROMIUM, *_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}", "about:blank"]
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        command = [
+            CHROMIUM,
+            *_FLAGS,
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self.profile.name}",
+            "about:blank",
+        ]
+        quiet = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
         self.process = subprocess.Popen(command, preexec_fn=place, close_fds=False, **quiet)  # type: ignore[call-overload]
         os.close(to_read)
         os.close(to_write)
@@ -63,7 +99,10 @@ class Browser:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.process.terminate()
         self.process.wait(_PATIENCE)
@@ -98,7 +137,9 @@ class Browser:
         message: dict[str, Any] = json.loads(line)
         method, values = message.get("method"), message.get("params", {})
         if method == "Runtime.consoleAPICalled":
-            self.messages.append(" ".join(str(a.get("value", a.get("description"))) for a in values["args"]))
+            self.messages.append(
+                " ".join(str(a.get("value", a.get("description"))) for a in values["args"])
+            )
         elif method == "Runtime.exceptionThrown":
             self.messages.append(json.dumps(values["exceptionDetails"])[:2000])
         elif method == "Log.entryAdded":
@@ -120,11 +161,19 @@ class Browser:
 
     def size(self, width: int, height: int = 900) -> None:
         """The window's size in CSS pixels."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page; a promise is waited for."""
-        done = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        done = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
@@ -132,8 +181,17 @@ class Browser:
         """Real key strokes, one after the other, to whatever has the focus."""
         for key in keys:
             text, code = _KEYS[key]
-            pressed = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": code}
-            self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **pressed)
+            pressed = {
+                "key": key,
+                "code": "Space" if key == " " else key,
+                "windowsVirtualKeyCode": code,
+            }
+            self.call(
+                "Input.dispatchKeyEvent",
+                type="keyDown" if text else "rawKeyDown",
+                text=text,
+                **pressed,
+            )
             self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
             self._settle()
 
@@ -141,15 +199,21 @@ class Browser:
         """A real click on the middle of the first element of a selector, scrolled into view."""
         place = f"document.querySelector({json.dumps(selector)})"
         self.run(f"{place}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        x, y = self.run(f"(r => [r.x + r.width / 2, r.y + r.height / 2])({place}.getBoundingClientRect())")
+        x, y = self.run(
+            f"(r => [r.x + r.width / 2, r.y + r.height / 2])({place}.getBoundingClientRect())"
+        )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
         self._settle()
 
     def _settle(self) -> None:
-        """Waits until the page has drawn what a key or a click brought: the events that it queued are over."""
+        """Waits until the page has drawn what a key or a click brought: the events that it queued
+        are over."""
         frame = "requestAnimationFrame(() => setTimeout(done))"
-        self.run(f"new Promise(seen => {{ const done = () => {frame.replace('done', 'seen')}; {frame} }})")
+        self.run(
+            f"new Promise(seen => {{ const done = () => {frame.replace('done', 'seen')};"
+            f" {frame} }})"
+        )
 
     def picture(self, path: Path, whole: bool = True) -> Path:
         """A PNG of the whole page, or of what the window shows."""

@@ -1,4 +1,5 @@
-"""What a call of ours may be surrounded by: blocks, modes, transforms and settings of PyTorch and of Python."""
+"""What a call of ours may be surrounded by: blocks, modes, transforms and settings of PyTorch and
+of Python."""
 
 from __future__ import annotations
 

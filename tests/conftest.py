@@ -1,4 +1,5 @@
-"""What every test shares: no network, one seed, one thread, and the registered layouts' tiny models in fp64."""
+"""What every test shares: no network, one seed, one thread, and the registered layouts' tiny models
+in fp64."""
 
 from __future__ import annotations
 
@@ -23,8 +24,13 @@ def _seed() -> None:
 
 @pytest.fixture(params=DEEP)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """A tiny model of a layout, or of a layout's family, fp64 and in evaluation mode, with a batch."""
-    return subject_of(request.param) if isinstance(request.param, str) else family_subject(*request.param)
+    """A tiny model of a layout, or of a layout's family, fp64 and in evaluation mode, with a
+    batch."""
+    return (
+        subject_of(request.param)
+        if isinstance(request.param, str)
+        else family_subject(*request.param)
+    )
 
 
 @pytest.fixture(params=["gpt2", "llama"])

@@ -1,4 +1,5 @@
-"""README and docs, read as what they are tested by: their code, their commands, and what a page takes for granted."""
+"""README and docs, read as what they are tested by: their code, their commands, and what a page
+takes for granted."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _WORDS = ["good", "bad", "a", "film", "the", "plot", "was", "and", "fine", "dull
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, the line where the text begins, and what it is said to print."""
+    """A fenced block: its language, its text, the line where the text begins, and what it is said
+    to print."""
 
     language: str
     text: str
@@ -31,21 +33,31 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page. A ``text`` block right after code, with nothing between, is what it prints."""
+    """The fenced blocks of a page. A ``text`` block right after code, with nothing between, is what
+    it prints."""
     text = page.read_text(encoding="utf-8")
     found = list(_FENCE.finditer(text))
     read = []
     for fence, after in zip_longest(found, found[1:]):
-        follows = after is not None and after[1] == "text" and not text[fence.end() : after.start()].strip()
+        follows = (
+            after is not None
+            and after[1] == "text"
+            and not text[fence.end() : after.start()].strip()
+        )
         line = text.count("\n", 0, fence.start(2)) + 1
-        read.append(Block(fence[1], fence[2], line, after[2] if follows and after is not None else None))
+        read.append(
+            Block(fence[1], fence[2], line, after[2] if follows and after is not None else None)
+        )
     return read
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """The ``headprune`` commands of a page's code, indented or fenced: as written, and their arguments."""
+    """The ``headprune`` commands of a page's code, indented or fenced: as written, and their
+    arguments."""
     text = page.read_text(encoding="utf-8")
-    lines = iter([*(line for block in blocks(page) for line in block.text.split("\n")), *_indented(text)])
+    lines = iter(
+        [*(line for block in blocks(page) for line in block.text.split("\n")), *_indented(text)]
+    )
     for line in lines:
         if not line.startswith("headprune "):
             continue
@@ -66,7 +78,8 @@ def _indented(text: str) -> list[str]:
 
 
 def classifier(folder: Path, kind: str, **config: Any) -> None:
-    """A tiny sequence classifier of Transformers with its tokenizer, where a page names one of the hub."""
+    """A tiny sequence classifier of Transformers with its tokenizer, where a page names one of the
+    hub."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -76,7 +89,9 @@ def classifier(folder: Path, kind: str, **config: Any) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     names = ["input_ids", "attention_mask"]
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "model_input_names": names}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
+        folder
+    )
     model = getattr(transformers, f"{kind}ForSequenceClassification")
     torch.manual_seed(0)
     model(model.config_class(vocab_size=len(vocabulary), **config)).save_pretrained(folder)
@@ -94,13 +109,22 @@ def reviews(path: Path, rows: int = 80) -> None:
 
 
 def seq2seq() -> tuple[Any, list[dict[str, Any]]]:
-    """A tiny BART with 2 + 1 layers of 8 heads, whose time is that of its attention, and batches for it."""
+    """A tiny BART with 2 + 1 layers of 8 heads, whose time is that of its attention, and batches
+    for it."""
     import torch
     from transformers import BartConfig, BartForConditionalGeneration
 
-    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 1, "vocab_size": 40, "max_position_embeddings": 128}
+    sizes = {
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "vocab_size": 40,
+        "max_position_embeddings": 128,
+    }
     heads = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _SIDES.items()}
     torch.manual_seed(0)
-    model = BartForConditionalGeneration(BartConfig(**sizes, **heads, pad_token_id=0, forced_eos_token_id=None)).eval()
+    model = BartForConditionalGeneration(
+        BartConfig(**sizes, **heads, pad_token_id=0, forced_eos_token_id=None)
+    ).eval()
     tokens = [torch.randint(1, 40, (8, 6)) for _ in range(3)]
     return model, [{"input_ids": t, "labels": t.roll(1, 1)} for t in tokens]

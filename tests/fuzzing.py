@@ -1,4 +1,5 @@
-"""Damage for files that are read: mutations of bytes and of JSON, all from a seed; and an alarm for what hangs."""
+"""Damage for files that are read: mutations of bytes and of JSON, all from a seed; and an alarm for
+what hangs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,22 @@ from contextlib import contextmanager
 from typing import Any
 
 _BYTES = (
-    *(b"", b"\0", b"\xff\xfe", b"\xc3\x28", b"\xe2\x80\xae", b"\n", b" ", b"'", b'"', b"\\", b"{", b"}", b"[", b"]"),
+    *(
+        b"",
+        b"\0",
+        b"\xff\xfe",
+        b"\xc3\x28",
+        b"\xe2\x80\xae",
+        b"\n",
+        b" ",
+        b"'",
+        b'"',
+        b"\\",
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+    ),
     *(
         b"[" * 3000,
         b'{"a":' * 3000,
@@ -24,7 +40,15 @@ _BYTES = (
         b"true",
         b"99999999999999999999",
     ),
-    *(b": ", b"- ", b"&a ", b"*a", b"<<: *a", b"!!python/object/apply:os.system ['touch HACKED']", b"!!binary x"),
+    *(
+        b": ",
+        b"- ",
+        b"&a ",
+        b"*a",
+        b"<<: *a",
+        b"!!python/object/apply:os.system ['touch HACKED']",
+        b"!!binary x",
+    ),
     *(
         b"../../HACKED",
         b"/etc/passwd",
@@ -54,8 +78,8 @@ _VALUES: tuple[Any, ...] = (
 
 
 def mutated_bytes(data: bytes, draw: random.Random) -> bytes:
-    """One to four changes: bytes flipped, cut out, doubled, moved, replaced by something awkward, or all after a place
-    gone."""
+    """One to four changes: bytes flipped, cut out, doubled, moved, replaced by something awkward,
+    or all after a place gone."""
     for _ in range(draw.randint(1, 4)):
         a, b = sorted(draw.randrange(len(data) + 1) for _ in range(2))
         b = min(b, a + draw.choice((1, 2, 8, 64, 1 << 20)))
@@ -77,8 +101,8 @@ def mutated_bytes(data: bytes, draw: random.Random) -> bytes:
 
 
 def mutated_json(data: Any, draw: random.Random) -> Any:
-    """One to three changes in a JSON document: a value replaced, a key gone, doubled under another name or renamed, an
-    item gone or doubled."""
+    """One to three changes in a JSON document: a value replaced, a key gone, doubled under another
+    name or renamed, an item gone or doubled."""
     data = copy.deepcopy(data)
     for _ in range(draw.randint(1, 3)):
         places = list(_places(data))
@@ -121,7 +145,11 @@ def mutated_lines(data: bytes, draw: random.Random) -> bytes:
         return mutated_bytes(data, draw)
     lines = data.splitlines()
     at = draw.randrange(len(lines))
-    lines[at] = mutated(lines[at], draw) if draw.random() < 0.8 else json.dumps(draw.choice(_VALUES)).encode()
+    lines[at] = (
+        mutated(lines[at], draw)
+        if draw.random() < 0.8
+        else json.dumps(draw.choice(_VALUES)).encode()
+    )
     return b"\n".join(lines) + b"\n"
 
 
@@ -131,7 +159,11 @@ def mutated_header(data: bytes, draw: random.Random) -> bytes:
     if draw.random() < 0.3:
         return mutated_bytes(data, draw)
     header = mutated(data[8 : 8 + length], draw)
-    n = len(header) if draw.random() < 0.8 else draw.choice((0, 1, len(header) + 1, 2**40, 2**64 - 1))
+    n = (
+        len(header)
+        if draw.random() < 0.8
+        else draw.choice((0, 1, len(header) + 1, 2**40, 2**64 - 1))
+    )
     return n.to_bytes(8, "little") + header + data[8 + length :]
 
 
@@ -140,7 +172,13 @@ def _places(data: Any) -> Any:
     todo = [data]
     while todo:
         home = todo.pop()
-        items = home.items() if isinstance(home, dict) else enumerate(home) if isinstance(home, list) else ()
+        items = (
+            home.items()
+            if isinstance(home, dict)
+            else enumerate(home)
+            if isinstance(home, list)
+            else ()
+        )
         for key, value in list(items):
             yield home, key
             if isinstance(value, (dict, list)):
@@ -153,8 +191,8 @@ class TooLong(BaseException):
 
 @contextmanager
 def alarm(seconds: int) -> Iterator[None]:
-    """Rings after so many seconds of work, not of waiting for a turn on a busy machine; and, in case it waits for
-    ever, after twenty times as many by the clock."""
+    """Rings after so many seconds of work, not of waiting for a turn on a busy machine; and, in
+    case it waits for ever, after twenty times as many by the clock."""
     late = False
 
     def ring(*_: object) -> None:

@@ -1,6 +1,8 @@
-"""Processes that are killed: at a moment in time, or in the middle of a call that opens, moves or syncs a file.
+"""Processes that are killed: at a moment in time, or in the middle of a call that opens, moves or
+syncs a file.
 
-They come from a fork server that has imported everything, so that what is killed is the work and not the imports.
+They come from a fork server that has imported everything, so that what is killed is the work and
+not the imports.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _context.set_forkserver_preload(["tests.killing_imports"])
 
 
 def the_run(out: str) -> None:
-    """A run from training to report, in a second or two; what a batch gives in scoring is written at once."""
+    """A run from training to report, in a second or two; what a batch gives in scoring is written
+    at once."""
     from headprune.run import Recipe, run_recipe
     from headprune.scoring import _shelf
 
@@ -37,7 +40,12 @@ def the_run(out: str) -> None:
         {"method": "mean_fold"},
         {"method": "finetune", "batch_size": 64, "settings": {"epochs": 2, "learning_rate": 1e-3}},
     ]
-    parts = {"recover": recover, "bench": {"batch_sizes": [1], "seconds": 0.01}, "out": out, "name": "killed"}
+    parts = {
+        "recover": recover,
+        "bench": {"batch_sizes": [1], "seconds": 0.01},
+        "out": out,
+        "name": "killed",
+    }
     run_recipe(Recipe.model_validate({**TINY, **parts}), say=lambda line: None, progress=False)
 
 
@@ -114,14 +122,16 @@ def the_scores(out: str) -> None:
 
 
 def begun(work: Callable[[str], None], out: Path, calls: int | None = None) -> Any:
-    """A process that does the work; with ``calls`` it kills itself at that call which touches a file in ``out``."""
+    """A process that does the work; with ``calls`` it kills itself at that call which touches a
+    file in ``out``."""
     process = _context.Process(target=_do, args=(work, str(out), calls))
     process.start()
     return process
 
 
 def undisturbed(work: Callable[[str], None], out: Path) -> tuple[float, int]:
-    """Does the work in a process that nothing happens to: its seconds, and its calls that touch files in ``out``."""
+    """Does the work in a process that nothing happens to: its seconds, and its calls that touch
+    files in ``out``."""
     start = time.perf_counter()
     process = begun(work, out, calls=sys.maxsize)
     process.join()
@@ -132,7 +142,8 @@ def undisturbed(work: Callable[[str], None], out: Path) -> tuple[float, int]:
 def killed_and_finished(
     work: Callable[[str], None], out: Path, number: int, seed: int, whole: tuple[float, int]
 ) -> tuple[str, ...]:
-    """Kills the work at a seeded random moment, every third also on its second way, and lets it come to its end.
+    """Kills the work at a seeded random moment, every third also on its second way, and lets it
+    come to its end.
 
     Args:
         work: What is done.
@@ -212,7 +223,12 @@ def _do(work: Callable[[str], None], out: str, calls: int | None) -> None:
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
         nonlocal count
-        if event in _FILE_CALLS and args and isinstance(args[0], (str, os.PathLike)) and str(args[0]).startswith(out):
+        if (
+            event in _FILE_CALLS
+            and args
+            and isinstance(args[0], (str, os.PathLike))
+            and str(args[0]).startswith(out)
+        ):
             count += 1
             if count == calls:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -240,16 +256,30 @@ def same_sweeps(folder: Path, other: Path) -> None:
     for name in ("table.json", "table.csv", "table.parquet", "summary.md", "tradeoff.svg"):
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
     for kind in ("scores", "plans", "outcomes", "runs"):
-        ours, theirs = ({p.name: p.read_bytes() for p in (f / kind).iterdir()} for f in (folder, other))
+        ours, theirs = (
+            {p.name: p.read_bytes() for p in (f / kind).iterdir()} for f in (folder, other)
+        )
         assert ours == theirs, kind
     assert len(list((folder / "bases").iterdir())) == len(list((other / "bases").iterdir())) == 1
 
 
 def same_runs(folder: Path, other: Path) -> None:
-    """Checks that two runs came to the same: plan, scores, models and quality; times and dates are left out."""
-    for name in ("plan.json", "scores.json", "scores.samples.safetensors", "scores-magnitude.json", "rows.json"):
-        assert (folder / name).exists() == (other / name).exists(), name  # not every scorer leaves samples
-        assert not (other / name).exists() or (folder / name).read_bytes() == (other / name).read_bytes(), name
+    """Checks that two runs came to the same: plan, scores, models and quality; times and dates are
+    left out."""
+    for name in (
+        "plan.json",
+        "scores.json",
+        "scores.samples.safetensors",
+        "scores-magnitude.json",
+        "rows.json",
+    ):
+        assert (folder / name).exists() == (other / name).exists(), (
+            name
+        )  # not every scorer leaves samples
+        assert (
+            not (other / name).exists()
+            or (folder / name).read_bytes() == (other / name).read_bytes()
+        ), name
     for name in ("model", "base"):
         same_tensors(folder / name, other / name)
     ours, theirs = (json.loads((f / "record.json").read_text()) for f in (folder, other))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = os.environ[
+    "HF_DATASETS_OFFLINE"
+] = "1"
 
 import matplotlib
 

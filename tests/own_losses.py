@@ -1,4 +1,5 @@
-"""Every class of Transformers that gives a loss, tiny, with a batch: to compare the default loss with."""
+"""Every class of Transformers that gives a loss, tiny, with a batch: to compare the default loss
+with."""
 
 from __future__ import annotations
 
@@ -13,19 +14,48 @@ from transformers.models.auto import modeling_auto
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "text_vocab_size"), 60),
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embed_dim", "embedding_size", "n_embed"), 32
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "dim",
+            "emb_dim",
+            "embed_dim",
+            "embedding_size",
+            "n_embed",
+        ),
+        32,
     ),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers"), 2),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth"), 2
+    ),
+    **dict.fromkeys(
+        ("encoder_layers", "decoder_layers", "num_decoder_layers", "decoder_num_hidden_layers"), 2
+    ),
     **dict.fromkeys(("encoder_num_hidden_layers", "num_encoder_layers", "latent_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"), 4
+    ),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "attention_heads"), 4),
     **dict.fromkeys(("encoder_num_attention_heads", "decoder_num_attention_heads"), 4),
-    **dict.fromkeys(("encoder_num_key_value_heads", "decoder_num_key_value_heads", "num_kv_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "d_inner", "d_ff", "hidden_dim", "ffn_dim", "moe_intermediate_size"), 48),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size", "mlp_dim"), 48),
-    **dict.fromkeys(("head_dim", "rotary_dim", "d_kv", "attention_head_size", "qk_nope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 128),
+    **dict.fromkeys(
+        ("encoder_num_key_value_heads", "decoder_num_key_value_heads", "num_kv_heads"), 4
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "d_inner", "d_ff", "hidden_dim", "ffn_dim", "moe_intermediate_size"),
+        48,
+    ),
+    **dict.fromkeys(
+        ("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size", "mlp_dim"), 48
+    ),
+    **dict.fromkeys(
+        ("head_dim", "rotary_dim", "d_kv", "attention_head_size", "qk_nope_head_dim", "v_head_dim"),
+        8,
+    ),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),
+        128,
+    ),
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id", "cls_token_id"), 1),
     **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
@@ -98,7 +128,8 @@ def build(name: str) -> nn.Module:
 
 
 def _small(kind: Any) -> Any:
-    """A configuration of a class with small numbers in it and in the configurations that are in it."""
+    """A configuration of a class with small numbers in it and in the configurations that are in
+    it."""
     config = kind()
     given = {name: value for name, value in SMALL.items() if _takes(config, name)}
     for name, of in (getattr(kind, "sub_configs", None) or {}).items():
@@ -119,7 +150,9 @@ def _takes(config: Any, name: str) -> bool:
         setattr(config, name, now)
     except Exception:  # one a layer, or one that is not to be set
         return False
-    return (isinstance(now, (int, float)) and not isinstance(now, bool)) or (now is None and name == "pad_token_id")
+    return (isinstance(now, (int, float)) and not isinstance(now, bool)) or (
+        now is None and name == "pad_token_id"
+    )
 
 
 def batch_for(model: nn.Module, task: str) -> dict[str, Any]:

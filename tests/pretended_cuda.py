@@ -1,14 +1,16 @@
 """A pretended GPU: tensors lie in main memory, but some of them say that they lie on ``cuda:0``.
 
-Every storage that was moved or made on ``cuda:0`` is noted; what is computed from it lies there as well. Two modes of
-torch's own look at all that runs:
+Every storage that was moved or made on ``cuda:0`` is noted; what is computed from it lies there as
+well. Two modes of torch's own look at all that runs:
 
-- calls from Python (``TorchFunctionMode``): what ``tensor.device`` says, where ``to``, ``cpu`` and ``device=`` send a
-  tensor, and reads that never reach an operator, such as ``tolist`` and ``numpy``;
-- operators, forward and backward (``TorchDispatchMode``): which devices meet in one, and which of them a GPU must have
-  finished before Python goes on.
+- calls from Python (``TorchFunctionMode``): what ``tensor.device`` says, where ``to``, ``cpu`` and
+  ``device=`` send a tensor, and reads that never reach an operator, such as ``tolist`` and
+  ``numpy``;
+- operators, forward and backward (``TorchDispatchMode``): which devices meet in one, and which of
+  them a GPU must have finished before Python goes on.
 
-What was seen is a list of ``Event``, each with the line of this project that asked for it. Numbers are those of a CPU::
+What was seen is a list of ``Event``, each with the line of this project that asked for it. Numbers
+are those of a CPU::
 
     with PretendedCuda() as gpu:
         model.to("cuda")
@@ -16,8 +18,8 @@ What was seen is a list of ``Event``, each with the line of this project that as
         hp.score(model, batches, "taylor")
     assert not gpu.mismatches, gpu.report()
 
-What it cannot see: kernels that CUDA does not have, memory, time, and whether a copy with ``non_blocking=True`` to main
-memory is read too early (every copy to main memory counts as a wait).
+What it cannot see: kernels that CUDA does not have, memory, time, and whether a copy with
+``non_blocking=True`` to main memory is read too early (every copy to main memory counts as a wait).
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from torch.utils._pytree import tree_leaves
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
-#: ``mismatch``: CUDA would refuse it. ``wait``: Python waits until the GPU is done. ``upload``: a copy to the GPU that
-#: waits until it has arrived. ``sent``: a copy to the GPU that does not.
+#: ``mismatch``: CUDA would refuse it. ``wait``: Python waits until the GPU is done. ``upload``: a
+#: copy to the GPU that waits until it has arrived. ``sent``: a copy to the GPU that does not.
 Kind = Literal["mismatch", "wait", "upload", "sent"]
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
@@ -78,10 +80,16 @@ _CROSSING = {
     "aten::lift_fresh",
     "aten::detach",
 }
-#: Operators that are not called pointwise and yet take a CPU's tensor of no dimension as if it were a number.
+#: Operators that are not called pointwise and yet take a CPU's tensor of no dimension as if it were
+#: a number.
 _TAKES_NUMBERS = {"aten::fill_", "aten::masked_fill", "aten::masked_fill_", "aten::where"}
 _READS_BY_INDEX = {"aten::index", "aten::_unsafe_index"}
-_WRITES_BY_INDEX = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"}
+_WRITES_BY_INDEX = {
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index_put",
+}
 _INDICES = (torch.int64, torch.int32, torch.bool, torch.uint8)
 _MASKS = (torch.bool, torch.uint8)
 #: Functions that make a tensor of Python's numbers, which are sent from main memory.
@@ -101,8 +109,8 @@ class Event:
         kind: See ``Kind``.
         what: The operation; of a mismatch, with shapes and devices.
         line: The innermost line of this project beneath which it happened, ``file:number``.
-        package: The package whose code asked for it, ``headprune`` or ``transformers``, say; torch's own is passed
-            over.
+        package: The package whose code asked for it, ``headprune`` or ``transformers``, say;
+            torch's own is passed over.
     """
 
     kind: Kind
@@ -115,13 +123,15 @@ class Event:
 
 
 class PretendedCuda(AbstractContextManager["PretendedCuda"]):
-    """For as long as the block lasts, there is a GPU ``cuda:0``, and what happens on it is noted."""
+    """For as long as the block lasts, there is a GPU ``cuda:0``, and what happens on it is
+    noted."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.storages = _Storages()
         self.looking_away = False
-        #: Whether operators without a tensor are making one on the GPU; the innermost call of Python's is last.
+        #: Whether operators without a tensor are making one on the GPU; the innermost call of
+        #: Python's is last.
         self.making = [False]
         self._stack = ExitStack()
 
@@ -178,13 +188,16 @@ class PretendedCuda(AbstractContextManager["PretendedCuda"]):
 
     def report(self) -> str:
         """Every kind of event with how often it was seen, most often first."""
-        return "\n".join(f"{count:6} x {event}" for event, count in Counter(self.events).most_common())
+        return "\n".join(
+            f"{count:6} x {event}" for event, count in Counter(self.events).most_common()
+        )
 
 
 class _Storages:
     """The storages that are said to lie on the GPU.
 
-    A weak reference keeps the address of a storage from being given to another, so an address is enough to know one.
+    A weak reference keeps the address of a storage from being given to another, so an address is
+    enough to know one.
     """
 
     def __init__(self) -> None:
@@ -201,7 +214,9 @@ class _Storages:
             return
         self._references.setdefault(storage._cdata, StorageWeakRef(storage))
         if len(self._references) > self._look_again:
-            self._references = {place: ref for place, ref in self._references.items() if not ref.expired()}
+            self._references = {
+                place: ref for place, ref in self._references.items() if not ref.expired()
+            }
             self._look_again = 2 * len(self._references) + 10_000
 
     def discard(self, tensor: Tensor) -> None:
@@ -235,7 +250,11 @@ class _Operators(TorchDispatchMode):
         self.gpu = gpu
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if self.gpu.looking_away:
@@ -262,15 +281,23 @@ class _Operators(TorchDispatchMode):
             return
         others = [x for x, is_there in zip(given, there, strict=True) if not is_there]
         if name in _READS_BY_INDEX | _WRITES_BY_INDEX:
-            # The indices may lie in main memory, and are sent; a value of no dimension is taken for a number.
+            # The indices may lie in main memory, and are sent; a value of no dimension is taken for
+            # a number.
             fine = there[0] and all(x.dtype in _INDICES or not x.dim() for x in others)
             if fine and any(x.dtype in _INDICES and x.dim() for x in others):
                 self.gpu.note("upload", f"{name} by indices in main memory")
         else:
-            numbers = torch.Tag.pointwise in func.tags or name.startswith("aten::_foreach_") or name in _TAKES_NUMBERS
+            numbers = (
+                torch.Tag.pointwise in func.tags
+                or name.startswith("aten::_foreach_")
+                or name in _TAKES_NUMBERS
+            )
             fine = numbers and not any(x.dim() for x in others)
         if not fine:
-            places = [f"{list(x.shape)} on {'cuda' if t else 'cpu'}" for x, t in zip(given, there, strict=True)]
+            places = [
+                f"{list(x.shape)} on {'cuda' if t else 'cpu'}"
+                for x, t in zip(given, there, strict=True)
+            ]
             self.gpu.note("mismatch", f"{name} of {', '.join(places)}")
 
     def _check_waits(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -278,10 +305,16 @@ class _Operators(TorchDispatchMode):
             self.gpu.note("wait", name)
         elif name in _READS_BY_INDEX or name in _WRITES_BY_INDEX:
             masks = [x for x in tree_leaves(args[1]) if isinstance(x, Tensor) and x.dtype in _MASKS]
-            filled = name in _WRITES_BY_INDEX and len(masks) == 1 and args[2].numel() == 1  # becomes masked_fill
+            filled = (
+                name in _WRITES_BY_INDEX and len(masks) == 1 and args[2].numel() == 1
+            )  # becomes masked_fill
             if masks and not filled:
                 self.gpu.note("wait", f"{name} by booleans")
-        elif name == "aten::repeat_interleave" and len(args) == 1 and kwargs.get("output_size") is None:
+        elif (
+            name == "aten::repeat_interleave"
+            and len(args) == 1
+            and kwargs.get("output_size") is None
+        ):
             self.gpu.note("wait", name)  # of counts alone: how long the answer is, only they know
 
     def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -312,13 +345,19 @@ class _Calls(TorchFunctionMode):
         self.gpu = gpu
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if self.gpu.looking_away:
             return func(*args, **kwargs)
         first = args[0] if args else None
-        asked = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
+        asked = (
+            getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else None
+        )
         if asked is Tensor.device:
             return CUDA if first in self.gpu.storages else func(*args, **kwargs)
         if asked is Tensor.is_cuda:
@@ -341,10 +380,13 @@ class _Calls(TorchFunctionMode):
             return self._backward(func, args, kwargs)
         return self._called(func, args, kwargs)
 
-    def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _backward(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A backward pass, whose hooks and functions of Python are looked at as well.
 
-        A mode is off while it handles a call, and what calls Python back has to be called with the mode on again.
+        A mode is off while it handles a call, and what calls Python back has to be called with the
+        mode on again.
         """
         there = any(x in self.gpu.storages for x in tree_leaves((args, kwargs)))
         run = _backward_of if func is Tensor.backward else func
@@ -352,21 +394,28 @@ class _Calls(TorchFunctionMode):
         with self.gpu.made_there(there), straight_on, self:
             return run(*args, **kwargs)
 
-    def _copied(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _copied(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         with self.gpu.unseen():  # it goes by way of storages
             out = func(*args, **kwargs)
         if args[0] in self.gpu.storages:
             self.gpu.storages.add(out)
         return out
 
-    def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Any other function: what it makes lies where ``device=`` says, or where its tensors do."""
+    def _called(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Any other function: what it makes lies where ``device=`` says, or where its tensors
+        do."""
         name = getattr(func, "__name__", "")
         wanted = _device(kwargs.get("device"))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if wanted is not None and wanted.type == "cuda":
             kwargs["device"] = CPU
-        there = any(x in self.gpu.storages for x in given) if wanted is None else wanted.type == "cuda"
+        there = (
+            any(x in self.gpu.storages for x in given) if wanted is None else wanted.type == "cuda"
+        )
         with self.gpu.made_there(there):
             out = func(*args, **kwargs)
         if name in _FROM_NUMBERS and (wanted is not None or name == "new_tensor"):
@@ -385,7 +434,9 @@ class _Calls(TorchFunctionMode):
         else:
             self.gpu.storages.discard(x)
 
-    def _moved(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _moved(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """``to``, ``cpu`` and ``cuda``."""
         source, *rest = args
         target, sent = self._target(func, rest, kwargs)
@@ -433,7 +484,11 @@ class _Calls(TorchFunctionMode):
 
 
 def _backward_of(
-    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    tensor: Tensor,
+    gradient: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    inputs: Any = None,
 ) -> None:
     """``Tensor.backward``."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
@@ -455,7 +510,8 @@ def _is_cuda(value: object) -> bool:
 
 
 def _caller(frame: FrameType | None) -> tuple[str, str]:
-    """The innermost line of this project above a frame, and the package of the innermost one that is not torch's."""
+    """The innermost line of this project above a frame, and the package of the innermost one that
+    is not torch's."""
     package = ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -480,7 +536,12 @@ def _package(file: str, ours: bool) -> str:
 def _environment(gpu: PretendedCuda) -> Iterator[tuple[Any, str, Any]]:
     """What ``torch.cuda`` is asked for, with the answers of a machine with one GPU."""
     properties = SimpleNamespace(
-        name="a pretended GPU", total_memory=2**37, multi_processor_count=132, major=9, minor=0, uuid="0"
+        name="a pretended GPU",
+        total_memory=2**37,
+        multi_processor_count=132,
+        major=9,
+        minor=0,
+        uuid="0",
     )
 
     def synchronize(device: object = None) -> None:

@@ -1,7 +1,8 @@
-"""What the processes of the tests do: ``python -m tests.processes_work NAME FOLDER ...``, one function a name.
+"""What the processes of the tests do: ``python -m tests.processes_work NAME FOLDER ...``, one
+function a name.
 
-A fresh Python each, as ``torchrun`` starts them, which finds the others through a file in the folder. It imports no
-Transformers where the work needs none, for that takes longer than the work.
+A fresh Python each, as ``torchrun`` starts them, which finds the others through a file in the
+folder. It imports no Transformers where the work needs none, for that takes longer than the work.
 """
 
 from __future__ import annotations
@@ -49,12 +50,26 @@ _QUICK: dict[str, Any] = {
     "subset_topk": SubsetTopk(steps=3, block=2),
 }
 SCORERS: list[Any] = [_QUICK.get(name) or registry.get(name)() for name in registry.names()]
-SCORERS += [Taylor(reduce="token"), Taylor(normalize="l2"), Taylor(reduce="batch", block=2), Fisher(block=2)]
-SCORERS += [LeaveOneOut(replacement="mean"), LeaveOneOut(replacement="resample", pool=3), LeaveOneOut(replay=False)]
+SCORERS += [
+    Taylor(reduce="token"),
+    Taylor(normalize="l2"),
+    Taylor(reduce="batch", block=2),
+    Fisher(block=2),
+]
+SCORERS += [
+    LeaveOneOut(replacement="mean"),
+    LeaveOneOut(replacement="resample", pool=3),
+    LeaveOneOut(replay=False),
+]
 BOUNDED: list[Any] = [Taylor(), Taylor(reduce="token"), Taylor(reduce="batch", block=3), Fisher()]
 BOUNDED += [IntegratedGradients(points=1), "ggn"]
 SHARDED = ["taylor", "fisher", "leave_one_out", "obs", "magnitude", "entropy", "ggn"]
-SCORERS += [AttributionPatching(base="mean"), Shapley(method="two_sided"), Obs(blocks=3), Surgeon(blocks=2)]
+SCORERS += [
+    AttributionPatching(base="mean"),
+    Shapley(method="two_sided"),
+    Obs(blocks=3),
+    Surgeon(blocks=2),
+]
 
 
 def subject() -> Subject:
@@ -73,8 +88,12 @@ def batches(count: int, rows: int = 2) -> list[dict[str, Any]]:
 
 def scored(count: int, processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
     """By every scorer; ``auto`` needs two examples a fold."""
-    wanted = SCORERS if count > 2 else [scorer for scorer in SCORERS if not isinstance(scorer, Auto)]
-    return hp.score(subject().model, batches(count), wanted, loss=loss, processes=processes, progress=False)
+    wanted = (
+        SCORERS if count > 2 else [scorer for scorer in SCORERS if not isinstance(scorer, Auto)]
+    )
+    return hp.score(
+        subject().model, batches(count), wanted, loss=loss, processes=processes, progress=False
+    )
 
 
 def score_all(folder: Path, *counts: str) -> None:
@@ -91,19 +110,30 @@ def score_all(folder: Path, *counts: str) -> None:
 
 
 def bounded(processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
-    """Where there is room for few rows, so that they are exchanged in pieces and kept as means of neighbours."""
+    """Where there is room for few rows, so that they are exchanged in pieces and kept as means of
+    neighbours."""
     own, data, limit = subject(), batches(20), samples.LIMIT
-    samples.LIMIT = 8 * sum(len(site.units) for site in own.sites) ** 2  # the curvature, to the last byte
+    samples.LIMIT = (
+        8 * sum(len(site.units) for site in own.sites) ** 2
+    )  # the curvature, to the last byte
     try:
         return hp.score(own.model, data, BOUNDED, loss=loss, processes=processes, progress=False)
     finally:
         samples.LIMIT = limit
 
 
-def resumed(folder: Path | None = None, processes: hp.Processes | None = None) -> tuple[hp.HeadScores, ...]:
-    """After a first call that failed in the middle of its passes, of which every process had kept something."""
+def resumed(
+    folder: Path | None = None, processes: hp.Processes | None = None
+) -> tuple[hp.HeadScores, ...]:
+    """After a first call that failed in the middle of its passes, of which every process had kept
+    something."""
     whole, scorers = batches(6), [Taylor(), Surgeon(blocks=2), LeaveOneOut(replacement="mean")]
-    given: dict[str, Any] = {"loss": loss, "processes": processes, "folder": folder, "progress": False}
+    given: dict[str, Any] = {
+        "loss": loss,
+        "processes": processes,
+        "folder": folder,
+        "progress": False,
+    }
     if folder is not None:
         _shelf.EVERY, _shelf._TIMES = 0.0, 0
         with suppress(HeadPruneError, RuntimeError):
@@ -139,11 +169,14 @@ def until(processes: hp.Processes | None = None) -> hp.HeadScores:
     model, data = subject().model, batches(20, 4)
     with torch.no_grad():
         model.get_submodule("layers.0.attention.W_o").weight[:, :12] *= 1e-3
-    return hp.score(model, data, "taylor", loss=loss, until=stable, processes=processes, progress=False)
+    return hp.score(
+        model, data, "taylor", loss=loss, until=stable, processes=processes, progress=False
+    )
 
 
 def fail(folder: Path, how: str, timeout: str) -> None:
-    """Process 1 ends or stops at its second batch; the other says in its file what it was told, and when."""
+    """Process 1 ends or stops at its second batch; the other says in its file what it was told, and
+    when."""
     seen = 0
 
     def fragile(model: nn.Module, batch: Any) -> Tensor:
@@ -154,7 +187,13 @@ def fail(folder: Path, how: str, timeout: str) -> None:
         return loss(model, batch)
 
     with telling(folder):
-        hp.score(subject().model, batches(6), "taylor", loss=fragile, processes=hp.Processes(float(timeout)))
+        hp.score(
+            subject().model,
+            batches(6),
+            "taylor",
+            loss=fragile,
+            processes=hp.Processes(float(timeout)),
+        )
 
 
 def differ(folder: Path, *whats: str) -> None:
@@ -181,11 +220,18 @@ def _differ(folder: Path, what: str) -> None:
         return loss(model, batch) * (float("nan") if number == 1 else 1.0)
 
     with telling(folder, what):
-        hp.score(model, data, scorer, loss=broken if what == "loss" else loss, processes=hp.Processes(600))
+        hp.score(
+            model,
+            data,
+            scorer,
+            loss=broken if what == "loss" else loss,
+            processes=hp.Processes(600),
+        )
 
 
 def shard(folder: Path) -> None:
-    """Scores of a model that FSDP2 has sharded; what is refused; and a cut of its weights once they are gathered."""
+    """Scores of a model that FSDP2 has sharded; what is refused; and a cut of its weights once they
+    are gathered."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
@@ -206,7 +252,9 @@ def shard(folder: Path) -> None:
     for name, verb in refused.items():
         with telling(folder, name):
             verb()
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if rank == 0:
         small = subject().model
         small.load_state_dict(weights)
@@ -216,10 +264,15 @@ def shard(folder: Path) -> None:
 
 
 def _split(folder: Path) -> None:
-    """Tensor parallelism alone, and under FSDP2; in the processes of ``shard``, for its imports take longest."""
+    """Tensor parallelism alone, and under FSDP2; in the processes of ``shard``, for its imports
+    take longest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     part = "layers.1.attention"
     plan = {f"{part}.W_q": ColwiseParallel(), f"{part}.W_o": RowwiseParallel()}
@@ -257,7 +310,11 @@ def telling(folder: Path, what: str = "told") -> Iterator[None]:
     try:
         yield
     except HeadPruneError as error:
-        told = {"kind": type(error).__name__, "words": str(error), "seconds": time.monotonic() - start}
+        told = {
+            "kind": type(error).__name__,
+            "words": str(error),
+            "seconds": time.monotonic() - start,
+        }
         (folder / f"{what}-{distributed.get_rank()}.json").write_text(json.dumps(told))
 
 
@@ -266,7 +323,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not name.startswith("alone_"):
-        distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size
+        )
     globals()[name](Path(folder), *more)
     if distributed.is_initialized():
         distributed.destroy_process_group()

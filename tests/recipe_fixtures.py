@@ -1,4 +1,5 @@
-"""For every shipped recipe: data and a tiny random model in a folder, and the settings that put them in."""
+"""For every shipped recipe: data and a tiny random model in a folder, and the settings that put
+them in."""
 
 from __future__ import annotations
 
@@ -32,14 +33,21 @@ def _texts(folder: Path, labels: int, splits: dict[str, int], **config: Any) -> 
     """A classifier of texts."""
     draw = random.Random(0)
     for split, count in splits.items():
-        _write(folder, split, ({"text": " ".join(_words(draw)), "label": i % labels} for i in range(count)))
+        _write(
+            folder,
+            split,
+            ({"text": " ".join(_words(draw)), "label": i % labels} for i in range(count)),
+        )
     bert(folder / "model", **{"num_labels": labels, **config})
     return _at(folder, "bench.lengths=[8]")
 
 
 def _questions(folder: Path) -> list[str]:
-    """As many layers and heads as MiniLM; it has two labels and the rows six, so that its head is made anew."""
-    settings = _texts(folder, 6, {"train": 90, "test": 20}, num_labels=2, heads=12, num_hidden_layers=6)
+    """As many layers and heads as MiniLM; it has two labels and the rows six, so that its head is
+    made anew."""
+    settings = _texts(
+        folder, 6, {"train": 90, "test": 20}, num_labels=2, heads=12, num_hidden_layers=6
+    )
     return [*settings, "train.epochs=1", "data.holdout=20"]
 
 
@@ -49,7 +57,11 @@ def _pairs(folder: Path) -> list[str]:
     for split, count in (("train", 90), ("validation", 20), ("test", 20)):
         sentences = [[_words(draw) for _ in range(2)] for _ in range(count)]
         rows = (
-            {"sentence1": " ".join(a), "sentence2": " ".join(b), "score": len({*a} & {*b}) / len({*a, *b})}
+            {
+                "sentence1": " ".join(a),
+                "sentence2": " ".join(b),
+                "score": len({*a} & {*b}) / len({*a, *b}),
+            }
             for a, b in sentences
         )
         _write(folder, split, rows)
@@ -61,7 +73,9 @@ def _stories(folder: Path) -> list[str]:
     """Token numbers in the model's own folder."""
     llama(folder)
     draw = random.Random(0)
-    rows = ({"input_ids": [1, *draw.choices(range(3, 34), k=draw.randint(6, 30))]} for _ in range(40))
+    rows = (
+        {"input_ids": [1, *draw.choices(range(3, 34), k=draw.randint(6, 30))]} for _ in range(40)
+    )
     _write(folder, "stories", rows)
     return [f"model.path={folder}", "data.holdout=8", "data.test_holdout=10", "bench.lengths=[8]"]
 
@@ -71,9 +85,14 @@ def _digits(folder: Path) -> list[str]:
 
 
 def _sentences(folder: Path) -> list[str]:
-    """Sentences of a language whose translation says every word in capitals, and a Transformer of two small layers."""
+    """Sentences of a language whose translation says every word in capitals, and a Transformer of
+    two small layers."""
     _captions(folder)
-    layers = ["model.config.encoder_layers=1", "model.config.decoder_layers=1", "model.config.d_model=32"]
+    layers = [
+        "model.config.encoder_layers=1",
+        "model.config.decoder_layers=1",
+        "model.config.d_model=32",
+    ]
     data = [f"data.path={folder}", "data.vocabulary=300", "decode.max_length=8"]
     return [*layers, *data, "train.epochs=1", "bench.lengths=[8]"]
 
@@ -114,11 +133,19 @@ def _names(folder: Path) -> list[str]:
     draw = random.Random(0)
     for split, count in (("train", 60), ("validation", 12), ("test", 12)):
         rows = [_words(draw) for _ in range(count)]
-        columns = {"tokens": rows, "ner_tags": [[len(word) % 3 for word in words] for words in rows]}
+        columns = {
+            "tokens": rows,
+            "ner_tags": [[len(word) % 3 for word in words] for words in rows],
+        }
         features = Features({"tokens": List(Value("string")), "ner_tags": List(tags)})
         Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
     names = dict(enumerate(["B-PER", "I-PER", "O"]))
-    bert(folder / "model", "BertForTokenClassification", id2label=names, label2id={n: i for i, n in names.items()})
+    bert(
+        folder / "model",
+        "BertForTokenClassification",
+        id2label=names,
+        label2id={n: i for i, n in names.items()},
+    )
     return _at(folder, "bench.lengths=[8]")
 
 
@@ -146,10 +173,17 @@ def _leaves(folder: Path) -> list[str]:
     draw, names = np.random.default_rng(0), ["angular_leaf_spot", "bean_rust", "healthy"]
     features = Features({"image": Image(), "labels": ClassLabel(names=names)})
     for split, count in (("train", 40), ("validation", 9), ("test", 9)):
-        pictures = [Picture.fromarray(draw.integers(0, 256, (12, 12, 3), dtype=np.uint8)) for _ in range(count)]
+        pictures = [
+            Picture.fromarray(draw.integers(0, 256, (12, 12, 3), dtype=np.uint8))
+            for _ in range(count)
+        ]
         columns = {"image": pictures, "labels": [i % 3 for i in range(count)]}
         Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
-    vit(folder / "model", id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)})
+    vit(
+        folder / "model",
+        id2label=dict(enumerate(names)),
+        label2id={n: i for i, n in enumerate(names)},
+    )
     return _at(folder)
 
 

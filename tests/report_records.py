@@ -1,4 +1,5 @@
-"""Records and tables as reports see them, with what lies beside them, and a page as a parser sees it."""
+"""Records and tables as reports see them, with what lies beside them, and a page as a parser sees
+it."""
 
 from __future__ import annotations
 
@@ -24,10 +25,20 @@ NASTY = '<script>alert("x")</script>|`*&'
 def scores_of(sites: list[AttentionSite], scale: float = 1.0, errors: bool = True) -> HeadScores:
     draw = random.Random(0)
     values = tuple(tuple(scale * draw.random() ** 2 for _ in s.units) for s in sites)
-    spread = tuple(tuple(0.07 * v + 0.002 * scale for v in row) for row in values) if errors else None
+    spread = (
+        tuple(tuple(0.07 * v + 0.002 * scale for v in row) for row in values) if errors else None
+    )
     print_of = ModelFingerprint("5f1c" * 16, "a94e" * 16)
     return HeadScores(
-        tuple(sites), values, spread, "taylor", FrozenDict({"reduce": "example"}), 512, print_of, "d0d0" * 16, 7
+        tuple(sites),
+        values,
+        spread,
+        "taylor",
+        FrozenDict({"reduce": "example"}),
+        512,
+        print_of,
+        "d0d0" * 16,
+        7,
     )
 
 
@@ -36,16 +47,27 @@ def plan_of(scores: HeadScores, share: float = 0.5) -> PruningPlan:
     gone = {(u.name, h) for u in ranked[: round(len(ranked) * (1 - share))] for h in u.heads}
     keep = {s.name: [h for h in s.heads if (s.name, h) not in gone] for s in scores.sites}
     mask = HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in scores.sites})
-    return PruningPlan(mask, Budget(keep_heads=share), "global_topk", FrozenDict(), "taylor", scores.digest)
+    return PruningPlan(
+        mask, Budget(keep_heads=share), "global_topk", FrozenDict(), "taylor", scores.digest
+    )
 
 
-def record_of(n_layers: int = 4, n_heads: int = 8, n_kv: int | None = None, **changes: object) -> RunRecord:
+def record_of(
+    n_layers: int = 4, n_heads: int = 8, n_kv: int | None = None, **changes: object
+) -> RunRecord:
     """A realistic record of a run that went well."""
     kind = "causal" if n_kv else "self"
     name = "model.layers.{}.self_attn" if n_kv else "bert.encoder.layer.{}.attention.self"
     sites = [
         AttentionSite(
-            name.format(i), "llama" if n_kv else "bert", kind, n_heads, n_kv or n_heads, 64, 64, (*range(n_heads),)
+            name.format(i),
+            "llama" if n_kv else "bert",
+            kind,
+            n_heads,
+            n_kv or n_heads,
+            64,
+            64,
+            (*range(n_heads),),
         )
         for i in range(n_layers)
     ]
@@ -58,21 +80,39 @@ def record_of(n_layers: int = 4, n_heads: int = 8, n_kv: int | None = None, **ch
         stage="report",
         created="2026-03-02T09:14:31Z",
         recipe=FrozenDict(
-            {"model": "bert-mini", "data": {"path": "sst2", "split": "train"}, "scorer": "taylor", "keep_heads": 0.5}
+            {
+                "model": "bert-mini",
+                "data": {"path": "sst2", "split": "train"},
+                "scorer": "taylor",
+                "keep_heads": 0.5,
+            }
         ),
-        versions=FrozenDict({"python": "3.12.4", "torch": "2.9.0", "transformers": "5.14.0", "headprune": "0.1.0"}),
-        hardware=FrozenDict({"processor": "AMD EPYC 7B13", "threads": 2, "memory_gib": 7.8, "accelerator": None}),
+        versions=FrozenDict(
+            {"python": "3.12.4", "torch": "2.9.0", "transformers": "5.14.0", "headprune": "0.1.0"}
+        ),
+        hardware=FrozenDict(
+            {"processor": "AMD EPYC 7B13", "threads": 2, "memory_gib": 7.8, "accelerator": None}
+        ),
         git_commit="a996f20c",
         seeds=FrozenDict({"score": 7, "random": list(range(10)), "finetune": 11}),
-        rows=FrozenDict({"score": {"split": "train", "rows": list(range(512))}, "test": {"split": "test", "n": 872}}),
+        rows=FrozenDict(
+            {
+                "score": {"split": "train", "rows": list(range(512))},
+                "test": {"split": "test", "n": 872},
+            }
+        ),
         scores=scores,
         plan=plan,
         quality=(
             QualityRow("base", total, "accuracy", 0.9763, "test", 872, 0.0811),
             QualityRow("taylor", kept, "accuracy", 0.9694, "test", 872, 0.1022),
-            QualityRow("random", kept, "accuracy", 0.9128, "test", 872, 0.2671, draws=10, spread=0.0214),
+            QualityRow(
+                "random", kept, "accuracy", 0.9128, "test", 872, 0.2671, draws=10, spread=0.0214
+            ),
             QualityRow("magnitude", kept, "accuracy", 0.9415, "test", 872, 0.1743),
-            QualityRow("recovered (finetune)", kept, "accuracy", 0.974, "test", 872, 0.0874, trained=True),
+            QualityRow(
+                "recovered (finetune)", kept, "accuracy", 0.974, "test", 872, 0.0874, trained=True
+            ),
         ),
         speed=(
             SpeedRow(1, 128, 0.00812, 0.00871, 0.00798, 0.00866, 1.012, 0.991, 1.034, 200),
@@ -95,27 +135,37 @@ def record_of(n_layers: int = 4, n_heads: int = 8, n_kv: int | None = None, **ch
 def costed(record: RunRecord) -> RunRecord:
     """The same with what every head costs."""
     assert record.scores is not None
-    units = tuple(tuple(Cost(1000, 0, 1000, 64, 512 * len(u)) for u in s.units) for s in record.scores.sites)
+    units = tuple(
+        tuple(Cost(1000, 0, 1000, 64, 512 * len(u)) for u in s.units) for s in record.scores.sites
+    )
     table = CostTable(Cost(10**6, 0, 10**5, 10**3, 4096), units, 128)
     return replace(record, scores=replace(record.scores, costs=table))
 
 
 def maps_of(
-    record: RunRecord, n_examples: int = 3, length: int = 6, image: tuple[int, int] | None = None, words: bool = True
+    record: RunRecord,
+    n_examples: int = 3,
+    length: int = 6,
+    image: tuple[int, int] | None = None,
+    words: bool = True,
 ) -> AttentionMaps:
     """Maps of the record's sites: head 0 looks at the token before, the others here and there."""
     assert record.scores is not None
     draw = np.random.default_rng(0)
     sites = []
     for site in record.scores.sites:
-        weights = draw.random((n_examples, len(site.heads), length, length), dtype=np.float32) ** 6 + 1e-3
+        weights = (
+            draw.random((n_examples, len(site.heads), length, length), dtype=np.float32) ** 6 + 1e-3
+        )
         weights[:, 0, np.arange(1, length), np.arange(length - 1)] = 90.0
         if site.kind == "causal":
             weights = weights * np.tri(length, dtype=np.float32)
         weights /= weights.sum(-1, keepdims=True)
         masks = (np.ones((n_examples, length), bool) for _ in range(2))
         sites.append(SiteMaps(site.name, site.kind, site.heads, weights, *masks))
-    tokens = tuple(tuple(f"t{i}.{j}" for j in range(length)) for i in range(n_examples)) if words else ()
+    tokens = (
+        tuple(tuple(f"t{i}.{j}" for j in range(length)) for i in range(n_examples)) if words else ()
+    )
     return AttentionMaps(tuple(sites), tokens, (), image)
 
 
@@ -165,10 +215,16 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
     def cells(self) -> list[dict[str, str | None]]:
-        return [a for tag, a in self.elements if tag == "td" and "cell" in (a.get("class") or "").split()]
+        return [
+            a
+            for tag, a in self.elements
+            if tag == "td" and "cell" in (a.get("class") or "").split()
+        ]
 
     def table_row(self, name: str, html: str) -> str:
-        found = re.search(rf'<tr[^>]*><th scope="row"[^>]*>{re.escape(name)}.*?</tr>', html, re.DOTALL)
+        found = re.search(
+            rf'<tr[^>]*><th scope="row"[^>]*>{re.escape(name)}.*?</tr>', html, re.DOTALL
+        )
         assert found, f"no row {name}"
         return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", found[0]))
 
@@ -185,7 +241,11 @@ def sweep_table(metric: str = "accuracy") -> SweepTable:
         for seed, lost in enumerate(values):
             row = {"run": f"{scorer}{keep}{seed}", "scorer": scorer, "keep": keep, "seed": seed}
             for split, more in (("validation", 0.0), ("test", 0.01)):
-                row |= {split: 0.9 - lost - more, f"{split}_loss": 0.3, f"{split}_drop": lost + more}
+                row |= {
+                    split: 0.9 - lost - more,
+                    f"{split}_loss": 0.3,
+                    f"{split}_drop": lost + more,
+                }
                 row |= {f"{split}_drop_low": lost - 0.01, f"{split}_drop_high": lost + 0.02}
             heads = int(32 * keep)
             row |= {
@@ -197,6 +257,15 @@ def sweep_table(metric: str = "accuracy") -> SweepTable:
             }
             rows.append(FrozenDict(row))
     base = {"validation": 0.9, "test": 0.91, "validation_loss": 0.3, "test_loss": 0.3}
-    base |= {"validation_rows": 300, "test_rows": 420, "heads": 32, "params": 40000, "macs": 400, "kv": None}
+    base |= {
+        "validation_rows": 300,
+        "test_rows": 420,
+        "heads": 32,
+        "params": 40000,
+        "macs": 400,
+        "kv": None,
+    }
     failed = (FrozenDict({"scorer": "fisher", "keep": 0.5, "seed": 0, "error": "no | labels"}),)
-    return SweepTable("demo", metric, ("scorer", "keep"), ("keep",), FrozenDict(base), tuple(rows), failed)
+    return SweepTable(
+        "demo", metric, ("scorer", "keep"), ("keep",), FrozenDict(base), tuple(rows), failed
+    )

@@ -1,4 +1,5 @@
-"""Scripts of the repository that are no part of the package, loaded as modules, and a tiny encoder for them."""
+"""Scripts of the repository that are no part of the package, loaded as modules, and a tiny encoder
+for them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ WORDS = [f"w{i}" for i in range(30)]
 
 
 def tiny_encoder(folder: Path) -> Path:
-    """A BERT of 2 layers with 4 heads and its tokenizer, in ``folder/model``; returns that folder."""
+    """A BERT of 2 layers with 4 heads and its tokenizer, in ``folder/model``; returns that
+    folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -49,7 +51,14 @@ def tiny_encoder(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
     torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=32, max_position_embeddings=32, **sizes)).save_pretrained(folder / "model")
+    BertModel(BertConfig(vocab_size=32, max_position_embeddings=32, **sizes)).save_pretrained(
+        folder / "model"
+    )
     return folder / "model"

@@ -1,10 +1,12 @@
-"""Calls of ``select`` whose answers are written down: plans and refusals, word for word, in ``selection_answers.json``.
+"""Calls of ``select`` whose answers are written down: plans and refusals, word for word, in
+``selection_answers.json``.
 
 python -m tests.selection_answers
 
-writes that file anew. A selector that answers otherwise for equal input, or refuses in other words, is a change that
-users see: CONTRIBUTING.md, "Versions", says what it asks for, and the file's own difference says what it was.
-Scores, costs and losses are whole numbers or halves of them, so that no processor rounds them otherwise.
+writes that file anew. A selector that answers otherwise for equal input, or refuses in other words,
+is a change that users see: CONTRIBUTING.md, "Versions", says what it asks for, and the file's own
+difference says what it was. Scores, costs and losses are whole numbers or halves of them, so that
+no processor rounds them otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +30,16 @@ from headprune.selection import Problem, Selector, registry
 from headprune.selection._api import select
 from headprune.selection._base import Position
 from headprune.selection._task import check_possible
-from tests.selection_problems import CURRENCIES, asked, configured, make, random_scores, random_table, site, unit_cost
+from tests.selection_problems import (
+    CURRENCIES,
+    asked,
+    configured,
+    make,
+    random_scores,
+    random_table,
+    site,
+    unit_cost,
+)
 
 FILE = Path(__file__).with_suffix(".json")
 
@@ -41,8 +52,18 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "uniform": [{}, {"min_heads": 0}, {"multiple_of": 2}],
     "knapsack": [{}, {"min_heads": 0}, {"min_heads": 2}, {"multiple_of": 2}],
     "quadratic": [{}, {"search": "kwon"}, {"min_heads": 0}, {"multiple_of": 2}],
-    "local_search": [{}, {"max_losses": 6, "at_once": 2}, {"margin": 0.5, "inner": "uniform"}, {"min_heads": 0}],
-    "iterative": [{}, {"steps": 3, "schedule": "geometric"}, {"steps": 2, "inner": "knapsack"}, {"steps": 1}],
+    "local_search": [
+        {},
+        {"max_losses": 6, "at_once": 2},
+        {"margin": 0.5, "inner": "uniform"},
+        {"min_heads": 0},
+    ],
+    "iterative": [
+        {},
+        {"steps": 3, "schedule": "geometric"},
+        {"steps": 2, "inner": "knapsack"},
+        {"steps": 1},
+    ],
 }
 
 Case = Callable[[], object]
@@ -69,28 +90,42 @@ def answer(case: Case) -> str:
 
 
 def drawn(name: str, seed: int) -> tuple[HeadScores, dict[str, Any]]:
-    """Ragged scores, on every other seed with standard errors, and what else this selector asks for."""
+    """Ragged scores, on every other seed with standard errors, and what else this selector asks
+    for."""
     rng = np.random.default_rng(seed)
     scores = random_scores(seed, dear=seed % 2 == 1, highest=9, lowest=-2 if seed % 3 == 0 else 0)
     if seed % 4 >= 2:
-        errors = tuple(tuple(float(e) / 2 for e in rng.integers(0, 4, len(row))) for row in scores.values)
+        errors = tuple(
+            tuple(float(e) / 2 for e in rng.integers(0, 4, len(row))) for row in scores.values
+        )
         scores = replace(scores, standard_errors=errors)
     units = list(scores.units())
     ties = rng.integers(-2, 3, (len(units), len(units)))
     if "curvature" in registry.get(name).needs:
         scores = replace(
-            scores, curvature=Curvature.of((ties @ ties.T + np.diag([u.value + 3 for u in units])).astype(float))
+            scores,
+            curvature=Curvature.of(
+                (ties @ ties.T + np.diag([u.value + 3 for u in units])).astype(float)
+            ),
         )
     loss_of_each = rng.integers(0, 8, (len(units), 12)) / 2
 
     def loss(masks: Any) -> Any:
-        gone = np.array([[not set(u.heads) <= set(m.kept(u.name)) for u in units] for m in masks], float)
-        return gone @ loss_of_each + np.einsum("ij,jk,ik->i", gone, np.triu(ties, 1).astype(float), gone)[:, None]
+        gone = np.array(
+            [[not set(u.heads) <= set(m.kept(u.name)) for u in units] for m in masks], float
+        )
+        return (
+            gone @ loss_of_each
+            + np.einsum("ij,jk,ik->i", gone, np.triu(ties, 1).astype(float), gone)[:, None]
+        )
 
     def rescore(mask: HeadMask) -> HeadScores:
         left = sum(row.kept[0] for row in mask.rows if row.kept) + mask.n_kept
         return replace(
-            scores, values=tuple(tuple((v * 7 + left + i) % 11 for i, v in enumerate(r)) for r in scores.values)
+            scores,
+            values=tuple(
+                tuple((v * 7 + left + i) % 11 for i, v in enumerate(r)) for r in scores.values
+            ),
         )
 
     known: dict[str, Any] = {"loss": loss, "rescore": rescore}
@@ -124,14 +159,22 @@ def of_selector(name: str) -> Callable[[], Iterator[tuple[str, Case]]]:
             scores, extra = drawn(name, seed)
             table = random_table(scores, seed, noise=seed % 3) if kind == "speedup" else None
             budget = asked(kind, (0.5, 0.8, 0.65, 0.9)[seed % 4] if kind != "keep_params" else 0.85)
-            return select(scores, budget, configured(name, **settings), latency=table, **rules(scores, seed), **extra)
+            return select(
+                scores,
+                budget,
+                configured(name, **settings),
+                latency=table,
+                **rules(scores, seed),
+                **extra,
+            )
 
         return call
 
     return cases
 
 
-# ---------------------------------------------------------------- what is refused, and what a plan says
+# ---------------------------------------------------------------- what is refused, and what a plan
+# says
 
 
 @dataclass(frozen=True)
@@ -147,13 +190,17 @@ class Told(Selector):
 PLAIN = make([site("a", 4), site("g", 4, 2)], [[1, 2, 3, 4], [1, 2]])
 TABLE = LatencyTable(2.0, (SiteLatency("a", (0.1, 0.3, 0.5, 0.7, 0.9)),), 1, 8, "cpu", "float32")
 ALONE = make([site("a", 4)], [[1, 2, 3, 4]])
-SHARED = [site(f"{policy}{n}", 8, n, policy=policy) for policy in ("balanced", "free") for n in (1, 2)]
+SHARED = [
+    site(f"{policy}{n}", 8, n, policy=policy) for policy in ("balanced", "free") for n in (1, 2)
+]
 SHARED.append(site("uneven", 6, 3, heads=(0, 1, 2, 4), policy="free"))
 HALF = Budget(keep_heads=0.5)
 
 
 def shared(**more: Any) -> HeadScores:
-    values = [[(5 * u + 3 * s) % 7 for u in range(len(here.units))] for s, here in enumerate(SHARED)]
+    values = [
+        [(5 * u + 3 * s) % 7 for u in range(len(here.units))] for s, here in enumerate(SHARED)
+    ]
     return replace(make(SHARED, values), **more)
 
 
@@ -189,20 +236,35 @@ def refusals() -> Iterator[tuple[str, Case]]:
         "a table for nobody": {"latency": TABLE},
         "no table": {"budget": Budget(speedup=1.2)},
         "a table of other sites": {"budget": Budget(speedup=1.2), "latency": TABLE},
-        "none that is lawful": {"selector": configured("global_topk", multiple_of=3), "must_remove": {"a": [0, 1]}},
+        "none that is lawful": {
+            "selector": configured("global_topk", multiple_of=3),
+            "must_remove": {"a": [0, 1]},
+        },
         "none that is lawful in a group": {
             "budget": {"a": HALF},
             "selector": configured("global_topk", multiple_of=3),
             "must_remove": {"a": [0, 1]},
         },
         "too little": {"budget": Budget(keep_heads=1)},
-        "too little beside what must stay": {"budget": Budget(keep_heads=2), "must_keep": {"a": [0, 1], "g": [0]}},
-        "not one head": {"budget": Budget(keep_heads=0.05), "selector": configured("uniform", min_heads=0)},
+        "too little beside what must stay": {
+            "budget": Budget(keep_heads=2),
+            "must_keep": {"a": [0, 1], "g": [0]},
+        },
+        "not one head": {
+            "budget": Budget(keep_heads=0.05),
+            "selector": configured("uniform", min_heads=0),
+        },
         "too few parameters": {"budget": Budget(keep_params=0.01)},
-        "too little in blocks": {"budget": Budget(keep_heads=0.3), "selector": configured("knapsack", multiple_of=2)},
+        "too little in blocks": {
+            "budget": Budget(keep_heads=0.3),
+            "selector": configured("knapsack", multiple_of=2),
+        },
         "no curvature": {"selector": "quadratic"},
         "units that are none": {"selector": Told(answer=((0, 9), (5, 0)))},
-        "without what must stay": {"selector": Told(answer=((0, 1), (1, 0))), "must_keep": {"a": [0]}},
+        "without what must stay": {
+            "selector": Told(answer=((0, 1), (1, 0))),
+            "must_keep": {"a": [0]},
+        },
         "with what must go": {"selector": Told(answer=((0, 1), (1, 0))), "must_remove": {"a": [1]}},
         "a head too few": {"selector": Told(answer=((0, 1),), min_heads=2)},
         "beyond the budget": {"selector": Told(answer=((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)))},
@@ -223,20 +285,36 @@ def refusals() -> Iterator[tuple[str, Case]]:
             "selector": "local_search",
             "loss": lambda masks: np.full((len(masks), 4), np.nan),
         },
-        "a loss of one example": {"selector": "local_search", "loss": lambda masks: np.zeros((len(masks), 1))},
-        "a loss of two examples": {"selector": "local_search", "loss": lambda masks: np.zeros((len(masks), 2))},
+        "a loss of one example": {
+            "selector": "local_search",
+            "loss": lambda masks: np.zeros((len(masks), 1)),
+        },
+        "a loss of two examples": {
+            "selector": "local_search",
+            "loss": lambda masks: np.zeros((len(masks), 2)),
+        },
         "no inner selector": {"selector": lambda: configured("iterative", inner="topk")},
-        "an inner selector that asks": {"selector": lambda: configured("iterative", inner="local_search")},
+        "an inner selector that asks": {
+            "selector": lambda: configured("iterative", inner="local_search")
+        },
         "an inner selector by number": {"selector": lambda: configured("iterative", inner=3)},
-        "another's setting": {"selector": lambda: configured("iterative", inner_settings={"normalize": "l2"})},
-        "the outer one's setting": {"selector": lambda: configured("iterative", inner_settings={"min_heads": 0})},
-        "settings that are none": {"selector": lambda: configured("iterative", inner_settings=["l2"])},
+        "another's setting": {
+            "selector": lambda: configured("iterative", inner_settings={"normalize": "l2"})
+        },
+        "the outer one's setting": {
+            "selector": lambda: configured("iterative", inner_settings={"min_heads": 0})
+        },
+        "settings that are none": {
+            "selector": lambda: configured("iterative", inner_settings=["l2"])
+        },
     }
     for name, call in calls.items():
         yield name, lambda call=call: selected(**call)  # type: ignore[misc]
     free = shared(standard_errors=None)
     yield "a cache of single heads", lambda: select(free, Budget(keep_kv=0.5))
-    bare = make([site("e", 4, kind="self")], [[1] * 4], [[unit_cost(1, 0)] * 4], Cost(9, 0, 0, 0, 0))
+    bare = make(
+        [site("e", 4, kind="self")], [[1] * 4], [[unit_cost(1, 0)] * 4], Cost(9, 0, 0, 0, 0)
+    )
     yield "no cache", lambda: select(bare, Budget(keep_kv=0.5))
     yield "no costs", lambda: select(replace(PLAIN, costs=None), Budget(keep_macs=0.5))
     uneven = make([site("b", 6, 3, heads=(0, 1, 2, 4), policy="balanced")], [[1, 2, 3, 4]])
@@ -244,7 +322,9 @@ def refusals() -> Iterator[tuple[str, Case]]:
     yield "no heads left", lambda: select(make([site("a", 4, heads=())], [[]]), HALF)
     yield (
         "a table with another number",
-        lambda: select(make([site("a", 4, heads=(0, 1, 2))], [[1] * 3]), Budget(speedup=1.1), latency=TABLE),
+        lambda: select(
+            make([site("a", 4, heads=(0, 1, 2))], [[1] * 3]), Budget(speedup=1.1), latency=TABLE
+        ),
     )
     yield (
         "a table that lacks numbers",
@@ -257,22 +337,34 @@ def refusals() -> Iterator[tuple[str, Case]]:
     )
     yield (
         "no cut is faster",
-        lambda: select(ALONE, Budget(speedup=1.1), latency=replace(TABLE, sites=(SiteLatency("a", (0.9,) * 5),))),
+        lambda: select(
+            ALONE,
+            Budget(speedup=1.1),
+            latency=replace(TABLE, sites=(SiteLatency("a", (0.9,) * 5),)),
+        ),
     )
     yield "too fast", lambda: select(ALONE, Budget(speedup=9), latency=TABLE)
     yield (
         "too fast without a minimum",
-        lambda: select(ALONE, Budget(speedup=9), configured("knapsack", min_heads=0), latency=TABLE),
+        lambda: select(
+            ALONE, Budget(speedup=9), configured("knapsack", min_heads=0), latency=TABLE
+        ),
     )
     for name in ("loss", "rescore"):
         wrong: Mapping[str, Any] = {name: lambda *_: 3}
         yield (
             f"{name} that answers otherwise",
             lambda name=name, wrong=wrong: select(  # type: ignore[misc]
-                random_scores(3), HALF, {"loss": "local_search", "rescore": "iterative"}[name], **wrong
+                random_scores(3),
+                HALF,
+                {"loss": "local_search", "rescore": "iterative"}[name],
+                **wrong,
             ),
         )
-    yield "scores anew of other sites", lambda: select(random_scores(3), HALF, "iterative", rescore=lambda mask: PLAIN)
+    yield (
+        "scores anew of other sites",
+        lambda: select(random_scores(3), HALF, "iterative", rescore=lambda mask: PLAIN),
+    )
 
 
 def selected(**call: Any) -> object:
@@ -295,43 +387,80 @@ def before_scores() -> Iterator[tuple[str, Case]]:
         "for nothing": {"budgets": {"b": HALF}},
         "a site that is not there": {"must_keep": {"b": [0]}},
         "a head twice": {"must_keep": {"a": [0]}, "must_remove": {"a": [0]}},
-        "what must stay is too much": {"must_keep": {"a": [0, 1], "g": [0]}, "budgets": Budget(keep_heads=3)},
+        "what must stay is too much": {
+            "must_keep": {"a": [0, 1], "g": [0]},
+            "budgets": Budget(keep_heads=3),
+        },
         "no speed without a table": {"budgets": Budget(speedup=1.1)},
         "no speed of a group without a table": {"budgets": {"a": Budget(speedup=1.1)}},
-        "too fast for a group": {"sites": ALONE.sites, "budgets": {"a": Budget(speedup=30)}, "latency": TABLE},
+        "too fast for a group": {
+            "sites": ALONE.sites,
+            "budgets": {"a": Budget(speedup=30)},
+            "latency": TABLE,
+        },
         "too fast": {"sites": ALONE.sites, "budgets": Budget(speedup=30), "latency": TABLE},
         "fast": {"sites": ALONE.sites, "budgets": Budget(speedup=1.1), "latency": TABLE},
         "a table of other sites": {"latency": TABLE},
-        "none is lawful": {"selector": configured("uniform", multiple_of=3), "must_remove": {"a": [0, 1]}},
+        "none is lawful": {
+            "selector": configured("uniform", multiple_of=3),
+            "must_remove": {"a": [0, 1]},
+        },
         "none is lawful in a group": {
             "selector": configured("uniform", multiple_of=4, min_heads=3),
             "must_remove": {"g": [0]},
             "budgets": {"a": HALF},
         },
-        "not one head": {"selector": configured("uniform", min_heads=0), "budgets": Budget(keep_heads=0.01)},
+        "not one head": {
+            "selector": configured("uniform", min_heads=0),
+            "budgets": Budget(keep_heads=0.01),
+        },
     }
     for name, call in calls.items():
-        yield name, lambda call=call: check_possible(**{"sites": sites, "selector": selector, **call})  # type: ignore[misc]
+        yield (
+            name,
+            lambda call=call: check_possible(**{"sites": sites, "selector": selector, **call}),
+        )  # type: ignore[misc]
 
 
 def policies() -> Iterator[tuple[str, Case]]:
     """Key and value heads that several heads share, and what plans say of a cache."""
     rng = np.random.default_rng(7)
     scores = shared()
-    errors = tuple(tuple(float(e) / 4 for e in rng.integers(0, 9, len(row))) for row in scores.values)
+    errors = tuple(
+        tuple(float(e) / 4 for e in rng.integers(0, 9, len(row))) for row in scores.values
+    )
     ties = rng.integers(-1, 2, (sum(map(len, scores.values)),) * 2)
-    curved = replace(scores, curvature=Curvature.of((ties @ ties.T).astype(float)), standard_errors=errors)
+    curved = replace(
+        scores, curvature=Curvature.of((ties @ ties.T).astype(float)), standard_errors=errors
+    )
     for share in (0.2, 0.4, 0.6, 0.9, 1.0):
         for name in ("global_topk", "uniform", "knapsack", "quadratic"):
-            yield f"{name} {share}", lambda name=name, share=share: select(curved, Budget(keep_heads=share), name)  # type: ignore[misc]
+            yield (
+                f"{name} {share}",
+                lambda name=name, share=share: select(curved, Budget(keep_heads=share), name),
+            )  # type: ignore[misc]
     yield "parameters", lambda: select(curved, Budget(keep_params=0.8))
-    yield "told", lambda: select(curved, HALF, must_keep={"balanced2": [3, 7]}, must_remove={"balanced2": [0, 4]})
+    yield (
+        "told",
+        lambda: select(
+            curved, HALF, must_keep={"balanced2": [3, 7]}, must_remove={"balanced2": [0, 4]}
+        ),
+    )
     yield "by place", lambda: select(curved, {"balanced*": HALF, "uneven": Budget(keep_heads=2)})
-    yield "must go where no budget is", lambda: select(curved, {"free*": HALF}, must_remove={"uneven": [0]})
-    yield "emptied", lambda: select(curved, Budget(keep_heads=3), configured("global_topk", min_heads=0))
+    yield (
+        "must go where no budget is",
+        lambda: select(curved, {"free*": HALF}, must_remove={"uneven": [0]}),
+    )
+    yield (
+        "emptied",
+        lambda: select(curved, Budget(keep_heads=3), configured("global_topk", min_heads=0)),
+    )
 
     def rescore(mask: HeadMask) -> HeadScores:
-        return replace(curved, values=tuple(tuple((v * 5 + mask.n_kept) % 9 for v in row) for row in curved.values))
+        return replace(
+            curved,
+            values=tuple(tuple((v * 5 + mask.n_kept) % 9 for v in row) for row in curved.values),
+        )
 
     for steps in (2, 4):
         settings = {"steps": steps, "inner": "quadratic" if steps == 2 else "global_topk"}
@@ -348,13 +477,16 @@ def policies() -> Iterator[tuple[str, Case]]:
 
 
 def wide() -> Iterator[tuple[str, Case]]:
-    """Layers of more heads than all choices of which could be tried, whose heads stand in for each other."""
+    """Layers of more heads than all choices of which could be tried, whose heads stand in for each
+    other."""
     sites = [site("a", 14), site("b", 28, 14, kind="self"), site("c", 4)]
     for seed in range(6):
         rng = np.random.default_rng(seed)
         values = [list(map(int, rng.integers(0, 9, len(s.units)))) for s in sites]
         ties = rng.integers(-2, 3, (32, 8))
-        scores = replace(make(sites, values), curvature=Curvature.of((ties @ ties.T + np.eye(32)).astype(float)))
+        scores = replace(
+            make(sites, values), curvature=Curvature.of((ties @ ties.T + np.eye(32)).astype(float))
+        )
         told = {"must_keep": {"a": [3], "b": [5]}, "must_remove": {"a": [0, 9]}} if seed % 2 else {}
         for share in (0.3, 0.5, 0.7):
             for settings in ({}, {"min_heads": 0, "multiple_of": 2}):
@@ -402,7 +534,9 @@ GROUPS: dict[str, Callable[[], Iterator[tuple[str, Case]]]] = {
 
 
 if __name__ == "__main__":
-    from tests import selection_answers as named  # so that classes of this file are not called __main__'s
+    from tests import (
+        selection_answers as named,
+    )  # so that classes of this file are not called __main__'s
 
     found = {group: named.answers(group) for group in GROUPS}
     FILE.write_text(json.dumps(found, indent=1) + "\n")

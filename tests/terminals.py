@@ -19,7 +19,9 @@ HEADPRUNE = [sys.executable, "-c", "from headprune.cli.main import main; main()"
 def terminal() -> tuple[int, int]:
     """Both ends of a terminal: where to read, and where to write."""
     parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # without a size no bar has room
+    fcntl.ioctl(
+        child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0)
+    )  # without a size no bar has room
     return parent, child
 
 
@@ -30,7 +32,8 @@ def on_terminal(
     around: Mapping[str, str] = os.environ,
     **environment: str,
 ) -> tuple[str, int]:
-    """What ``headprune``, or another program, with these arguments writes to a terminal, and its exit status."""
+    """What ``headprune``, or another program, with these arguments writes to a terminal, and its
+    exit status."""
     parent, child = terminal()
     command, env = [*program, *arguments], {**around, **environment}
     running = subprocess.Popen(command, cwd=folder, env=env, stdout=child, stderr=child)

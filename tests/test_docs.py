@@ -1,4 +1,5 @@
-"""The docs are true: examples run, written tables are those of today, refusals name listed properties."""
+"""The docs are true: examples run, written tables are those of today, refusals name listed
+properties."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("path", sorted(p for p in DOCS.glob("*.md") if ">>>" in p.read_text()), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted(p for p in DOCS.glob("*.md") if ">>>" in p.read_text()), ids=lambda p: p.name
+)
 def test_examples_run(path: Path) -> None:
     found = doctest.testfile(str(path), module_relative=False)
     assert found.attempted > 0
@@ -38,7 +41,9 @@ def test_written_tables_are_fresh(tmp_path: Path) -> None:
     names = ["architecture", "layouts", "recipes", "refusals", "scorers", "selectors"]
     assert [path.stem for path in written] == names
     for path in written:
-        assert path.read_text() == (DOCS / path.name).read_text(), f"docs/{path.name}: run `python docs/tables.py`"
+        assert path.read_text() == (DOCS / path.name).read_text(), (
+            f"docs/{path.name}: run `python docs/tables.py`"
+        )
 
 
 @pytest.mark.parametrize("registry", [scoring.registry, selection.registry], ids=lambda r: r.kind)
@@ -50,7 +55,9 @@ def test_every_method_says_when_to_take_it(registry: Registry) -> None:
 
 def test_the_rooms_of_the_architecture_are_those_of_the_code() -> None:
     text = (DOCS / "architecture.md").read_text()
-    rooms = {path.name for path in (ROOT / "headprune").iterdir() if (path / "__init__.py").is_file()}
+    rooms = {
+        path.name for path in (ROOT / "headprune").iterdir() if (path / "__init__.py").is_file()
+    }
     described, _, imports = text.partition("## Rooms")[2].partition("Imports go down only")
     assert set(re.findall(r"^\| `(\w+)/` \|", described, re.MULTILINE)) == rooms
     listed = re.findall(r"^\| `(\w+)` \| ([\w, ]*) \| ([\w, ]*) \|$", imports, re.MULTILINE)
@@ -80,7 +87,9 @@ def test_coverage_is_that_of_its_record_and_good_enough() -> None:
     coverage = benchmark("family_coverage")
     assert (DOCS / "coverage.md").read_text() == coverage.table(record)
     rows = record["rows"]
-    assert not {r["model_type"] for r in rows} & coverage.known_types(), "run `python benchmarks/family_coverage.py`"
+    assert not {r["model_type"] for r in rows} & coverage.known_types(), (
+        "run `python benchmarks/family_coverage.py`"
+    )
     assert len({r["model_type"] for r in rows}) == len(rows) == 20
     assert {r["status"] for r in rows} <= {"exact", "refused"}
     assert sum(r["status"] == "exact" for r in rows) >= 14

@@ -22,7 +22,17 @@ from headprune.cli.main import app
 from headprune.core.errors import HeadPruneError
 from headprune.run import Recipe, load_recipe, shipped_recipes
 from headprune.run.grid import lay_out
-from tests.documents import DOCS, PAGES, Block, blocks, classifier, commands, mentions, reviews, seq2seq
+from tests.documents import (
+    DOCS,
+    PAGES,
+    Block,
+    blocks,
+    classifier,
+    commands,
+    mentions,
+    reviews,
+    seq2seq,
+)
 from tests.processes import started
 
 NUMBER = re.compile(r"\d+\.\d+(?:e-\d+)?")
@@ -41,7 +51,13 @@ TINY = {"dim": 24, "hidden_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_
 
 def _readme() -> dict[str, Any]:
     model, batches = seq2seq()
-    return {"hp": hp, "model": model, "original": copy.deepcopy(model), "batches": batches, "batch": batches[0]}
+    return {
+        "hp": hp,
+        "model": model,
+        "original": copy.deepcopy(model),
+        "batches": batches,
+        "batch": batches[0],
+    }
 
 
 def _contributing() -> dict[str, Any]:
@@ -60,7 +76,14 @@ def _selectors() -> dict[str, Any]:
     model, batches = seq2seq()
     scores = hp.score(model, batches, "taylor")
     budget = hp.Budget(keep_heads=0.5)
-    return {"hp": hp, "model": model, "batches": batches, "batch": batches[0], "scores": scores, "budget": budget}
+    return {
+        "hp": hp,
+        "model": model,
+        "batches": batches,
+        "batch": batches[0],
+        "scores": scores,
+        "budget": budget,
+    }
 
 
 #: What the python blocks of a page take for granted; the others begin with nothing.
@@ -74,18 +97,29 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def code(page: Path) -> list[Block]:
-    """The python blocks to run; those with prompts are doctests (test_docs.py), programs are started by themselves."""
-    found = [block for block in blocks(page) if block.language == "python" and ">>>" not in block.text]
-    return [block for block in found[ELSEWHERE.get(page.name, 0) :] if not PROGRAM.match(block.text)]
+    """The python blocks to run; those with prompts are doctests (test_docs.py), programs are
+    started by themselves."""
+    found = [
+        block for block in blocks(page) if block.language == "python" and ">>>" not in block.text
+    ]
+    return [
+        block for block in found[ELSEWHERE.get(page.name, 0) :] if not PROGRAM.match(block.text)
+    ]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks
 @pytest.mark.parametrize("page", [p for p in PAGES if code(p)], ids=lambda p: p.name)
 def test_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     # Measurements take long to be precise, and nothing hangs on that here.
-    monkeypatch.setattr("headprune.bench.latency_tables.latency_table", partial(hp.bench.latency_table, seconds=1.0))
-    monkeypatch.setattr("headprune.bench.latency.compare_latency", partial(hp.bench.compare_latency, seconds=0.2))
+    monkeypatch.setattr(
+        "headprune.bench.latency_tables.latency_table", partial(hp.bench.latency_table, seconds=1.0)
+    )
+    monkeypatch.setattr(
+        "headprune.bench.latency.compare_latency", partial(hp.bench.compare_latency, seconds=0.2)
+    )
     given = GIVEN.get(page.name, dict)()
     module = ModuleType("page")  # as a script: dataclasses and pickles look their module up
     monkeypatch.setitem(sys.modules, "page", module)
@@ -106,7 +140,9 @@ def test_a_program_of_several_processes_runs(tmp_path: Path) -> None:
     programs = {block.text: PROGRAM.match(block.text) for block in blocks(DOCS / "scale.md")}
     ((text, found),) = [(text, found) for text, found in programs.items() if found]
     given = ["import os", "from tests.documents import seq2seq", "model, batches = seq2seq()"]
-    (tmp_path / found[1]).write_text("\n".join([*given, "os.chdir(os.path.dirname(__file__))", text]))
+    (tmp_path / found[1]).write_text(
+        "\n".join([*given, "os.chdir(os.path.dirname(__file__))", text])
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -114,7 +150,10 @@ def test_a_program_of_several_processes_runs(tmp_path: Path) -> None:
         said = [process.communicate(timeout=600)[0] for process in running]
         assert not any(process.returncode for process in running), "\n".join(said)
     model, batches = seq2seq()
-    assert hp.HeadScores.load(tmp_path / "scores.json").values == hp.score(model, batches, "taylor").values
+    assert (
+        hp.HeadScores.load(tmp_path / "scores.json").values
+        == hp.score(model, batches, "taylor").values
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -133,7 +172,9 @@ def test_parts_of_recipes_have_known_keys(page: Path) -> None:
             assert key in Recipe.model_fields, f"{page.name}:{block.line}: {key}"
             if isinstance(value, dict):
                 section: Any = Recipe.model_fields[key].annotation
-                assert value.keys() <= section.model_fields.keys(), f"{page.name}:{block.line}: {key}"
+                assert value.keys() <= section.model_fields.keys(), (
+                    f"{page.name}:{block.line}: {key}"
+                )
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if list(commands(p))], ids=lambda p: p.name)
@@ -162,8 +203,12 @@ def check_recipe(given: dict[str, Any]) -> None:
 def test_commands_in_the_text_are_known(page: Path) -> None:
     for verb, *rest in mentions(page):
         assert verb in COMMANDS.commands, f"{page.name}: headprune {verb}"
-        known = {option for parameter in COMMANDS.commands[verb].params for option in parameter.opts}
-        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, f"{page.name}: {rest}"
+        known = {
+            option for parameter in COMMANDS.commands[verb].params for option in parameter.opts
+        }
+        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, (
+            f"{page.name}: {rest}"
+        )
 
 
 def test_the_first_commands_run(tmp_path: Path, monkeypatch: Any) -> None:
@@ -172,7 +217,15 @@ def test_the_first_commands_run(tmp_path: Path, monkeypatch: Any) -> None:
     classifier(Path("path/to/model"), "DistilBert", **TINY)
     reviews(Path("reviews.csv"))
     lines = list(commands(DOCS / "index.md"))
-    assert [args[0] for _, args in lines] == ["prune", "explain", "inspect", "init", "run", "run", "diff"]
+    assert [args[0] for _, args in lines] == [
+        "prune",
+        "explain",
+        "inspect",
+        "init",
+        "run",
+        "run",
+        "diff",
+    ]
     for line, args in lines:
         result = CliRunner().invoke(app, args, catch_exceptions=False)
         assert result.exit_code == 0, f"{line}\n{result.output}"
@@ -185,7 +238,8 @@ def test_the_first_commands_run(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_every_recipe_has_its_section() -> None:
-    """A section a recipe, which says what it is for, how to run it, and how to take what is one's own."""
+    """A section a recipe, which says what it is for, how to run it, and how to take what is one's
+    own."""
     _, *sections = re.split(r"^## ", (DOCS / "how-to.md").read_text(), flags=re.MULTILINE)
     found = {section.partition("\n")[0]: section for section in sections}
     assert sorted(found) == sorted(shipped_recipes()), "docs/how-to.md: one section a recipe"
@@ -199,7 +253,9 @@ def test_every_recipe_has_its_section() -> None:
 def test_a_wrong_command_is_found(tmp_path: Path) -> None:
     """The tests above can fail: what they look for is read off a page."""
     page = tmp_path / "page.md"
-    page.write_text("Say `headprune wipe`.\n\n    headprune run digits-vit \\\n        --fast  # quick\n")
+    page.write_text(
+        "Say `headprune wipe`.\n\n    headprune run digits-vit \\\n        --fast  # quick\n"
+    )
     assert list(mentions(page)) == [["wipe"]]
     ((_, args),) = commands(page)
     assert args == ["run", "digits-vit", "--fast"]

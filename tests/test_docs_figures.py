@@ -1,4 +1,5 @@
-"""Everything measured that README and docs state is what the committed records say: written anew, it is the same."""
+"""Everything measured that README and docs state is what the committed records say: written anew,
+it is the same."""
 
 from __future__ import annotations
 
@@ -30,16 +31,30 @@ def test_pages_and_blocks_are_those_of_the_records(figures: ModuleType, tmp_path
     for path in sorted(tmp_path.iterdir()):
         if path.suffix == ".md":
             committed = README if path.name == "README.md" else DOCS / path.name
-            assert path.read_text() == committed.read_text(), f"{committed.name}: run `make docs-figures`"
+            assert path.read_text() == committed.read_text(), (
+                f"{committed.name}: run `make docs-figures`"
+            )
         else:
-            assert same_drawing(path, DOCS / path.name), f"docs/{path.name}: run `make docs-figures`"
-    expected = {"README.md", "tradeoff.md", "tradeoff.svg", "scorers-accuracy.md", "coverage.md", "scale.md"}
+            assert same_drawing(path, DOCS / path.name), (
+                f"docs/{path.name}: run `make docs-figures`"
+            )
+    expected = {
+        "README.md",
+        "tradeoff.md",
+        "tradeoff.svg",
+        "scorers-accuracy.md",
+        "coverage.md",
+        "scale.md",
+    }
     assert expected <= {p.name for p in tmp_path.iterdir()}
 
 
 def same_drawing(one: Path, other: Path) -> bool:
     """Byte for byte; another Matplotlib draws otherwise, and is believed."""
-    drawn_by = {tuple(re.findall(r"<dc:title>(Matplotlib v[^,]+)", path.read_text())) for path in (one, other)}
+    drawn_by = {
+        tuple(re.findall(r"<dc:title>(Matplotlib v[^,]+)", path.read_text()))
+        for path in (one, other)
+    }
     return len(drawn_by) > 1 or one.read_bytes() == other.read_bytes()
 
 
@@ -53,7 +68,8 @@ def test_a_stale_drawing_is_found(tmp_path: Path) -> None:
 
 
 def test_every_block_of_a_page_is_written(figures: ModuleType) -> None:
-    """The page is read where it lies: a block that the command cannot fill, or one that lost its end, would stay."""
+    """The page is read where it lies: a block that the command cannot fill, or one that lost its
+    end, would stay."""
     for page in figures.WITH_BLOCKS:
         text = (DOCS / page).read_text()
         begun = re.findall(r"<!-- make docs-figures: ([\w-]+) -->", text)
@@ -62,11 +78,17 @@ def test_every_block_of_a_page_is_written(figures: ModuleType) -> None:
         assert figures.filled(figures.BLOCK.sub(r"\1\3", text), figures.RECORDS) == text
 
 
-def test_the_figure_of_the_concepts_is_that_of_the_demo(figures: ModuleType, tmp_path: Path) -> None:
+def test_the_figure_of_the_concepts_is_that_of_the_demo(
+    figures: ModuleType, tmp_path: Path
+) -> None:
     drawn = figures.concepts.draw(figures.RECORDS, tmp_path)
-    assert drawn.read_text() == (DOCS / "concepts.svg").read_text(), "docs/concepts.svg: run `make docs-figures`"
+    assert drawn.read_text() == (DOCS / "concepts.svg").read_text(), (
+        "docs/concepts.svg: run `make docs-figures`"
+    )
     record = RunRecord.load(figures.RECORDS / "demo.json")
-    assert f"{record.plan.mask.n_kept} of {record.plan.mask.n_heads} heads stay" in drawn.read_text()
+    assert (
+        f"{record.plan.mask.n_kept} of {record.plan.mask.n_heads} heads stay" in drawn.read_text()
+    )
 
 
 def test_the_readme_begins_with_a_written_block(figures: ModuleType) -> None:
@@ -75,7 +97,9 @@ def test_the_readme_begins_with_a_written_block(figures: ModuleType) -> None:
     assert README.read_text().index("make docs-figures: tradeoff") < 400
     assert "coverage" in names
     assert set(names) <= set(figures.BLOCKS)
-    assert len(re.findall("<!-- make docs-figures", README.read_text())) == len(names), "a block that does not end"
+    assert len(re.findall("<!-- make docs-figures", README.read_text())) == len(names), (
+        "a block that does not end"
+    )
 
 
 def test_every_study_has_its_page(figures: ModuleType) -> None:
@@ -95,7 +119,9 @@ def test_a_block_that_nobody_writes_is_an_error(figures: ModuleType) -> None:
 
 def test_the_demo_is_said_by_its_record(figures: ModuleType, tmp_path: Path) -> None:
     rows = [("base", 32, 0.98), ("taylor", 16, 0.97)]
-    quality = tuple(QualityRow(name, kept, "accuracy", value, "test", 420, 0.1) for name, kept, value in rows)
+    quality = tuple(
+        QualityRow(name, kept, "accuracy", value, "test", 420, 0.1) for name, kept, value in rows
+    )
     speed = tuple(SpeedRow(b, 1, 2.0, 2.0, 1.0, 1.0, 1.0 + b / 100, 1.5, 1.9, 9) for b in (1, 64))
     record = RunRecord(
         "digits-vit", "done", "report", "2026-01-01T00:00:00+00:00", quality=quality, speed=speed,
@@ -115,7 +141,9 @@ def test_the_demo_is_said_by_its_record(figures: ModuleType, tmp_path: Path) -> 
 
     run = replace(
         record,
-        recipe=FrozenDict({**record.recipe, "out": "/mine/run", "data": {"path": "/mine/text.txt", "text": "t"}}),
+        recipe=FrozenDict(
+            {**record.recipe, "out": "/mine/run", "data": {"path": "/mine/text.txt", "text": "t"}}
+        ),
         rows=FrozenDict({"source": {"path": "/mine/text.txt", "block": 8}}),
     )
     run.save(tmp_path / "run" / "record.json")

@@ -1,4 +1,5 @@
-"""The documentation's site builds with warnings as errors and without a network, and its links lead somewhere."""
+"""The documentation's site builds with warnings as errors and without a network, and its links lead
+somewhere."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def _named(nav: Any) -> Iterator[str]:
 
 def test_every_page_is_in_the_nav_once() -> None:
     named = list(_named(CONFIG["nav"]))
-    assert sorted(named) == sorted({*(page.name for page in DOCS.glob("*.md")), *BESIDE}), "mkdocs.yml: nav"
+    assert sorted(named) == sorted({*(page.name for page in DOCS.glob("*.md")), *BESIDE}), (
+        "mkdocs.yml: nav"
+    )
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -47,20 +50,30 @@ def test_every_public_name_is_in_the_reference() -> None:
         for registry in (scoring.registry, selection.registry, recovery.registry)
         for name in registry.names()
     ]
-    methods = {f"{entry.__module__.removeprefix('headprune.')}.{entry.__name__}" for entry in entries}
+    methods = {
+        f"{entry.__module__.removeprefix('headprune.')}.{entry.__name__}" for entry in entries
+    }
     listed = {name for name in _directives("api-methods.md") if not name.startswith("gating.")}
     assert listed == methods
 
 
 def test_every_name_that_pages_and_notebooks_use_is_in_the_reference() -> None:
-    listed = {name.rpartition(".")[2] for page in ("api.md", "api-methods.md") for name in _directives(page)}
+    listed = {
+        name.rpartition(".")[2]
+        for page in ("api.md", "api-methods.md")
+        for name in _directives(page)
+    }
     named: dict[str, str] = {}
     for path in (*PAGES, *(ROOT / "notebooks").glob("*.ipynb")):
         text = path.read_text()
         rooms = re.findall(rf"\bhp\.({'|'.join(hp._ROOMS)})\.(\w+)", text)
-        imports = re.findall(rf"\bfrom headprune\.({'|'.join(hp._ROOMS)})[\w.]* import ([\w, ]+)", text)
+        imports = re.findall(
+            rf"\bfrom headprune\.({'|'.join(hp._ROOMS)})[\w.]* import ([\w, ]+)", text
+        )
         for room, names in (*rooms, *imports):
-            named |= {name: f"{path.name}: headprune.{room}.{name}" for name in re.split(r",\s*", names)}
+            named |= {
+                name: f"{path.name}: headprune.{room}.{name}" for name in re.split(r",\s*", names)
+            }
     assert {"shaped_batch", "prepared", "rescorer"} <= named.keys(), "it looked at nothing"
     assert [where for name, where in named.items() if name not in listed | OF_THE_HOUSE] == []
 
@@ -99,7 +112,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, _Page]:
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), nowhere)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, **proxies, "NO_MKDOCS_2_WARNING": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     return {path: _Page(path) for path in sorted(folder.glob("*.html")) if path.name != "404.html"}
 
@@ -115,7 +130,11 @@ def test_links_of_the_site_lead_somewhere(site: dict[Path, _Page]) -> None:
             parts = urlsplit(link)
             if parts.scheme in ("http", "https", "mailto"):
                 continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path not in ("", ".") else path
+            target = (
+                (path.parent / unquote(parts.path)).resolve()
+                if parts.path not in ("", ".")
+                else path
+            )
             target = target / "index.html" if target.is_dir() else target
             assert target.exists(), f"{path.name}: {link}"
             if parts.fragment and target.suffix == ".html" and target in site:
@@ -134,5 +153,5 @@ def test_docstrings_are_on_the_page_with_their_examples(site: dict[Path, _Page])
     (api,) = (path for path in site if path.name == "api.html")
     text = re.sub(r"<[^>]+>", "", api.read_text(encoding="utf-8"))
     assert "Measures how important each head is" in text
-    assert "&gt;&gt;&gt; scores = score(model" in text
+    assert "&gt;&gt;&gt; scores = score(" in text
     assert "<blockquote>" not in api.read_text(encoding="utf-8"), "a prompt that became a quotation"

@@ -1,7 +1,8 @@
-"""Damaged files of every kind that we read: an error in words or a value, never a crash, a hang or a written file.
+"""Damaged files of every kind that we read: an error in words or a value, never a crash, a hang or
+a written file.
 
-Each mutation has a number, and the number alone makes it. ``make test`` tries some of each kind; ``make test-long``
-thousands.
+Each mutation has a number, and the number alone makes it. ``make test`` tries some of each kind;
+``make test-long`` thousands.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ from headprune.surgery.streaming import prune_checkpoint
 from tests.fuzzing import alarm, mutated, mutated_bytes, mutated_header, mutated_lines
 from tests.report_records import maps_of, plan_of, record_of, sweep_table
 
-#: Seconds of work that one damaged file may take: far above what a sound one takes on a slow machine.
+#: Seconds of work that one damaged file may take: far above what a sound one takes on a slow
+#: machine.
 PATIENCE = 20
 
 
@@ -129,7 +131,9 @@ def _table(folder: Path) -> None:
 
 
 def _recipe(folder: Path) -> None:
-    (folder / "recipe.yaml").write_bytes((Path(__file__).parents[1] / "recipes" / "sst2-minilm.yaml").read_bytes())
+    (folder / "recipe.yaml").write_bytes(
+        (Path(__file__).parents[1] / "recipes" / "sst2-minilm.yaml").read_bytes()
+    )
 
 
 def _rows(name: str, text: str) -> Callable[[Path], None]:
@@ -175,7 +179,9 @@ def _beside_scores(folder: Path) -> None:
     draw = np.random.default_rng(0)
     rows = draw.random((6, scores.n_heads)) + np.array([u.value for u in scores.units()])
     bent = np.diag([2.0 * u.value + 1e-9 for u in scores.units()])
-    replace(scores, samples=Samples.of(rows), curvature=Curvature.of(bent)).save(folder / "scores.json")
+    replace(scores, samples=Samples.of(rows), curvature=Curvature.of(bent)).save(
+        folder / "scores.json"
+    )
 
 
 def _read_samples(folder: Path) -> None:
@@ -191,7 +197,9 @@ KEY = "0123456789abcdef" * 4
 
 def _outcome(folder: Path) -> None:
     draw = np.random.default_rng(0)
-    arrays = {f"{split}.{name}": draw.random(5) for split in SPLITS for name in ("amounts", "losses")}
+    arrays = {
+        f"{split}.{name}": draw.random(5) for split in SPLITS for name in ("amounts", "losses")
+    }
     arrays |= {f"{split}.counts": np.ones(5) for split in SPLITS}
     sizes = FrozenDict({"heads": 4, "params": 10, "macs": 10, "kv": None})
     Outcome("accuracy", sizes, arrays).save(file_of(folder, "outcomes", KEY), KEY)
@@ -238,7 +246,20 @@ def _pick(folder: Path) -> None:
     table, scores = sweep_table(), record_of().scores
     assert scores is not None
     drop = Drop(0.01, 0.0, 0.02)
-    found = Pick(0.01, 0.95, "heads", table.metric, "abc", "taylor", plan_of(scores), 16.0, drop, drop, 0.02, ())
+    found = Pick(
+        0.01,
+        0.95,
+        "heads",
+        table.metric,
+        "abc",
+        "taylor",
+        plan_of(scores),
+        16.0,
+        drop,
+        drop,
+        0.02,
+        (),
+    )
     replace(found, looks=(Looked("taylor", 16.0, 0.01, True),)).save(folder / "pick.json")
 
 
@@ -258,7 +279,12 @@ def _training(folder: Path) -> None:
 
 def _gradual(folder: Path) -> None:
     """What ``prune_gradually_`` keeps between two of its stages."""
-    kept = {"stages": ["{}"], "weights": {"w": torch.ones(3)}, "generators": [torch.get_rng_state()], "batches": 5}
+    kept = {
+        "stages": ["{}"],
+        "weights": {"w": torch.ones(3)},
+        "generators": [torch.get_rng_state()],
+        "batches": 5,
+    }
     Keeper(folder, 1, {"a": "b"}, GRADUAL).save(kept)
 
 
@@ -270,7 +296,9 @@ def _sound(folder: Path) -> None:
 
 def _llama() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 17}
-    config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, **sizes)
+    config = transformers.LlamaConfig(
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, **sizes
+    )
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -328,7 +356,9 @@ def _latency(folder: Path) -> None:
 
 def _base(folder: Path) -> None:
     files = FrozenDict({"model/config.json": KEY, "headprune.json": KEY})
-    Base(KEY, files, ModelFingerprint(KEY, KEY), FrozenDict({"train": {}}), FrozenDict({})).save(folder / "base.json")
+    Base(KEY, files, ModelFingerprint(KEY, KEY), FrozenDict({"train": {}}), FrozenDict({})).save(
+        folder / "base.json"
+    )
 
 
 def _read_base(folder: Path) -> None:
@@ -343,7 +373,9 @@ def _finished(folder: Path) -> None:
     _scores(folder)
     replace(record_of(), status="failed").save(folder / "record.json")
     noted = RunRecord("a", "running", "score", "now")
-    Finished(KEY, FrozenDict(hashes(folder, ("scores.json",))), noted).save(folder / ".work" / "score.json")
+    Finished(KEY, FrozenDict(hashes(folder, ("scores.json",))), noted).save(
+        folder / ".work" / "score.json"
+    )
 
 
 class _Keyed(Progress):
@@ -390,7 +422,9 @@ def sum_timings(folder: Path) -> None:
 
 def _cards(folder: Path) -> None:
     (folder / "ours").mkdir()
-    card.write(folder, "## Attention heads\n\nan earlier cut", old="---\nlicense: mit\n---\n# A model\n")
+    card.write(
+        folder, "## Attention heads\n\nan earlier cut", old="---\nlicense: mit\n---\n# A model\n"
+    )
     card.write(folder / "ours", "## Attention heads\n\nthis cut")
 
 
@@ -407,11 +441,20 @@ KINDS: dict[str, Kind] = {
     "scores": Kind("scores.json", _scores, _read_scores),
     "record": Kind("record.json", _record, _report),
     "pictures": Kind("attention.json", _pictures, _read_pictures),
-    "maps": Kind("maps.safetensors", _maps, lambda f: hp.AttentionMaps.load(f / "maps.safetensors"), mutated_header),
-    "table": Kind("table.json", _table, lambda f: render_sweep_html(SweepTable.load(f / "table.json"))),
+    "maps": Kind(
+        "maps.safetensors",
+        _maps,
+        lambda f: hp.AttentionMaps.load(f / "maps.safetensors"),
+        mutated_header,
+    ),
+    "table": Kind(
+        "table.json", _table, lambda f: render_sweep_html(SweepTable.load(f / "table.json"))
+    ),
     "recipe": Kind("recipe.yaml", _recipe, lambda f: load_recipe(f / "recipe.yaml"), mutated_bytes),
     "csv": Kind("data.csv", _rows("data.csv", CSV), _read_rows("data.csv"), mutated_bytes),
-    "jsonl": Kind("data.jsonl", _rows("data.jsonl", JSONL), _read_rows("data.jsonl"), mutated_bytes),
+    "jsonl": Kind(
+        "data.jsonl", _rows("data.jsonl", JSONL), _read_rows("data.jsonl"), mutated_bytes
+    ),
     "weights": Kind("model.safetensors", _checkpoint, hp.from_pretrained, mutated_header),
     "manifest": Kind("headprune.json", _checkpoint, hp.from_pretrained),
     "config": Kind("config.json", _checkpoint, hp.from_pretrained),
@@ -426,22 +469,32 @@ KINDS: dict[str, Kind] = {
     "tokenizer": Kind("tokenizer.json", _tokenizer, _read_tokenizer),
     "tokenizer config": Kind("tokenizer_config.json", _tokenizer, _read_tokenizer),
     "samples": Kind("scores.samples.safetensors", _beside_scores, _read_samples, mutated_header),
-    "curvature": Kind("scores.curvature.safetensors", _beside_scores, _read_curvature, mutated_header),
+    "curvature": Kind(
+        "scores.curvature.safetensors", _beside_scores, _read_curvature, mutated_header
+    ),
     "outcome": Kind(f"outcomes/{KEY[:24]}.safetensors", _outcome, _read_outcome, mutated_header),
     "call of scores": Kind("call.json", _kept, _read_kept),
-    "rows of scores": Kind("rows-000001.safetensors", _kept, _read_kept, mutated_header, refuses=False),
+    "rows of scores": Kind(
+        "rows-000001.safetensors", _kept, _read_kept, mutated_header, refuses=False
+    ),
     "sums of scores": Kind("sums-2.safetensors", _kept, _read_kept, mutated_header, refuses=False),
     "pick": Kind("pick.json", _pick, lambda f: str(Pick.load(f / "pick.json"))),
     "run of a sweep": Kind("run.json", _run, _read_run),
-    "latency table": Kind("latency.json", _latency, lambda f: str(LatencyTable.load(f / "latency.json"))),
+    "latency table": Kind(
+        "latency.json", _latency, lambda f: str(LatencyTable.load(f / "latency.json"))
+    ),
     "base of a sweep": Kind("base.json", _base, _read_base),
     "finished stage": Kind(".work/score.json", _finished, _read_finished),
     "timings": Kind("timings.jsonl", _timings, _read_timings, mutated_lines, refuses=False),
     "card": Kind("README.md", _cards, _read_card, mutated_bytes, refuses=False),
     "generation": Kind("generation_config.json", _checkpoint, hp.from_pretrained),
     "generation to open": Kind("generation_config.json", _hub_folder, _open, refuses=False),
-    "gradual training": Kind("gradual.pt", _gradual, lambda f: Keeper(f, 1, {"a": "b"}, GRADUAL).load(), mutated_bytes),
-    "training": Kind("finetune.pt", _training, lambda f: Keeper(f, 1, {"a": "b"}).load(), mutated_bytes),
+    "gradual training": Kind(
+        "gradual.pt", _gradual, lambda f: Keeper(f, 1, {"a": "b"}, GRADUAL).load(), mutated_bytes
+    ),
+    "training": Kind(
+        "finetune.pt", _training, lambda f: Keeper(f, 1, {"a": "b"}).load(), mutated_bytes
+    ),
     "sound": Kind("clip.wav", _sound, lambda f: clip_of("clip.wav", "row 0", f), mutated_bytes),
     "json rows": Kind("rows.json", _rows("rows.json", JSON), _read_rows("rows.json")),
     "parquet": Kind("data.parquet", _parquet, _read_rows("data.parquet"), mutated_bytes),
@@ -483,8 +536,8 @@ def test_no_flipped_bit_of_a_training_is_gone_on_with(seed: int, tmp_path: Path)
 def try_some(name: str, numbers: range, folder: Path) -> dict[str, int]:
     """Reads so many damaged files; how many were refused and how many were read all the same.
 
-    The folders lie deep enough in ``folder`` that a way out of them by some ``..`` ends in it still, where any change
-    is seen: a file that is new, gone, or written.
+    The folders lie deep enough in ``folder`` that a way out of them by some ``..`` ends in it
+    still, where any change is seen: a file that is new, gone, or written.
     """
     kind, found = KINDS[name], {"refused": 0, "read": 0}
     deep = folder / "a" / "b" / "c"
@@ -509,7 +562,9 @@ def try_some(name: str, numbers: range, folder: Path) -> dict[str, int]:
             except HeadPruneError as refusal:
                 found["refused"] += 0 < len(str(refusal).strip()) < 50_000
             except BaseException as error:
-                raise AssertionError(f"{name} {number}: {type(error).__name__}: {str(error)[:500]}") from error
+                raise AssertionError(
+                    f"{name} {number}: {type(error).__name__}: {str(error)[:500]}"
+                ) from error
             assert seen_in(folder) == everything, f"{name} {number} wrote something"
     finally:
         os.chdir(before)
@@ -524,7 +579,9 @@ def seen_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("where", ["../../HACKED", "../sound/neighbour", "new"])
-def test_what_a_reader_writes_is_seen(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_reader_writes_is_seen(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def make(folder: Path) -> None:
         _plan(folder)
         (folder / "neighbour").write_text("a")
@@ -542,7 +599,9 @@ def test_what_a_reader_writes_is_seen(where: str, tmp_path: Path, monkeypatch: p
 
 
 #: PEFT asks Transformers by an old name.
-IGNORED = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+IGNORED = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 
 @IGNORED

@@ -82,7 +82,9 @@ class Evil:
 
 # ---------------------------------------------------------------- YAML
 
-LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30)
+)
 HOSTILE_YAML = {
     "a tag that runs code": "name: !!python/object/apply:pathlib.Path.touch [HACKED]",
     "a tag that imports": "name: !!python/name:os.system",
@@ -138,12 +140,23 @@ def _arguments(call: ast.Call) -> dict[str, str]:
     return {k.arg: ast.unparse(k.value) for k in call.keywords if k.arg}
 
 
-FORBIDDEN = ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "input", "marshal.loads", "shelve.open")
+FORBIDDEN = (
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "input",
+    "marshal.loads",
+    "shelve.open",
+)
 LOADERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
 
 
 def dangers(source: str) -> list[str]:
-    """What in a file could run data: loaders of pickles, evaluation, shells, other people's modules."""
+    """What in a file could run data: loaders of pickles, evaluation, shells, other people's
+    modules."""
     found = []
     tree = ast.parse(source)
     for name, call in _calls(tree):
@@ -158,42 +171,74 @@ def dangers(source: str) -> list[str]:
             found.append(f"{name}({given})")
         if given.get("trust_remote_code", "False") != "False":
             found.append(f"{name}(trust_remote_code={given['trust_remote_code']})")
-        if name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load") and "_Loader" not in ast.unparse(call):
+        if name in (
+            "yaml.load",
+            "yaml.unsafe_load",
+            "yaml.full_load",
+        ) and "_Loader" not in ast.unparse(call):
             found.append(name)
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_no_file_of_ours_could_run_data(path: Path) -> None:
     assert dangers(path.read_text(encoding="utf-8")) == []
 
 
 def test_the_look_for_dangers_sees_them() -> None:
-    assert len(dangers("import pickle, torch, yaml, joblib, numpy as np\npickle.load(f)\ntorch.load(f)\neval(x)")) == 3
-    assert len(dangers("yaml.load(t, yaml.Loader)\njoblib.load(f)\nnp.load(f, allow_pickle=True)")) == 3
-    assert len(dangers("subprocess.run(c, shell=True)\nkind.from_pretrained(p, trust_remote_code=trusted)")) == 2
-    assert dangers("torch.load(f, weights_only=True)\nmodel.eval()\ntorch.compile(m)\nimport pickle") == []
+    assert (
+        len(
+            dangers(
+                "import pickle, torch, yaml, joblib, numpy as"
+                " np\npickle.load(f)\ntorch.load(f)\neval(x)"
+            )
+        )
+        == 3
+    )
+    assert (
+        len(dangers("yaml.load(t, yaml.Loader)\njoblib.load(f)\nnp.load(f, allow_pickle=True)"))
+        == 3
+    )
+    assert (
+        len(
+            dangers(
+                "subprocess.run(c, shell=True)\nkind.from_pretrained(p, trust_remote_code=trusted)"
+            )
+        )
+        == 2
+    )
+    assert (
+        dangers("torch.load(f, weights_only=True)\nmodel.eval()\ntorch.compile(m)\nimport pickle")
+        == []
+    )
 
 
 def test_the_one_yaml_loader_is_a_safe_one() -> None:
     from headprune.run.reading import _Loader
 
     assert issubclass(_Loader, yaml.SafeLoader)
-    assert not any(tag.startswith("tag:yaml.org,2002:python") for tag in _Loader.yaml_constructors if tag)
+    assert not any(
+        tag.startswith("tag:yaml.org,2002:python") for tag in _Loader.yaml_constructors if tag
+    )
 
 
 # ---------------------------------------------------------------- pickles
 
 
 def _pickled(folder: Path, hacked: Path, name: str = "pytorch_model.bin") -> Path:
-    """A model's folder whose weights are a pickle that runs code, twice: in PyTorch's own form, and bare."""
+    """A model's folder whose weights are a pickle that runs code, twice: in PyTorch's own form, and
+    bare."""
     (folder / "model.safetensors").unlink(missing_ok=True)
     torch.save({"weight": Evil(hacked)}, folder / name)
     return folder
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_a_pickle_in_place_of_weights_runs_nothing(bare: bool, tmp_path: Path, hacked: Path) -> None:
+def test_a_pickle_in_place_of_weights_runs_nothing(
+    bare: bool, tmp_path: Path, hacked: Path
+) -> None:
     folder = _pickled(bert(tmp_path / "model"), hacked)
     if bare:
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(hacked)))
@@ -204,7 +249,16 @@ def test_a_pickle_in_place_of_weights_runs_nothing(bare: bool, tmp_path: Path, h
         ("inspect", folder),
         ("bench", folder, folder),
         ("prune", "--model", folder, "--plan", tmp_path / "plan.json", "--out", tmp_path / "out"),
-        ("prune", "--model", folder, "--plan", tmp_path / "plan.json", "--out", tmp_path / "out", "--streaming"),
+        (
+            "prune",
+            "--model",
+            folder,
+            "--plan",
+            tmp_path / "plan.json",
+            "--out",
+            tmp_path / "out",
+            "--streaming",
+        ),
     ):
         result = call(*command, input="y\n")
         assert result.exit_code == 2, result.output
@@ -213,7 +267,9 @@ def test_a_pickle_in_place_of_weights_runs_nothing(bare: bool, tmp_path: Path, h
         hp.from_pretrained(folder)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks Transformers by an old name
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # PEFT asks Transformers by an old name
 def test_a_pickle_in_place_of_adapters_runs_nothing(tmp_path: Path, hacked: Path) -> None:
     peft = pytest.importorskip("peft")
     bert(tmp_path / "base")
@@ -240,13 +296,18 @@ def test_a_pickle_in_place_of_a_training_runs_nothing(tmp_path: Path, hacked: Pa
 def _with_code(folder: Path, hacked: Path, **config: Any) -> Path:
     """A model's folder with code that its configuration and its tokenizer's ask for."""
     code = f"from pathlib import Path\nPath({str(hacked)!r}).touch()\n"
-    (folder / "evil.py").write_text(code + "class Config: pass\nclass Model: pass\nclass Tokenizer: pass\n")
+    (folder / "evil.py").write_text(
+        code + "class Config: pass\nclass Model: pass\nclass Tokenizer: pass\n"
+    )
     kinds = ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForCausalLM")
     auto = {"AutoConfig": "evil.Config", **dict.fromkeys(kinds, "evil.Model")}
     known = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**known, "auto_map": auto, **config}))
     told = json.loads((folder / "tokenizer_config.json").read_text())
-    told |= {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}, "tokenizer_class": "Unheard"}
+    told |= {
+        "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]},
+        "tokenizer_class": "Unheard",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     return folder
 
@@ -254,7 +315,9 @@ def _with_code(folder: Path, hacked: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     "config", [{}, {"model_type": "unheard-of", "architectures": ["Unheard"]}], ids=["known", "new"]
 )
-def test_no_command_runs_code_out_of_a_folder(config: dict[str, Any], tmp_path: Path, hacked: Path) -> None:
+def test_no_command_runs_code_out_of_a_folder(
+    config: dict[str, Any], tmp_path: Path, hacked: Path
+) -> None:
     folder = _with_code(bert(tmp_path / "model"), hacked, **config)
     rows = "text,label\n" + "".join(f"w{i} w{i % 7},{i % 2}\n" for i in range(40))
     (tmp_path / "rows.csv").write_text(rows)
@@ -275,7 +338,17 @@ def test_no_command_runs_code_out_of_a_folder(config: dict[str, Any], tmp_path: 
         ("bench", folder, folder, "--seconds", "0.1", "--length", "4", "--batch", "1"),
         ("prune", "--model", folder, "--plan", plan, "--out", out),
         ("prune", "--model", folder, "--plan", plan, "--out", out, "--streaming"),
-        ("prune", "--model", folder, "--data", tmp_path / "rows.csv", "--keep", "0.5", "--out", out / "data"),
+        (
+            "prune",
+            "--model",
+            folder,
+            "--data",
+            tmp_path / "rows.csv",
+            "--keep",
+            "0.5",
+            "--out",
+            out / "data",
+        ),
         ("init", "--model", folder, "--data", tmp_path / "rows.csv", "--out", "-"),
         ("validate", recipe),
         ("show", recipe),
@@ -298,18 +371,29 @@ def test_a_kernel_that_a_configuration_names_is_not_fetched(tmp_path: Path) -> N
     config = json.loads((folder / "config.json").read_text())
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         (folder / "config.json").write_text(json.dumps({**config, key: "somebody/kernel"}))
-        with pytest.raises(CheckpointError, match=f"{key}: must be the name of an implementation that is installed"):
+        with pytest.raises(
+            CheckpointError, match=f"{key}: must be the name of an implementation that is installed"
+        ):
             open_model(str(folder))
-    for key, value in (("attn_implementation", {"": "somebody/kernel"}), ("_attn_implementation", [["a/kernel"]])):
+    for key, value in (
+        ("attn_implementation", {"": "somebody/kernel"}),
+        ("_attn_implementation", [["a/kernel"]]),
+    ):
         (folder / "config.json").write_text(json.dumps({**config, "text_config": {key: value}}))
-        with pytest.raises(CheckpointError, match=f"{key}: must be the name of an implementation that is installed"):
+        with pytest.raises(
+            CheckpointError, match=f"{key}: must be the name of an implementation that is installed"
+        ):
             open_model(str(folder))
 
 
 @pytest.mark.parametrize("inside", [{}, {"some": "module"}])
 def test_adapters_that_name_a_module_are_refused(inside: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    config = {"peft_type": "LORA", "base_model_name_or_path": str(bert(tmp_path / "base")), "megatron_core": "evil"}
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(bert(tmp_path / "base")),
+        "megatron_core": "evil",
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "megatron_config": inside}))
     with pytest.raises(InvalidValue, match="must be adapters that need no Megatron"):
         open_model(str(tmp_path))
@@ -335,17 +419,30 @@ def test_adapters_that_name_a_module_are_refused(inside: dict[str, str], tmp_pat
         ("layers_pattern", "(.+)+!"),
     ],
 )
-def test_adapters_whose_patterns_search_for_ever_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+def test_adapters_whose_patterns_search_for_ever_are_refused(
+    key: str, value: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
-    config = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base"), "target_modules": ["query"]}
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(tmp_path / "base"),
+        "target_modules": ["query"],
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
-    with pytest.raises(CheckpointError, match=rf"{key}: must be names of modules, or patterns that are soon searched"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{key}: must be names of modules, or patterns that are soon searched",
+    ):
         open_model(str(tmp_path))
 
 
 def test_adapters_that_name_other_folders_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    config = {"peft_type": "XLORA", "base_model_name_or_path": str(tmp_path / "base"), "adapters": {"a": "/elsewhere"}}
+    config = {
+        "peft_type": "XLORA",
+        "base_model_name_or_path": str(tmp_path / "base"),
+        "adapters": {"a": "/elsewhere"},
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidValue, match="must be adapters that can be merged"):
         open_model(str(tmp_path))
@@ -357,7 +454,9 @@ def test_adapters_that_name_other_folders_are_refused(tmp_path: Path) -> None:
 def test_a_recipe_imports_what_it_names_only_when_it_is_run(
     tmp_path: Path, hacked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "evil_module.py").write_text(f"from pathlib import Path\nPath({str(hacked)!r}).touch()\n")
+    (tmp_path / "evil_module.py").write_text(
+        f"from pathlib import Path\nPath({str(hacked)!r}).touch()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     own = {"model": {"import_path": "evil_module:build", "layouts": "evil_module:LAYOUTS"}}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({**TINY, **own}))
@@ -365,10 +464,21 @@ def test_a_recipe_imports_what_it_names_only_when_it_is_run(
     assert call("show", tmp_path / "own.yaml").exit_code == 0
     # Nowhere else is a name one of a module.
     places = [
-        *("model.class_name", "model.path", "data.path", "score.scorer", "select.selector", "preset", "task", "device"),
+        *(
+            "model.class_name",
+            "model.path",
+            "data.path",
+            "score.scorer",
+            "select.selector",
+            "preset",
+            "task",
+            "device",
+        ),
         *("model.dtype", "data.tokenizer", "recover.0.method"),
     ]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**TINY, "recover": [{"method": "lstsq"}]}))
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump({**TINY, "recover": [{"method": "lstsq"}]})
+    )
     for place in places:
         for name in ("evil_module", "evil_module:build", "package:evil_module"):
             with pytest.raises(HeadPruneError):
@@ -381,9 +491,26 @@ def test_a_recipe_imports_what_it_names_only_when_it_is_run(
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "..", ".", "a/b", "a\\b", "/tmp/x", "", "a\0b", "a\n", "~", "-rf", "${out}", "x" * 300]
+    "name",
+    [
+        "../x",
+        "..",
+        ".",
+        "a/b",
+        "a\\b",
+        "/tmp/x",
+        "",
+        "a\0b",
+        "a\n",
+        "~",
+        "-rf",
+        "${out}",
+        "x" * 300,
+    ],
 )
-def test_the_name_of_a_recipe_is_no_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_recipe_is_no_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**TINY, "name": name}))
     with pytest.raises(InvalidValue, match="name"):
@@ -393,7 +520,9 @@ def test_the_name_of_a_recipe_is_no_path(name: str, tmp_path: Path, monkeypatch:
 
 
 def test_a_name_that_another_key_holds_is_checked_as_well(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**TINY, "description": "../x", "name": "${description}"}))
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump({**TINY, "description": "../x", "name": "${description}"})
+    )
     with pytest.raises(InvalidValue, match="name: must be made of letters"):
         load_recipe(tmp_path / "recipe.yaml")
 
@@ -402,13 +531,17 @@ def test_a_name_that_another_key_holds_is_checked_as_well(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "plan", ["../plan.json", "/etc/passwd", "plans/../../x.json", "javascript:alert(1)", "plans/a)b", 5]
+    "plan",
+    ["../plan.json", "/etc/passwd", "plans/../../x.json", "javascript:alert(1)", "plans/a)b", 5],
 )
 def test_a_table_names_no_plan_outside_of_its_sweep(plan: Any, tmp_path: Path) -> None:
     table = sweep_table()
     rows = (replace_row(table.rows[0], plan=plan), *table.rows[1:])
     replace(table, rows=rows).save(tmp_path / "table.json")
-    for command in (("report", tmp_path), ("pick", tmp_path, "--max-drop", "0.5", "--out", tmp_path / "out")):
+    for command in (
+        ("report", tmp_path),
+        ("pick", tmp_path, "--max-drop", "0.5", "--out", tmp_path / "out"),
+    ):
         result = call(*command)
         assert result.exit_code == 2
         assert "rows[0].plan: must be the name of a file of this sweep" in result.output
@@ -438,16 +571,26 @@ def test_a_run_of_a_sweep_names_no_file_outside(field: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "model/../../x", "a\0b"])
 def test_what_is_done_names_no_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
     files, noted = FrozenDict({name: "0" * 64}), hp.RunRecord("a", "running", "s", "c")
-    with pytest.raises(InvalidValue, match=r"Finished.files: must be the path of a file inside the folder"):
+    with pytest.raises(
+        InvalidValue, match=r"Finished.files: must be the path of a file inside the folder"
+    ):
         Finished("ab", files, noted)
-    with pytest.raises(InvalidValue, match=r"Base.files: must be the path of a file inside the folder"):
+    with pytest.raises(
+        InvalidValue, match=r"Base.files: must be the path of a file inside the folder"
+    ):
         Base("ab", files, ModelFingerprint("a", "b"), FrozenDict({}), FrozenDict({}))
     # A run that was killed, with such a mark, goes on without what it says.
     replace(record_of(), status="running").save(tmp_path / "record.json")
-    sound = Finished("ab", FrozenDict({"scores.json": "0" * 64}), noted).save(tmp_path / ".work" / "score.json")
+    sound = Finished("ab", FrozenDict({"scores.json": "0" * 64}), noted).save(
+        tmp_path / ".work" / "score.json"
+    )
     sound.write_text(sound.read_text().replace('"scores.json"', json.dumps(name)))
     take_folder(tmp_path, False, Journal("a", {}, tmp_path, lambda line: None, progress=False))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".work", "history.jsonl", "record.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".work",
+        "history.jsonl",
+        "record.json",
+    ]
 
 
 def test_times_that_are_none_are_passed_over(tmp_path: Path) -> None:
@@ -458,10 +601,17 @@ def test_times_that_are_none_are_passed_over(tmp_path: Path) -> None:
         b'{"kind": [], "key": "p", "seconds": 1}',
         b'{"kind": "plans", "key": "p"}',
     ]
-    lines += [b'{"kind": "plans", "key": "p", "seconds": "soon"}', b'{"kind": "plans", "key": "p", "seconds": 1.5}']
+    lines += [
+        b'{"kind": "plans", "key": "p", "seconds": "soon"}',
+        b'{"kind": "plans", "key": "p", "seconds": 1.5}',
+    ]
     (tmp_path / "timings.jsonl").write_bytes(b"\n".join(lines))
     run = Run("r", FrozenDict({}), FrozenDict({}), 0, load_recipe("sst2-minilm"), "s", "p")
-    write_timings([run], {"r": SweepRun(FrozenDict({}), FrozenDict({}), 0, FrozenDict({}), "ab", "failed")}, tmp_path)
+    write_timings(
+        [run],
+        {"r": SweepRun(FrozenDict({}), FrozenDict({}), 0, FrozenDict({}), "ab", "failed")},
+        tmp_path,
+    )
     assert (tmp_path / "timings.csv").read_text().splitlines()[1] == '"r",0,,1.5,'
 
 
@@ -510,7 +660,9 @@ def test_a_class_that_is_no_name_is_refused_or_passed_over(value: Any, tmp_path:
         assert type(open_model(str(folder))).__name__ == "BertModel"
 
 
-def test_a_panic_of_a_library_in_rust_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_a_library_in_rust_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     panic = type("PanicException", (BaseException,), {})
 
     def panics(*_: object, **__: object) -> None:
@@ -533,7 +685,9 @@ def test_a_panic_of_a_library_in_rust_is_told_in_words(tmp_path: Path, monkeypat
         ("intermediate_size", 2**25),
     ],
 )
-def test_a_configuration_of_no_model_is_refused_before_it_is_built(key: str, value: int, tmp_path: Path) -> None:
+def test_a_configuration_of_no_model_is_refused_before_it_is_built(
+    key: str, value: int, tmp_path: Path
+) -> None:
     folder = bert(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: value}))
@@ -560,11 +714,15 @@ def test_counts_of_no_model_are_refused(key: str, value: Any, tmp_path: Path) ->
     path = tmp_path / "config.json"
     for config in ({key: value}, {"text_config": [{key: value}]}):
         path.write_text(json.dumps(config))
-        with pytest.raises(CheckpointError, match=rf"config.json: {key}: must be a number that a model can have"):
+        with pytest.raises(
+            CheckpointError, match=rf"config.json: {key}: must be a number that a model can have"
+        ):
             check_config(path)
 
 
-@pytest.mark.parametrize("text", ["[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900], ids=["lists", "objects"])
+@pytest.mark.parametrize(
+    "text", ["[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900], ids=["lists", "objects"]
+)
 def test_a_configuration_that_is_nested_deep_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(f'{{"a": {text}}}')
     with pytest.raises(CheckpointError, match="nested more than 40 deep"):
@@ -574,12 +732,32 @@ def test_a_configuration_that_is_nested_deep_is_refused(text: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "config",
     [
-        {"vocab_size": 20_000_000, "ngram_vocab_size_base": 20_000_000, "intermediate_size": 73_728},
+        {
+            "vocab_size": 20_000_000,
+            "ngram_vocab_size_base": 20_000_000,
+            "intermediate_size": 73_728,
+        },
         {"rope_theta": 10**9, "rope_parameters": {"full": {"rope_theta": 10**8, "factor": 10**6}}},
-        {"eos_token_id": [200_001, 200_007], "image_token_index": 262_144, "begin_suppress_tokens": [220, 201_024]},
-        {"max_position_embeddings": 10_485_760, "model_max_length": 1_048_576, "sliding_window": 131_072},
-        {"label2id": {"layers": 10**6}, "cross_attention_layers": list(range(100)), "sampling_rate": 192_000},
-        {"num_attention_heads_per_layer": [64] * 80, "no_rope_layers": [1] * 2000, "depths": [3, 3, 27, 3]},
+        {
+            "eos_token_id": [200_001, 200_007],
+            "image_token_index": 262_144,
+            "begin_suppress_tokens": [220, 201_024],
+        },
+        {
+            "max_position_embeddings": 10_485_760,
+            "model_max_length": 1_048_576,
+            "sliding_window": 131_072,
+        },
+        {
+            "label2id": {"layers": 10**6},
+            "cross_attention_layers": list(range(100)),
+            "sampling_rate": 192_000,
+        },
+        {
+            "num_attention_heads_per_layer": [64] * 80,
+            "no_rope_layers": [1] * 2000,
+            "depths": [3, 3, 27, 3],
+        },
     ],
 )
 def test_numbers_of_models_are_believed(config: dict[str, Any], tmp_path: Path) -> None:
@@ -592,7 +770,11 @@ def test_numbers_that_multiply_are_stopped_while_the_model_is_built(
 ) -> None:
     model = transformers.AlbertModel(
         transformers.AlbertConfig(
-            vocab_size=17, embedding_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8
+            vocab_size=17,
+            embedding_size=8,
+            hidden_size=8,
+            num_attention_heads=2,
+            intermediate_size=8,
         )
     )
     hub, ours = tmp_path / "hub", hp.save_pretrained(model, tmp_path / "ours")
@@ -614,10 +796,14 @@ def test_numbers_that_multiply_are_stopped_while_the_model_is_built(
     ):
         with pytest.raises(CheckpointError, match="a model of at most 1,000 modules"):
             read()
-    torch.nn.ModuleList(torch.nn.Identity() for _ in range(1001))  # and nothing is counted afterwards
+    torch.nn.ModuleList(
+        torch.nn.Identity() for _ in range(1001)
+    )  # and nothing is counted afterwards
 
 
-def test_a_configuration_that_is_too_long_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_that_is_too_long_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = bert(tmp_path / "model")
     monkeypatch.setattr(foreign, "_LONGEST", 10_000)
     open_model(str(folder))  # sound so far
@@ -629,19 +815,26 @@ def test_a_configuration_that_is_too_long_is_not_read_whole(tmp_path: Path, monk
 
 def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
     folder = bert(tmp_path / "model")
-    config = {"model_type": "bert", "architectures": ["BertModel"]}  # all sizes are the defaults: those of BERT base
+    config = {
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+    }  # all sizes are the defaults: those of BERT base
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="weights beside it"):
         open_model(str(folder))
 
 
 def test_a_mask_of_a_billion_heads_is_refused() -> None:
-    text = hp.HeadMask.from_keep({}, {"a": 4}).to_json().replace('"n_heads": 4', f'"n_heads": {10**9}')
+    text = (
+        hp.HeadMask.from_keep({}, {"a": 4}).to_json().replace('"n_heads": 4', f'"n_heads": {10**9}')
+    )
     with pytest.raises(InvalidValue, match="of 0 to 65,536 heads"):
         hp.HeadMask.from_json(text)
 
 
-@pytest.mark.parametrize("gone", ['["../victim"]', '["/victim"]', '{"a": 1}', "[" * 5000, "[3]", "not JSON", '[".."]'])
+@pytest.mark.parametrize(
+    "gone", ['["../victim"]', '["/victim"]', '{"a": 1}', "[" * 5000, "[3]", "not JSON", '[".."]']
+)
 def test_what_a_save_was_killed_over_touches_nothing_outside(gone: str, tmp_path: Path) -> None:
     """A folder may bring such leftovers along."""
     (tmp_path / "victim").write_text("precious")
@@ -659,7 +852,11 @@ def test_what_a_save_was_killed_over_touches_nothing_outside(gone: str, tmp_path
     place.symlink_to(tmp_path / "elsewhere" / "whole")
     (tmp_path / "model" / "sub").unlink()
     settle(tmp_path / "model")
-    assert (tmp_path / "victim").read_text() == (tmp_path / "elsewhere" / "a").read_text() == "precious"
+    assert (
+        (tmp_path / "victim").read_text()
+        == (tmp_path / "elsewhere" / "a").read_text()
+        == "precious"
+    )
     assert (tmp_path / "elsewhere" / "whole" / "sub" / "a").read_text() == "evil", "where it was"
     assert {path.name for path in (tmp_path / "model").iterdir()} == {place.name}
 
@@ -674,13 +871,25 @@ def nasty_record(text: str) -> RunRecord:
     sites = tuple(replace(s, name=f"{s.name}{text}") for s in record.scores.sites)
     scores = replace(record.scores, sites=sites, scorer=f"taylor{text}", notes=(text,), data=text)
     plan = replace(plan_of(scores), selector=f"by {text}", notes=(text,), scorer=scores.scorer)
-    more = {"warnings": (text,), "error": text, "stage": text, "status": "failed", "git_commit": text, "name": text}
+    more = {
+        "warnings": (text,),
+        "error": text,
+        "stage": text,
+        "status": "failed",
+        "git_commit": text,
+        "name": text,
+    }
     quality = tuple(replace(row, name=f"{row.name} {text}") for row in record.quality)
-    settings = {name: type(record.recipe)({text: text}) for name in ("recipe", "versions", "metrics", "rows")}
+    settings = {
+        name: type(record.recipe)({text: text})
+        for name in ("recipe", "versions", "metrics", "rows")
+    }
     return replace(record, scores=scores, plan=plan, quality=quality, **more, **settings)
 
 
-def test_nothing_that_steers_a_terminal_reaches_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_steers_a_terminal_reaches_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     record = nasty_record(STEERING)
     assert record.scores is not None
@@ -691,8 +900,12 @@ def test_nothing_that_steers_a_terminal_reaches_one(tmp_path: Path, monkeypatch:
         record.scores.save(tmp_path / name / "scores.json")
     twice = {"settings": record.recipe, "seed": 5}
     replace(record.scores, **twice).save(tmp_path / "b" / "scores.json")
-    (tmp_path / "odd.json").write_text(json.dumps({"headprune": "PruningPlan", "version": 1, STEERING: 1}))
-    (tmp_path / "odd.yaml").write_text(json.dumps({**TINY, "description": STEERING, "no such key": STEERING}))
+    (tmp_path / "odd.json").write_text(
+        json.dumps({"headprune": "PruningPlan", "version": 1, STEERING: 1})
+    )
+    (tmp_path / "odd.yaml").write_text(
+        json.dumps({**TINY, "description": STEERING, "no such key": STEERING})
+    )
     (tmp_path / "fine.yaml").write_text(json.dumps({**TINY, "description": STEERING}))
     sweep = sweep_table()
     told = tuple(replace_row(row, error=STEERING) for row in sweep.failed)
@@ -712,7 +925,10 @@ def test_nothing_that_steers_a_terminal_reaches_one(tmp_path: Path, monkeypatch:
     for command in commands:
         for more in ((), ("--json",)):
             result = call(*command, *more)
-            assert result.exit_code == (2 if "odd" in str(command[1]) else 0), (command, result.output)
+            assert result.exit_code == (2 if "odd" in str(command[1]) else 0), (
+                command,
+                result.output,
+            )
             assert clean(result.output) == result.output, command
             if more and result.exit_code == 0:
                 json.loads(result.stdout)
@@ -724,9 +940,17 @@ def test_what_is_printed_in_colour_holds_no_colours_of_a_file() -> None:
     record = nasty_record("\x1b[5m[bold red]\\[/]\x9b")
     assert record.scores is not None
     measure = Measure(0.5, 0.25, 0.75)
-    found = Agreement((STEERING, "[bold]b"), 2, 5, 0.95, (Pair(0, 1, measure, measure, measure),), (STEERING,))
+    found = Agreement(
+        (STEERING, "[bold]b"), 2, 5, 0.95, (Pair(0, 1, measure, measure, measure),), (STEERING,)
+    )
     assert record.plan is not None
-    values: tuple[Any, ...] = (record.scores, record.plan, found, record, explain(record.plan, record.scores))
+    values: tuple[Any, ...] = (
+        record.scores,
+        record.plan,
+        found,
+        record,
+        explain(record.plan, record.scores),
+    )
     for value in values:
         console = Console(force_terminal=True, width=250, color_system=None, file=io.StringIO())
         console.print(value.__rich__())
@@ -737,7 +961,9 @@ def test_what_is_printed_in_colour_holds_no_colours_of_a_file() -> None:
 
 
 def test_pages_and_notebooks_escape_what_files_say() -> None:
-    text = f"<script>alert(1)</script><img src=x onerror=alert(1)>\"'](javascript:alert(1)){STEERING}"
+    text = (
+        f"<script>alert(1)</script><img src=x onerror=alert(1)>\"'](javascript:alert(1)){STEERING}"
+    )
     record = nasty_record(text)
     assert record.scores is not None
     assert record.plan is not None
@@ -758,7 +984,10 @@ def test_pictures_of_attention_hold_no_characters_that_steer() -> None:
     record = record_of()
     pictures = pictures_of(record)
     odd = Pattern(f"previous{STEERING}", 0.5, 0.1)
-    sites = tuple(replace(s, kind=f"self{STEERING}", patterns=tuple(odd for _ in s.heads)) for s in pictures.sites)
+    sites = tuple(
+        replace(s, kind=f"self{STEERING}", patterns=tuple(odd for _ in s.heads))
+        for s in pictures.sites
+    )
     view = attention_view(record, replace(pictures, sites=sites))
     assert view is not None
     for site in json.loads(view.data)["sites"]:
@@ -806,7 +1035,8 @@ def test_pictures_draw_what_files_say_letter_by_letter(text: str, tmp_path: Path
 
 
 def test_pictures_hand_no_name_to_tex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ``text.usetex`` a name would be LaTeX, which reads files; here it would fail, or not be installed."""
+    """Under ``text.usetex`` a name would be LaTeX, which reads files; here it would fail, or not be
+    installed."""
     import matplotlib
     from matplotlib import texmanager
     from matplotlib.figure import Figure
@@ -824,7 +1054,9 @@ def test_pictures_hand_no_name_to_tex(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(texmanager.TexManager, name, made)
     text = r"\input{secret}"
     record, maps, measure = nasty_record(text), maps_of(record_of(), 1, 4), Measure(0.5)
-    maps = replace(maps, sites=tuple(replace(site, site=f"{site.site}{text}") for site in maps.sites))
+    maps = replace(
+        maps, sites=tuple(replace(site, site=f"{site.site}{text}") for site in maps.sites)
+    )
     found = Agreement((text, "b"), 2, 5, 0.95, (Pair(0, 1, measure, measure, measure),), (text,))
     table = replace(sweep_table(), name=text, metric=text)
     with matplotlib.rc_context({"text.usetex": True}):
@@ -847,7 +1079,17 @@ def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     wide = [f"{sign}1" for sign in "\uff1d\uff0b\uff0d\uff20"]
-    cells = ["=cmd|' /C calc'!A0", "@SUM(A1)", "+x", "-2+3+cmd|' /C calc'!A0", "\t=1", *wide, "-0.5", "taylor", None]
+    cells = [
+        "=cmd|' /C calc'!A0",
+        "@SUM(A1)",
+        "+x",
+        "-2+3+cmd|' /C calc'!A0",
+        "\t=1",
+        *wide,
+        "-0.5",
+        "taylor",
+        None,
+    ]
     rows = [{"scorer": cell, "drop": -0.5, "=1": 3} for cell in cells]
     _columns(rows, tmp_path / "table")
     head, *lines = (tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()
@@ -855,6 +1097,8 @@ def test_a_table_for_a_spreadsheet_holds_no_formula(tmp_path: Path) -> None:
     starts = [line.split(",")[0].strip('"')[:1] for line in lines]
     assert starts[:11] == ["'"] * 9 + ["-", "t"]
     assert all(line.endswith(",-0.5,3") for line in lines)
-    assert parquet.read_table(tmp_path / "table.parquet").to_pylist() == rows, "a table for programs is as it was"
+    assert parquet.read_table(tmp_path / "table.parquet").to_pylist() == rows, (
+        "a table for programs is as it was"
+    )
     _columns([{"scorer": "\n=1"}, {"scorer": "\r=1"}], tmp_path / "broken", (".csv",))
     assert (tmp_path / "broken.csv").read_bytes() == b'"scorer"\n"\'\n=1"\n"\'\r=1"\n'

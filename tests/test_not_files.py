@@ -1,7 +1,9 @@
-"""Everything that is read from a path, with a FIFO, a device, a socket or a folder in its place: each reader ends soon.
+"""Everything that is read from a path, with a FIFO, a device, a socket or a folder in its place:
+each reader ends soon.
 
-The kinds of files are those of tests/test_fuzz.py, so a new one is tried here, too. What is tried runs in a process of
-its own that is ended where it waits: neither a reader that hangs nor one that fills the memory takes the tests along.
+The kinds of files are those of tests/test_fuzz.py, so a new one is tried here, too. What is tried
+runs in a process of its own that is ended where it waits: neither a reader that hangs nor one that
+fills the memory takes the tests along.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from headprune.run.progress import Finished
 from headprune.run.sources import check_pictures
 from tests.test_fuzz import KINDS, sum_timings, take_finished
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has none of these in its folders")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="Windows has none of these in its folders"
+)
 
 PACKAGE = Path(hp.__file__).parent
 #: Seconds for a reader, far above what any takes; and memory beyond what the process has.
@@ -92,7 +96,8 @@ def _in_child(action: Callable[[], object], answer: Any) -> None:
 
 
 def outcome(action: Callable[[], object]) -> tuple[str, str]:
-    """What became of an action, and its words: read, refused (an error of ours), broken (another), or waiting."""
+    """What became of an action, and its words: read, refused (an error of ours), broken (another),
+    or waiting."""
     here, there = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_in_child, args=(action, there))
     child.start()
@@ -120,7 +125,9 @@ def test_every_reader_ends_where_no_file_is(name: str, tmp_path: Path) -> None:
         (folder / kind.file).unlink()
         make(folder / kind.file)
         told, words = outcome(partial(UNCOPIED.get(name, kind.read), folder))
-        assert told == "refused" or (told == "read" and not kind.refuses), f"{name}, {what}: {told} {words}"
+        assert told == "refused" or (told == "read" and not kind.refuses), (
+            f"{name}, {what}: {told} {words}"
+        )
         assert told == "read" or 0 < len(words) < 5000
 
 
@@ -137,7 +144,9 @@ def test_the_one_reader_takes_regular_files_alone(what: str, tmp_path: Path) -> 
         assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
 
 
-def test_what_takes_the_place_of_a_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_the_place_of_a_file_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process may put a FIFO there between the look and the opening."""
     os.mkfifo(path := tmp_path / "a.json")
     monkeypatch.setattr(opening, "check_file", lambda path: None)
@@ -171,8 +180,8 @@ def test_rows_that_name_a_fifo_in_place_of_a_picture_are_refused(tmp_path: Path)
     assert outcome(lambda: check_pictures(rows, "image"))[0] == "refused"
 
 
-#: Calls that open a file by its name, and where they may stand: files of the package or of the system, and what comes
-#: right after ``check_file``.
+#: Calls that open a file by its name, and where they may stand: files of the package or of the
+#: system, and what comes right after ``check_file``.
 OPENING = ("open", "read_text", "read_bytes", "load_file", "safe_open", "ZipFile")
 ALLOWED = {
     "report/html.py": "a template of ours",
@@ -193,18 +202,28 @@ def _opens(tree: ast.AST) -> list[int]:
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             ours = isinstance(node.func, ast.Name) and called in ("read_text", "read_bytes")
-            writes = any(isinstance(a, ast.Constant) and a.value in ("wb", "ab+", "x") for a in node.args)
+            writes = any(
+                isinstance(a, ast.Constant) and a.value in ("wb", "ab+", "x") for a in node.args
+            )
             if called.rpartition(".")[2] in OPENING and not ours and not writes:
                 found.append(node.lineno)
     return found
 
 
 def test_the_look_for_openings_sees_them() -> None:
-    lines = ("Path(a).read_text()", "open(a)", "read_text(a)", "open(a, 'wb')", "safe_open(a, 'np')")
+    lines = (
+        "Path(a).read_text()",
+        "open(a)",
+        "read_text(a)",
+        "open(a, 'wb')",
+        "safe_open(a, 'np')",
+    )
     assert _opens(ast.parse("\n".join(lines))) == [1, 2, 5]
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_files_are_opened_in_one_place(path: Path) -> None:
     if str(path.relative_to(PACKAGE)) in (*ALLOWED, "core/opening.py"):
         return
@@ -212,4 +231,6 @@ def test_files_are_opened_in_one_place(path: Path) -> None:
     lines = text.splitlines()
     for number in _opens(ast.parse(text)):
         before = "\n".join(lines[max(0, number - 12) : number])
-        assert "check_file(" in before or "_said(" in before, f"{path.name}:{number} opens a file that nobody looked at"
+        assert "check_file(" in before or "_said(" in before, (
+            f"{path.name}:{number} opens a file that nobody looked at"
+        )

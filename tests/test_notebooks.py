@@ -1,7 +1,8 @@
-"""Every notebook executes from its first cell to its last, says what its text promises, and defines no library code.
+"""Every notebook executes from its first cell to its last, says what its text promises, and defines
+no library code.
 
-Notebooks on models or data of the hub have a cell ``settings = []``, for whoever has them elsewhere; the tests put tiny
-local ones there.
+Notebooks on models or data of the hub have a cell ``settings = []``, for whoever has them
+elsewhere; the tests put tiny local ones there.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def read(name: str) -> Any:
 
 def said(notebook: Any) -> str:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    texts = [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs]
+    texts = [
+        output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs
+    ]
     return "\n".join(texts)
 
 
@@ -65,10 +68,15 @@ def test_notebooks_are_thin_and_small(name: str) -> None:
     assert not any(re.search(r"^(def|class) ", cell.source, re.MULTILINE) for cell in cells)
     tree = ast.parse("\n".join(cell.source for cell in cells))
     imports = [
-        alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+        alias
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
     ]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    assert {(alias.asname or alias.name).partition(".")[0] for alias in imports} <= used, "an import that nothing uses"
+    assert {(alias.asname or alias.name).partition(".")[0] for alias in imports} <= used, (
+        "an import that nothing uses"
+    )
     assert all(cell.execution_count == place for place, cell in enumerate(cells, 1))
     assert pictures(notebook) == NOTEBOOKS[name][1]
     assert (FOLDER / f"{name}.ipynb").stat().st_size < 200_000
@@ -88,9 +96,14 @@ def test_notebooks_execute(name: str, tmp_path: Path) -> None:
         cell.source = f"settings = {FIXTURES[recipe](tmp_path / 'data')!r}"
     settings = {"metadata": {"path": str(tmp_path)}}
     started, used = time.perf_counter(), processor_time()
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=settings).execute()
-    # Whichever is less: the clock on the wall also counts what else the machine does, processor time both cores.
-    assert min(time.perf_counter() - started, processor_time() - used) < 300, "a notebook takes at most five minutes"
+    nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources=settings
+    ).execute()
+    # Whichever is less: the clock on the wall also counts what else the machine does, processor
+    # time both cores.
+    assert min(time.perf_counter() - started, processor_time() - used) < 300, (
+        "a notebook takes at most five minutes"
+    )
     assert pictures(notebook) == n_pictures
     CHECKS[name](said(notebook))
 
@@ -104,7 +117,11 @@ def check_importance(text: str) -> None:
     assert accuracies[0] >= 0.95
     assert accuracies[0] - accuracies[2] <= 0.02
     assert accuracies[0] - chance >= 0.08
-    heads = re.findall(r"^[\w.]+\[\d\]: one key (\d+)% \(6%\), .+ \d+% \(\d+%\), the same positions .+%\)$", text, re.M)
+    heads = re.findall(
+        r"^[\w.]+\[\d\]: one key (\d+)% \(6%\), .+ \d+% \(\d+%\), the same positions .+%\)$",
+        text,
+        re.M,
+    )
     assert len(heads) == 32
     assert max(map(int, heads)) >= 15, "some heads are sharp: even attention has 6 %"
     assert re.search(r"^\d+ of 32 heads mostly do one thing$", text, re.M)
@@ -116,14 +133,18 @@ def check_scorers(text: str) -> None:
 
 def check_own_model(text: str) -> None:
     assert "UnsupportedModel" in text or "must be" in text
-    full, cut, refitted = (float(x) for x in re.findall(r"(\d\.\d+) (?:in full|cut|refitted)", text))
+    full, cut, refitted = (
+        float(x) for x in re.findall(r"(\d\.\d+) (?:in full|cut|refitted)", text)
+    )
     assert full > 0.9
     assert refitted >= cut
     assert text.rstrip().endswith("True")
 
 
 def check_groups(text: str) -> None:
-    before, after = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) -> ([\d,]+) bytes", text)[0])
+    before, after = (
+        int(x.replace(",", "")) for x in re.findall(r"([\d,]+) -> ([\d,]+) bytes", text)[0]
+    )
     assert before == 2 * after
     assert "--- whole" in text
     assert text.rstrip().endswith("(True, True)")

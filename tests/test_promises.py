@@ -13,7 +13,9 @@ from tests.scripts import ROOT, benchmark
 
 
 def record(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "records" / f"{name}.json").read_text())
+    found: dict[str, Any] = json.loads(
+        (ROOT / "benchmarks" / "records" / f"{name}.json").read_text()
+    )
     return found
 
 
@@ -31,7 +33,16 @@ def test_a_third_of_the_heads_is_within_a_point_and_near_the_limit() -> None:
     assert max(compared, key=lambda row: row["draws"])["difference"] >= -0.01
     for row in rows(found, what="speed", kept=24, batch=32, length=128):
         assert row["ratio"] >= 0.9 * row["limit"], row
-    assert rows(found, what="speed", kept=24, batch=32, length=128, dtype="float32", attention="sdpa", compiled=False)
+    assert rows(
+        found,
+        what="speed",
+        kept=24,
+        batch=32,
+        length=128,
+        dtype="float32",
+        attention="sdpa",
+        compiled=False,
+    )
 
 
 def test_half_of_the_groups_are_half_of_the_cache() -> None:
@@ -52,11 +63,15 @@ def test_long_inputs_are_measured_with_half_of_the_heads_beside_their_limits() -
 
 def test_a_translator_loses_half_of_its_heads_within_half_a_point() -> None:
     found = record("translation-small-cpu")
-    (half,) = rows(found, part="all", kept=sum(found["heads"].values()) // 2, way="distilled", seed=0)
+    (half,) = rows(
+        found, part="all", kept=sum(found["heads"].values()) // 2, way="distilled", seed=0
+    )
     assert half["test"]["drop"] <= 0.005
     # What the recipe does is what was measured.
     steps = load_recipe(ROOT / "recipes" / "translation.yaml").recover
-    does = [{"method": step.method, "batch_size": step.batch_size, **step.settings} for step in steps]
+    does = [
+        {"method": step.method, "batch_size": step.batch_size, **step.settings} for step in steps
+    ]
     assert does == found["ways"]["distilled"]
 
 
@@ -66,35 +81,56 @@ def test_every_peer_ran_or_has_its_error_in_the_table(task: str) -> None:
     for peer in benchmark("peers/roster").PEERS.values():
         if task in peer.tasks:
             some = rows(found, peer=peer.name)
-            assert all("error" in row or {"test", "speed"} <= row.keys() for row in some if row["seed"] == 0), peer.name
+            assert all(
+                "error" in row or {"test", "speed"} <= row.keys()
+                for row in some
+                if row["seed"] == 0
+            ), peer.name
 
 
 @pytest.mark.parametrize("task", ["sst2", "digits"])
 def test_every_peer_that_is_not_beaten_has_a_note_why_and_what_would_change_it(task: str) -> None:
     found, verdict = record(f"peers-{task}"), benchmark("peers/run").page.verdict
-    notes = [line for line in (ROOT / "docs" / "peers.md").read_text().splitlines() if line.startswith("- ")]
+    notes = [
+        line
+        for line in (ROOT / "docs" / "peers.md").read_text().splitlines()
+        if line.startswith("- ")
+    ]
     assert not any(verdict.UNKNOWN in note for note in notes)
     compared = verdict.comparisons(found)
     assert compared
     for one in compared:
         name, heads = one.line["peer"], str(one.line["reference_kept"])
         if one.outcome == verdict.TIED:
-            assert any(note.startswith("- **Tied**") and verdict.tie(one) in note for note in notes), name
+            assert any(
+                note.startswith("- **Tied**") and verdict.tie(one) in note for note in notes
+            ), name
         elif one.outcome != verdict.WON:
             reason = f" heads: {verdict.why(found, one)}."
             assert "What would change it: " in reason
             beside = f" beside *{one.line['reference']}* with "
-            some = [note.removesuffix(reason).partition(beside) for note in notes if note.endswith(reason)]
-            assert any(f"**{name}**" in who and heads in kept.split(", ") for who, _, kept in some), name
+            some = [
+                note.removesuffix(reason).partition(beside)
+                for note in notes
+                if note.endswith(reason)
+            ]
+            assert any(
+                f"**{name}**" in who and heads in kept.split(", ") for who, _, kept in some
+            ), name
 
 
 def test_the_package_is_imported_within_its_time() -> None:
     found = record("startup")
-    assert statistics.median(found["seconds"]["import headprune"]) < found["aim"]["import headprune"] == 0.15
+    assert (
+        statistics.median(found["seconds"]["import headprune"])
+        < found["aim"]["import headprune"]
+        == 0.15
+    )
 
 
 def test_pruned_models_reach_those_that_were_built_small() -> None:
-    """What is shown to miss 0.97 does so by code of Transformers, which the uncut model has as well."""
+    """What is shown to miss 0.97 does so by code of Transformers, which the uncut model has as
+    well."""
     for row in record("native-cpu")["rows"]:
         if "free" not in row["subject"]:
             assert row["speed"]["high"] >= 0.97 or row["share"]["high"] >= 0.97, row

@@ -1,4 +1,5 @@
-"""Laws on whatever Hypothesis draws: ragged plans, shapes, masks, values; and any sequence of verbs on one model."""
+"""Laws on whatever Hypothesis draws: ragged plans, shapes, masks, values; and any sequence of verbs
+on one model."""
 
 from __future__ import annotations
 
@@ -31,7 +32,15 @@ from headprune.core.plan import Budget, PruningPlan, allowance
 from headprune.core.record import RunRecord
 from headprune.core.slabs import axis_size, kept_rows, rows_of, used_groups
 from headprune.selection._api import select
-from tests.laws.support import CLOSE, EXACT, Subject, logits, picture, subject_of, without_float32_norms
+from tests.laws.support import (
+    CLOSE,
+    EXACT,
+    Subject,
+    logits,
+    picture,
+    subject_of,
+    without_float32_norms,
+)
 from tests.properties import MAPPINGS, TEXT, geometries, kept_units, often, quick, tiers
 from tests.selection_problems import KINDS, LENGTH, make, site, unit_cost
 
@@ -41,7 +50,14 @@ from tests.selection_problems import KINDS, LENGTH, make, site, unit_cost
 def _stored() -> Any:
     @given(MAPPINGS, TEXT, st.lists(st.floats(), max_size=3))
     def test(data: dict[str, Any], text: str, numbers: list[float]) -> None:
-        record = RunRecord(text, "done", text, text, metrics=FrozenDict({"all": [data, numbers], **data}), error=text)
+        record = RunRecord(
+            text,
+            "done",
+            text,
+            text,
+            metrics=FrozenDict({"all": [data, numbers], **data}),
+            error=text,
+        )
         text_form = record.to_json()
         again = RunRecord.from_json(text_form)
         assert again.to_json() == text_form
@@ -51,7 +67,9 @@ def _stored() -> Any:
     return test
 
 
-test_a_value_comes_back_from_its_file, test_any_value_comes_back_from_its_file = tiers(_stored, 150, 5000)
+test_a_value_comes_back_from_its_file, test_any_value_comes_back_from_its_file = tiers(
+    _stored, 150, 5000
+)
 
 
 # ---------------------------------------------------------------- slabs
@@ -68,11 +86,18 @@ _PACKED = [
 
 
 def _slabs() -> Any:
-    @given(geometries(), st.sampled_from(_PACKED), st.sampled_from(["sequential", "grouped"]), st.data())
+    @given(
+        geometries(),
+        st.sampled_from(_PACKED),
+        st.sampled_from(["sequential", "grouped"]),
+        st.data(),
+    )
     def test(geometry: Any, units: tuple[str, ...], packing: str, data: Any) -> None:
         every = range(geometry.n_query_heads)
         first = data.draw(st.sets(st.sampled_from(every)), "kept first")
-        second = data.draw(st.sets(st.sampled_from(sorted(first))) if first else st.just(set()), "kept of these")
+        second = data.draw(
+            st.sets(st.sampled_from(sorted(first))) if first else st.just(set()), "kept of these"
+        )
         size = axis_size(geometry, units)
 
         def rows(of: Any, heads: set[int]) -> list[int]:
@@ -84,12 +109,20 @@ def _slabs() -> Any:
         assert set(kept) <= set(range(size))
         assert len(kept) == axis_size(after, units)
         places = {sorted(first).index(h) for h in second}
-        assert [kept[i] for i in rows(after, places)] == rows(geometry, second), "A, then B of what is left"
+        assert [kept[i] for i in rows(after, places)] == rows(geometry, second), (
+            "A, then B of what is left"
+        )
         for unit in units:
-            each = [rows_of(geometry, units, packing, unit, [h]) for h in range(geometry.count(unit))]
+            each = [
+                rows_of(geometry, units, packing, unit, [h]) for h in range(geometry.count(unit))
+            ]
             assert all(len(r) == geometry.width(unit) for r in each)
             joined = sorted(i for r in each for i in r)
-            assert joined == sorted(set(joined)) == rows_of(geometry, units, packing, unit, range(geometry.count(unit)))
+            assert (
+                joined
+                == sorted(set(joined))
+                == rows_of(geometry, units, packing, unit, range(geometry.count(unit)))
+            )
 
     return test
 
@@ -102,16 +135,21 @@ test_rows_that_stay, test_any_rows_that_stay = tiers(_slabs, 150, 5000)
 
 @st.composite
 def problems(draw: Any) -> Any:
-    """Scores over ragged sites with and without shared key/value heads, every unit with a price of its own."""
+    """Scores over ragged sites with and without shared key/value heads, every unit with a price of
+    its own."""
     sites = []
     for name in "abc"[: draw(st.integers(1, 3))]:
         n_kv, share = draw(st.integers(1, 4)), draw(st.integers(1, 3))
         groups = draw(st.sets(st.integers(0, n_kv - 1), min_size=1))
         heads = sorted(h for g in groups for h in range(g * share, (g + 1) * share))
         policy = draw(st.sampled_from(["group", "free"]))
-        sites.append(site(name, n_kv * share, n_kv, heads, policy=policy, least=draw(st.integers(0, 1))))
+        sites.append(
+            site(name, n_kv * share, n_kv, heads, policy=policy, least=draw(st.integers(0, 1)))
+        )
     values = [[draw(st.integers(-3, 3)) for _ in s.units] for s in sites]
-    return make(sites, values, [[unit_cost(draw(st.integers(1, 5))) for _ in s.units] for s in sites])
+    return make(
+        sites, values, [[unit_cost(draw(st.integers(1, 5))) for _ in s.units] for s in sites]
+    )
 
 
 def _budgets() -> Any:
@@ -122,7 +160,9 @@ def _budgets() -> Any:
         selector = {"global_topk": hp.selection.GlobalTopk, "uniform": hp.selection.Uniform}
         chosen = {**selector, "knapsack": hp.selection.Knapsack}[name](min_heads=min_heads)
         shared = any(s.policy == "free" and s.n_kv_heads < s.n_query_heads for s in scores.sites)
-        assume(kind != "keep_kv" or not shared)  # no budget of a cache that heads do not shrink one by one
+        assume(
+            kind != "keep_kv" or not shared
+        )  # no budget of a cache that heads do not shrink one by one
         budget = Budget(**{kind: share})
         try:
             plan = select(scores, budget, chosen)
@@ -132,7 +172,9 @@ def _budgets() -> Any:
 
         def price(cost: Any) -> int:
             macs = cost.macs(LENGTH)
-            return int({"keep_params": cost.params, "keep_macs": macs, "keep_kv": cost.kv_bytes}[kind])
+            return int(
+                {"keep_params": cost.params, "keep_macs": macs, "keep_kv": cost.kv_bytes}[kind]
+            )
 
         gone = [u for u in scores.units() if not set(u.heads) <= set(plan.mask.kept(u.name))]
         if kind == "keep_heads":
@@ -143,7 +185,9 @@ def _budgets() -> Any:
         for here in scores.sites:
             kept = set(plan.mask.kept(here.name))
             assert kept <= set(here.heads)
-            assert all(kept.isdisjoint(unit) or kept.issuperset(unit) for unit in here.units), "a unit is torn"
+            assert all(kept.isdisjoint(unit) or kept.issuperset(unit) for unit in here.units), (
+                "a unit is torn"
+            )
             assert len(kept) >= min(max(min_heads, here.least), len(here.heads))
         assert plan.mask.n_kept >= 1
 
@@ -173,7 +217,11 @@ def pairs(draw: Any) -> tuple[Pair, dict[str, Any], float]:
     """A pair, what it reads, and how far rounding may take it."""
     n_kv, share = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     sizes = {"query_size": draw(st.integers(1, 6)), "n_heads": n_kv * share, "n_kv_heads": n_kv}
-    sizes |= {"head_dim": draw(st.integers(1, 4)), "value_dim": draw(st.integers(1, 4)), "bias": draw(st.booleans())}
+    sizes |= {
+        "head_dim": draw(st.integers(1, 4)),
+        "value_dim": draw(st.integers(1, 4)),
+        "bias": draw(st.booleans()),
+    }
     dtype = draw(st.sampled_from([torch.float64, torch.float32]))
     torch.manual_seed(draw(st.integers(0, 99)))
     model = Pair(**sizes, dtype=dtype).eval()
@@ -214,7 +262,9 @@ def _own() -> Any:
     return test
 
 
-def _prune_in_turn(model: nn.Module, a: HeadMask, b: HeadMask, run: Any, expected: Tensor, tolerance: float) -> None:
+def _prune_in_turn(
+    model: nn.Module, a: HeadMask, b: HeadMask, run: Any, expected: Tensor, tolerance: float
+) -> None:
     """Laws 3 and 5: gated = pruned, and A then B = A ∪ B, to the last bit."""
     at_once, in_turn = copy.deepcopy(model), copy.deepcopy(model)
     hp.prune_(at_once, a & b)
@@ -290,7 +340,8 @@ test_models_of_transformers, test_many_cuts_of_models_of_transformers = tiers(_f
 
 
 class Verbs(RuleBasedStateMachine):
-    """One model under every verb, beside the same model uncut with a mask over it: the two are always equal."""
+    """One model under every verb, beside the same model uncut with a mask over it: the two are
+    always equal."""
 
     name = "bert"
 
@@ -306,7 +357,10 @@ class Verbs(RuleBasedStateMachine):
     def _labelled(self) -> dict[str, Any]:
         ids, seen = self.batch["input_ids"], self.batch["attention_mask"]
         decoder = self.name == "llama"
-        return {**self.batch, "labels": ids.masked_fill(seen == 0, -100) if decoder else torch.arange(len(ids)) % 2}
+        return {
+            **self.batch,
+            "labels": ids.masked_fill(seen == 0, -100) if decoder else torch.arange(len(ids)) % 2,
+        }
 
     def _units(self, data: Any, least: int = 0) -> HeadMask:
         found: HeadMask = data.draw(kept_units(hp.find_sites(self.model), least))
@@ -326,7 +380,9 @@ class Verbs(RuleBasedStateMachine):
         assert picture(self.model) == before
         assert_close(self._run(self.model), shown, **EXACT)
 
-    @precondition(lambda self: len(self.mask))  # a model without heads has nothing to score, and says so
+    @precondition(
+        lambda self: len(self.mask)
+    )  # a model without heads has nothing to score, and says so
     @rule(name=st.sampled_from(["magnitude", "taylor"]))
     def score(self, name: str) -> None:
         before, shown, batch = picture(self.model), self._run(self.model), self._labelled()
@@ -338,15 +394,25 @@ class Verbs(RuleBasedStateMachine):
             one_by_one = [{k: v[i : i + 1] for k, v in batch.items()} for i in range(len(shown))]
             for other in (one_by_one, [_longer(batch)]):
                 found = hp.score(self.model, other, name)
-                assert_close(torch.tensor(sum(found.values, ())), torch.tensor(sum(scores.values, ())), **CLOSE)
+                assert_close(
+                    torch.tensor(sum(found.values, ())),
+                    torch.tensor(sum(scores.values, ())),
+                    **CLOSE,
+                )
         if sum(len(s.units) for s in scores.sites) > 1:
-            chosen = (scores, Budget(keep_heads=scores.n_heads - 1), hp.selection.GlobalTopk(min_heads=0))
+            chosen = (
+                scores,
+                Budget(keep_heads=scores.n_heads - 1),
+                hp.selection.GlobalTopk(min_heads=0),
+            )
             self.plan = hp.select(*chosen)
             assert self.plan == hp.select(*chosen), "the same every time"
             assert self.plan.mask.n_kept <= scores.n_heads - 1
             for site in scores.sites:
                 kept = set(self.plan.mask.kept(site.name))
-                assert all(kept.isdisjoint(unit) or kept.issuperset(unit) for unit in site.units), "a unit is torn"
+                assert all(kept.isdisjoint(unit) or kept.issuperset(unit) for unit in site.units), (
+                    "a unit is torn"
+                )
 
     @precondition(lambda self: len(self.mask))
     @rule(data=st.data())
@@ -434,7 +500,9 @@ def _longer(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with two tokens of padding more."""
 
     def more(name: str, x: Tensor) -> Tensor:
-        return functional.pad(x, (0, 2), value=-100 if name == "labels" else 0) if x.ndim == 2 else x
+        return (
+            functional.pad(x, (0, 2), value=-100 if name == "labels" else 0) if x.ndim == 2 else x
+        )
 
     return {name: more(name, x) for name, x in batch.items()}
 

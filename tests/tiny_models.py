@@ -1,4 +1,5 @@
-"""Tiny random models in folders, as a user has them from the hub: weights, configuration, and what prepares inputs."""
+"""Tiny random models in folders, as a user has them from the hub: weights, configuration, and what
+prepares inputs."""
 
 from __future__ import annotations
 
@@ -22,19 +23,40 @@ def word_tokenizer(folder: Path, *, pairs: bool = True) -> int:
     vocabulary = {w: i for i, w in enumerate([*SPECIAL, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    one, two = ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1") if pairs else ("$A [SEP]", "$A $B:1 [SEP]:1")
+    one, two = (
+        ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
+        if pairs
+        else ("$A [SEP]", "$A $B:1 [SEP]:1")
+    )
     tokenizer.post_processor = processors.TemplateProcessing(one, two, [("[CLS]", 2), ("[SEP]", 3)])
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    special = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+    }
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     return len(vocabulary)
 
 
-def bert(folder: Path, kind: str = "BertForSequenceClassification", heads: int = 4, **config: Any) -> Path:
+def bert(
+    folder: Path, kind: str = "BertForSequenceClassification", heads: int = 4, **config: Any
+) -> Path:
     """A tiny BERT with a tokenizer; ``kind`` is its class."""
     import transformers
 
-    sizes = {"hidden_size": 2 * heads, "num_hidden_layers": 2, "num_attention_heads": heads, "intermediate_size": 16}
-    settings = {**sizes, "vocab_size": word_tokenizer(folder), "max_position_embeddings": 64, **config}
+    sizes = {
+        "hidden_size": 2 * heads,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "intermediate_size": 16,
+    }
+    settings = {
+        **sizes,
+        "vocab_size": word_tokenizer(folder),
+        "max_position_embeddings": 64,
+        **config,
+    }
     getattr(transformers, kind)(transformers.BertConfig(**settings)).save_pretrained(folder)
     return folder
 
@@ -44,13 +66,24 @@ def encoder_decoder(folder: Path, family: str = "Marian") -> Path:
     import transformers
 
     size = word_tokenizer(folder, pairs=False)
-    special = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0, "vocab_size": size}
+    special = {
+        "pad_token_id": 0,
+        "eos_token_id": 3,
+        "decoder_start_token_id": 0,
+        "vocab_size": size,
+    }
     sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _SIDE.items()}
     sizes = {"d_model": 16, **sides, "max_position_embeddings": 64}
     if family == "T5":
         sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4}
-    name = {"T5": "T5ForConditionalGeneration", "Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}
-    config = getattr(transformers, f"{family}Config")(**sizes, **special, bos_token_id=2, forced_eos_token_id=3)
+    name = {
+        "T5": "T5ForConditionalGeneration",
+        "Bart": "BartForConditionalGeneration",
+        "Marian": "MarianMTModel",
+    }
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, **special, bos_token_id=2, forced_eos_token_id=3
+    )
     getattr(transformers, name[family])(config).save_pretrained(folder)
     return folder
 
@@ -62,13 +95,25 @@ def wav2vec2(folder: Path, **config: Any) -> Path:
     """A tiny Wav2Vec2 that classifies sound of 100 samples a second, with its feature extractor."""
     import transformers
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-    ears = {"conv_dim": (8, 8), "conv_kernel": (10, 4), "conv_stride": (5, 2), "num_conv_pos_embeddings": 4}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
+    ears = {
+        "conv_dim": (8, 8),
+        "conv_kernel": (10, 4),
+        "conv_stride": (5, 2),
+        "num_conv_pos_embeddings": 4,
+    }
     rest = {"num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "mask_time_length": 2}
     settings = {**sizes, **ears, **rest, **config}
     model = transformers.Wav2Vec2ForSequenceClassification(transformers.Wav2Vec2Config(**settings))
     model.save_pretrained(folder)
-    transformers.Wav2Vec2FeatureExtractor(sampling_rate=100, return_attention_mask=False).save_pretrained(folder)
+    transformers.Wav2Vec2FeatureExtractor(
+        sampling_rate=100, return_attention_mask=False
+    ).save_pretrained(folder)
     return folder
 
 
@@ -88,8 +133,17 @@ def llama(folder: Path, **config: Any) -> Path:
     import transformers
 
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
-    special = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": None, "max_position_embeddings": 64}
-    sizes = {"vocab_size": word_tokenizer(folder, pairs=False), "intermediate_size": 16, "num_hidden_layers": 2}
+    special = {
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "pad_token_id": None,
+        "max_position_embeddings": 64,
+    }
+    sizes = {
+        "vocab_size": word_tokenizer(folder, pairs=False),
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+    }
     settings = {**heads, **special, **sizes, **config}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(folder)
     return folder
@@ -99,8 +153,15 @@ def vit(folder: Path, **config: Any) -> Path:
     """A tiny ViT of colour pictures, with its image processor."""
     import transformers
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
     settings = {**sizes, "image_size": 8, "patch_size": 4, **config}
-    transformers.ViTForImageClassification(transformers.ViTConfig(**settings)).save_pretrained(folder)
+    transformers.ViTForImageClassification(transformers.ViTConfig(**settings)).save_pretrained(
+        folder
+    )
     transformers.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(folder)
     return folder

@@ -1,4 +1,5 @@
-"""The tiny recipe of the tests of sweeps: a ViT that learns the digits a little, in a second or two."""
+"""The tiny recipe of the tests of sweeps: a ViT that learns the digits a little, in a second or
+two."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ import pytest
 
 from headprune.recovery._steps import Steps
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 16,
+}
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -27,7 +33,8 @@ TINY: dict[str, Any] = {
 
 
 def interrupt_after(count: int, patch: pytest.MonkeyPatch) -> list[int]:
-    """Lets the user interrupt after so many steps of training; returns the numbers of the steps that ran."""
+    """Lets the user interrupt after so many steps of training; returns the numbers of the steps
+    that ran."""
     plain, seen = Steps.on_step_end, list[int]()
 
     def stop(self: Any, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:

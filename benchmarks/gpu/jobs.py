@@ -1,16 +1,26 @@
-"""The jobs of the GPU study, most telling first. Standard library only: the queue reads this on a bare machine."""
+"""The jobs of the GPU study, most telling first. Standard library only: the queue reads this on a
+bare machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TRADEOFF = "benchmarks/tradeoff.py --device {device} --model {model} --work {work} --aside --minutes {minutes}"
+TRADEOFF = (
+    "benchmarks/tradeoff.py --device {device} --model {model} --work {work} --aside --minutes"
+    " {minutes}"
+)
 #: A rehearsal trains on a few rows for a moment and judges by a few.
-TINY_TRADEOFF = "--small --seeds 1 --calibration 16 --epochs 0.05 --judged 16 --seconds 0.02 --budgets 54 24"
+TINY_TRADEOFF = (
+    "--small --seeds 1 --calibration 16 --epochs 0.05 --judged 16 --seconds 0.02 --budgets 54 24"
+)
 WAYS = '--ways surgeon "surgeon + lstsq" "surgeon + finetune" taylor random'
 BUDGETS = "--budgets 54 36 24 14 --seeds 3"
-SST2 = f"{TRADEOFF} --task sst2 --data {{data}}/sst2 --out {{records}}/tradeoff-sst2-{{device}}.json"
-TREC = f"{TRADEOFF} --task trec --data {{data}}/trec --out {{records}}/tradeoff-trec-{{device}}.json"
+SST2 = (
+    f"{TRADEOFF} --task sst2 --data {{data}}/sst2 --out {{records}}/tradeoff-sst2-{{device}}.json"
+)
+TREC = (
+    f"{TRADEOFF} --task trec --data {{data}}/trec --out {{records}}/tradeoff-trec-{{device}}.json"
+)
 
 
 @dataclass(frozen=True)
@@ -19,12 +29,14 @@ class Job:
 
     Args:
         name: Of the job, its log and its entry in the queue's record.
-        command: Python's arguments. ``{device}``, ``{data}``, ``{model}``, ``{work}``, ``{records}`` and ``{minutes}``
-            are filled in.
+        command: Python's arguments. ``{device}``, ``{data}``, ``{model}``, ``{work}``,
+            ``{records}`` and ``{minutes}`` are filled in.
         record: The record that it writes, in ``{records}``.
         most: Seconds after which it is ended.
-        last_row: Seconds before its end in which a study begins no row: as long as its longest row may take.
-        least: It does not begin with fewer seconds before the deadline: it could not end, or would give nothing.
+        last_row: Seconds before its end in which a study begins no row: as long as its longest row
+            may take.
+        least: It does not begin with fewer seconds before the deadline: it could not end, or would
+            give nothing.
         tiny: What a rehearsal adds to the command.
         environment: Variables, with the same fields filled in.
         tiny_environment: Variables of a rehearsal.
@@ -70,7 +82,8 @@ JOBS = (
     ),
     Job(
         "shapes",
-        "benchmarks/gpu/shapes.py --device {device} --minutes {minutes} --out {records}/gpu-shapes.json",
+        "benchmarks/gpu/shapes.py --device {device} --minutes {minutes} --out"
+        " {records}/gpu-shapes.json",
         "gpu-shapes.json",
         most=360,
         least=100,
@@ -84,8 +97,10 @@ JOBS = (
         "scoring-throughput-{device}.json",
         most=180,
         least=100,
-        tiny="--width 48 --middle 48 --vocabulary 200 --tokens 8 --examples 8 --rounds 1 --ablation-rounds 1"
-        " --small 1 --largest 2 --threads 1",
+        tiny=(
+            "--width 48 --middle 48 --vocabulary 200 --tokens 8 --examples 8 --rounds 1"
+            " --ablation-rounds 1 --small 1 --largest 2 --threads 1"
+        ),
     ),
     Job(
         "native",
@@ -112,7 +127,10 @@ JOBS = (
         "translation-full-{device}.json",
         most=900,
         least=420,
-        tiny="--small --ways cut --parts cross --set train.epochs=1 data.calibration=8 data.vocabulary=300"
-        " model.config.d_model=32 model.config.ffn_dim=32 train.batch_size=8",
+        tiny=(
+            "--small --ways cut --parts cross --set train.epochs=1 data.calibration=8"
+            " data.vocabulary=300 model.config.d_model=32 model.config.ffn_dim=32"
+            " train.batch_size=8"
+        ),
     ),
 )

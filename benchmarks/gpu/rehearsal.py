@@ -2,9 +2,10 @@
 
     make gpu-rehearsal
 
-Builds an environment with the GPU machine's versions (``machine.txt``; gigabytes, once, in ``runs/gpu/environment``),
-without what travels as wheels, and runs the pack there with no other packages: every job must end well and leave its
-record. Graphs, events and NVML are all that a CPU cannot show.
+Builds an environment with the GPU machine's versions (``machine.txt``; gigabytes, once, in
+``runs/gpu/environment``), without what travels as wheels, and runs the pack there with no other
+packages: every job must end well and leave its record. Graphs, events and NVML are all that a CPU
+    cannot show.
 """
 
 from __future__ import annotations
@@ -34,9 +35,15 @@ GPU = ROOT / "runs" / "gpu"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rehearse; return 0 where every job left its record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", help="an interpreter of the GPU machine's version; found by its name by default")
-    parser.add_argument("--seconds", type=float, default=900, help="after which the rehearsal has failed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python", help="an interpreter of the GPU machine's version; found by its name by default"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=900, help="after which the rehearsal has failed"
+    )
     args = parser.parse_args(argv)
     python = environment(args.python)
     begin = perf_counter()
@@ -55,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def environment(given: str | None) -> Path:
-    """The interpreter of an environment with the GPU machine's versions; it is built where they have changed."""
+    """The interpreter of an environment with the GPU machine's versions; it is built where they
+    have changed."""
     folder = GPU / "environment"
     digest = hashlib.sha256((HERE / "machine.txt").read_bytes()).hexdigest()
     mark, python = folder / "built", folder / "bin" / "python"
@@ -64,16 +72,28 @@ def environment(given: str | None) -> Path:
     try:
         base = given or interpreter(PYTHON)
     except Missing as missing:
-        raise SystemExit(f"--python: must be an interpreter of Python {PYTHON}, and {missing}.") from None
+        raise SystemExit(
+            f"--python: must be an interpreter of Python {PYTHON}, and {missing}."
+        ) from None
     begin = perf_counter()
-    print("Building an environment with the GPU machine's versions (some gigabytes, once) ...", flush=True)
+    print(
+        "Building an environment with the GPU machine's versions (some gigabytes, once) ...",
+        flush=True,
+    )
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([base, "-m", "venv", str(folder)], check=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     subprocess.run([*pip, "install", "-r", str(HERE / "machine.txt")], check=True)
-    # What other packages brought along must come from the carried wheels, as it must on the GPU machine.
-    carried = [line.partition("==")[0] for line in (HERE / "wheels.txt").read_text().splitlines() if "==" in line]
-    gone = [name for name in carried if name not in ("typing-extensions",)]  # PyTorch itself needs this one
+    # What other packages brought along must come from the carried wheels, as it must on the GPU
+    # machine.
+    carried = [
+        line.partition("==")[0]
+        for line in (HERE / "wheels.txt").read_text().splitlines()
+        if "==" in line
+    ]
+    gone = [
+        name for name in carried if name not in ("typing-extensions",)
+    ]  # PyTorch itself needs this one
     subprocess.run([*pip, "uninstall", "--yes", *gone], check=True, capture_output=True)
     mark.write_text(digest)
     print(f"Built in {perf_counter() - begin:.0f} s.", flush=True)
@@ -83,9 +103,18 @@ def environment(given: str | None) -> Path:
 def lease(python: Path, home: Path, out: Path, seconds: float) -> int:
     """Run the study as on the GPU machine: one command, nothing inherited but the PATH."""
     variables = {"PATH": os.environ.get("PATH", ""), "HOME": str(home), "LANG": "C.UTF-8"}
-    # One thread: what else runs here would otherwise make every parallel step wait for its slowest thread.
+    # One thread: what else runs here would otherwise make every parallel step wait for its slowest
+    # thread.
     variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    options = ["--rehearsal", "--minutes", str(seconds / 60), "--home", str(home), "--out", str(out)]
+    options = [
+        "--rehearsal",
+        "--minutes",
+        str(seconds / 60),
+        "--home",
+        str(home),
+        "--out",
+        str(out),
+    ]
     command = [str(python), str(HERE / "lease.py"), str(seconds), *options]
     return subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode
 

@@ -1,15 +1,18 @@
-"""What a cut brings where a GPU is busy: models of real sizes with random weights, whole and cut, in turn.
+"""What a cut brings where a GPU is busy: models of real sizes with random weights, whole and cut,
+in turn.
 
     python3 benchmarks/gpu/shapes.py --device cuda --out gpu-shapes.json --minutes 5
-    python3 benchmarks/gpu/shapes.py --device cpu --small --out shapes.json       # every path but graphs and NVML
+    python3 benchmarks/gpu/shapes.py --device cpu --small --out shapes.json       # every path but
+    graphs and NVML
 
-Speed does not depend on what the weights are, so none are trained. Encoders and ViT run forward passes, decoders
-prefill a prompt and make one step behind a full KV cache. Inputs carry no attention mask: a mask of ones would keep the
-flash kernel away. Shares of every layer's units stay (a decoder's unit is a key/value head with its query heads).
+Speed does not depend on what the weights are, so none are trained. Encoders and ViT run forward
+passes, decoders prefill a prompt and make one step behind a full KV cache. Inputs carry no
+attention mask: a mask of ones would keep the flash kernel away. Shares of every layer's units stay
+(a decoder's unit is a key/value head with its query heads).
 
-Rows are of two kinds: ``ceiling`` (what the machine can do at most) and ``gpu`` (a cell and a share; see
-``gpu_time.py``). A row is written as soon as it is there, and the same command goes on after the last one. A cell that
-fails leaves a row with ``error``, which is tried again.
+Rows are of two kinds: ``ceiling`` (what the machine can do at most) and ``gpu`` (a cell and a
+share; see ``gpu_time.py``). A row is written as soon as it is there, and the same command goes on
+after the last one. A cell that fails leaves a row with ``error``, which is tried again.
 """
 
 from __future__ import annotations
@@ -34,12 +37,23 @@ from headprune.model.sites import bind
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import studies
-from gpu_time import CODES, PRECISIONS, Cell, Measuring, Run, arithmetic, ceilings, compared, prepared_
+from gpu_time import (
+    CODES,
+    PRECISIONS,
+    Cell,
+    Measuring,
+    Run,
+    arithmetic,
+    ceilings,
+    compared,
+    prepared_,
+)
 
 Models = list[nn.Module]
 
 
-# ------------------------------------------------------------------------------------------------ subjects
+# ------------------------------------------------------------------------------------------------
+# subjects
 
 
 @dataclass(frozen=True)
@@ -84,9 +98,16 @@ def _encoder(width: int, layers: int, heads: int) -> dict[str, int]:
     return {**sizes, "intermediate_size": 4 * width}
 
 
-def _decoder(width: int, layers: int, heads: int, groups: int, inner: int, vocabulary: int) -> dict[str, int]:
+def _decoder(
+    width: int, layers: int, heads: int, groups: int, inner: int, vocabulary: int
+) -> dict[str, int]:
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return {**sizes, "num_key_value_heads": groups, "intermediate_size": inner, "vocab_size": vocabulary}
+    return {
+        **sizes,
+        "num_key_value_heads": groups,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+    }
 
 
 TINY_ENCODER = _encoder(48, 2, 4) | {"vocab_size": 200}
@@ -104,7 +125,8 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def built(subject: Subject, precision: str, device: torch.device, small: bool) -> nn.Module:
-    """The whole model, made on the device in the precision's dtype, because a large one passes through no CPU."""
+    """The whole model, made on the device in the precision's dtype, because a large one passes
+    through no CPU."""
     before = torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(PRECISIONS[precision][0])
@@ -116,7 +138,8 @@ def built(subject: Subject, precision: str, device: torch.device, small: bool) -
 
 
 def cut(model: nn.Module, share: float) -> nn.Module:
-    """A copy that keeps a share of every site's units: the first ones, for speed does not depend on which."""
+    """A copy that keeps a share of every site's units: the first ones, for speed does not depend on
+    which."""
     sites = hp.find_sites(model)
     keep: dict[str, list[int]] = {}
     for site in sites:
@@ -127,7 +150,8 @@ def cut(model: nn.Module, share: float) -> nn.Module:
     return small
 
 
-# ------------------------------------------------------------------------------------------------ the grid
+# ------------------------------------------------------------------------------------------------
+# the grid
 
 
 @dataclass(frozen=True)
@@ -187,14 +211,23 @@ def tiny_places() -> list[Place]:
     found: dict[Any, Place] = {}
     for place in places():
         precise = place.cell.precision != "bfloat16"
-        kind = (SUBJECTS[place.subject].kind, place.phase, precise, place.cell.cold, place.cell.code != "eager")
+        kind = (
+            SUBJECTS[place.subject].kind,
+            place.phase,
+            precise,
+            place.cell.cold,
+            place.cell.code != "eager",
+        )
         tokens = 5 if place.phase == "forward" and SUBJECTS[place.subject].kind == "vision" else 8
         if place.cell.code != "max-autotune":
-            found.setdefault(kind, Place(place.subject, place.phase, replace(place.cell, batch=2, tokens=tokens)))
+            found.setdefault(
+                kind, Place(place.subject, place.phase, replace(place.cell, batch=2, tokens=tokens))
+            )
     return list(found.values())
 
 
-# ------------------------------------------------------------------------------------------------ one cell
+# ------------------------------------------------------------------------------------------------
+# one cell
 
 
 def call_of(place: Place, device: torch.device, dtype: torch.dtype) -> Callable[[nn.Module], Run]:
@@ -212,7 +245,9 @@ def call_of(place: Place, device: torch.device, dtype: torch.dtype) -> Callable[
     return forward if place.phase == "forward" else cached
 
 
-def example(model: Any, place: Place, batch: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def example(
+    model: Any, place: Place, batch: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """What a pass without a cache takes: random images, or random tokens without a mask."""
     draw = torch.Generator().manual_seed(0)
     if SUBJECTS[place.subject].kind == "vision":
@@ -226,13 +261,16 @@ def example(model: Any, place: Place, batch: int, device: torch.device, dtype: t
 
 
 def with_cache(model: Any, ids: torch.Tensor, length: int) -> Run:
-    """A call that ends at ``length`` tokens: ``ids`` is ``[batch, new]``, one token of a decode step, all of a prefill.
+    """A call that ends at ``length`` tokens: ``ids`` is ``[batch, new]``, one token of a decode
+    step, all of a prefill.
 
-    Every call writes the same last places of a cache that is full. So nothing grows, as it does in a cache that
-    appends, no mask keeps the flash kernel away, as in a static one, and there is nothing that a CUDA graph could not
-    capture.
+    Every call writes the same last places of a cache that is full. So nothing grows, as it does in
+    a cache that appends, no mask keeps the flash kernel away, as in a static one, and there is
+    nothing that a CUDA graph could not capture.
     """
-    cache = model(input_ids=ids[:, :1], use_cache=True).past_key_values  # made by the model, whose layers may differ
+    cache = model(
+        input_ids=ids[:, :1], use_cache=True
+    ).past_key_values  # made by the model, whose layers may differ
     new = ids.shape[1]
     for layer in cache.layers:
         fill_(layer, length, new)
@@ -247,13 +285,18 @@ def with_cache(model: Any, ids: torch.Tensor, length: int) -> Run:
 
 
 def fill_(layer: Any, length: int, new: int) -> None:
-    """Give one layer of a cache ``length`` places of noise, the last ``new`` of which every call overwrites."""
+    """Give one layer of a cache ``length`` places of noise, the last ``new`` of which every call
+    overwrites."""
     for name in ("keys", "values"):
         one = getattr(layer, name)  # [batch, groups, 1, head_dim]
-        noise = torch.randn(*one.shape[:2], length, one.shape[3], device=one.device, dtype=one.dtype)
+        noise = torch.randn(
+            *one.shape[:2], length, one.shape[3], device=one.device, dtype=one.dtype
+        )
         setattr(layer, name, noise)
 
-    def update(keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         layer.keys[:, :, -new:].copy_(keys)
         layer.values[:, :, -new:].copy_(values)
         return layer.keys, layer.values
@@ -262,8 +305,11 @@ def fill_(layer: Any, length: int, new: int) -> None:
     layer.get_seq_length = lambda *_, **__: length - new
 
 
-def work(model: nn.Module, place: Place, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """The least a call must do: ``macs`` (multiply-adds), and ``bytes`` of weights and KV cache that it reads.
+def work(
+    model: nn.Module, place: Place, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """The least a call must do: ``macs`` (multiply-adds), and ``bytes`` of weights and KV cache
+    that it reads.
 
     A decode step multiplies little and reads much, so only its bytes are given.
     """
@@ -277,21 +323,36 @@ def work(model: nn.Module, place: Place, device: torch.device, dtype: torch.dtyp
     return {"bytes": float(weights), "macs": float(table.total.macs(table.length) * cell.batch)}
 
 
-# ------------------------------------------------------------------------------------------------ the study
+# ------------------------------------------------------------------------------------------------
+# the study
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument(
-        "--shares", type=float, nargs="+", default=[0.75, 0.5, 0.25], help="of each layer's units, kept"
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.75, 0.5, 0.25],
+        help="of each layer's units, kept",
     )
-    parser.add_argument("--codes", nargs="+", choices=CODES, help="default: all, with --small eager alone")
-    parser.add_argument("--seconds", type=float, default=0.6, help="about how long each cell is timed, twice")
-    parser.add_argument("--joules", type=float, default=2.0, help="seconds of each energy window, in headline cells")
+    parser.add_argument(
+        "--codes", nargs="+", choices=CODES, help="default: all, with --small eager alone"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.6, help="about how long each cell is timed, twice"
+    )
+    parser.add_argument(
+        "--joules", type=float, default=2.0, help="seconds of each energy window, in headline cells"
+    )
     studies.add_minutes(parser)
-    parser.add_argument("--small", action="store_true", help="seconds on a CPU: tiny models, one cell of every kind")
+    parser.add_argument(
+        "--small", action="store_true", help="seconds on a CPU: tiny models, one cell of every kind"
+    )
     parser.add_argument("--out", type=Path, help="default benchmarks/records/gpu-shapes.json")
     args = parser.parse_args(argv)
     args.codes = args.codes or (["eager"] if args.small else list(CODES))
@@ -325,16 +386,23 @@ def begin(args: argparse.Namespace, device: torch.device, out: Path) -> dict[str
 def missing(
     args: argparse.Namespace, device: torch.device, done: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any] | list[dict[str, Any]]]:
-    """Rows that the record lacks: ceilings first, then cell by cell; compiled ones with one cut, for each takes long.
+    """Rows that the record lacks: ceilings first, then cell by cell; compiled ones with one cut,
+    for each takes long.
 
     The rows of a cell come in a list: they were measured together.
     """
     if not any(row["what"] == "ceiling" for row in done):
         yield {"what": "ceiling", **ceilings(device, args.small)}
-    have = {(Place(r["subject"], r["phase"], Cell.of(r)), r["share"]) for r in done if r["what"] == "gpu"}
+    have = {
+        (Place(r["subject"], r["phase"], Cell.of(r)), r["share"])
+        for r in done
+        if r["what"] == "gpu"
+    }
     made: dict[Any, Models] = {}
     for place in tiny_places() if args.small else places():
-        shares = args.shares if place.cell.code == "eager" else args.shares[len(args.shares) // 2 :][:1]
+        shares = (
+            args.shares if place.cell.code == "eager" else args.shares[len(args.shares) // 2 :][:1]
+        )
         wanted = [share for share in shares if (place, share) not in have]
         if place.subject in args.subjects and place.cell.code in args.codes and wanted:
             yield rows(args, device, place, wanted, made)
@@ -350,7 +418,8 @@ def rows(
         device: Where it runs.
         place: Which cell.
         shares: Of units kept, each a cut.
-        made: The models that are in memory, by what they were prepared for; only the last ones are kept.
+        made: The models that are in memory, by what they were prepared for; only the last ones are
+            kept.
     """
     try:
         with arithmetic(place.cell.precision) as dtype:
@@ -358,11 +427,20 @@ def rows(
             how = Measuring(Effort(args.seconds, 3, 10, 400), place.cell.cold, joules(args, place))
             found = compared(models, call_of(place, device, dtype), place.cell, how)
             least = [work(model, place, device, dtype) for model in models]
-    except Exception as error:  # of the memory, a kernel, a compiler, a model: the next cell may run
+    except (
+        Exception
+    ) as error:  # of the memory, a kernel, a compiler, a model: the next cell may run
         made.clear()
         release(device)
         first = (str(error).splitlines() or [""])[0]
-        return [{**place.key, "what": "gpu", "share": shares[0], "error": f"{type(error).__name__}: {first[:300]}"}]
+        return [
+            {
+                **place.key,
+                "what": "gpu",
+                "share": shares[0],
+                "error": f"{type(error).__name__}: {first[:300]}",
+            }
+        ]
     whole = least[0]
     about = {"what": "gpu", "subject": place.subject, "phase": place.phase}
     return [
@@ -372,15 +450,23 @@ def rows(
 
 
 def ready(
-    args: argparse.Namespace, device: torch.device, place: Place, shares: list[float], made: dict[Any, Models]
+    args: argparse.Namespace,
+    device: torch.device,
+    place: Place,
+    shares: list[float],
+    made: dict[Any, Models],
 ) -> Models:
-    """The whole model and its cuts, prepared for the place; those of the place before are let go."""
+    """The whole model and its cuts, prepared for the place; those of the place before are let
+    go."""
     key = (place.subject, *place.cell.way, tuple(shares))
     if key not in made:
         made.clear()
         release(device)
         whole = built(SUBJECTS[place.subject], place.cell.precision, device, args.small)
-        made[key] = [prepared_(model, place.cell) for model in (whole, *(cut(whole, share) for share in shares))]
+        made[key] = [
+            prepared_(model, place.cell)
+            for model in (whole, *(cut(whole, share) for share in shares))
+        ]
     return made[key]
 
 
@@ -394,15 +480,22 @@ def release(device: torch.device) -> None:
 def joules(args: argparse.Namespace, place: Place) -> float:
     """Energy takes seconds a model: it is read where a GPU is busy with the headline's model."""
     busy = place.cell.batch * place.cell.tokens >= 128 * 512
-    seconds: float = args.joules if busy and place.cell.code == "eager" and place.subject == "bert-base" else 0.0
+    seconds: float = (
+        args.joules if busy and place.cell.code == "eager" and place.subject == "bert-base" else 0.0
+    )
     return seconds
 
 
 def in_short(row: dict[str, Any]) -> str:
     """A row for the log."""
     if row["what"] == "ceiling":
-        return "ceilings: " + ", ".join(f"{name} {value:.3g}" for name, value in row.items() if name != "what")
-    words = " ".join(str(row[name]) for name in ("subject", "phase", "precision", "code", "batch", "tokens", "share"))
+        return "ceilings: " + ", ".join(
+            f"{name} {value:.3g}" for name, value in row.items() if name != "what"
+        )
+    words = " ".join(
+        str(row[name])
+        for name in ("subject", "phase", "precision", "code", "batch", "tokens", "share")
+    )
     if "error" in row:
         return f"{words}: {row['error']}"
     gpu = f", GPU alone {row['gpu']['ratio']:.3f} ({row['bound']}-bound)" if "gpu" in row else ""

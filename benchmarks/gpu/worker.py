@@ -1,8 +1,9 @@
 """The queue: runs the jobs one after the other until all are done or the deadline comes.
 
-Standard library only. ``lease.py`` starts it in a session of its own, so that it outlives the call. What ended is noted
-in ``records/gpu-queue.json``. A job that was under way when the queue was killed runs again, and its study goes on
-after the last row that it wrote. A job that fails or takes too long is noted, and the next begins.
+Standard library only. ``lease.py`` starts it in a session of its own, so that it outlives the call.
+What ended is noted in ``records/gpu-queue.json``. A job that was under way when the queue was
+killed runs again, and its study goes on after the last row that it wrote. A job that fails or takes
+too long is noted, and the next begins.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def main(home: Home) -> None:
 
 @contextmanager
 def alone(home: Home) -> Iterator[bool]:
-    """Whether no other queue works in this folder; a lock of the system, which ends with its process."""
+    """Whether no other queue works in this folder; a lock of the system, which ends with its
+    process."""
     with (home.path / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,12 +117,15 @@ def alone(home: Home) -> Iterator[bool]:
 
 
 def following(home: Home, settings: dict[str, Any], turns: Mapping[str, int]) -> Job | None:
-    """The first of the jobs with the fewest turns that is not done and can still end before the deadline.
+    """The first of the jobs with the fewest turns that is not done and can still end before the
+    deadline.
 
     So a study that ended early goes on after all others had their turn.
     """
     left = settings["deadline"] - time.time() - RESERVE
-    able = [job for job in wanted(settings) if turns[job.name] < TURNS and left >= least(job, settings)]
+    able = [
+        job for job in wanted(settings) if turns[job.name] < TURNS and left >= least(job, settings)
+    ]
     waiting = [job for job in able if not is_done(home, job)]
     return min(waiting, key=lambda job: turns[job.name], default=None)
 
@@ -138,7 +143,8 @@ def least(job: Job, settings: dict[str, Any]) -> float:
 def is_done(home: Home, job: Job) -> bool:
     """Whether this very command ended well, on this machine or an earlier one.
 
-    What an earlier one did does not count where this machine trained other weights: a record was begun aside then.
+    What an earlier one did does not count where this machine trained other weights: a record was
+    begun aside then.
     """
     machine = json.loads(home.settings.read_text())["machine"]
     entries = [entry for entry in entries_of(home) if entry["job"] == job.name]
@@ -205,12 +211,18 @@ def run(job: Job, home: Home, settings: dict[str, Any]) -> dict[str, Any]:
     words = shlex.split(f"{job.command} {job.tiny}" if tiny else job.command)
     command = [sys.executable, *(word.format(**fields) for word in words)]
     variables = {**job.environment, **(job.tiny_environment if tiny else {})}
-    environment = {**os.environ, **{name: value.format(**fields) for name, value in variables.items()}}
+    environment = {
+        **os.environ,
+        **{name: value.format(**fields) for name, value in variables.items()},
+    }
     begin = time.time()
     with (home.logs / f"{job.name}.log").open("a") as log:
         print(f"\n$ {shlex.join(command)}", file=log, flush=True)
         status, code = watched(command, environment, home, log, limit)
-    return note(home, {**about(job, settings), "status": status, "code": code, "seconds": time.time() - begin})
+    return note(
+        home,
+        {**about(job, settings), "status": status, "code": code, "seconds": time.time() - begin},
+    )
 
 
 def watched(
@@ -259,7 +271,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def end_orphan(home: Home) -> None:
     """Kill the job of a queue that was killed alone: two processes must not write one record.
 
-    Its number may belong to another process by now, so it is killed only where its variables name this folder.
+    Its number may belong to another process by now, so it is killed only where its variables name
+    this folder.
     """
     if not home.running.is_file():
         return

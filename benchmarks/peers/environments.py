@@ -3,9 +3,10 @@
     python benchmarks/peers/environments.py --environments FOLDER
     python benchmarks/peers/environments.py --environments FOLDER --names onnx --pip=--index-url=URL
 
-Each takes 1 to 1.5 GB with a CPU build of PyTorch (``--pip=--extra-index-url=...`` where the index gives another
-one). An environment that is there and was made of the same pins is left alone; one that cannot be made leaves pip's
-words in ``FOLDER/NAME.json``, and they are that peer's row in the table.
+Each takes 1 to 1.5 GB with a CPU build of PyTorch (``--pip=--extra-index-url=...`` where the index
+gives another one). An environment that is there and was made of the same pins is left alone; one
+that cannot be made leaves pip's words in ``FOLDER/NAME.json``, and they are that peer's row in the
+table.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ def names() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes what is missing; 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", type=Path, required=True, help="folder that they are made in")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--environments", type=Path, required=True, help="folder that they are made in"
+    )
     parser.add_argument("--names", nargs="+", choices=names(), default=names())
-    parser.add_argument("--pip", action="append", default=[], help="an argument of pip install; may be given again")
+    parser.add_argument(
+        "--pip", action="append", default=[], help="an argument of pip install; may be given again"
+    )
     args = parser.parse_args(argv)
     found = {name: make(args.environments, name, args.pip) for name in args.names}
     for name, state in found.items():
@@ -49,12 +56,26 @@ def make(folder: Path, name: str, more: Sequence[str] = ()) -> dict[str, Any]:
     place, start = folder / name, perf_counter()
     shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
-    pip = [str(python(folder, name)), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *more, "-r"]
+    pip = [
+        str(python(folder, name)),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--quiet",
+        *more,
+        "-r",
+    ]
     error = _error([sys.executable, "-m", "venv", str(place)])
     error = error or _error([*pip, str(REQUIREMENTS / f"{name}.txt")])
     if error is None and _alone(name).is_file():
         error = _error([*pip, str(_alone(name)), "--no-deps"])
-    found = {"pins": pins, "ok": error is None, "error": error, "seconds": round(perf_counter() - start)}
+    found = {
+        "pins": pins,
+        "ok": error is None,
+        "error": error,
+        "seconds": round(perf_counter() - start),
+    }
     (folder / f"{name}.json").write_text(json.dumps(found, indent=1))
     return found
 
@@ -70,7 +91,9 @@ def _alone(name: str) -> Path:
 
 
 def digest(name: str) -> str:
-    pins = (path.read_bytes() for path in (REQUIREMENTS / f"{name}.txt", _alone(name)) if path.is_file())
+    pins = (
+        path.read_bytes() for path in (REQUIREMENTS / f"{name}.txt", _alone(name)) if path.is_file()
+    )
     return hashlib.sha256(b"".join(pins)).hexdigest()
 
 

@@ -1,4 +1,5 @@
-"""What is read out of the peers' answers, by the same code for all: accuracy, speed, and paired differences."""
+"""What is read out of the peers' answers, by the same code for all: accuracy, speed, and paired
+differences."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def right(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def speed(shape: tuple[int, int], rounds: list[list[float]]) -> dict[str, Any]:
-    """Medians of both models, and of base / small, with a 95 % bootstrap interval over the rounds."""
+    """Medians of both models, and of base / small, with a 95 % bootstrap interval over the
+    rounds."""
     times = np.array(rounds)
     ratios = times[:, 0] / times[:, 1]
     draws = np.random.default_rng(0).integers(0, len(ratios), (DRAWS, len(ratios)))
@@ -27,11 +29,17 @@ def speed(shape: tuple[int, int], rounds: list[list[float]]) -> dict[str, Any]:
     base, small = np.median(times, axis=0) * 1e3
     found = {"ratio": np.median(ratios), "low": low, "high": high, "base_ms": base, "ms": small}
     batch, length = shape
-    return {"batch": batch, "length": length, **{k: round(float(v), 4) for k, v in found.items()}, "rounds": len(times)}
+    return {
+        "batch": batch,
+        "length": length,
+        **{k: round(float(v), 4) for k, v in found.items()},
+        "rounds": len(times),
+    }
 
 
 def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """Accuracy of the first less that of the second, mean over draws, and a paired 95 % interval over examples.
+    """Accuracy of the first less that of the second, mean over draws, and a paired 95 % interval
+    over examples.
 
     Args:
         pairs: For every draw of calibration rows, whether each example is right, of both.

@@ -14,7 +14,8 @@ from roster import OWN, PEERS, REFERENCE, TITLES
 from headprune.core.files import write_atomic
 
 PAGE = "peers.md"
-#: A base model that takes so many times the fastest one's time, in the same environment, was timed beside other work.
+#: A base model that takes so many times the fastest one's time, in the same environment, was timed
+#: beside other work.
 SLOWER = 1.3
 
 
@@ -29,27 +30,64 @@ def text(records: list[dict[str, Any]]) -> str:
     lines = [
         "# What else one could use",
         "",
-        "Written by `python benchmarks/peers/run.py --figure` from the records in `benchmarks/records`; do not edit.",
+        (
+            "Written by `python benchmarks/peers/run.py --figure` from the records in"
+            " `benchmarks/records`; do not edit."
+        ),
         "",
         "The same weights, rows and judging code for all; each peer in its own pinned environment",
-        "(`benchmarks/peers/requirements`). Speed is base model / smaller model in rounds of both in one process,",
-        "median and 95 % interval over the rounds, of the first draw, with both medians in ms; the base model is",
-        "PyTorch's in that environment, for ONNX Runtime too. *Unpruned* is timed as two copies of one model. Accuracy",
-        "is of test rows, mean ± standard deviation over draws of calibration rows; *against headprune* is the paired",
-        "difference in points with as many heads, mean over draws with its 95 % interval over rows, on test and on",
-        "validation rows. *Loads back*: a process of its own that loads what was saved says the same. Memory is what",
-        "that one (*to run*), and the one that scores and cuts, took at most beyond what they had before the model.",
-        "Seconds (*to score*, *in all*) are of the timed draw, and the machine had other work beside some rows, above",
+        (
+            "(`benchmarks/peers/requirements`). Speed is base model / smaller model in rounds of"
+            " both in one process,"
+        ),
+        (
+            "median and 95 % interval over the rounds, of the first draw, with both medians in ms;"
+            " the base model is"
+        ),
+        (
+            "PyTorch's in that environment, for ONNX Runtime too. *Unpruned* is timed as two copies"
+            " of one model. Accuracy"
+        ),
+        (
+            "is of test rows, mean ± standard deviation over draws of calibration rows; *against"
+            " headprune* is the paired"
+        ),
+        (
+            "difference in points with as many heads, mean over draws with its 95 % interval over"
+            " rows, on test and on"
+        ),
+        (
+            "validation rows. *Loads back*: a process of its own that loads what was saved says the"
+            " same. Memory is what"
+        ),
+        (
+            "that one (*to run*), and the one that scores and cuts, took at most beyond what they"
+            " had before the model."
+        ),
+        (
+            "Seconds (*to score*, *in all*) are of the timed draw, and the machine had other work"
+            " beside some rows, above"
+        ),
         "all beside those that train: they are no comparison between rows.",
         "",
-        "ONNX Runtime's threads wait without spinning here (`session.intra_op.allow_spinning=0`): by spinning, its",
-        "default, they would slow down the base model whose turn is next. Used by itself, with its default, it may be",
+        (
+            "ONNX Runtime's threads wait without spinning here"
+            " (`session.intra_op.allow_spinning=0`): by spinning, its"
+        ),
+        (
+            "default, they would slow down the base model whose turn is next. Used by itself, with"
+            " its default, it may be"
+        ),
         "faster than shown.",
         "",
         *(f"- **{name}**: {peer.about}." for name, peer in PEERS.items() if name in named),
     ]
     lines += studies.no_gpu(record["hardware"] for record in records)
-    lacking = [title for task, title in TITLES.items() if task not in {record["task"] for record in records}]
+    lacking = [
+        title
+        for task, title in TITLES.items()
+        if task not in {record["task"] for record in records}
+    ]
     lines += ["", *(f"{title}: no record yet." for title in lacking)] if lacking else []
     for record in records:
         lines += section(in_order(record))
@@ -67,27 +105,39 @@ def in_order(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def section(record: dict[str, Any]) -> list[str]:
-    base = next((row for row in record["rows"] if row["peer"] == "unpruned" and "error" not in row), None)
+    base = next(
+        (row for row in record["rows"] if row["peer"] == "unpruned" and "error" not in row), None
+    )
     where = record["hardware"]
     used = record["rows_used"]
     lines = [
         "",
         f"## {TITLES[record['task']]}, {record['device_used']}",
         "",
-        f"{where.get('gpu', where['processor'])}, {record['threads']} threads. {record['heads']} heads; "
-        f"{used['calibration']} calibration rows, {used['validation']} validation and {used['test']} test rows"
+        f"{where.get('gpu', where['processor'])}, {record['threads']} threads. {record['heads']}"
+        f" heads; {used['calibration']} calibration rows, {used['validation']} validation and"
+        f" {used['test']} test rows"
         + (f"; test accuracy of the base model {base['test']:.3f}." if base else "."),
         *sessions(record),
     ]
     for kept in sorted({row["kept"] for row in record["rows"]}, key=lambda kept: -(kept or 10**9)):
         rows = [row for row in record["rows"] if row["kept"] == kept]
-        lines += ["", "### The whole model" if kept is None else f"### {kept} of {record['heads']} heads kept", ""]
+        lines += [
+            "",
+            (
+                "### The whole model"
+                if kept is None
+                else f"### {kept} of {record['heads']} heads kept"
+            ),
+            "",
+        ]
         lines += table(record, kept, rows)
     return [*lines, *verdict.text(record), *others(record)]
 
 
 def sessions(record: dict[str, Any]) -> list[str]:
-    """How far apart rows were timed, what the base model took meanwhile, and how many draws there are."""
+    """How far apart rows were timed, what the base model took meanwhile, and how many draws there
+    are."""
     timed = list(verdict.timed(record).values())
     if not timed:
         return []
@@ -99,15 +149,20 @@ def sessions(record: dict[str, Any]) -> list[str]:
         ranges.append(f"{_ms(min(took))} to {_ms(max(took))} ms at {shape}")
     draws: dict[int, list[str]] = {}
     for kept in sorted({row["kept"] for row in record["rows"] if row["kept"]}, reverse=True):
-        most = len({row["seed"] for row in record["rows"] if row["kept"] == kept and "error" not in row})
+        most = len(
+            {row["seed"] for row in record["rows"] if row["kept"] == kept and "error" not in row}
+        )
         draws.setdefault(most, []).append(str(kept))
     counts = "; ".join(f"{most} with {' and '.join(heads)} heads" for most, heads in draws.items())
     fewer = "; 1 for what trains or does not depend on them" if max(draws, default=1) > 1 else ""
     return [
         "",
-        "Each ratio is of its row's own process, where base and smaller model take turns. These processes lie up to"
-        f" {hours:.1f} hours apart, and the base model's own time differs between them and between environments:"
-        f" {', '.join(ranges)}. So compare ratios, not ms. Draws of calibration rows: {counts}{fewer}.",
+        (
+            "Each ratio is of its row's own process, where base and smaller model take turns."
+            f" These processes lie up to {hours:.1f} hours apart, and the base model's own time"
+            f" differs between them and between environments: {', '.join(ranges)}. So compare"
+            f" ratios, not ms. Draws of calibration rows: {counts}{fewer}."
+        ),
     ]
 
 
@@ -129,10 +184,17 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
             cells = [name, str(len(good)), studies.spread([row["test"] for row in good])]
             cells += [_apart(record, name, kept, split) for split in ("test", "validation")]
             timed = [row for row in good if "speed" in row]
-            cells += [*(map(_speed, timed[0]["speed"]) if timed else ["-"] * len(shapes)), *_rest(good, timed)]
+            cells += [
+                *(map(_speed, timed[0]["speed"]) if timed else ["-"] * len(shapes)),
+                *_rest(good, timed),
+            ]
             lines.append("| " + " | ".join(cells) + " |")
         else:
-            what = "CPU only" if all("runs on the CPU only" in error for error in errors) else "does not work"
+            what = (
+                "CPU only"
+                if all("runs on the CPU only" in error for error in errors)
+                else "does not work"
+            )
             lines.append(f"| {name} | {what} |" + " - |" * (len(head) - 2))
     reasons = [f"- **{name}** failed: {error}" for name, error in failed.items()]
     reasons += gaps(record, kept, {row["peer"] for row in rows})
@@ -140,14 +202,23 @@ def table(record: dict[str, Any], kept: int | None, rows: list[dict[str, Any]]) 
 
 
 def gaps(record: dict[str, Any], kept: int | None, here: set[str]) -> list[str]:
-    """Who of the roster has no row among those ``here``, because it cannot or because nobody has measured it."""
+    """Who of the roster has no row among those ``here``, because it cannot or because nobody has
+    measured it."""
     known = {row["peer"] for row in record["rows"]}
     even = [name for name, peer in PEERS.items() if peer.even and name in known]
     if kept is None or here.intersection(even):
         even = []
-    able = [name for name, peer in PEERS.items() if record["task"] in peer.tasks and peer.cuts == (kept is not None)]
+    able = [
+        name
+        for name, peer in PEERS.items()
+        if record["task"] in peer.tasks and peer.cuts == (kept is not None)
+    ]
     lacking = [name for name in able if name not in (*even, *here)]
-    lines = [f"- No row here have those that keep as many heads in every layer: {'; '.join(even)}."] if even else []
+    lines = (
+        [f"- No row here have those that keep as many heads in every layer: {'; '.join(even)}."]
+        if even
+        else []
+    )
     return [*lines, *([f"- No row yet: {'; '.join(lacking)}."] if lacking else [])]
 
 
@@ -170,7 +241,8 @@ def _ms(value: float) -> str:
 
 
 def _rest(rows: list[dict[str, Any]], timed: list[dict[str, Any]]) -> list[str]:
-    """Means over all draws; seconds of the timed one, the only one meant to have the machine for itself."""
+    """Means over all draws; seconds of the timed one, the only one meant to have the machine for
+    itself."""
 
     def mean(values: list[Any]) -> str:
         known = [v for v in values if v is not None]
@@ -192,7 +264,9 @@ def others(record: dict[str, Any]) -> list[str]:
     for row in record["rows"]:
         back = row.get("loads_back", {})
         if back and PEERS[row["peer"]].environment != OWN:
-            lines[f"- **{row['peer']}** is saved and loaded with: {back.get('by', 'nothing')}."] = None
+            lines[f"- **{row['peer']}** is saved and loaded with: {back.get('by', 'nothing')}."] = (
+                None
+            )
         if back and not back["ok"]:
             why = back.get("error") or f"says something else, by {back['difference']:.2g}"
             lines[f"- **{row['peer']}** does not load back: {why}"] = None
@@ -205,9 +279,14 @@ def _disturbed(record: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """Where the machine was slow beside other sessions; base and smaller model met that in turn."""
     found = []
     for place, cell in enumerate(row.get("speed", ())):
-        same = [r for r in record["rows"] if r["environment"] == row["environment"] and "speed" in r]
+        same = [
+            r for r in record["rows"] if r["environment"] == row["environment"] and "speed" in r
+        ]
         fastest = min(r["speed"][place]["base_ms"] for r in same)
         if cell["base_ms"] > SLOWER * fastest:
             shape, times = verdict.shapes(record)[place], cell["base_ms"] / fastest
-            found.append(f"at {shape} the base model took {times:.1f} times what it took at best in that environment")
+            found.append(
+                f"at {shape} the base model took {times:.1f} times what it took at best in that"
+                " environment"
+            )
     return found

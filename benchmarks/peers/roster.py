@@ -1,4 +1,5 @@
-"""Who takes part: a program, an environment and settings each. A new peer is an entry here and a program."""
+"""Who takes part: a program, an environment and settings each. A new peer is an entry here and a
+program."""
 
 from __future__ import annotations
 
@@ -26,15 +27,16 @@ class Peer:
         environment: One of ``environments.py``; by default the runner's own.
         settings: For the program.
         tasks: That it can do.
-        given: What it starts from in place of the base model: ``onnx``, or ``headprune`` for what that peer made of the
-            same rows with as many heads, or ``headprune.onnx``.
+        given: What it starts from in place of the base model: ``onnx``, or ``headprune`` for what
+            that peer made of the same rows with as many heads, or ``headprune.onnx``.
         cuts: Has a row for every number of heads; else one for the whole model.
-        draws: At most so many draws of calibration rows, where its result does not depend on them or training costs.
-        trains: How many times the base model's training it has had in all, the base model's own counted; 0 is none
-            of its own.
+        draws: At most so many draws of calibration rows, where its result does not depend on them
+            or training costs.
+        trains: How many times the base model's training it has had in all, the base model's own
+            counted; 0 is none of its own.
         even: Keeps as many heads in every layer, so that it has rows where that divides.
-        accurate: Why it may be more accurate than ours, other than by training more often, and what would change that;
-            printed where it is.
+        accurate: Why it may be more accurate than ours, other than by training more often, and what
+            would change that; printed where it is.
         faster: The same of its speed.
     """
 
@@ -57,17 +59,17 @@ _REFIT = "`lstsq` with the feed-forward"
 _SURGEON, _TAYLOR = ({"scorer": name, "selector": "global_topk"} for name in ("surgeon", "taylor"))
 _WHOLE = "it keeps every head. What would change it: cutting fewer, or training after the cut"
 _INT8 = (
-    "it rounds every linear layer, feed-forwards too, which cutting heads leaves alone{}. What would change it: both"
-    " together, see below"
+    "it rounds every linear layer, feed-forwards too, which cutting heads leaves alone{}. What"
+    " would change it: both together, see below"
 )
 _ENGINE = "it runs in another engine. What would change it: ours in the same one, see below"
 _SMALLER = (
-    "it has fewer layers, and each costs time beside its multiply-adds. What would change it: layers taken out whole,"
-    " which cutting heads does not do"
+    "it has fewer layers, and each costs time beside its multiply-adds. What would change it:"
+    " layers taken out whole, which cutting heads does not do"
 )
 _FUSED = (
-    "ONNX Runtime's optimizer has fused its file, attention and more. What would change it: ours exported and fused in"
-    " the same way, which is not measured here"
+    "ONNX Runtime's optimizer has fused its file, attention and more. What would change it: ours"
+    " exported and fused in the same way, which is not measured here"
 )
 
 PEERS = {
@@ -77,13 +79,15 @@ PEERS = {
         Peer(
             "headprune",
             "ours",
-            f"`surgeon`, `global_topk`, {_REFIT}: what docs/pipelines.md advises for classifiers, by validation rows",
+            f"`surgeon`, `global_topk`, {_REFIT}: what docs/pipelines.md advises for classifiers,"
+            " by validation rows",
             settings=_SURGEON,
         ),
         Peer(
             "headprune, not refitted",
             "ours",
-            "`surgeon` and `global_topk` alone: heads are chosen and cut, and nothing else is touched",
+            "`surgeon` and `global_topk` alone: heads are chosen and cut, and nothing else is"
+            " touched",
             settings={**_SURGEON, "refit": False},
         ),
         Peer("headprune, taylor", "ours", f"`taylor`, `global_topk`, {_REFIT}", settings=_TAYLOR),
@@ -101,8 +105,10 @@ PEERS = {
             "ours",
             "Kwon et al., heads only, by our parts",
             settings={"preset": "kwon2022"},
-            faster="it may take a layer's last head, where no attention runs then. What would change it: `min_heads=0`,"
-            " with which ours may, too",
+            faster=(
+                "it may take a layer's last head, where no attention runs then. What would change"
+                " it: `min_heads=0`, with which ours may, too"
+            ),
         ),
         Peer(
             "Transformers 4 prune_heads",
@@ -156,20 +162,24 @@ PEERS = {
             Peer(
                 f"onnxsim, fused{', Wanda' if importance == 'wanda' else ''}",
                 "onnxsim_heads",
-                f"the same after ONNX Runtime has fused an older exporter's file, by {what}; run in ONNX Runtime",
+                f"the same after ONNX Runtime has fused an older exporter's file, by {what}; run in"
+                " ONNX Runtime",
                 environment="onnx",
                 settings={"importance": importance, "fuse": True},
                 draws=draws,
                 even=True,
                 faster=_FUSED,
             )
-            for importance, what, draws in (("weights", "weights", 1), ("wanda", "weights times activations", None))
+            for importance, what, draws in (
+                ("weights", "weights", 1),
+                ("wanda", "weights times activations", None),
+            )
         ),
         Peer(
             "smaller architecture",
             "smaller",
-            "fewer layers with as many multiply-adds, of the weights before any fine-tuning, then trained as the base"
-            " model was: once in all",
+            "fewer layers with as many multiply-adds, of the weights before any fine-tuning, then"
+            " trained as the base model was: once in all",
             settings={"distill": 0.0},
             draws=1,
             trains=1,
@@ -193,7 +203,9 @@ PEERS = {
             accurate=_WHOLE,
             faster=_INT8.format(""),
         ),
-        Peer("headprune + PyTorch INT8", "torch_int8", "the same of our cut model", given="headprune"),
+        Peer(
+            "headprune + PyTorch INT8", "torch_int8", "the same of our cut model", given="headprune"
+        ),
         *(
             Peer(
                 f"{start}ONNX Runtime {title}",
@@ -205,13 +217,23 @@ PEERS = {
                 cuts=bool(start),
                 draws=None if start or way == "static" else 1,
                 accurate="" if start else _WHOLE,
-                faster="" if start else _ENGINE if way == "fp32" else _INT8.format(", and runs in another engine"),
+                faster=(
+                    ""
+                    if start
+                    else _ENGINE
+                    if way == "fp32"
+                    else _INT8.format(", and runs in another engine")
+                ),
             )
             for start in ("", "headprune + ")
             for title, way, about in (
                 ("fp32", "fp32", "the ONNX file as it is"),
                 ("dynamic INT8", "dynamic", "dynamic INT8"),
-                ("static INT8", "static", "static INT8 with ranges of 256 calibration rows of all lengths"),
+                (
+                    "static INT8",
+                    "static",
+                    "static INT8 with ranges of 256 calibration rows of all lengths",
+                ),
             )
         ),
     )

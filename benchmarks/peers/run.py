@@ -1,19 +1,22 @@
-"""headprune beside what else one could use: the same weights, rows and judging code, every peer in its own environment.
+"""headprune beside what else one could use: the same weights, rows and judging code, every peer in
+its own environment.
 
     python benchmarks/peers/environments.py --environments FOLDER
-    python benchmarks/peers/run.py --task sst2 --data path/to/sst2 --work runs/peers --environments FOLDER
-    python benchmarks/peers/run.py --task digits --work runs/peers --environments FOLDER
+    python benchmarks/peers/run.py --task sst2 --data path/to/sst2 --work runs/peers --environments
+    FOLDER python benchmarks/peers/run.py --task digits --work runs/peers --environments FOLDER
     python benchmarks/peers/run.py --figure            # docs/peers.md, from the records
 
-The base model is trained once and written as a plain Transformers folder, the rows as arrays; a peer's program
-(``programs``) gets both with a job in JSON, makes its smaller model, and hands back logits, raw times, the saved model
-and what it took. A second process loads what was saved, alone. Times are rounds of the base model and the smaller one
-in turn, in one process. A peer that cannot do it has its error in the table.
+The base model is trained once and written as a plain Transformers folder, the rows as arrays; a
+peer's program (``programs``) gets both with a job in JSON, makes its smaller model, and hands back
+logits, raw times, the saved model and what it took. A second process loads what was saved, alone.
+Times are rounds of the base model and the smaller one in turn, in one process. A peer that cannot
+do it has its error in the table.
 
-A row of the record is one peer with one number of heads and one draw of calibration rows, written as soon as it is
-there; a run that is started again goes on after the last one (``--again`` repeats rows with an error). The first draw
-is timed, so run it on an idle machine (``--seeds 1``); further draws can come later, beside other work. Logits stay in
-``--work``, for the paired comparisons with headprune.
+A row of the record is one peer with one number of heads and one draw of calibration rows, written
+as soon as it is there; a run that is started again goes on after the last one (``--again`` repeats
+rows with an error). The first draw is timed, so run it on an idle machine (``--seeds 1``); further
+draws can come later, beside other work. Logits stay in ``--work``, for the paired comparisons with
+headprune.
 """
 
 from __future__ import annotations
@@ -54,15 +57,27 @@ BUDGETS = {"sst2": (36, 24, 14), "trec": (36, 24, 14), "digits": (16, 8)}
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = studies.parser(__doc__, "peers", TITLES, [])
     parser.add_argument("--environments", type=Path, help="folder of the peers' environments")
-    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME")
+    parser.add_argument(
+        "--peers", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128], help="tokens; images have their own")
-    parser.add_argument("--seconds", type=float, default=5.0, help="about how long each shape is timed")
-    parser.add_argument("--epochs", type=float, help="of training the base model; default: the task's own")
-    parser.add_argument("--judged", type=int, help="judge by the first so many rows only, to try the script")
-    parser.add_argument("--train-rows", type=int, help="peers that train see so many rows only, to try the script")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[128], help="tokens; images have their own"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="about how long each shape is timed"
+    )
+    parser.add_argument(
+        "--epochs", type=float, help="of training the base model; default: the task's own"
+    )
+    parser.add_argument(
+        "--judged", type=int, help="judge by the first so many rows only, to try the script"
+    )
+    parser.add_argument(
+        "--train-rows", type=int, help="peers that train see so many rows only, to try the script"
+    )
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one half of a job")
     studies.add_minutes(parser)
     parser.add_argument("--again", action="store_true", help="try rows with an error again")
@@ -77,16 +92,21 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Runs what is missing from the record, or writes the page; returns the path that was written."""
+    """Runs what is missing from the record, or writes the page; returns the path that was
+    written."""
     args = arguments(argv)
     if args.figure:
         return page.write(args.records, args.docs)
     check_environments(args)
     over = studies.clock(args)
     subject = subjects.subject(args)
-    out: Path = args.out or RECORDS / f"peers-{args.task}{'-cuda' if args.device == 'cuda' else ''}.json"
+    out: Path = (
+        args.out or RECORDS / f"peers-{args.task}{'-cuda' if args.device == 'cuda' else ''}.json"
+    )
     record = begin(args, subject, out)
-    compare(args, subject, record, out)  # an earlier call may have been killed between a row and this
+    compare(
+        args, subject, record, out
+    )  # an earlier call may have been killed between a row and this
     for peer, kept, seed in wanted(args, subject.layers):
         name = (peer.name, kept, seed)
         done = next((row for row in record["rows"] if key(row) == name), None)
@@ -97,7 +117,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
         row = measured(args, subject, peer, kept, seed)
         record["rows"] = [other for other in record["rows"] if other is not done] + [row]
         studies.keep(record, out)
-        print(f"{peer.name:40} {kept or '-':>3} {seed} {row.get('test', row.get('error'))}", flush=True)
+        print(
+            f"{peer.name:40} {kept or '-':>3} {seed} {row.get('test', row.get('error'))}",
+            flush=True,
+        )
         compare(args, subject, record, out)
     print(out)
     return out
@@ -109,7 +132,9 @@ def check_environments(args: argparse.Namespace) -> None:
     lacking = sorted({p.environment for p in wanted_peers} - {OWN, *_made(args)})
     if lacking:
         script = "benchmarks/peers/environments.py"
-        raise SystemExit(f"No environment {', '.join(lacking)}: run {script} first, or name other --peers.")
+        raise SystemExit(
+            f"No environment {', '.join(lacking)}: run {script} first, or name other --peers."
+        )
 
 
 def _made(args: argparse.Namespace) -> list[str]:
@@ -118,7 +143,8 @@ def _made(args: argparse.Namespace) -> list[str]:
 
 
 def begin(args: argparse.Namespace, subject: Subject, out: Path) -> dict[str, Any]:
-    """The record without rows, or the one that lies at ``out``, if it is of the same model, rows and shapes."""
+    """The record without rows, or the one that lies at ``out``, if it is of the same model, rows
+    and shapes."""
     same: dict[str, Any] = {
         "benchmark": "peers",
         "task": args.task,
@@ -142,9 +168,12 @@ def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 def wanted(args: argparse.Namespace, layers: int = 1) -> Iterator[tuple[Peer, int | None, int]]:
-    """Peer, heads kept and draw of every row; ours come before those that start from what they leave, and what keeps as
-    many heads in every layer has none where that is no whole number."""
-    for peer in sorted((PEERS[name] for name in args.peers), key=lambda peer: (peer.given or "").startswith(REFERENCE)):
+    """Peer, heads kept and draw of every row; ours come before those that start from what they
+    leave, and what keeps as many heads in every layer has none where that is no whole number."""
+    for peer in sorted(
+        (PEERS[name] for name in args.peers),
+        key=lambda peer: (peer.given or "").startswith(REFERENCE),
+    ):
         if args.task in peer.tasks:
             budgets = [kept for kept in args.budgets if not (peer.even and kept % layers)]
             for kept in budgets if peer.cuts else [None]:
@@ -156,14 +185,23 @@ def key(row: dict[str, Any]) -> tuple[str, int | None, int]:
     return row["peer"], row["kept"], row["seed"]
 
 
-def measured(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int) -> dict[str, Any]:
+def measured(
+    args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int
+) -> dict[str, Any]:
     """One row: what a peer did, or why it could not."""
-    row: dict[str, Any] = {"peer": peer.name, "kept": kept, "seed": seed, "environment": peer.environment}
+    row: dict[str, Any] = {
+        "peer": peer.name,
+        "kept": kept,
+        "seed": seed,
+        "environment": peer.environment,
+    }
     try:
         python = interpreter(args.environments, peer)
         job = written(args, subject, peer, kept, seed)
         cut = answer(args, python, peer, job, "cut")
-        row |= {k: cut[k] for k in ("versions", "seconds", "heads", "notes") if cut.get(k) is not None}
+        row |= {
+            k: cut[k] for k in ("versions", "seconds", "heads", "notes") if cut.get(k) is not None
+        }
         row |= judged(args, subject, job, cut)
         row["loads_back"] = loaded(args, python, peer, job, cut)
         row["memory_mib"] = {"cut": cut["memory"], "run": row["loads_back"].pop("memory", None)}
@@ -178,7 +216,11 @@ class Failure(Exception):
 
 def tidied(text: str, args: argparse.Namespace) -> str:
     """Without folders of this machine."""
-    for folder, word in ((args.work, "WORK"), (args.environments.resolve(), "ENVIRONMENTS"), (HERE, "peers")):
+    for folder, word in (
+        (args.work, "WORK"),
+        (args.environments.resolve(), "ENVIRONMENTS"),
+        (HERE, "peers"),
+    ):
         text = text.replace(str(folder), word)
     return text.replace(sys.prefix, "PREFIX")
 
@@ -193,16 +235,21 @@ def interpreter(folder: Path, peer: Peer) -> str:
     return str(environments.python(folder, peer.environment))
 
 
-# ---------------------------------------------------------------------------------------------- one job
+# ---------------------------------------------------------------------------------------------- one
+# job
 
 
-def folder_of(args: argparse.Namespace, subject: Subject, name: str, kept: int | None, seed: int) -> Path:
+def folder_of(
+    args: argparse.Namespace, subject: Subject, name: str, kept: int | None, seed: int
+) -> Path:
     """Where a job and its answers lie."""
     plain = "".join(c if c.isalnum() else "-" for c in name)
     return subject.folder / f"jobs-{args.device}" / f"{plain}-{kept or 'whole'}-{seed}"
 
 
-def written(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int) -> Path:
+def written(
+    args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int
+) -> Path:
     """The job's file, in a fresh folder."""
     folder = folder_of(args, subject, peer.name, kept, seed)
     shutil.rmtree(folder, ignore_errors=True)
@@ -231,7 +278,9 @@ def written(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | 
     return path
 
 
-def given(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int) -> str | None:
+def given(
+    args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | None, seed: int
+) -> str | None:
     """What a peer starts from in place of the base model."""
     if peer.given is None:
         return None
@@ -239,25 +288,44 @@ def given(args: argparse.Namespace, subject: Subject, peer: Peer, kept: int | No
     if peer.given.startswith(REFERENCE):
         folder = folder_of(args, subject, REFERENCE, kept, seed) / "saved"
         if not folder.is_dir():
-            raise Failure(f"{REFERENCE} left nothing to start from; run it first, with the same heads and draw")
+            raise Failure(
+                f"{REFERENCE} left nothing to start from; run it first, with the same heads and"
+                " draw"
+            )
     if not peer.given.endswith("onnx"):
         return str(folder)
     try:
-        return str(subjects.onnx_file(folder, subject.file("test", 0), folder.parent / f"{folder.name}.onnx"))
+        return str(
+            subjects.onnx_file(
+                folder, subject.file("test", 0), folder.parent / f"{folder.name}.onnx"
+            )
+        )
     except Exception as error:  # an exporter raises anything
-        raise Failure(f"no ONNX file: {type(error).__name__}: {' '.join(str(error).split())[:600]}") from error
+        raise Failure(
+            f"no ONNX file: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
+        ) from error
 
 
-def answer(args: argparse.Namespace, python: str, peer: Peer, job: Path, half: str) -> dict[str, Any]:
+def answer(
+    args: argparse.Namespace, python: str, peer: Peer, job: Path, half: str
+) -> dict[str, Any]:
     """What a program left; its error, and its death, are raised."""
     command = [python, str(HERE / "programs" / f"{peer.program}.py"), str(job), half]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(args.threads))
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | threads | {"HF_HUB_OFFLINE": "1"}
+    environ = (
+        {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        | threads
+        | {"HF_HUB_OFFLINE": "1"}
+    )
     if peer.environment == OWN:  # with the packages that were carried to a machine without an index
         carried = os.environ.get("PYTHONPATH")
-        environ["PYTHONPATH"] = os.pathsep.join([str(studies.ROOT), *([carried] if carried else [])])
+        environ["PYTHONPATH"] = os.pathsep.join(
+            [str(studies.ROOT), *([carried] if carried else [])]
+        )
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=args.timeout, check=False)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=args.timeout, check=False
+        )
     except subprocess.TimeoutExpired:
         raise Failure(f"took more than {args.timeout:g} s") from None
     found = job.with_name(f"{half}.json")
@@ -274,7 +342,9 @@ def arrays(job: Path, half: str) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-def judged(args: argparse.Namespace, subject: Subject, job: Path, cut: dict[str, Any]) -> dict[str, Any]:
+def judged(
+    args: argparse.Namespace, subject: Subject, job: Path, cut: dict[str, Any]
+) -> dict[str, Any]:
     """Accuracy, speed and size on disk."""
     logits = arrays(job, "cut")
     found: dict[str, Any] = {}
@@ -285,13 +355,17 @@ def judged(args: argparse.Namespace, subject: Subject, job: Path, cut: dict[str,
     if not apart < 1e-2 * np.abs(first).max():
         raise Failure(f"its base model is another one: logits differ by {apart:.2g}")
     if cut["rounds"]:
-        found["speed"] = [judging.speed(*pair) for pair in zip(shapes(args), cut["rounds"], strict=True)]
+        found["speed"] = [
+            judging.speed(*pair) for pair in zip(shapes(args), cut["rounds"], strict=True)
+        ]
     files = [path for path in job.with_name("saved").rglob("*") if path.is_file()]
     found["bytes"] = sum(path.stat().st_size for path in files) or None
     return found
 
 
-def loaded(args: argparse.Namespace, python: str, peer: Peer, job: Path, cut: dict[str, Any]) -> dict[str, Any]:
+def loaded(
+    args: argparse.Namespace, python: str, peer: Peer, job: Path, cut: dict[str, Any]
+) -> dict[str, Any]:
     """Whether what was saved, loaded by a fresh process, says the same on the test rows."""
     if "not_saved" in cut:
         return {"ok": False, "error": tidied(cut["not_saved"], args)}
@@ -300,7 +374,12 @@ def loaded(args: argparse.Namespace, python: str, peer: Peer, job: Path, cut: di
     except Failure as error:
         return {"ok": False, "by": cut["saved_by"], "error": tidied(str(error), args)}
     apart = float(np.abs(arrays(job, "load")["test"] - arrays(job, "cut")["test"]).max())
-    return {"ok": apart < 1e-3, "by": cut["saved_by"], "difference": apart, "memory": found["memory"]}
+    return {
+        "ok": apart < 1e-3,
+        "by": cut["saved_by"],
+        "difference": apart,
+        "memory": found["memory"],
+    }
 
 
 def compare(args: argparse.Namespace, subject: Subject, record: dict[str, Any], out: Path) -> None:
@@ -309,7 +388,9 @@ def compare(args: argparse.Namespace, subject: Subject, record: dict[str, Any], 
     studies.keep(record, out)
 
 
-def compared(args: argparse.Namespace, subject: Subject, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compared(
+    args: argparse.Namespace, subject: Subject, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Every peer against what it is to be held to: paired differences, draw by draw."""
     found = []
     by = {key(row): row for row in rows if "error" not in row}
@@ -320,12 +401,20 @@ def compared(args: argparse.Namespace, subject: Subject, rows: list[dict[str, An
             # What has one draw only is compared with that one.
             pairs = [(s, s if (other, its, s) in by else 0) for s in seeds]
             if all((other, its, theirs) in by for _, theirs in pairs):
-                line: dict[str, Any] = {"peer": name, "kept": kept, "reference": other, "reference_kept": its}
+                line: dict[str, Any] = {
+                    "peer": name,
+                    "kept": kept,
+                    "reference": other,
+                    "reference_kept": its,
+                }
                 line["draws"] = len(seeds)
                 for split in ("validation", "test"):
                     line[split] = judging.difference(
                         [
-                            tuple(answered(args, subject, *one, split) for one in ((name, kept, a), (other, its, b)))
+                            tuple(
+                                answered(args, subject, *one, split)
+                                for one in ((name, kept, a), (other, its, b))
+                            )
                             for a, b in pairs
                         ]
                     )
@@ -334,9 +423,9 @@ def compared(args: argparse.Namespace, subject: Subject, rows: list[dict[str, An
 
 
 def opponents(name: str, kept: int | None, budgets: Sequence[int]) -> list[tuple[str, int | None]]:
-    """Peer and heads kept: what keeps all heads is held to the base model and to our cut ones, what cuts to ours with
-    as many heads, what has trained as often as our trained one to that, what starts from our cut model to the same of
-    the whole one."""
+    """Peer and heads kept: what keeps all heads is held to the base model and to our cut ones, what
+    cuts to ours with as many heads, what has trained as often as our trained one to that, what
+    starts from our cut model to the same of the whole one."""
     if name in ("unpruned", REFERENCE):
         return []
     whole = name.removeprefix(f"{REFERENCE} + ")
@@ -345,7 +434,10 @@ def opponents(name: str, kept: int | None, budgets: Sequence[int]) -> list[tuple
     if kept is None:
         return [("unpruned", None), *((REFERENCE, its) for its in budgets)]
     often = PEERS[TRAINED].trains if TRAINED in PEERS else None
-    return [(REFERENCE, kept), *([(TRAINED, kept)] if PEERS[name].trains == often and name != TRAINED else [])]
+    return [
+        (REFERENCE, kept),
+        *([(TRAINED, kept)] if PEERS[name].trains == often and name != TRAINED else []),
+    ]
 
 
 def answered(

@@ -1,4 +1,5 @@
-"""What all peers start from: a base model as a plain Transformers folder, its rows as arrays, and ONNX files.
+"""What all peers start from: a base model as a plain Transformers folder, its rows as arrays, and
+ONNX files.
 
 Nothing here is a pickle, so that environments with other versions can read it.
 """
@@ -83,7 +84,9 @@ class Subject:
         return self.folder / "before"
 
     def file(self, purpose: str, seed: int) -> Path:
-        return self.folder / (f"calibration-{seed}.npz" if purpose == "calibration" else f"{purpose}.npz")
+        return self.folder / (
+            f"calibration-{seed}.npz" if purpose == "calibration" else f"{purpose}.npz"
+        )
 
     def first(self) -> np.ndarray:
         """The base model's logits of the first test rows, which every environment must give."""
@@ -109,7 +112,9 @@ def subject(args: Any) -> Subject:
         unfinished = args.work / f".unfinished-subject-{digest}"
         shutil.rmtree(unfinished, ignore_errors=True)
         model.save_pretrained(unfinished / "base")
-        build_model(recipe, number_labels(recipe, load_rows(recipe)).labels).save_pretrained(unfinished / "before")
+        build_model(recipe, number_labels(recipe, load_rows(recipe)).labels).save_pretrained(
+            unfinished / "before"
+        )
         parts = {"train": data.examples["train"][: args.train_rows]}
         parts |= {split: data.examples[split][: args.judged] for split in ("validation", "test")}
         for purpose, rows in parts.items():
@@ -123,9 +128,13 @@ def subject(args: Any) -> Subject:
         if not (path := folder / f"calibration-{seed}.npz").is_file():
             _save(_joined(_calibration(args, data, seed)), path)
     train = {key: getattr(recipe.train, key) for key in (*_TRAINING, "batch_size")}
-    counts = {p: len(np.load(folder / f"{p}.npz")["label"]) for p in ("train", "validation", "test")}
+    counts = {
+        p: len(np.load(folder / f"{p}.npz")["label"]) for p in ("train", "validation", "test")
+    }
     heads = sum(len(site.heads) for site in hp.find_sites(model))
-    return Subject(args.task, folder, heads, weights, train, {**counts, "calibration": args.calibration})
+    return Subject(
+        args.task, folder, heads, weights, train, {**counts, "calibration": args.calibration}
+    )
 
 
 def recipe_of(args: Any) -> Recipe:
@@ -139,7 +148,8 @@ def recipe_of(args: Any) -> Recipe:
 
 
 def onnx_file(folder: Path, rows: Path, out: Path) -> Path:
-    """The ONNX file of a model in a folder, of ours or of Transformers', proven equal; made once."""
+    """The ONNX file of a model in a folder, of ours or of Transformers', proven equal; made
+    once."""
     if not out.is_file():
         ours = (folder / "headprune.json").is_file()
         model = hp.from_pretrained(folder).eval() if ours else pretrained(folder, "cpu")

@@ -1,4 +1,5 @@
-"""Every peer held to ours in accuracy and speed, why a row is not won, and what ours adds to others."""
+"""Every peer held to ours in accuracy and speed, why a row is not won, and what ours adds to
+others."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def ours(name: str) -> bool:
 def noise(record: dict[str, Any]) -> list[float]:
     """By shape, the largest share by which the speeds of models differ that should be equally fast.
 
-    That is the base model beside its copy, and, of one environment, models with as many heads. One with a layer that
-    lost its last head is left out: no attention runs there, which is no noise.
+    That is the base model beside its copy, and, of one environment, models with as many heads. One
+    with a layer that lost its last head is left out: no attention runs there, which is no noise.
     """
     alike: dict[tuple[str, int | None], list[list[float]]] = {}
     for row in timed(record).values():
@@ -99,27 +100,53 @@ def faster(theirs: dict[str, Any], its: dict[str, Any], limits: list[float]) -> 
         return bool(one["low"] > other["high"] and one["ratio"] > other["ratio"] * (1 + limit))
 
     cells = zip(theirs["speed"], its["speed"], limits, strict=True)
-    return tuple(THEIRS if above(a, b, limit) else OURS if above(b, a, limit) else "" for a, b, limit in cells)
+    return tuple(
+        THEIRS if above(a, b, limit) else OURS if above(b, a, limit) else ""
+        for a, b, limit in cells
+    )
 
 
-# ------------------------------------------------------------------------------------------------- in Markdown
+# -------------------------------------------------------------------------------------------------
+# in Markdown
 
 
 def text(record: dict[str, Any]) -> list[str]:
     """The table of outcomes, notes on all that is not won, and what ours adds."""
     names, found = shapes(record), comparisons(record)
-    limits = " and ".join(f"{100 * n:.1f} % at {name}" for n, name in zip(noise(record), names, strict=True))
-    head = ["peer", "heads", "held to", "heads", "draws", "points", *(f"faster at {name}" for name in names)]
+    limits = " and ".join(
+        f"{100 * n:.1f} % at {name}" for n, name in zip(noise(record), names, strict=True)
+    )
+    head = [
+        "peer",
+        "heads",
+        "held to",
+        "heads",
+        "draws",
+        "points",
+        *(f"faster at {name}" for name in names),
+    ]
     head.append("outcome for headprune")
     lines = [
         "",
         "### Accuracy and speed together",
         "",
-        "Accuracy surely differs where the interval of the paired difference leaves out 0. *Faster*, shape by shape,",
-        "is beyond both intervals and the noise between rows: the most by which any two models differ that should be",
-        "equally fast (pruned ones of one environment with as many heads, none with a layer without any; the base",
+        (
+            "Accuracy surely differs where the interval of the paired difference leaves out 0."
+            " *Faster*, shape by shape,"
+        ),
+        (
+            "is beyond both intervals and the noise between rows: the most by which any two models"
+            " differ that should be"
+        ),
+        (
+            "equally fast (pruned ones of one environment with as many heads, none with a layer"
+            " without any; the base"
+        ),
         f"model and its copy), {limits}. *Won*: ours is better in",
-        "accuracy or at a shape, theirs in nothing. *Lost*: the other way round. *A trade*: each is better in",
+        (
+            "accuracy or at a shape, theirs in nothing. *Lost*: the other way round. *A trade*:"
+            " each is better in"
+        ),
         "something. *Tied*: neither is in anything.",
         "",
         "| " + " | ".join(head) + " |",
@@ -129,7 +156,9 @@ def text(record: dict[str, Any]) -> list[str]:
         line = one.line
         kept, its = ("all" if n is None else str(n) for n in (line["kept"], line["reference_kept"]))
         cells = [line["peer"], kept, line["reference"], its, str(line["draws"]), points(line)]
-        lines.append("| " + " | ".join([*cells, *(who or "-" for who in one.faster), one.outcome]) + " |")
+        lines.append(
+            "| " + " | ".join([*cells, *(who or "-" for who in one.faster), one.outcome]) + " |"
+        )
     return [*lines, "", *notes(record, found), *added(record)]
 
 
@@ -144,7 +173,8 @@ def points(line: dict[str, Any], split: str = "test") -> str:
 
 
 def notes(record: dict[str, Any], found: list[Comparison]) -> list[str]:
-    """On every row that is not won: why, and what would change it. Those of one reason share a line."""
+    """On every row that is not won: why, and what would change it. Those of one reason share a
+    line."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for one in found:
         if one.outcome in (LOST, TRADE):
@@ -157,17 +187,19 @@ def notes(record: dict[str, Any], found: list[Comparison]) -> list[str]:
         f"- {' and '.join(peers)} beside *{its}* with {heads} heads: {reason}."
         for (its, heads, reason), peers in alike.items()
     ]
-    budgets = dict.fromkeys(one.line["reference_kept"] for one in found if one.outcome in (LOST, TRADE))
+    budgets = dict.fromkeys(
+        one.line["reference_kept"] for one in found if one.outcome in (LOST, TRADE)
+    )
     if budgets:
         best = "; ".join(_best(record, kept) for kept in sorted(budgets, reverse=True))
         lines.append(f"- Of ours the most accurate, by these test rows: {best}.")
     if ties := [tie(one) for one in found if one.outcome == TIED]:
         n_rows = record["rows_used"]["test"]
         lines.append(
-            "- **Tied**: the interval contains 0, and neither is surely faster at any shape. An interval's width falls"
-            f" with the square root of the test rows: if the difference is as found, so many times the {n_rows} there"
-            " are would tell. A row of one draw is of one choice of calibration rows; more would tell, too."
-            f" {'; '.join(ties)}."
+            "- **Tied**: the interval contains 0, and neither is surely faster at any shape. An"
+            " interval's width falls with the square root of the test rows: if the difference is"
+            f" as found, so many times the {n_rows} there are would tell. A row of one draw is of"
+            f" one choice of calibration rows; more would tell, too. {'; '.join(ties)}."
         )
     return [*lines, ""] if lines else []
 
@@ -178,10 +210,12 @@ def why(record: dict[str, Any], one: Comparison) -> str:
     found = []
     if one.accurate == THEIRS:
         trained = (
-            "it was trained on all labelled rows, which this one of ours was not after its cut. What would change it:"
-            " that training"
+            "it was trained on all labelled rows, which this one of ours was not after its cut."
+            " What would change it: that training"
         )
-        found.append(f"more accurate, as {trained if peer.trains > its.trains else peer.accurate or UNKNOWN}")
+        found.append(
+            f"more accurate, as {trained if peer.trains > its.trains else peer.accurate or UNKNOWN}"
+        )
     if THEIRS in one.faster:
         names = shapes(record)
         where = [name for name, who in zip(names, one.faster, strict=True) if who == THEIRS]
@@ -197,8 +231,8 @@ def _same_heads(record: dict[str, Any], one: Comparison) -> str:
     if (heads := _heads(theirs)) is None or heads != _heads(its):
         return ""
     return (
-        "far as one process tells: as many heads stay, if in other layers, and a process's memory may favour one model."
-        " What would change it: timing several processes"
+        "far as one process tells: as many heads stay, if in other layers, and a process's memory"
+        " may favour one model. What would change it: timing several processes"
     )
 
 
@@ -209,16 +243,26 @@ def tie(one: Comparison) -> str:
     wide = f"{100 * (test['high'] - test['low']):.1f} points wide"
     reach = test["high"] - apart if apart < 0 else apart - test["low"]
     share = max(1.1, (reach / apart) ** 2) if apart else math.inf
-    times = "no number, as none was found" if share == math.inf else f"{share:.{int(share < 10)}f} times"
+    times = (
+        "no number, as none was found"
+        if share == math.inf
+        else f"{share:.{int(share < 10)}f} times"
+    )
     beside = "" if line["reference"] == REFERENCE else f" beside *{line['reference']}*"
-    heads = f"all heads beside {line['reference_kept']}" if line["kept"] is None else f"{line['kept']} heads"
+    heads = (
+        f"all heads beside {line['reference_kept']}"
+        if line["kept"] is None
+        else f"{line['kept']} heads"
+    )
     return f"{line['peer']}, {heads}{beside}: {times} ({wide})"
 
 
 def _best(record: dict[str, Any], kept: int) -> str:
     """Our most accurate model with so many heads."""
     own = [row for (name, heads), row in timed(record).items() if heads == kept and ours(name)]
-    means = {row["peer"]: statistics.fmean(accuracies(record, row["peer"], kept).values()) for row in own}
+    means = {
+        row["peer"]: statistics.fmean(accuracies(record, row["peer"], kept).values()) for row in own
+    }
     best = max(own, key=lambda row: means[row["peer"]])
     speeds = " and ".join(f"{cell['ratio']:.2f}x" for cell in best["speed"])
     return f"{kept} heads, *{best['peer']}*, {means[best['peer']]:.3f} at {speeds}"
@@ -226,12 +270,17 @@ def _best(record: dict[str, Any], kept: int) -> str:
 
 def accuracies(record: dict[str, Any], name: str, kept: int | None) -> dict[int, float]:
     """Test accuracy by draw."""
-    rows = (row for row in record["rows"] if (row["peer"], row["kept"]) == (name, kept) and "test" in row)
+    rows = (
+        row
+        for row in record["rows"]
+        if (row["peer"], row["kept"]) == (name, kept) and "test" in row
+    )
     return {row["seed"]: row["test"] for row in rows}
 
 
 def added(record: dict[str, Any]) -> list[str]:
-    """What ours adds to others: a row for each that starts from our cut model, beside the same of the whole one."""
+    """What ours adds to others: a row for each that starts from our cut model, beside the same of
+    the whole one."""
     rows, cells = timed(record), list[list[str]]()
     for (name, kept), row in rows.items():
         other = name.removeprefix(TOGETHER)
@@ -243,10 +292,22 @@ def added(record: dict[str, Any]) -> list[str]:
             cells.append([other, str(kept), *_gained(record, name, kept, other), *gains])
     if not cells:
         return []
-    head = ["peer", "heads", "draws", "points", *(f"times as fast at {name}" for name in shapes(record))]
+    head = [
+        "peer",
+        "heads",
+        "draws",
+        "points",
+        *(f"times as fast at {name}" for name in shapes(record)),
+    ]
     return [
-        f"What {REFERENCE} adds to others, which then start from its cut model: the mean difference to the same of the",
-        "whole model over draws (with an interval where the record has it), and the first draw's speed.",
+        (
+            f"What {REFERENCE} adds to others, which then start from its cut model: the mean"
+            " difference to the same of the"
+        ),
+        (
+            "whole model over draws (with an interval where the record has it), and the first"
+            " draw's speed."
+        ),
         "",
         *pages.table(head, cells),
     ]
@@ -258,4 +319,7 @@ def _gained(record: dict[str, Any], name: str, kept: int | None, other: str) -> 
         if (line["peer"], line["kept"], line["reference"]) == (name, kept, other):
             return str(line["draws"]), points(line)
     both, alone = accuracies(record, name, kept), accuracies(record, other, None)
-    return str(len(both)), f"{100 * statistics.fmean(v - alone.get(s, alone[0]) for s, v in both.items()):+.1f}"
+    return (
+        str(len(both)),
+        f"{100 * statistics.fmean(v - alone.get(s, alone[0]) for s, v in both.items()):+.1f}",
+    )

@@ -1,4 +1,5 @@
-"""Our own multi-head attention, with a gate on every head, and the tensor primitive that cuts projections.
+"""Our own multi-head attention, with a gate on every head, and the tensor primitive that cuts
+projections.
 
 Every name loads when it is first used; importing this package imports no torch.
 """

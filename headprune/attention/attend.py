@@ -1,4 +1,5 @@
-"""Attention pooling of all heads side by side: the fast path, and the one that shows its weights."""
+"""Attention pooling of all heads side by side: the fast path, and the one that shows its
+weights."""
 
 from __future__ import annotations
 
@@ -38,18 +39,22 @@ def attend(
         group: Query heads per key/value head.
 
     Returns:
-        ``[batch, heads, queries, value_dim]``, and the weights ``[batch, heads, queries, keys]`` or None.
+        ``[batch, heads, queries, value_dim]``, and the weights ``[batch, heads, queries, keys]`` or
+        None.
 
     Raises:
         InvalidValue: the compatibility function returned another shape.
     """
-    # Nothing to see for anyone; the kernels have no common answer to it. In a trace sizes are tensors.
+    # Nothing to see for anyone; the kernels have no common answer to it. In a trace sizes are
+    # tensors.
     if not torch.jit.is_tracing() and key.shape[2] == 0:
         nothing = query.new_zeros(*query.shape[:3], value.shape[-1])
         return nothing, query.new_zeros(*query.shape[:3], 0) if need_weights else None
     if isinstance(compatibility, ScaledDotProduct) and not need_weights:
         return _fast(query, key, value, compatibility, mask, dropout, group), None
-    context, weights = _shown(query, _repeat(key, group), _repeat(value, group), compatibility, mask, heads, dropout)
+    context, weights = _shown(
+        query, _repeat(key, group), _repeat(value, group), compatibility, mask, heads, dropout
+    )
     return context, weights if need_weights else None
 
 
@@ -60,7 +65,9 @@ def repeated(x: Tensor, repeats: Sequence[int]) -> Tensor:
     [0.0, 1.0, 1.0]
     """
     heads = [x[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(repeats)]
-    return torch.cat(heads, 1)  # slices: an index would have to be copied to a GPU in every call, which waits for it
+    return torch.cat(
+        heads, 1
+    )  # slices: an index would have to be copied to a GPU in every call, which waits for it
 
 
 def _repeat(x: Tensor, group: int) -> Tensor:
@@ -76,7 +83,8 @@ def _fast(
     dropout: float,
     group: int,
 ) -> Tensor:
-    # On a GPU the kernels that take a mask do not take grouped heads; asked for both, PyTorch falls back to a slow one.
+    # On a GPU the kernels that take a mask do not take grouped heads; asked for both, PyTorch falls
+    # back to a slow one.
     grouped = group > 1 and mask.allowed is None
     if not grouped:
         key, value = _repeat(key, group), _repeat(value, group)

@@ -27,8 +27,8 @@ class Cache(Protocol):
 class KVCache:
     """Keys and values of earlier steps, for one attention module.
 
-    Pass the same cache to every call; each call's keys and values are appended, and its queries see all of them.
-    Grouped heads are stored once.
+    Pass the same cache to every call; each call's keys and values are appended, and its queries see
+    all of them. Grouped heads are stored once.
 
     >>> from headprune.attention import MultiHeadAttention
     >>> attention, cache = MultiHeadAttention(8, 2).eval(), KVCache()

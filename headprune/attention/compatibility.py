@@ -17,15 +17,17 @@ from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 
 
 class Compatibility(Protocol):
-    """Anything that can be called as ``compatibility(query, key, heads)`` and returns one number a pair.
+    """Anything that can be called as ``compatibility(query, key, heads)`` and returns one number a
+    pair.
 
-    It is called once a forward pass with all present heads side by side; masks, softmax and dropout follow. An
-    ``nn.Module`` becomes a submodule, so its parameters train and are saved.
+    It is called once a forward pass with all present heads side by side; masks, softmax and dropout
+    follow. An ``nn.Module`` becomes a submodule, so its parameters train and are saved.
 
-    Shapes: ``query [batch, heads, queries, head_dim]``, ``key [batch, heads, keys, head_dim]`` (already repeated for
-    grouped queries) to finite numbers ``[batch, heads, queries, keys]``. ``heads`` are the ORIGINAL indices of the
-    present heads: a table with one row a head, indexed with them, stays right after heads are pruned. With a KV cache
-    there are more keys than queries; query ``i`` has the position ``keys - queries + i``.
+    Shapes: ``query [batch, heads, queries, head_dim]``, ``key [batch, heads, keys, head_dim]``
+    (already repeated for grouped queries) to finite numbers ``[batch, heads, queries, keys]``.
+    ``heads`` are the ORIGINAL indices of the present heads: a table with one row a head, indexed
+    with them, stays right after heads are pruned. With a KV cache there are more keys than queries;
+    query ``i`` has the position ``keys - queries + i``.
 
     >>> def nearer_is_better(query, key, heads):
     ...     i = torch.arange(query.shape[-2])[:, None] + key.shape[-2] - query.shape[-2]
@@ -59,19 +61,25 @@ class ScaledDotProduct:
 class Additive(nn.Module):
     """``a(q, k) = wᵀ tanh(q + k)``, one ``w`` for all heads; Bahdanau et al. 2015, appendix A.1.2.
 
-    The paper's two matrices before the tanh are the heads' own W_q and W_k. Because w belongs to f and not to a head,
-    pruning leaves it whole. Needs memory for ``[batch, heads, queries, keys, head_dim]``.
+    The paper's two matrices before the tanh are the heads' own W_q and W_k. Because w belongs to f
+    and not to a head, pruning leaves it whole. Needs memory for
+    ``[batch, heads, queries, keys, head_dim]``.
 
     Args:
         head_dim: Width of a query or key head.
     """
 
     def __init__(
-        self, head_dim: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        head_dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         bound = 1 / math.sqrt(head_dim)
-        self.weight = nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype).uniform_(-bound, bound))
+        self.weight = nn.Parameter(
+            torch.empty(head_dim, device=device, dtype=dtype).uniform_(-bound, bound)
+        )
 
     def forward(self, query: Tensor, key: Tensor, heads: tuple[int, ...]) -> Tensor:
         return torch.tanh(query.unsqueeze(-2) + key.unsqueeze(-3)) @ self.weight
@@ -97,9 +105,20 @@ def resolve_compatibility(
     """
     if isinstance(value, str):
         if value not in _NAMES:
-            raise UnknownName("compatibility", "a known name or a callable", repr(value), did_you_mean(value, _NAMES))
-        return ScaledDotProduct() if value == "scaled_dot_product" else Additive(head_dim, device, dtype)
+            raise UnknownName(
+                "compatibility",
+                "a known name or a callable",
+                repr(value),
+                did_you_mean(value, _NAMES),
+            )
+        return (
+            ScaledDotProduct()
+            if value == "scaled_dot_product"
+            else Additive(head_dim, device, dtype)
+        )
     if not callable(value) or isinstance(value, type):
         hint = "See headprune.attention.Compatibility for what is called with what."
-        raise InvalidValue("compatibility", "a name or a callable (query, key, heads) -> Tensor", repr(value), hint)
+        raise InvalidValue(
+            "compatibility", "a name or a callable (query, key, heads) -> Tensor", repr(value), hint
+        )
     return value

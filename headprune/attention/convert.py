@@ -25,12 +25,15 @@ def from_heads(
 ) -> MultiHeadAttention:
     """Multi-head attention from single heads, without biases.
 
-    Matrices lie as in ``nn.Linear.weight``, output by input, and are copied; one tensor may serve as several of them.
+    Matrices lie as in ``nn.Linear.weight``, output by input, and are copied; one tensor may serve
+    as several of them.
 
     Args:
-        heads: For every head ``(W_q [head_dim, query_size], W_k [head_dim, key_size], W_v [value_dim, value_size])``.
-        W_o: ``[output_size, heads * value_dim]``; None: the heads' outputs side by side. That is a frozen identity
-            matrix, so the output keeps its width when heads are pruned, with zeros where they were.
+        heads: For every head
+            ``(W_q [head_dim, query_size], W_k [head_dim, key_size], W_v [value_dim, value_size])``.
+        W_o: ``[output_size, heads * value_dim]``; None: the heads' outputs side by side. That is a
+            frozen identity matrix, so the output keeps its width when heads are pruned, with zeros
+            where they were.
         dropout: As in MultiHeadAttention.
         batch_first: As in MultiHeadAttention.
         compatibility: As in MultiHeadAttention.
@@ -44,7 +47,9 @@ def from_heads(
     torch.Size([1, 5, 6])
     """
     columns = _columns(heads)
-    (head_dim, query_size), (_, key_size), (value_dim, value_size) = (tuple(c[0].shape) for c in columns)
+    (head_dim, query_size), (_, key_size), (value_dim, value_size) = (
+        tuple(c[0].shape) for c in columns
+    )
     width = len(heads) * value_dim
     first = columns[0][0]
     if W_o is not None:
@@ -79,8 +84,14 @@ def _columns(heads: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[list[Tensor
     if len(heads) == 0:
         raise InvalidValue("heads", "at least one triple (W_q, W_k, W_v)", "none")
     for i, head in enumerate(heads):
-        if isinstance(head, Tensor) or len(head) != 3 or not all(isinstance(m, Tensor) and m.dim() == 2 for m in head):
-            got = f"{len(head)} of " + ", ".join(str(list(getattr(m, "shape", [type(m).__name__]))) for m in head)
+        if (
+            isinstance(head, Tensor)
+            or len(head) != 3
+            or not all(isinstance(m, Tensor) and m.dim() == 2 for m in head)
+        ):
+            got = f"{len(head)} of " + ", ".join(
+                str(list(getattr(m, "shape", [type(m).__name__]))) for m in head
+            )
             raise InvalidValue(f"heads[{i}]", "three matrices (W_q, W_k, W_v)", got)
     q, k, v = heads[0]
     expected = (tuple(q.shape), (q.shape[0], k.shape[1]), tuple(v.shape))
@@ -94,22 +105,28 @@ def _same(where: str, matrix: Tensor, shape: tuple[int, ...], like: Tensor) -> N
     have = (tuple(matrix.shape), matrix.dtype, matrix.device)
     want = (shape, like.dtype, like.device)
     if have != want:
-        must = f"of shape {['output_size' if n < 0 else n for n in shape]}, {like.dtype}, on {like.device}"
+        must = (
+            f"of shape {['output_size' if n < 0 else n for n in shape]}, {like.dtype}, on"
+            f" {like.device}"
+        )
         got = f"{list(matrix.shape)}, {matrix.dtype}, on {matrix.device}"
         hint = "Matrices lie as in nn.Linear.weight: output by input."
         raise InvalidValue(where, must, got, hint)
 
 
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """The same function as ``module``, with copies of its parameters, its training mode and its sequence order.
+    """The same function as ``module``, with copies of its parameters, its training mode and its
+    sequence order.
 
     PyTorch's masks say True for what is HIDDEN, ours for what may be seen.
 
     Raises:
-        UnsupportedModel: not an ``nn.MultiheadAttention``, or one with ``add_bias_kv``, ``add_zero_attn``, or
-            parameters we do not know (quantised, parametrised).
+        UnsupportedModel: not an ``nn.MultiheadAttention``, or one with ``add_bias_kv``,
+            ``add_zero_attn``, or parameters we do not know (quantised, parametrised).
 
-    >>> attention = MultiHeadAttention.from_torch(nn.MultiheadAttention(8, 2, batch_first=True).eval())
+    >>> attention = MultiHeadAttention.from_torch(
+    ...     nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    ... )
     >>> attention.n_heads, attention.training
     (2, False)
     """
@@ -118,13 +135,18 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         got = "add_zero_attn=True" if module.add_zero_attn else "add_bias_kv=True"
         raise UnsupportedModel(
-            "module", "without keys of its own", got, "MultiHeadAttention attends to its input only."
+            "module",
+            "without keys of its own",
+            got,
+            "MultiHeadAttention attends to its input only.",
         )
     names = {n for n, _ in module.named_parameters()}
     packed = module._qkv_same_embed_dim
     weights = {"in_proj_weight"} if packed else {"q_proj_weight", "k_proj_weight", "v_proj_weight"}
     if names - {"in_proj_bias", "out_proj.bias"} != weights | {"out_proj.weight"}:
-        raise UnsupportedModel("module", "with the parameters of nn.MultiheadAttention", sorted(names))
+        raise UnsupportedModel(
+            "module", "with the parameters of nn.MultiheadAttention", sorted(names)
+        )
     size = module.embed_dim
     ours = MultiHeadAttention(
         size,
@@ -161,9 +183,10 @@ def to_torch(module: MultiHeadAttention) -> nn.MultiheadAttention:
     """The same function as PyTorch's module, with copies of the parameters.
 
     Raises:
-        UnsupportedModel: what PyTorch's module has no form for: grouped heads, a head width other than
-            ``query_size / n_heads`` (so also a module that has lost heads), another output width, another
-            compatibility function, biases on some projections only, parts of one packed tensor frozen.
+        UnsupportedModel: what PyTorch's module has no form for: grouped heads, a head width other
+            than ``query_size / n_heads`` (so also a module that has lost heads), another output
+            width, another compatibility function, biases on some projections only, parts of one
+            packed tensor frozen.
 
     >>> type(MultiHeadAttention(8, 2).to_torch()).__name__
     'MultiheadAttention'
@@ -181,7 +204,9 @@ def to_torch(module: MultiHeadAttention) -> nn.MultiheadAttention:
         batch_first=module.batch_first,
         device="meta",  # no random numbers are drawn for weights that are given
     )
-    weights, biases = ([getattr(getattr(module, n), kind) for n in _PROJECTIONS] for kind in ("weight", "bias"))
+    weights, biases = (
+        [getattr(getattr(module, n), kind) for n in _PROJECTIONS] for kind in ("weight", "bias")
+    )
     if packed:
         _give(theirs, "in_proj_weight", torch.cat(weights), weights[0])
     else:
@@ -199,25 +224,45 @@ def _refuse_what_torch_lacks(module: MultiHeadAttention) -> None:
 
     def must(holds: bool, what: str, got: object) -> None:
         if not holds:
-            raise UnsupportedModel("to_torch()", what, got, "nn.MultiheadAttention has no form for it.")
+            raise UnsupportedModel(
+                "to_torch()", what, got, "nn.MultiheadAttention has no form for it."
+            )
 
     must(module.n_heads > 0, "called on a module with heads", "no head")
-    must(module.n_kv_heads == module.n_heads, "given one key/value head a query head", f"{module.n_kv_heads} of them")
+    must(
+        module.n_kv_heads == module.n_heads,
+        "given one key/value head a query head",
+        f"{module.n_kv_heads} of them",
+    )
     for name, width in (("head_dim", module.head_dim), ("value_dim", module.value_dim)):
         got = f"{module.n_heads} heads of {name} {width}"
         must(module.n_heads * width == size, f"given heads that fill the query width {size}", got)
-    must(module.W_o.out_features == size, f"given an output as wide as the query, {size}", module.W_o.out_features)
+    must(
+        module.W_o.out_features == size,
+        f"given an output as wide as the query, {size}",
+        module.W_o.out_features,
+    )
     fit = module.compatibility
-    default = isinstance(fit, ScaledDotProduct) and fit.scale in (None, 1 / math.sqrt(module.head_dim))
+    default = isinstance(fit, ScaledDotProduct) and fit.scale in (
+        None,
+        1 / math.sqrt(module.head_dim),
+    )
     must(default, "given the scaled dot product, scaled by 1 / sqrt(head_dim)", fit)
     projections = [getattr(module, name) for name in (*_PROJECTIONS, "W_o")]
     for p in projections:
-        plain = isinstance(p, nn.Linear) and [n for n, _ in p.named_parameters()] in (["weight"], ["weight", "bias"])
+        plain = isinstance(p, nn.Linear) and [n for n, _ in p.named_parameters()] in (
+            ["weight"],
+            ["weight", "bias"],
+        )
         must(plain, "given plain nn.Linear projections", p)
     biases = [p.bias is not None for p in projections]
     must(len(set(biases)) == 1, "given biases on all of W_q, W_k, W_v and W_o, or on none", biases)
     packed = {p.in_features for p in projections[:3]} == {size}
     for kind in ("weight", "bias"):
-        flags = {getattr(p, kind).requires_grad for p in projections[:3] if getattr(p, kind) is not None}
+        flags = {
+            getattr(p, kind).requires_grad for p in projections[:3] if getattr(p, kind) is not None
+        }
         mixed = len(flags) > 1 and (packed or kind == "bias")
-        must(not mixed, f"given W_q, W_k and W_v all frozen or none ({kind})", "some of them frozen")
+        must(
+            not mixed, f"given W_q, W_k and W_v all frozen or none ({kind})", "some of them frozen"
+        )

@@ -1,7 +1,8 @@
-"""Cutting features out of one projection: the tensor primitive under every physical removal of heads.
+"""Cutting features out of one projection: the tensor primitive under every physical removal of
+heads.
 
-Two steps, so that a caller can compute every cut of a model before it changes anything: ``cut_features`` is pure
-and refuses what it cannot cut; ``replace_features_`` installs its result.
+Two steps, so that a caller can compute every cut of a model before it changes anything:
+``cut_features`` is pure and refuses what it cannot cut; ``replace_features_`` installs its result.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from headprune.core.mixin import Mixin, mix_in
 Axis = Literal["in", "out"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_HINT = "Cut the model before it is quantised, parametrised or wrapped in adapters, or merge those first."
+_HINT = (
+    "Cut the model before it is quantised, parametrised or wrapped in adapters, or merge those"
+    " first."
+)
 
 
 class WithoutFeatures(Mixin, nn.modules.linear.NonDynamicallyQuantizableLinear):
-    """Put in front of an ``nn.Linear`` that has no inputs or no outputs, so that quantisers pass it by.
+    """Put in front of an ``nn.Linear`` that has no inputs or no outputs, so that quantisers pass it
+    by.
 
-    There is nothing to quantise, and their kernels read past an empty weight or fail. They take the class
-    ``nn.Linear`` itself; ``torchao`` takes its subclasses too, but this one of PyTorch's.
+    There is nothing to quantise, and their kernels read past an empty weight or fail. They take the
+    class ``nn.Linear`` itself; ``torchao`` takes its subclasses too, but this one of PyTorch's.
     """
 
 
@@ -39,7 +44,9 @@ def is_conv1d(module: Any) -> bool:
     """
     weight = module._parameters.get("weight") if isinstance(module, nn.Module) else None
     counts = (getattr(module, "nx", None), getattr(module, "nf", None))
-    return weight is not None and all(type(n) is int for n in counts) and tuple(weight.shape) == counts
+    return (
+        weight is not None and all(type(n) is int for n in counts) and tuple(weight.shape) == counts
+    )
 
 
 def base_of(projection: Any) -> Any:
@@ -48,7 +55,8 @@ def base_of(projection: Any) -> Any:
 
 
 def _weight_axis(module: nn.Module, axis: Axis) -> int:
-    """The dimension of the weight that holds the features: nn.Linear is ``[out, in]``, Conv1D is ``[in, out]``."""
+    """The dimension of the weight that holds the features: nn.Linear is ``[out, in]``, Conv1D is
+    ``[in, out]``."""
     return int((axis == "out") != isinstance(module, nn.Linear))
 
 
@@ -72,9 +80,11 @@ def _check(module: nn.Module, axis: str, where: str) -> None:
         check_plain(tensor, f"{where}.{name}", f" in {kind}")
 
 
-def check_plain(tensor: Any, where: str, place: str = "", kind: type[Tensor] = nn.Parameter) -> None:
-    """Checks that a tensor holds its own numbers: quantised, sharded and lazy ones are subclasses of ``kind``, or no
-    parameters of their module at all.
+def check_plain(
+    tensor: Any, where: str, place: str = "", kind: type[Tensor] = nn.Parameter
+) -> None:
+    """Checks that a tensor holds its own numbers: quantised, sharded and lazy ones are subclasses
+    of ``kind``, or no parameters of their module at all.
 
     Raises:
         UnsupportedModel: another kind of tensor, or one that is not floating-point.
@@ -86,37 +96,54 @@ def check_plain(tensor: Any, where: str, place: str = "", kind: type[Tensor] = n
 
 
 def projections(module: nn.Module, axis: Axis, where: str = "projection") -> list[nn.Module]:
-    """The plain projections that have a projection's features on ``axis``: itself, unless it has adapters.
+    """The plain projections that have a projection's features on ``axis``: itself, unless it has
+    adapters.
 
-    One with LoRA adapters (PEFT) computes ``base(x) + sum_a scale_a * B_a(A_a(x))`` over its adapters: its ``in``
-    features are those of the base and of every A, its ``out`` features those of the base and of every B. Cutting all
-    of them is exact, before a merge and after it.
+    One with LoRA adapters (PEFT) computes ``base(x) + sum_a scale_a * B_a(A_a(x))`` over its
+    adapters: its ``in`` features are those of the base and of every A, its ``out`` features those
+    of the base and of every B. Cutting all of them is exact, before a merge and after it.
 
     Raises:
-        UnsupportedModel: adapters of another kind, for example DoRA, whose scale is a norm over all ``in`` features.
+        UnsupportedModel: adapters of another kind, for example DoRA, whose scale is a norm over all
+            ``in`` features.
     """
     base = base_of(module)
     adapters = getattr(module, "lora_A" if axis == "in" else "lora_B", None)
     if base is module or not isinstance(base, nn.Module):
         return [module]
     known = ("base_layer.weight", "base_layer.bias")
-    lora = {f"lora_{side}.{name}.weight" for side in "AB" for name in getattr(module, f"lora_{side}", ())}
+    lora = {
+        f"lora_{side}.{name}.weight"
+        for side in "AB"
+        for name in getattr(module, f"lora_{side}", ())
+    }
     extra = [n for n, _ in module.named_parameters() if n not in known and n not in lora]
     extra += [n for n, _ in module.named_buffers()]
     extra += [f"{type(v).__name__} {n!r}" for n, v in getattr(module, "lora_variant", {}).items()]
     if extra or not lora or not isinstance(adapters, nn.ModuleDict):
         must = "a projection, or one with plain LoRA adapters"
-        got = f"{type(module).__module__}.{type(module).__name__}" + (f" with {', '.join(extra)}" if extra else "")
+        got = f"{type(module).__module__}.{type(module).__name__}" + (
+            f" with {', '.join(extra)}" if extra else ""
+        )
         raise UnsupportedModel(where, must, got, _HINT)
     return [base, *adapters.values()]
 
 
 def effective_weight(module: Any) -> Tensor:
-    """What a projection multiplies by, ``[out, in]``: its weight and what its active adapters add to it."""
+    """What a projection multiplies by, ``[out, in]``: its weight and what its active adapters add
+    to it."""
     base = base_of(module)
     weight: Tensor = whole(base.weight)
-    if base is not module and hasattr(module, "lora_A") and not (module.merged or module.disable_adapters):
-        weight = weight + sum(module.get_delta_weight(name) for name in module.active_adapters if name in module.lora_A)
+    if (
+        base is not module
+        and hasattr(module, "lora_A")
+        and not (module.merged or module.disable_adapters)
+    ):
+        weight = weight + sum(
+            module.get_delta_weight(name)
+            for name in module.active_adapters
+            if name in module.lora_A
+        )
     return weight.T if is_conv1d(base) else weight
 
 
@@ -146,14 +173,19 @@ def feature_count(module: nn.Module, axis: Axis, where: str = "projection") -> i
     return int(module._parameters["weight"].shape[_weight_axis(module, axis)])  # type: ignore[union-attr]
 
 
-def cut_features(module: nn.Module, axis: Axis, index: Sequence[int], where: str = "projection") -> dict[str, Tensor]:
-    """The tensors a projection has once only the features ``index`` are left; the module is not changed.
+def cut_features(
+    module: nn.Module, axis: Axis, index: Sequence[int], where: str = "projection"
+) -> dict[str, Tensor]:
+    """The tensors a projection has once only the features ``index`` are left; the module is not
+    changed.
 
-    A cut of ``out`` features cuts the bias with the weight; a cut of ``in`` features keeps the bias. The result has
-    the dtype and the device of what it was cut from, shares no memory with it and carries no graph.
+    A cut of ``out`` features cuts the bias with the weight; a cut of ``in`` features keeps the
+    bias. The result has the dtype and the device of what it was cut from, shares no memory with it
+    and carries no graph.
 
     Args:
-        module: An ``nn.Linear`` (weight ``[out, in]``) or a Transformers ``Conv1D`` (weight ``[in, out]``).
+        module: An ``nn.Linear`` (weight ``[out, in]``) or a Transformers ``Conv1D`` (weight
+            ``[in, out]``).
         axis: ``in`` or ``out``.
         index: Positions that stay, strictly ascending; may be empty.
         where: The projection's name in errors.
@@ -162,7 +194,8 @@ def cut_features(module: nn.Module, axis: Axis, index: Sequence[int], where: str
         ``{"weight": ..., "bias": ...}``, without what does not change.
 
     Raises:
-        UnsupportedModel: anything else than a plain floating-point projection (quantised, parametrised, adapted).
+        UnsupportedModel: anything else than a plain floating-point projection (quantised,
+            parametrised, adapted).
         InvalidValue: an unknown axis, or positions that are out of range, repeated or out of order.
 
     >>> projection = nn.Linear(4, 6)
@@ -178,13 +211,16 @@ def cut_features(module: nn.Module, axis: Axis, index: Sequence[int], where: str
     tensors = {}
     for name, dimension in feature_dimensions(module, axis).items():
         old: Any = module._parameters[name]
-        rows = torch.tensor(index, dtype=torch.long).to(old.device, non_blocking=True)  # no wait for the device
+        rows = torch.tensor(index, dtype=torch.long).to(
+            old.device, non_blocking=True
+        )  # no wait for the device
         tensors[name] = old.detach().index_select(dimension, rows)
     return tensors
 
 
 def feature_dimensions(module: nn.Module, axis: Axis) -> dict[str, int]:
-    """The dimension that holds the features of an axis, by name of a projection's parameter; without those that do not.
+    """The dimension that holds the features of an axis, by name of a projection's parameter;
+    without those that do not.
 
     >>> feature_dimensions(nn.Linear(4, 6), "out"), feature_dimensions(nn.Linear(4, 6), "in")
     ({'weight': 0, 'bias': 0}, {'weight': 1})
@@ -196,9 +232,9 @@ def feature_dimensions(module: nn.Module, axis: Axis) -> dict[str, int]:
 def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Installs what ``cut_features`` computed and keeps the module's feature counts true.
 
-    The module stays the same object, with its hooks and its training mode; each parameter becomes a new one that
-    requires a gradient where the old one did. An ``nn.Parameter`` among ``tensors`` is installed as it is, which is
-    how a caller keeps tied projections tied.
+    The module stays the same object, with its hooks and its training mode; each parameter becomes a
+    new one that requires a gradient where the old one did. An ``nn.Parameter`` among ``tensors`` is
+    installed as it is, which is how a caller keeps tied projections tied.
 
     Args:
         module: The projection.
@@ -221,16 +257,22 @@ def replace_features_(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple
     for name, tensor in tensors.items():
         old = module._parameters.get(name)
         if old is None:
-            raise InvalidValue("tensors", f"named like a parameter of {type(module).__name__}", repr(name))
+            raise InvalidValue(
+                "tensors", f"named like a parameter of {type(module).__name__}", repr(name)
+            )
         if type(tensor) is nn.Parameter:
             new = tensor
         else:
             new = nn.Parameter(tensor, requires_grad=old.requires_grad)
-            new.__dict__.update(old.__dict__)  # flags that libraries set on parameters, as Transformers' loader does
+            new.__dict__.update(
+                old.__dict__
+            )  # flags that libraries set on parameters, as Transformers' loader does
         setattr(module, name, new)
     shape = module._parameters["weight"].shape  # type: ignore[union-attr]
     counts = shape[_weight_axis(module, "in")], shape[_weight_axis(module, "out")]
-    for name, count in zip(("in_features", "out_features") if linear else ("nx", "nf"), counts, strict=True):
+    for name, count in zip(
+        ("in_features", "out_features") if linear else ("nx", "nf"), counts, strict=True
+    ):
         setattr(module, name, count)
     if linear and not min(counts):
         mix_in(module, WithoutFeatures)

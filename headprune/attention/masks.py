@@ -1,8 +1,8 @@
 """Which keys a query may look at: every kind of mask, checked and joined into one.
 
-A query that may look at no key at all gets zeros. Softmax alone would give NaN there, in the output or in the
-gradient, and the kernels behind PyTorch's attention disagree about it; so such a row is let see every key and its
-result is replaced by zeros afterwards, which also cuts its gradient.
+A query that may look at no key at all gets zeros. Softmax alone would give NaN there, in the output
+or in the gradient, and the kernels behind PyTorch's attention disagree about it; so such a row is
+let see every key and its result is replaced by zeros afterwards, which also cuts its gradient.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class KeyMask:
     """The joined mask of one forward pass.
 
     Args:
-        allowed: Boolean, broadcastable to ``[batch, heads, queries, keys]``, True in every row at least once; None
-            where every key may be seen, or where ``is_causal`` says it all.
-        empty: Boolean ``[..., queries, 1]``, the rows whose result is zero; None where no row can be.
+        allowed: Boolean, broadcastable to ``[batch, heads, queries, keys]``, True in every row at
+            least once; None where every key may be seen, or where ``is_causal`` says it all.
+        empty: Boolean ``[..., queries, 1]``, the rows whose result is zero; None where no row can
+            be.
         is_causal: The square causal mask and nothing else; the kernels know it without a tensor.
     """
 
@@ -55,16 +56,21 @@ def join_masks(
     Args:
         shape: ``(batch, heads, queries, keys)``.
         device: Where the result lives.
-        valid_lens: Integers ``[batch]`` or ``[batch, queries]``: only the first so many keys are seen, 0 to ``keys``.
+        valid_lens: Integers ``[batch]`` or ``[batch, queries]``: only the first so many keys are
+            seen, 0 to ``keys``.
         mask: Boolean, broadcastable to ``shape``; True may be seen.
-        causal: A query sees its own position and those before it. The queries are the LAST positions of the keys.
+        causal: A query sees its own position and those before it. The queries are the LAST
+            positions of the keys.
         hide_self: A query does not see its own position.
-        to_itself: The keys are the queries' own positions; of a pass that is recorded, equal sizes do not say so.
+        to_itself: The keys are the queries' own positions; of a pass that is recorded, equal sizes
+            do not say so.
 
     Raises:
         InvalidValue: a wrong shape, dtype or length.
 
-    >>> join_masks((1, 1, 2, 3), torch.device("cpu"), valid_lens=torch.tensor([2]), hide_self=True).allowed[0, 0]
+    >>> join_masks(
+    ...     (1, 1, 2, 3), torch.device("cpu"), valid_lens=torch.tensor([2]), hide_self=True
+    ... ).allowed[0, 0]
     tensor([[ True, False, False],
             [ True,  True, False]])
     """
@@ -78,9 +84,12 @@ def join_masks(
     if (causal or hide_self) and not is_recorded() and keys < queries:
         name = "causal" if causal else "hide_self"
         hint = "The queries are taken for the last positions of the keys."
-        raise InvalidValue(f"{name}=True", f"used with at least {queries} keys for {queries} queries", keys, hint)
+        raise InvalidValue(
+            f"{name}=True", f"used with at least {queries} keys for {queries} queries", keys, hint
+        )
     if causal and not parts and not hide_self and (square or not is_recorded()):
-        # A single query is the last position and sees every key: the step of a decoder needs no mask.
+        # A single query is the last position and sees every key: the step of a decoder needs no
+        # mask.
         allowed = None if square or queries == 1 else _before(queries, keys, device)
         return KeyMask(allowed, is_causal=square)
     if causal:
@@ -99,14 +108,17 @@ def join_masks(
 
 
 def _equal(a: int, b: int) -> bool:
-    """A plain bool, also of sizes that are symbols while a pass is compiled: kernels take no other."""
+    """A plain bool, also of sizes that are symbols while a pass is compiled: kernels take no
+    other."""
     if a == b:  # noqa: SIM103 (the branch is what makes it one)
         return True
     return False
 
 
 def _before(queries: int, keys: int, device: torch.device) -> Tensor:
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[
+        None, None
+    ]
 
 
 def _within(valid_lens: Tensor, shape: Shape, device: torch.device) -> Tensor:
@@ -120,7 +132,9 @@ def _within(valid_lens: Tensor, shape: Shape, device: torch.device) -> Tensor:
     if has_numbers(valid_lens) and valid_lens.numel():
         low, high = (int(x) for x in valid_lens.aminmax())
         if low < 0 or high > keys:
-            raise InvalidValue("valid_lens", f"between 0 and the number of keys {keys}", f"{low} to {high}")
+            raise InvalidValue(
+                "valid_lens", f"between 0 and the number of keys {keys}", f"{low} to {high}"
+            )
     lens = valid_lens.to(device)
     lens = lens[:, None, None, None] if lens.dim() == 1 else lens[:, None, :, None]
     return torch.arange(keys, device=device) < lens
@@ -133,7 +147,9 @@ def _checked(mask: Tensor, shape: Shape) -> Tensor:
         raise InvalidValue("mask", "a boolean tensor", got, hint)
     full = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     known = not torch.jit.is_tracing()  # whose sizes are tensors
-    if len(full) != 4 or (known and any(have not in (1, want) for have, want in zip(full, shape, strict=True))):
+    if len(full) != 4 or (
+        known and any(have not in (1, want) for have, want in zip(full, shape, strict=True))
+    ):
         must = f"broadcastable to [batch, heads, queries, keys] = {list(shape)}"
         hint = "A mask of [batch, keys] is written mask[:, None, None, :]."
         raise InvalidValue("mask", must, list(mask.shape), hint)

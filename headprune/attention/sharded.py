@@ -1,8 +1,10 @@
-"""Weights that lie in pieces on several processes: PyTorch's DTensor, as FSDP2 and tensor parallelism make it.
+"""Weights that lie in pieces on several processes: PyTorch's DTensor, as FSDP2 and tensor
+parallelism make it.
 
-FSDP2 brings a module's weights together for as long as it runs, so that models run with gates as they are; only who
-reads a weight itself has to ask for all of it. Tensor parallelism lets each process run some of the heads. A DTensor
-is known by its attributes: nothing is imported for models that have none.
+FSDP2 brings a module's weights together for as long as it runs, so that models run with gates as
+they are; only who reads a weight itself has to ask for all of it. Tensor parallelism lets each
+process run some of the heads. A DTensor is known by its attributes: nothing is imported for models
+that have none.
 """
 
 from __future__ import annotations
@@ -33,15 +35,24 @@ def own_class(model: nn.Module) -> type:
 
 
 def check_whole(model: nn.Module, must: str) -> None:
-    """Refuses sharded models where weights are written, or where processes share batches: all would run each.
+    """Refuses sharded models where weights are written, or where processes share batches: all would
+    run each.
 
     Raises:
         UnsupportedModel: a weight that lies in pieces on several processes.
     """
-    name = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
+    name = next(
+        (name for name, parameter in model.named_parameters() if is_sharded(parameter)), None
+    )
     if name is not None:
-        hint = "Do it before fully_shard; or gather the weights with torch.distributed.checkpoint.state_dict."
-        hint += "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) in every process, and load"
+        hint = (
+            "Do it before fully_shard; or gather the weights with"
+            " torch.distributed.checkpoint.state_dict."
+        )
+        hint += (
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) in every"
+            " process, and load"
+        )
         hint += " them into a model that is not sharded, in one."
         raise UnsupportedModel("the model", must, f"{name} sharded over several processes", hint)
 
@@ -55,18 +66,28 @@ def check_no_tensor_parallel(model: nn.Module, name: str, module: nn.Module) -> 
         module: The attention.
 
     Raises:
-        UnsupportedModel: weights split by ``parallelize_module``, or a model that Transformers has split.
+        UnsupportedModel: weights split by ``parallelize_module``, or a model that Transformers has
+            split.
     """
-    hint = "Score and cut it before it is split: parallelize_module, or tp_plan=, comes last. FSDP2 works with gates."
+    hint = (
+        "Score and cut it before it is split: parallelize_module, or tp_plan=, comes last. FSDP2"
+        " works with gates."
+    )
     must = "run whole by every process"
     degree = getattr(model, "_tp_size", None)
     if isinstance(degree, int) and degree > 1:
-        raise UnsupportedModel(name, must, f"an attention split by tensor parallelism over {degree} processes", hint)
+        raise UnsupportedModel(
+            name, must, f"an attention split by tensor parallelism over {degree} processes", hint
+        )
     named: Iterator[tuple[str, Any]] = module.named_parameters()
     for path, parameter in named:
         if not is_sharded(parameter):
             continue
         owner = module.get_submodule(path.rpartition(".")[0])
-        by_fsdp = bool(getattr(owner, "_is_fsdp_managed_module", False))  # FSDP2 splits along one axis of its mesh
+        by_fsdp = bool(
+            getattr(owner, "_is_fsdp_managed_module", False)
+        )  # FSDP2 splits along one axis of its mesh
         if sum(not placement.is_replicate() for placement in parameter.placements) > by_fsdp:
-            raise UnsupportedModel(f"{name}.{path}", must, "a weight split by tensor parallelism", hint)
+            raise UnsupportedModel(
+                f"{name}.{path}", must, "a weight split by tensor parallelism", hint
+            )

@@ -1,8 +1,9 @@
-"""An encoder-decoder Transformer for translation, built on ``MultiHeadAttention`` and called like Transformers' own.
+"""An encoder-decoder Transformer for translation, built on ``MultiHeadAttention`` and called like
+Transformers' own.
 
-It is a ``PreTrainedModel``: ``generate`` decodes it greedily or with beams and a KV cache, folders hold it like any
-other, and every verb takes it. The three kinds of attention are told apart: ``self`` in the encoder, ``causal`` and
-``cross`` in the decoder.
+It is a ``PreTrainedModel``: ``generate`` decodes it greedily or with beams and a KV cache, folders
+hold it like any other, and every verb takes it. The three kinds of attention are told apart:
+``self`` in the encoder, ``causal`` and ``cross`` in the decoder.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class TransformerConfig(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "headprune_transformer"
-    attribute_map: ClassVar[dict[str, str]] = {"hidden_size": "d_model", "num_hidden_layers": "decoder_layers"}
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "decoder_layers",
+    }
 
     vocab_size: int = 8000
     d_model: int = 256
@@ -71,7 +75,8 @@ class _Cached:
 
     @property
     def length(self) -> int:
-        """Positions held; the shape tells, because Transformers takes keys of no head for no keys."""
+        """Positions held; the shape tells, because Transformers takes keys of no head for no
+        keys."""
         layers = self.cache.layers
         keys = layers[self.layer].keys if self.layer < len(layers) else None
         return 0 if keys is None else int(keys.shape[-2])
@@ -82,10 +87,11 @@ class _Cached:
 
 
 class TransformerLayer(nn.Module):
-    """``x + f(norm(x))`` for each sub-layer f: self-attention, in a decoder cross-attention, and feed-forward.
+    """``x + f(norm(x))`` for each sub-layer f: self-attention, in a decoder cross-attention, and
+    feed-forward.
 
-    The norm comes first (Xiong et al. 2020, section 3.3), where Vaswani et al. 2017 have it last: such a model trains
-    without a long warm-up. ``GELU`` in place of ``ReLU``.
+    The norm comes first (Xiong et al. 2020, section 3.3), where Vaswani et al. 2017 have it last:
+    such a model trains without a long warm-up. ``GELU`` in place of ``ReLU``.
     """
 
     def __init__(self, config: TransformerConfig, decodes: bool) -> None:
@@ -114,10 +120,12 @@ class TransformerLayer(nn.Module):
 
         Args:
             x: ``[batch, tokens, width]``.
-            mask: Boolean ``[batch, 1, 1, tokens]``, the keys that are no padding; with a cache, of all tokens so far.
+            mask: Boolean ``[batch, 1, 1, tokens]``, the keys that are no padding; with a cache, of
+                all tokens so far.
             memory: ``[batch, source tokens, width]``, what the encoder returned; for a decoder.
             memory_mask: Its mask.
-            caches: Of self-attention and of cross-attention. The latter is filled at the first step and then read.
+            caches: Of self-attention and of cross-attention. The latter is filled at the first step
+                and then read.
         """
         own, across = caches or (None, None)
         y = self.self_norm(x)
@@ -133,11 +141,14 @@ class TransformerLayer(nn.Module):
 
 
 def _attention(config: TransformerConfig, kind: Kind) -> MultiHeadAttention:
-    return MultiHeadAttention(config.d_model, config.num_attention_heads, dropout=config.attention_dropout, kind=kind)
+    return MultiHeadAttention(
+        config.d_model, config.num_attention_heads, dropout=config.attention_dropout, kind=kind
+    )
 
 
 class TransformerStack(nn.Module):
-    """Tokens in, a normed stream out: embeddings, sinusoidal positions (Vaswani et al. 2017, section 3.5), layers."""
+    """Tokens in, a normed stream out: embeddings, sinusoidal positions (Vaswani et al. 2017,
+    section 3.5), layers."""
 
     main_input_name = "input_ids"
 
@@ -160,8 +171,13 @@ class TransformerStack(nn.Module):
     ) -> BaseModelOutput:
         """The last hidden state, ``[batch, tokens, width]``."""
         _check_options(options)
-        pair = (cache.self_attention_cache, cache.cross_attention_cache) if cache is not None else None
-        caches = [(_Cached(pair[0], i), _Cached(pair[1], i)) if pair else None for i in range(len(self.layers))]
+        pair = (
+            (cache.self_attention_cache, cache.cross_attention_cache) if cache is not None else None
+        )
+        caches = [
+            (_Cached(pair[0], i), _Cached(pair[1], i)) if pair else None
+            for i in range(len(self.layers))
+        ]
         past = caches[0][0].length if caches and caches[0] else 0
         width = self.embedding.embedding_dim
         x = self.embedding(input_ids) * math.sqrt(width)
@@ -173,10 +189,13 @@ class TransformerStack(nn.Module):
 
 
 def positions(start: int, length: int, width: int, like: Tensor) -> Tensor:
-    """``[length, width]``: sines and, behind them, cosines of position / 10000^(2i / width), from ``start`` on."""
+    """``[length, width]``: sines and, behind them, cosines of position / 10000^(2i / width), from
+    ``start`` on."""
     half = (width + 1) // 2
     place = torch.arange(start, start + length, device=like.device, dtype=torch.float32)[:, None]
-    rate = torch.exp(torch.arange(half, device=like.device, dtype=torch.float32) * (-math.log(10000.0) / half))
+    rate = torch.exp(
+        torch.arange(half, device=like.device, dtype=torch.float32) * (-math.log(10000.0) / half)
+    )
     return torch.cat([(place * rate).sin(), (place * rate).cos()], 1)[:, :width].to(like.dtype)
 
 
@@ -188,17 +207,29 @@ def _check_options(options: dict[str, Any]) -> None:
     """Transformers passes what it was asked for; what is not there is refused and not left out."""
     for name, value in options.items():
         if value is not None and value is not False and name not in ("return_dict", "use_cache"):
-            hint = "Attention weights come from MultiHeadAttention(need_weights=True)." if "attent" in name else ""
+            hint = (
+                "Attention weights come from MultiHeadAttention(need_weights=True)."
+                if "attent" in name
+                else ""
+            )
             raise InvalidValue(f"TransformerForTranslation: {name}", "left out", repr(value), hint)
 
 
 class TransformerForTranslation(PreTrainedModel, GenerationMixin):
-    """An encoder-decoder whose source, target and output embeddings are one matrix (Vaswani et al. 2017, section 3.4).
+    """An encoder-decoder whose source, target and output embeddings are one matrix (Vaswani et al.
+    2017, section 3.4).
 
-    Called with a source and labels it makes the decoder's inputs from the labels, as Transformers' own do. It returns
-    logits and no loss: ``headprune.model.losses.default_loss`` has one an example.
+    Called with a source and labels it makes the decoder's inputs from the labels, as Transformers'
+    own do. It returns logits and no loss: ``headprune.model.losses.default_loss`` has one an
+    example.
 
-    >>> sizes = {"vocab_size": 20, "d_model": 8, "ffn_dim": 8, "encoder_layers": 1, "decoder_layers": 1}
+    >>> sizes = {
+    ...     "vocab_size": 20,
+    ...     "d_model": 8,
+    ...     "ffn_dim": 8,
+    ...     "encoder_layers": 1,
+    ...     "decoder_layers": 1,
+    ... }
     >>> model = TransformerForTranslation(TransformerConfig(**sizes, num_attention_heads=2)).eval()
     >>> model(torch.tensor([[5, 6, 2]]), labels=torch.tensor([[7, 2]])).logits.shape
     torch.Size([1, 2, 20])
@@ -246,7 +277,8 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
         """Logits ``[batch, target tokens, vocabulary]`` of every next token.
 
         Args:
-            input_ids: Source tokens ``[batch, source tokens]``; not needed with ``encoder_outputs``.
+            input_ids: Source tokens ``[batch, source tokens]``; not needed with
+                ``encoder_outputs``.
             attention_mask: 0 where the source is padding.
             decoder_input_ids: Target tokens, one to the right; made from ``labels`` where left out.
             decoder_attention_mask: 0 where they are padding; with a cache, of all tokens so far.
@@ -254,7 +286,8 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
             encoder_outputs: What ``encoder`` returned, to use it again.
             past_key_values: Keys and values of the tokens before these.
             use_cache: Begin a cache where none is given.
-            options: What Transformers hands on; attention weights and hidden states are not returned.
+            options: What Transformers hands on; attention weights and hidden states are not
+                returned.
 
         Raises:
             InvalidValue: no source, no target, a static cache, or an option that is not there.
@@ -264,24 +297,34 @@ class TransformerForTranslation(PreTrainedModel, GenerationMixin):
             decoder_input_ids = self._shifted(labels)
         if encoder_outputs is None:
             if input_ids is None:
-                raise InvalidValue("TransformerForTranslation", "given input_ids or encoder_outputs", "neither")
+                raise InvalidValue(
+                    "TransformerForTranslation", "given input_ids or encoder_outputs", "neither"
+                )
             encoder_outputs = self.encoder(input_ids, attention_mask)
         memory = encoder_outputs[0]
         if past_key_values is None and use_cache:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         if past_key_values is not None and past_key_values.self_attention_cache.is_compileable:
             hint = "Leave cache_implementation out."
-            raise InvalidValue("past_key_values", "a cache that grows with the tokens", "a static one", hint)
+            raise InvalidValue(
+                "past_key_values", "a cache that grows with the tokens", "a static one", hint
+            )
         asked = (decoder_input_ids, decoder_attention_mask, memory, attention_mask, past_key_values)
         logits = self.lm_head(self.decoder(*asked).last_hidden_state)
-        return Seq2SeqLMOutput(logits=logits, past_key_values=past_key_values, encoder_last_hidden_state=memory)
+        return Seq2SeqLMOutput(
+            logits=logits, past_key_values=past_key_values, encoder_last_hidden_state=memory
+        )
 
     def _shifted(self, labels: Tensor | None) -> Tensor:
         """The decoder's inputs: the start token, then the labels but for the last."""
         if labels is None:
-            raise InvalidValue("TransformerForTranslation", "given decoder_input_ids or labels", "neither")
+            raise InvalidValue(
+                "TransformerForTranslation", "given decoder_input_ids or labels", "neither"
+            )
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
-        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], 1)
+        return torch.cat(
+            [start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], 1
+        )
 
 
 AutoConfig.register(TransformerConfig.model_type, TransformerConfig)

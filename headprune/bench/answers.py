@@ -1,4 +1,5 @@
-"""Answers of a model that points into a text, and how good they are: F1 and exact match as SQuAD defines them."""
+"""Answers of a model that points into a text, and how good they are: F1 and exact match as SQuAD
+defines them."""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ class Question:
     Args:
         context: The text that the answer is in.
         answers: The true answers; none where the context has no answer.
-        spans: For every token of the inputs its first character in the context and the one after its last; None for
-            tokens that are not of the context.
-        nothing: The token at which a model points to say that there is no answer; None where it always has to give one.
+        spans: For every token of the inputs its first character in the context and the one after
+            its last; None for tokens that are not of the context.
+        nothing: The token at which a model points to say that there is no answer; None where it
+            always has to give one.
     """
 
     context: str
@@ -40,13 +42,19 @@ class Question:
 
 
 def answer(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], questions: Sequence[Question], *, longest: int = LONGEST
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    questions: Sequence[Question],
+    *,
+    longest: int = LONGEST,
 ) -> list[str]:
-    """The model's answer to every question, in the order of the batches: the piece of the context with the highest sum
-    of the logits of its first and its last token; empty where pointing at ``Question.nothing`` twice has a higher one.
+    """The model's answer to every question, in the order of the batches: the piece of the context
+    with the highest sum of the logits of its first and its last token; empty where pointing at
+    ``Question.nothing`` twice has a higher one.
 
     Args:
-        model: A Transformers model with a head for extractive question answering; left as it was found.
+        model: A Transformers model with a head for extractive question answering; left as it was
+            found.
         batches: What the model takes; answers that they hold are not read.
         questions: In the order of the batches.
         longest: Tokens of an answer at most.
@@ -61,7 +69,9 @@ def answer(
     return found
 
 
-def _pointed_at(starts: Tensor, ends: Tensor, asked: Iterator[Question], longest: int) -> Iterator[str]:
+def _pointed_at(
+    starts: Tensor, ends: Tensor, asked: Iterator[Question], longest: int
+) -> Iterator[str]:
     for start, end, question in zip(starts, ends, islice(asked, len(starts)), strict=True):
         places = [i for i, span in enumerate(question.spans) if span is not None]
         if not places:  # nothing of the context was left
@@ -80,9 +90,14 @@ def _pointed_at(starts: Tensor, ends: Tensor, asked: Iterator[Question], longest
 
 
 def evaluate_answers(
-    model: nn.Module, batches: Sequence[Mapping[str, Any]], questions: Sequence[Question], *, longest: int = LONGEST
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    questions: Sequence[Question],
+    *,
+    longest: int = LONGEST,
 ) -> Quality:
-    """Mean F1 of a model's answers (``Quality.more`` has the share of exact matches), and its losses on the true ones.
+    """Mean F1 of a model's answers (``Quality.more`` has the share of exact matches), and its
+    losses on the true ones.
 
     Args:
         model: See ``answer``.
@@ -96,10 +111,19 @@ def evaluate_answers(
     read = Batches.of(batches)  # twice
     quality = evaluate(model, read)
     if len(questions) != quality.n_examples:
-        raise InvalidValue("questions", f"one for each of {quality.n_examples} examples", len(questions))
+        raise InvalidValue(
+            "questions", f"one for each of {quality.n_examples} examples", len(questions)
+        )
     said = answer(model, read, questions, longest=longest)
     amounts = tuple(f1(text, q.answers) for text, q in zip(said, questions, strict=True))
     exact = [exact_match(text, q.answers) for text, q in zip(said, questions, strict=True)]
     counts = (1.0,) * len(said)
     more = {"exact_match": sum(exact) / len(exact)}
-    return replace(quality, metric="f1", value=sum(amounts) / len(amounts), amounts=amounts, counts=counts, more=more)
+    return replace(
+        quality,
+        metric="f1",
+        value=sum(amounts) / len(amounts),
+        amounts=amounts,
+        counts=counts,
+        more=more,
+    )

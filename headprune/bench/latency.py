@@ -37,10 +37,16 @@ class Effort:
     def __post_init__(self) -> None:
         for name in ("warmup", "min_rounds", "max_rounds"):
             check_count(name, getattr(self, name), least=0 if name == "warmup" else 1)
-        if isinstance(self.seconds, bool) or not isinstance(self.seconds, (int, float)) or not self.seconds >= 0:
+        if (
+            isinstance(self.seconds, bool)
+            or not isinstance(self.seconds, (int, float))
+            or not self.seconds >= 0
+        ):
             raise InvalidValue("seconds", "a number >= 0", repr(self.seconds))
         if self.max_rounds < self.min_rounds:
-            raise InvalidValue("max_rounds", f"at least min_rounds, {self.min_rounds}", self.max_rounds)
+            raise InvalidValue(
+                "max_rounds", f"at least min_rounds, {self.min_rounds}", self.max_rounds
+            )
 
 
 def compare_latency(
@@ -59,10 +65,11 @@ def compare_latency(
 ) -> tuple[SpeedRow, ...]:
     """Times two models on every batch size and length.
 
-    A round is one call of each, right after the other; which one goes first alternates, so that drift of the machine
-    and the state of its caches weigh on both alike. The ratio is the median over the rounds of original / pruned,
-    with a 95 % percentile bootstrap interval over the rounds. Both run in evaluation and inference mode, and are left
-    as they were; on an accelerator the clock stops when its work is done. A compiled model runs compiled.
+    A round is one call of each, right after the other; which one goes first alternates, so that
+    drift of the machine and the state of its caches weigh on both alike. The ratio is the median
+    over the rounds of original / pruned, with a 95 % percentile bootstrap interval over the rounds.
+    Both run in evaluation and inference mode, and are left as they were; on an accelerator the
+    clock stops when its work is done. A compiled model runs compiled.
 
     Args:
         original: The model before the cut.
@@ -85,17 +92,23 @@ def compare_latency(
 
     >>> from headprune import MultiHeadAttention
     >>> models = MultiHeadAttention(8, 4), MultiHeadAttention(8, 2)
-    >>> rows = compare_latency(*models, lambda n, t: torch.randn(n, t, 8), [1, 2], [5], seconds=0, min_rounds=2)
+    >>> rows = compare_latency(
+    ...     *models, lambda n, t: torch.randn(n, t, 8), [1, 2], [5], seconds=0, min_rounds=2
+    ... )
     >>> [(row.batch, row.length, row.rounds) for row in rows]
     [(1, 5, 2), (2, 5, 2)]
     """
     effort = Effort(seconds, warmup, min_rounds, max_rounds)
     cells = [
-        (batch, length) for length in sizes_of("lengths", lengths) for batch in sizes_of("batch_sizes", batch_sizes)
+        (batch, length)
+        for length in sizes_of("lengths", lengths)
+        for batch in sizes_of("batch_sizes", batch_sizes)
     ]
     device = device_of(original)
     if device_of(pruned) != device:
-        raise InvalidValue("pruned", f"on {device}, where the original is", device_of(pruned), "Move it there.")
+        raise InvalidValue(
+            "pruned", f"on {device}, where the original is", device_of(pruned), "Move it there."
+        )
     rows = []
     with ExitStack() as stack:
         stack.enter_context(undisturbed(original, compiled=True, packed=True))
@@ -108,8 +121,11 @@ def compare_latency(
     return tuple(rows)
 
 
-def rounds(timed: Callable[[int], tuple[float, ...]], effort: Effort, models: int = 2) -> np.ndarray:
-    """Seconds ``[rounds, models, ...]``, one call of each model a round; ``timed(i)`` takes those of model ``i``.
+def rounds(
+    timed: Callable[[int], tuple[float, ...]], effort: Effort, models: int = 2
+) -> np.ndarray:
+    """Seconds ``[rounds, models, ...]``, one call of each model a round; ``timed(i)`` takes those
+    of model ``i``.
 
     Which one goes first changes from round to round, and each is first equally often.
     """
@@ -187,22 +203,30 @@ def speed_row(batch: int, length: int, times: np.ndarray, seed: int) -> SpeedRow
     )
 
 
-def shaped_batch(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
-    """Inputs of a wanted size out of an example: rows and tokens are repeated or cut off, labels left out.
+def shaped_batch(
+    example: Mapping[str, Any], batch: int, length: int | None = None
+) -> dict[str, Any]:
+    """Inputs of a wanted size out of an example: rows and tokens are repeated or cut off, labels
+    left out.
 
-    ``input_ids`` and what else is ``[batch, tokens]`` like them (``inputs_embeds`` too; the same for a decoder's) get
-    ``length`` tokens, attention masks are all ones and ``position_ids`` count up. Other tensors, images for example,
-    only get ``batch`` rows; without any tokens, ``length`` changes nothing.
+    ``input_ids`` and what else is ``[batch, tokens]`` like them (``inputs_embeds`` too; the same
+    for a decoder's) get ``length`` tokens, attention masks are all ones and ``position_ids`` count
+    up. Other tensors, images for example, only get ``batch`` rows; without any tokens, ``length``
+    changes nothing.
 
     Args:
         example: What a model takes; tensors have the examples first.
         batch: Rows wanted.
-        length: Tokens wanted; where left out, as many as the example has, and the decoder's as many as it has.
+        length: Tokens wanted; where left out, as many as the example has, and the decoder's as many
+            as it has.
 
     Raises:
         InvalidValue: no mapping, no tensor in it, or sizes below 1.
 
-    >>> example = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.tensor([[1, 1, 0]])}
+    >>> example = {
+    ...     "input_ids": torch.tensor([[1, 2, 3]]),
+    ...     "attention_mask": torch.tensor([[1, 1, 0]]),
+    ... }
     >>> shaped_batch(example, 2, 4)
     {'input_ids': tensor([[1, 2, 3, 1],
             [1, 2, 3, 1]]), 'attention_mask': tensor([[1, 1, 1, 1],
@@ -211,19 +235,31 @@ def shaped_batch(example: Mapping[str, Any], batch: int, length: int | None = No
     check_count("batch", batch, 1)
     if length is not None:
         check_count("length", length, 1)
-    kept = {k: v for k, v in example.items() if k not in _LABELS} if isinstance(example, Mapping) else {}
+    kept = (
+        {k: v for k, v in example.items() if k not in _LABELS}
+        if isinstance(example, Mapping)
+        else {}
+    )
     if not any(isinstance(v, Tensor) and v.ndim and len(v) for v in kept.values()):
         must = "a mapping of tensors with the examples first"
-        raise InvalidValue("example", must, sorted(kept) if isinstance(example, Mapping) else type(example).__name__)
+        raise InvalidValue(
+            "example",
+            must,
+            sorted(kept) if isinstance(example, Mapping) else type(example).__name__,
+        )
     return {name: _shaped(name, value, kept, batch, length) for name, value in kept.items()}
 
 
-def _shaped(name: str, value: Any, example: Mapping[str, Any], batch: int, length: int | None) -> Any:
+def _shaped(
+    name: str, value: Any, example: Mapping[str, Any], batch: int, length: int | None
+) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     rows = value.index_select(0, torch.arange(batch, device=value.device) % len(value))
     decoder = name.startswith("decoder_")
-    tokens = next((example[k] for k in TOKENS if k in example and k.startswith("decoder_") == decoder), None)
+    tokens = next(
+        (example[k] for k in TOKENS if k in example and k.startswith("decoder_") == decoder), None
+    )
     of_tokens = value.ndim == 2 or name in TOKENS
     if tokens is None or not of_tokens or value.shape[1] != tokens.shape[1]:
         return rows

@@ -1,4 +1,5 @@
-"""A latency table: how long a model's attention takes at every number of heads, measured on copies that are cut."""
+"""A latency table: how long a model's attention takes at every number of heads, measured on copies
+that are cut."""
 
 from __future__ import annotations
 
@@ -49,28 +50,30 @@ def latency_table(
 ) -> LatencyTable:
     """Measures what each attention layer takes at every number of heads that it can be cut to.
 
-    One pass of the whole model records what goes into every attention module. Then the module alone is called with
-    that again, as it is and in copies that are cut, all in turn, the order turned round every other round, so that
-    drift of the machine weighs on all alike; an entry is the median over the rounds. Modules that are built alike and
-    got inputs of equal shape share one measurement, and a module that runs several times in a pass counts as often.
-    The whole model is timed before, between and after.
+    One pass of the whole model records what goes into every attention module. Then the module alone
+    is called with that again, as it is and in copies that are cut, all in turn, the order turned
+    round every other round, so that drift of the machine weighs on all alike; an entry is the
+    median over the rounds. Modules that are built alike and got inputs of equal shape share one
+    measurement, and a module that runs several times in a pass counts as often. The whole model is
+    timed before, between and after.
 
-    With ``smooth`` each row is made non-decreasing by isotonic regression (the nearest such row in least squares).
-    Fewer heads are less work, so where a row falls it is mostly noise, and a selector, which looks for the best
-    entries, finds every one that came out too low; averaging it with its neighbours takes that away. Where kernels
-    really have steps (sizes that do not suit them), ``smooth=False`` keeps them.
+    With ``smooth`` each row is made non-decreasing by isotonic regression (the nearest such row in
+    least squares). Fewer heads are less work, so where a row falls it is mostly noise, and a
+    selector, which looks for the best entries, finds every one that came out too low; averaging it
+    with its neighbours takes that away. Where kernels really have steps (sizes that do not suit
+    them), ``smooth=False`` keeps them.
 
-    Where heads share a key/value head and may leave one by one, entries are for heads spread over all groups: a choice
-    that empties whole groups is somewhat faster. Modules run alone find their weights in the cache of a large
-    processor more easily than in the model, so the table is a prediction: measure what comes of it
-    (`compare_latency`). Where all of them together come out slower than the whole model, they are scaled to it, with a
-    note. Memory: the inputs of each kind of attention, and about (n + 1) / 2 times the weights of one module for the
-    copies of n heads.
+    Where heads share a key/value head and may leave one by one, entries are for heads spread over
+    all groups: a choice that empties whole groups is somewhat faster. Modules run alone find their
+    weights in the cache of a large processor more easily than in the model, so the table is a
+    prediction: measure what comes of it (`compare_latency`). Where all of them together come out
+    slower than the whole model, they are scaled to it, with a note. Memory: the inputs of each kind
+    of attention, and about (n + 1) / 2 times the weights of one module for the copies of n heads.
 
     Args:
         model: A model; it is left as it was. Compiled, it runs uncompiled here.
-        batch: What it takes, run as it is. With ``batch_size`` or ``length``, a mapping, brought to that shape by
-            `shaped_batch`, which leaves labels out and padding too.
+        batch: What it takes, run as it is. With ``batch_size`` or ``length``, a mapping, brought to
+            that shape by `shaped_batch`, which leaves labels out and padding too.
         batch_size: Examples a call; those of the batch where left out.
         length: Tokens an example; those of the batch where left out.
         sites: Default `find_sites`; they carry the policy of shared key/value heads.
@@ -83,7 +86,9 @@ def latency_table(
         InvalidValue: a batch of another kind, a length for one without tokens, or no time.
 
     >>> from headprune import MultiHeadAttention
-    >>> table = latency_table(nn.Sequential(MultiHeadAttention(8, 4)), torch.randn(2, 5, 8), seconds=0)
+    >>> table = latency_table(
+    ...     nn.Sequential(MultiHeadAttention(8, 4)), torch.randn(2, 5, 8), seconds=0
+    ... )
     >>> len(table.row("0")), table.batch_size, table.length
     (5, 2, 5)
     """
@@ -98,13 +103,20 @@ def latency_table(
         kinds = {key: one for runs in seen.values() for key, one in runs}
         clock = _Clock(device, seconds, len(kinds))
         measured: dict[Any, list[float | None]] = {}
-        for key, one in tqdm(kinds.items(), desc="latency table", disable=not progress, leave=False):
+        for key, one in tqdm(
+            kinds.items(), desc="latency table", disable=not progress, leave=False
+        ):
             clock.time_whole(lambda: call(model, inputs))
             measured[key] = clock.time_site(model, one)
         clock.time_whole(lambda: call(model, inputs))
     rows = {key: _smoothed(row) if smooth else row for key, row in measured.items()}
-    table = tuple(SiteLatency(b.site.name, _sum([rows[key] for key, _ in seen[b.site.name]])) for b in bound)
-    whole, total = statistics.median(clock.whole), math.fsum(row.seconds[-1] or 0.0 for row in table)
+    table = tuple(
+        SiteLatency(b.site.name, _sum([rows[key] for key, _ in seen[b.site.name]])) for b in bound
+    )
+    whole, total = (
+        statistics.median(clock.whole),
+        math.fsum(row.seconds[-1] or 0.0 for row in table),
+    )
     if total > whole:
         table = tuple(replace(row, seconds=_scaled(row.seconds, whole / total)) for row in table)
     return LatencyTable(
@@ -122,7 +134,9 @@ def _shaped(batch: Any, size: int | None, length: int | None) -> Any:
     if size is None and length is None:
         return batch
     if not isinstance(batch, Mapping):
-        raise InvalidValue("latency_table(batch=)", "a mapping, to be given another size", type(batch).__name__)
+        raise InvalidValue(
+            "latency_table(batch=)", "a mapping, to be given another size", type(batch).__name__
+        )
     if length is not None and not any(name in batch for name in TOKENS):
         must = f"left out for a batch without any of {', '.join(TOKENS)}, whose length is its own"
         raise InvalidValue("latency_table(length=)", must, length)
@@ -130,12 +144,17 @@ def _shaped(batch: Any, size: int | None, length: int | None) -> Any:
 
 
 def _keeps(site: AttentionSite) -> Iterator[tuple[int, ...]]:
-    """Heads to keep, one choice for every number of heads that the site's policy can leave, spread over groups."""
+    """Heads to keep, one choice for every number of heads that the site's policy can leave, spread
+    over groups."""
     if site.policy == "group":
         order = [head for unit in site.units for head in unit]
     else:
         order = [head for row in zip_longest(*site.groups) for head in row if head is not None]
-    return (tuple(sorted(order[:count])) for count in range(len(order) + 1) if _allowed(site, order[:count]))
+    return (
+        tuple(sorted(order[:count]))
+        for count in range(len(order) + 1)
+        if _allowed(site, order[:count])
+    )
 
 
 def _allowed(site: AttentionSite, keep: Sequence[int]) -> bool:
@@ -155,7 +174,9 @@ def _variants(model: nn.Module, b: BoundSite) -> dict[int, nn.Module]:
             continue
         if len(keep) < b.site.least:
             continue  # a layer that must keep a head
-        undo = cut_(model, [b], HeadMask.from_keep({b.site.name: keep}, {b.site.name: b.site.n_query_heads}))
+        undo = cut_(
+            model, [b], HeadMask.from_keep({b.site.name: keep}, {b.site.name: b.site.n_query_heads})
+        )
         try:
             found[len(keep)] = copy.deepcopy(b.module)
         finally:
@@ -191,13 +212,16 @@ class _Clock:
         return row
 
     def _rounds(self, ready: Sequence[_Ready], seconds: float) -> NDArray[np.float64]:
-        """Seconds a call, ``[rounds, functions]``; bursts are as long for all, so that none gains by its length."""
+        """Seconds a call, ``[rounds, functions]``; bursts are as long for all, so that none gains
+        by its length."""
         slowest = max(self._burst(make, 1) for _ in range(_WARMUP) for make in ready)
         calls = max(1, min(_MAX_BURST, round(_BURST / max(slowest, 1e-9))))
         rounds: list[list[float]] = []
         start = perf_counter()
         with no_collection():
-            while len(rounds) < _MAX_ROUNDS and (len(rounds) < _MIN_ROUNDS or perf_counter() - start < seconds):
+            while len(rounds) < _MAX_ROUNDS and (
+                len(rounds) < _MIN_ROUNDS or perf_counter() - start < seconds
+            ):
                 took = [0.0] * len(ready)
                 for which in range(len(ready))[:: 1 if len(rounds) % 2 else -1]:
                     took[which] = self._burst(ready[which], calls)
@@ -205,7 +229,8 @@ class _Clock:
         return np.array(rounds)
 
     def _burst(self, make: _Ready, calls: int) -> float:
-        """Seconds of one of several calls right after each other, which an accelerator may overlap as in a model."""
+        """Seconds of one of several calls right after each other, which an accelerator may overlap
+        as in a model."""
         runs = [make() for _ in range(calls)]
         synchronize(self.device)
         start = perf_counter()
@@ -230,7 +255,8 @@ def _smoothed(row: list[float | None]) -> list[float | None]:
 def _sum(rows: list[list[float | None]]) -> tuple[float | None, ...]:
     """What several runs of one module take together."""
     return tuple(
-        None if None in entries else math.fsum(s or 0.0 for s in entries) for entries in zip(*rows, strict=True)
+        None if None in entries else math.fsum(s or 0.0 for s in entries)
+        for entries in zip(*rows, strict=True)
     )
 
 
@@ -239,17 +265,32 @@ def _scaled(row: Sequence[float | None], factor: float) -> tuple[float | None, .
 
 
 def _notes(
-    raw: Mapping[Any, list[float | None]], rows: Mapping[Any, list[float | None]], total: float, whole: float
+    raw: Mapping[Any, list[float | None]],
+    rows: Mapping[Any, list[float | None]],
+    total: float,
+    whole: float,
 ) -> Iterator[str]:
-    moved = max(abs((a or 0.0) - (b or 0.0)) / (a or 1.0) for k in raw for a, b in zip(raw[k], rows[k], strict=True))
+    moved = max(
+        abs((a or 0.0) - (b or 0.0)) / (a or 1.0)
+        for k in raw
+        for a, b in zip(raw[k], rows[k], strict=True)
+    )
     if moved > _WORTH_SAYING:
-        yield f"Made non-decreasing, which moved an entry by up to {100 * moved:.0f} %: more seconds make it surer."
+        yield (
+            f"Made non-decreasing, which moved an entry by up to {100 * moved:.0f} %: more seconds"
+            " make it surer."
+        )
     if total > whole:
         more = f"{100 * (total / whole - 1):.0f} %"
-        yield f"The attention layers alone took {more} longer than the model: their times are scaled to its own."
+        yield (
+            f"The attention layers alone took {more} longer than the model: their times are scaled"
+            " to its own."
+        )
 
 
 def _in_words(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    return (
+        f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    )

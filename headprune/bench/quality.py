@@ -1,4 +1,5 @@
-"""How good a model is on given batches: accuracy, perplexity or error, and the mean per-example loss."""
+"""How good a model is on given batches: accuracy, perplexity or error, and the mean per-example
+loss."""
 
 from __future__ import annotations
 
@@ -41,17 +42,17 @@ class Quality:
     """One evaluation.
 
     Args:
-        metric: ``accuracy`` or ``matthews`` (single-label classification of sequences, images or tokens),
-            ``perplexity`` (causal language models, over all counted tokens) or ``bits_per_character`` (its logarithm to
-            base 2), ``mse`` (regression), ``bleu`` (``evaluate_translation``), ``f1`` (``evaluate_answers``), or
-            ``loss``.
+        metric: ``accuracy`` or ``matthews`` (single-label classification of sequences, images or
+            tokens), ``perplexity`` (causal language models, over all counted tokens) or
+            ``bits_per_character`` (its logarithm to base 2), ``mse`` (regression), ``bleu``
+            (``evaluate_translation``), ``f1`` (``evaluate_answers``), or ``loss``.
         value: The metric.
         loss: Mean per-example loss.
         n_examples: Examples.
         losses: Per-example losses, in data order, for paired comparisons.
         amounts, counts: What the metric adds up and divides by, example by example: ``value`` is
-            ``sum(amounts) / sum(counts)``, and its exponential for perplexity; for BLEU and Matthews correlation see
-            ``headprune.core.bleu`` and ``headprune.core.matthews``.
+            ``sum(amounts) / sum(counts)``, and its exponential for perplexity; for BLEU and
+            Matthews correlation see ``headprune.core.bleu`` and ``headprune.core.matthews``.
         more: Other metrics of the same answers, by name.
     """
 
@@ -72,7 +73,9 @@ class _Totals:
     metric: str = "loss"
     amounts: list[Any] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
-    unread: list[Tensor] = field(default_factory=list)  # [examples, amounts and a count] of a batch, where they are
+    unread: list[Tensor] = field(
+        default_factory=list
+    )  # [examples, amounts and a count] of a batch, where they are
 
     def add(self, metric: str, amounts: Tensor, counts: Tensor | None = None) -> None:
         self.metric = metric
@@ -110,15 +113,16 @@ def evaluate(
     Args:
         model: The model.
         batches: Batches with labels.
-        loss: Your own per-example loss; the metric is then the mean loss. The default one is compared with the model's
-            own on the first batch.
-        bits: For causal language models whose tokens are characters: bits per character in place of perplexity.
-        metric: Of single-label classification: ``accuracy``, the default, or ``matthews`` for Matthews correlation;
-            ``Quality.more`` has the accuracy then.
+        loss: Your own per-example loss; the metric is then the mean loss. The default one is
+            compared with the model's own on the first batch.
+        bits: For causal language models whose tokens are characters: bits per character in place of
+            perplexity.
+        metric: Of single-label classification: ``accuracy``, the default, or ``matthews`` for
+            Matthews correlation; ``Quality.more`` has the accuracy then.
 
     Raises:
-        InvalidValue: no batch, no labels, a loss that is not finite; a default loss that is not the model's own; a
-            metric of classification where the model does something else.
+        InvalidValue: no batch, no labels, a loss that is not finite; a default loss that is not the
+            model's own; a metric of classification where the model does something else.
     """
     _check_metric(metric, loss)
     totals, losses = _Totals(), []
@@ -138,7 +142,9 @@ def evaluate(
             _count(totals, model, batch, of_batch, bits, metric)
             if metric is not None and totals.metric != metric:
                 must = "left out for a model that gives no single class to an example or a token"
-                raise InvalidValue("evaluate(metric=)", must, f"{metric!r} for {type(model).__name__}")
+                raise InvalidValue(
+                    "evaluate(metric=)", must, f"{metric!r} for {type(model).__name__}"
+                )
     if not losses:
         raise InvalidValue(*EMPTY)
     losses = in_main_memory(losses)  # once, at the end: every copy waits for an accelerator
@@ -157,7 +163,9 @@ def evaluate(
 
 def _check_metric(metric: Any, loss: Loss | None) -> None:
     if metric is not None and metric not in CLASS_METRICS:
-        raise InvalidValue("evaluate(metric=)", f"one of {', '.join(CLASS_METRICS)}, or None", repr(metric))
+        raise InvalidValue(
+            "evaluate(metric=)", f"one of {', '.join(CLASS_METRICS)}, or None", repr(metric)
+        )
     if metric is not None and loss is not None and not is_default(loss):
         must = "left out with a loss of your own, whose mean is the metric"
         raise InvalidValue("evaluate(metric=)", must, repr(metric))
@@ -175,9 +183,15 @@ class _Answered:
 
 
 def _count(
-    totals: _Totals, model: nn.Module, batch: Mapping[str, Any], found: _Answered, bits: bool, metric: str | None
+    totals: _Totals,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    found: _Answered,
+    bits: bool,
+    metric: str | None,
 ) -> None:
-    """Adds a batch to the metric that fits the model; leaves the metric at the loss where none does."""
+    """Adds a batch to the metric that fits the model; leaves the metric at the loss where none
+    does."""
     if "start_positions" in batch:
         return
     logits = logits_of(found.output)
@@ -193,13 +207,18 @@ def _count(
     kind = problem_type(model, labels, logits)
     if kind == "single_label_classification":
         labels = labels.reshape(-1, 1)
-        _count_classes(totals, logits[:, None], labels, torch.ones_like(labels, dtype=torch.bool), metric)
+        _count_classes(
+            totals, logits[:, None], labels, torch.ones_like(labels, dtype=torch.bool), metric
+        )
     elif kind == "regression":
         totals.add("mse", found.losses(model, batch))
 
 
-def _count_classes(totals: _Totals, logits: Tensor, labels: Tensor, counted: Tensor, metric: str | None) -> None:
-    """Adds the right predictions and, for Matthews correlation, how often each class is a label and is predicted.
+def _count_classes(
+    totals: _Totals, logits: Tensor, labels: Tensor, counted: Tensor, metric: str | None
+) -> None:
+    """Adds the right predictions and, for Matthews correlation, how often each class is a label and
+    is predicted.
 
     Args:
         totals: What they are added to.

@@ -1,4 +1,5 @@
-"""What goes into every attention module in one pass of a model, kept so that the modules can be run again alone."""
+"""What goes into every attention module in one pass of a model, kept so that the modules can be run
+again alone."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ class Run:
     kwargs: dict[str, Any]
 
 
-def recorded(model: nn.Module, bound: list[BoundSite], inputs: Any) -> dict[str, list[tuple[Any, Run]]]:
-    """For every site the runs of its module in one pass, each with what tells kinds of runs apart; one run a kind
-    keeps its inputs."""
+def recorded(
+    model: nn.Module, bound: list[BoundSite], inputs: Any
+) -> dict[str, list[tuple[Any, Run]]]:
+    """For every site the runs of its module in one pass, each with what tells kinds of runs apart;
+    one run a kind keeps its inputs."""
     seen: dict[str, list[tuple[Any, Run]]] = {b.site.name: [] for b in bound}
     kept: dict[Any, Run] = {}
 
@@ -49,16 +52,23 @@ def recorded(model: nn.Module, bound: list[BoundSite], inputs: Any) -> dict[str,
     if idle := [name for name, runs in seen.items() if not runs]:
         hint = "Give a batch that uses it, or leave it out of sites=."
         raise UnsupportedModel(
-            idle[0], "run by the batch that latency is measured on", "an attention that is not", hint
+            idle[0],
+            "run by the batch that latency is measured on",
+            "an attention that is not",
+            hint,
         )
     return seen
 
 
 def _build(b: BoundSite) -> Any:
-    """Equal for modules that are built alike: class, heads, shapes, and settings other than a layer's number."""
+    """Equal for modules that are built alike: class, heads, shapes, and settings other than a
+    layer's number."""
     site = b.site
     heads = (site.layout, site.kind, site.geometry, site.policy, site.grouping, site.heads)
-    shapes = tuple((name, p.shape, p.dtype) for name, p in [*b.module.named_parameters(), *b.module.named_buffers()])
+    shapes = tuple(
+        (name, p.shape, p.dtype)
+        for name, p in [*b.module.named_parameters(), *b.module.named_buffers()]
+    )
     plain = tuple(
         (name, value)
         for name, value in sorted(vars(b.module).items())
@@ -85,8 +95,8 @@ def tokens_of(run: Run) -> int:
 
 
 def fresh(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
-    """The value with ``of_tensor`` of its tensors and copies of what is no plain data: a cache that is filled would be
-    longer in the next call."""
+    """The value with ``of_tensor`` of its tensors and copies of what is no plain data: a cache that
+    is filled would be longer in the next call."""
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, Mapping):

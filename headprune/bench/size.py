@@ -13,7 +13,11 @@ from headprune.model.sites import Sites, bind, find_sites
 
 
 def sizes(
-    original: nn.Module, pruned: nn.Module, batch: Any, sites: Sites | None = None, loss: Loss | None = None
+    original: nn.Module,
+    pruned: nn.Module,
+    batch: Any,
+    sites: Sites | None = None,
+    loss: Loss | None = None,
 ) -> tuple[SizeRow, ...]:
     """Counts both models on one batch.
 

@@ -26,16 +26,24 @@ def check_sacrebleu(where: str) -> None:
     """
     if importlib.util.find_spec("sacrebleu") is None:
         hint = "Install it: pip install sacrebleu."
-        raise InvalidValue(where, "a task whose packages are installed", "no package sacrebleu", hint)
+        raise InvalidValue(
+            where, "a task whose packages are installed", "no package sacrebleu", hint
+        )
 
 
 def translate(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], tokenizer: Any, *, beams: int = 1, max_length: int = 64
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    beams: int = 1,
+    max_length: int = 64,
 ) -> list[str]:
     """One translation a source sentence, in the order of the batches.
 
     Args:
-        model: A Transformers encoder-decoder that generates, or ``TransformerForTranslation``; left as it was found.
+        model: A Transformers encoder-decoder that generates, or ``TransformerForTranslation``; left
+            as it was found.
         batches: With ``input_ids`` and ``attention_mask``; what else they hold is not read.
         tokenizer: Turns tokens into text.
         beams: 1 takes the likeliest token every time; more search so many translations at once.
@@ -43,7 +51,12 @@ def translate(
     """
     found: list[str] = []
     generate: Any = model.generate
-    wanted = {"num_beams": beams, "do_sample": False, "max_new_tokens": max_length, "use_cache": True}
+    wanted = {
+        "num_beams": beams,
+        "do_sample": False,
+        "max_new_tokens": max_length,
+        "use_cache": True,
+    }
     device = device_of(model)
     with undisturbed(model, packed=True), torch.no_grad():
         for batch in batches:
@@ -64,8 +77,9 @@ def evaluate_translation(
 ) -> Quality:
     """BLEU (as a fraction of 1) of a model's own translations, and its losses on the references.
 
-    BLEU is sacrebleu's with its defaults (tokenizer ``13a``, case counts, smoothing ``exp``), divided by 100; it is
-    taken of the sums of ``Quality.amounts``, whose rows are those of ``headprune.core.bleu.bleu``.
+    BLEU is sacrebleu's with its defaults (tokenizer ``13a``, case counts, smoothing ``exp``),
+    divided by 100; it is taken of the sums of ``Quality.amounts``, whose rows are those of
+    ``headprune.core.bleu.bleu``.
 
     Args:
         model: See ``translate``.
@@ -84,10 +98,17 @@ def evaluate_translation(
     read = Batches.of(batches)  # twice
     quality = evaluate(model, read)
     if len(references) != quality.n_examples:
-        raise InvalidValue("references", f"one for each of {quality.n_examples} sentences", len(references))
+        raise InvalidValue(
+            "references", f"one for each of {quality.n_examples} sentences", len(references)
+        )
     translations = translate(model, read, tokenizer, beams=beams, max_length=max_length)
-    scorer = BLEU(effective_order=True)  # it is the counts that are taken; the order matters to one sentence's score
-    scores = [scorer.sentence_score(said, [true]) for said, true in zip(translations, references, strict=True)]
+    scorer = BLEU(
+        effective_order=True
+    )  # it is the counts that are taken; the order matters to one sentence's score
+    scores = [
+        scorer.sentence_score(said, [true])
+        for said, true in zip(translations, references, strict=True)
+    ]
     amounts = tuple((*map(float, s.counts), *map(float, s.totals)) for s in scores)
     counts = tuple(float(s.ref_len) for s in scores)
     value = float(bleu(np.array(amounts).sum(0), np.array(counts).sum()))

@@ -1,7 +1,8 @@
-"""Which scorer to trust on this model, data and budget: each candidate's plan is cut, refitted and judged.
+"""Which scorer to trust on this model, data and budget: each candidate's plan is cut, refitted and
+judged.
 
-`auto` is a scorer like any other (``hp.score(model, batches, "auto")``, ``score.scorer: auto`` in a recipe). It stands
-above the rooms that it puts together: scores, selection, the cut and the refit.
+`auto` is a scorer like any other (``hp.score(model, batches, "auto")``, ``score.scorer: auto`` in a
+recipe). It stands above the rooms that it puts together: scores, selection, the cut and the refit.
 """
 
 import importlib

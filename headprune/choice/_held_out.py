@@ -1,4 +1,5 @@
-"""Losses of rows that a refit has not seen: each plan is cut into a copy, refitted on the other rows, and run."""
+"""Losses of rows that a refit has not seen: each plan is cut into a copy, refitted on the other
+rows, and run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Refit = Callable[[nn.Module, list[Any]], object]
 
 
 class Folds:
-    """The rows of a problem, dealt to folds: row i of the data is in fold ``i % folds``, whatever the batches.
+    """The rows of a problem, dealt to folds: row i of the data is in fold ``i % folds``, whatever
+    the batches.
 
     Args:
         problem: With the batches.
@@ -48,11 +50,15 @@ class Folds:
             first += size
         self.size = first
         if first < 2 * count:
-            raise InvalidValue("batches", f"with at least {2 * count} examples for {count} folds", first)
+            raise InvalidValue(
+                "batches", f"with at least {2 * count} examples for {count} folds", first
+            )
 
     def others(self, fold: int) -> list[Any]:
         """The batches of all folds but one."""
-        return [batch for other in range(self.count) if other != fold for batch in self.batches[other]]
+        return [
+            batch for other in range(self.count) if other != fold for batch in self.batches[other]
+        ]
 
 
 def whole_losses(problem: Problem, folds: Folds) -> Tensor:
@@ -63,8 +69,11 @@ def whole_losses(problem: Problem, folds: Folds) -> Tensor:
     return found
 
 
-def held_out_losses(problem: Problem, folds: Folds, plans: Sequence[HeadMask], refit: Refit | None) -> Tensor:
-    """``[plans, rows]``, fp64 on the CPU: each row's loss under each plan, cut and refitted without that row's fold.
+def held_out_losses(
+    problem: Problem, folds: Folds, plans: Sequence[HeadMask], refit: Refit | None
+) -> Tensor:
+    """``[plans, rows]``, fp64 on the CPU: each row's loss under each plan, cut and refitted without
+    that row's fold.
 
     Processes share the plans. The model is left as it was.
     """
@@ -78,15 +87,21 @@ def held_out_losses(problem: Problem, folds: Folds, plans: Sequence[HeadMask], r
 
     def own() -> dict[str, Tensor]:
         mine = range(problem.crew.rank, len(plans), problem.crew.size)
-        return {str(i): losses(plans[i]) for i in tqdm(mine, desc="cut and refit", disable=disable, leave=False)}
+        return {
+            str(i): losses(plans[i])
+            for i in tqdm(mine, desc="cut and refit", disable=disable, leave=False)
+        }
 
     parts = problem.gathered("held-out losses", own)
     by_plan = {int(i): row for part in parts for i, row in part.items()}
     return torch.stack([by_plan[i] for i in range(len(plans))])
 
 
-def losses_of_fold(problem: Problem, folds: Folds, fold: int, mask: HeadMask, refit: Refit | None) -> Tensor:
-    """``[rows of the fold]``, fp64 on the CPU: their losses under a plan, cut and refitted on the other rows."""
+def losses_of_fold(
+    problem: Problem, folds: Folds, fold: int, mask: HeadMask, refit: Refit | None
+) -> Tensor:
+    """``[rows of the fold]``, fp64 on the CPU: their losses under a plan, cut and refitted on the
+    other rows."""
     small = copy.deepcopy(problem.model)
     cut_(small, bind(small, sites_of(problem.bound)), mask)
     if refit is not None:

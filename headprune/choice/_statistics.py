@@ -1,4 +1,5 @@
-"""From losses of held-out rows to the candidate that is taken, and how far behind the best it may be."""
+"""From losses of held-out rows to the candidate that is taken, and how far behind the best it may
+be."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ Asked = tuple[str, FrozenDict, bool]
 def ranked(
     asked: Sequence[Asked], losses: Floats, same: Sequence[int], folds: int, confidence: float
 ) -> tuple[Candidate, ...]:
-    """The candidates from the lowest loss to the highest, each compared with the best that is not random.
+    """The candidates from the lowest loss to the highest, each compared with the best that is not
+    random.
 
-    A difference's interval is Student's of the paired differences per row. The refits of two folds share no rows that
-    they are judged on, but rows of one fold share a refit: as Nadeau and Bengio 2003 ("Inference for the generalization
-    error", section 3) the variance of ``folds`` results has the share of rows judged to rows fitted added to 1/folds.
-    All intervals hold together (Bonferroni), because the best is picked from them.
+    A difference's interval is Student's of the paired differences per row. The refits of two folds
+    share no rows that they are judged on, but rows of one fold share a refit: as Nadeau and Bengio
+    2003 ("Inference for the generalization error", section 3) the variance of ``folds`` results has
+    the share of rows judged to rows fitted added to 1/folds. All intervals hold together
+    (Bonferroni), because the best is picked from them.
 
     Args:
         asked: Scorer, its settings and whether by kind, per candidate.
@@ -39,7 +42,9 @@ def ranked(
     n = losses.shape[1]
     stretch = np.sqrt(1 + folds / (folds - 1))
     comparisons = max(1, len(asked) - 1)
-    quantile = float(student.ppf(1 - (1 - confidence) / (2 * comparisons), n - 1)) if n > 1 else np.inf
+    quantile = (
+        float(student.ppf(1 - (1 - confidence) / (2 * comparisons), n - 1)) if n > 1 else np.inf
+    )
     found = []
     for i, (scorer, settings, by_kind) in enumerate(asked):
         difference = losses[i] - losses[best]
@@ -47,6 +52,10 @@ def ranked(
         error = float(difference.std(ddof=1) / np.sqrt(n) * stretch) if n > 1 else 0.0
         half = quantile * error if error else 0.0
         other = candidate_name(*asked[same[i]]) if same[i] != i else ""
-        found.append(Candidate(scorer, settings, by_kind, float(means[i]), mean, mean - half, mean + half, other))
+        found.append(
+            Candidate(
+                scorer, settings, by_kind, float(means[i]), mean, mean - half, mean + half, other
+            )
+        )
     order = sorted(range(len(asked)), key=lambda i: (means[i], i != best, i))
     return tuple(found[i] for i in order)

@@ -1,4 +1,5 @@
-"""The scorer whose heads cost least on held-out rows once they are cut and the rest is refitted, out of several."""
+"""The scorer whose heads cost least on held-out rows once they are cut and the rest is refitted,
+out of several."""
 
 from __future__ import annotations
 
@@ -33,32 +34,45 @@ from headprune.selection._groups import by_kind
 
 #: Name and settings of a candidate.
 Named = tuple[str, FrozenDict]
-#: The candidates, unless others are asked for: cheap, and each the best on some of the tasks that were tried.
-DEFAULT = ("taylor", "surgeon", FrozenDict({"surgeon": {"curvature": "logits"}}), "fluctuation", "obs")
+#: The candidates, unless others are asked for: cheap, and each the best on some of the tasks that
+#: were tried.
+DEFAULT = (
+    "taylor",
+    "surgeon",
+    FrozenDict({"surgeon": {"curvature": "logits"}}),
+    "fluctuation",
+    "obs",
+)
 #: Where the seeds of random draws begin, away from those of anything else.
 _FIRST_DRAW = 2000
 
 
 @dataclass(frozen=True)
 class Auto(Scorer):
-    """Cuts each candidate's plan, refits it as you will, and takes the one with the lowest loss of held-out rows.
+    """Cuts each candidate's plan, refits it as you will, and takes the one with the lowest loss of
+    held-out rows.
 
-    No scorer is best on every task. Each candidate scores all rows, and selects heads by the budget. A copy of the
-    model is cut to them and refitted on one half of the rows, and its loss is measured on the other half; then the
-    halves change places. So every row judges, and none judges a refit that has seen it; heads were chosen on all rows.
-    The scores are those of the candidate that was taken, under its own name; ``scores.choice`` has the table, the
-    interval of each difference, ties, and random heads refitted alike. Where a model has several kinds of attention,
-    each candidate is also judged with the budget met by each kind alone, and ``hp.select`` then selects so.
+    No scorer is best on every task. Each candidate scores all rows, and selects heads by the
+    budget. A copy of the model is cut to them and refitted on one half of the rows, and its loss is
+    measured on the other half; then the halves change places. So every row judges, and none judges
+    a refit that has seen it; heads were chosen on all rows. The scores are those of the candidate
+    that was taken, under its own name; ``scores.choice`` has the table, the interval of each
+    difference, ties, and random heads refitted alike. Where a model has several kinds of attention,
+    each candidate is also judged with the budget met by each kind alone, and ``hp.select`` then
+    selects so.
 
     When: always, unless you know which scorer fits your model, data and budget.
-    Cost: all candidates' passes (they share them), then one cut and refit per distinct plan and fold.
+    Cost: all candidates' passes (they share them), then one cut and refit per distinct plan and
+    fold.
     Memory: that of its dearest candidate, and a copy of the model.
 
     Args:
-        keep: Heads to keep when candidates are judged, as ``Budget(keep_heads=)``: give the budget that you will use.
+        keep: Heads to keep when candidates are judged, as ``Budget(keep_heads=)``: give the budget
+            that you will use.
         candidates: Registered scorers, by name, or with settings as ``{name: settings}``.
         refit: A recovery that does not train, or None for a cut that will not be refitted.
-        refit_settings: Its settings; None is ``feed_forward=True`` for ``lstsq``, and the defaults for others.
+        refit_settings: Its settings; None is ``feed_forward=True`` for ``lstsq``, and the defaults
+            for others.
         folds: Parts that the rows are dealt to.
         random_draws: Random plans to compare with.
         confidence: Of all intervals together.
@@ -84,7 +98,12 @@ class Auto(Scorer):
         for name, settings in self.asked:
             if name in ("auto", RANDOM) or not scoring.registry.get(name).needs_data:
                 hint = "random is judged anyway: see random_draws."
-                raise InvalidValue("Auto.candidates", "scorers that read data, auto not among them", repr(name), hint)
+                raise InvalidValue(
+                    "Auto.candidates",
+                    "scorers that read data, auto not among them",
+                    repr(name),
+                    hint,
+                )
             _configured(name, settings)
         if not self.candidates:
             raise InvalidValue("Auto.candidates", "one scorer at least", "none")
@@ -108,7 +127,9 @@ class Auto(Scorer):
         for one in self.candidates:
             pairs = [(one, EMPTY)] if isinstance(one, str) else list(one.items())
             if len(pairs) != 1 or not isinstance(pairs[0][1], Mapping):
-                raise InvalidValue("Auto.candidates", "names, or mappings of one name to its settings", repr(one))
+                raise InvalidValue(
+                    "Auto.candidates", "names, or mappings of one name to its settings", repr(one)
+                )
             found.append((pairs[0][0], FrozenDict(pairs[0][1])))
         return found
 
@@ -120,7 +141,9 @@ class Auto(Scorer):
     def _check_refit(self, method: type[Recovery]) -> None:
         if method.trains:
             hint = "Let lstsq stand in for the training."
-            raise InvalidValue("Auto.refit", "a recovery that does not train", repr(self.refit), hint)
+            raise InvalidValue(
+                "Auto.refit", "a recovery that does not train", repr(self.refit), hint
+            )
         _check_settings("Auto.refit_settings", str(self.refit), method, self.refit_settings or {})
 
     @property
@@ -137,19 +160,24 @@ class Auto(Scorer):
         """Scores all candidates, judges their plans, and gives the estimate of the best.
 
         Raises:
-            InvalidValue: fewer rows than two per fold, losses that depend on other examples of a batch, or what a
-                candidate refuses.
+            InvalidValue: fewer rows than two per fold, losses that depend on other examples of a
+                batch, or what a candidate refuses.
             InfeasibleBudget: no plan meets the budget.
         """
-        check_whole(problem.model, "one whose weights are whole in this process, to be copied and cut")
+        check_whole(
+            problem.model, "one whose weights are whole in this process, to be copied and cut"
+        )
         problem.keep()
         folds = Folds(problem, self.folds)
         candidates = self._usable(problem)
         estimates = self._estimates(problem, candidates)
-        if problem.shared.get(LOSSES):  # rows of a fold would have other losses than rows of a whole batch
+        if problem.shared.get(
+            LOSSES
+        ):  # rows of a fold would have other losses than rows of a whole batch
             refuse_coupled(problem, "auto")
         asked, plans = self._plans(problem, candidates, estimates)
-        # Before the copies: a model may keep what it computed last, and a tensor with a graph cannot be copied.
+        # Before the copies: a model may keep what it computed last, and a tensor with a graph
+        # cannot be copied.
         whole = float(whole_losses(problem, folds).mean())
         distinct = list(dict.fromkeys(plan.mask for plan in plans))
         losses, refit, notes = self._losses(problem, folds, distinct)
@@ -177,8 +205,8 @@ class Auto(Scorer):
 
         Args:
             scores: Of a candidate.
-            alone: Whether each kind of attention meets the budget by itself; None is returned where that is no other
-                plan, or none can be had.
+            alone: Whether each kind of attention meets the budget by itself; None is returned where
+                that is no other plan, or none can be had.
         """
         if not alone:
             return self.selected(scores, None)
@@ -201,7 +229,9 @@ class Auto(Scorer):
     def refit_(self, problem: Problem, small: nn.Module, batches: list[Any]) -> object:
         """Refits a cut model in place, as it will be after the cut."""
         loss = None if is_default(problem.loss) else problem.loss
-        return recover_(small, batches, self._method(), problem.model, loss, sites_of(problem.bound))
+        return recover_(
+            small, batches, self._method(), problem.model, loss, sites_of(problem.bound)
+        )
 
     @property
     def refit_name(self) -> str:
@@ -214,7 +244,8 @@ class Auto(Scorer):
         return method
 
     def _usable(self, problem: Problem) -> list[Named]:
-        """The candidates; of the default ones none that calls the model itself, where the loss is the user's own.
+        """The candidates; of the default ones none that calls the model itself, where the loss is
+        the user's own.
 
         Such a loss may take apart batches that the model itself does not take.
         """
@@ -233,8 +264,13 @@ class Auto(Scorer):
     ) -> tuple[list[Asked], list[PruningPlan]]:
         """What is asked, and its plan, of every candidate and random draw."""
         seeds = [self.seed + _FIRST_DRAW + i for i in range(self.random_draws)]
-        draws = [_configured(RANDOM, FrozenDict({"seed": seed})).estimate(problem) for seed in seeds]
-        scored = [*zip(candidates, estimates, strict=True), *(((RANDOM, EMPTY), draw) for draw in draws)]
+        draws = [
+            _configured(RANDOM, FrozenDict({"seed": seed})).estimate(problem) for seed in seeds
+        ]
+        scored = [
+            *zip(candidates, estimates, strict=True),
+            *(((RANDOM, EMPTY), draw) for draw in draws),
+        ]
         asked, plans = [], []
         for (name, settings), estimate in scored:
             scores = _scores(problem, name, estimate)
@@ -259,11 +295,15 @@ class Auto(Scorer):
             return held_out_losses(problem, folds, masks, None), "", (note,)
 
     def _of(self, estimate: Estimate, choice: Choice) -> Estimate:
-        """The estimate of the chosen candidate, with the choice and what there is to say about it."""
+        """The estimate of the chosen candidate, with the choice and what there is to say about
+        it."""
         notes = [*estimate.notes]
         if choice.ties:
             names = ", ".join(c.name for c in choice.ties)
-            notes.append(f"auto: these rows do not tell {choice.chosen} from {names}, which keep other heads.")
+            notes.append(
+                f"auto: these rows do not tell {choice.chosen} from {names}, which keep other"
+                " heads."
+            )
         if choice.doubt:
             notes.append(f"auto: {choice.doubt}")
         return replace(estimate, notes=tuple(notes), choice=choice)
@@ -300,7 +340,8 @@ def _check_settings(where: str, name: str, method: Any, settings: Mapping[str, A
 
 
 def _finite(asked: Sequence[Asked], losses: torch.Tensor) -> tuple[list[int], tuple[str, ...]]:
-    """Places of those whose cut models have finite losses ``[plans, rows]``, and a note about the others.
+    """Places of those whose cut models have finite losses ``[plans, rows]``, and a note about the
+    others.
 
     Raises:
         InvalidValue: no scorer's has.
@@ -309,14 +350,23 @@ def _finite(asked: Sequence[Asked], losses: torch.Tensor) -> tuple[list[int], tu
     kept = [i for i, fine in enumerate(finite) if fine]
     if not any(asked[i][0] != RANDOM for i in kept):
         hint = "Look for NaN or infinite values in the batches; try a larger budget, or float32."
-        raise InvalidValue("losses of cut models", "finite for one candidate at least", "NaN or infinite", hint)
+        raise InvalidValue(
+            "losses of cut models", "finite for one candidate at least", "NaN or infinite", hint
+        )
     lost = [candidate_name(*one) for one, fine in zip(asked, finite, strict=True) if not fine]
-    notes = (f"Not judged, for losses of the cut model are NaN or infinite: {', '.join(lost)}.",) if lost else ()
+    notes = (
+        (f"Not judged, for losses of the cut model are NaN or infinite: {', '.join(lost)}.",)
+        if lost
+        else ()
+    )
     return kept, notes
 
 
-def _draws_as_one(asked: list[Asked], losses: Floats, same: list[int]) -> tuple[list[Asked], Floats, list[int]]:
-    """The random draws as one candidate, whose loss is their mean; it comes last, and keeps no plan's heads."""
+def _draws_as_one(
+    asked: list[Asked], losses: Floats, same: list[int]
+) -> tuple[list[Asked], Floats, list[int]]:
+    """The random draws as one candidate, whose loss is their mean; it comes last, and keeps no
+    plan's heads."""
     n_scorers = sum(name != RANDOM for name, _, _ in asked)
     if n_scorers == len(asked):
         return asked, losses, same

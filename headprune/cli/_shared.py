@@ -1,4 +1,5 @@
-"""What all commands share: options, errors without tracebacks, exit codes, output for people or machines."""
+"""What all commands share: options, errors without tracebacks, exit codes, output for people or
+machines."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def selector_names() -> list[str]:
 
 RecipeName = Annotated[
     str,
-    typer.Argument(help="A recipe file, or the name of a shipped recipe.", autocompletion=recipe_names),
+    typer.Argument(
+        help="A recipe file, or the name of a shipped recipe.", autocompletion=recipe_names
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -57,9 +60,13 @@ Settings = Annotated[
         autocompletion=scorers_of("score.scorer"),
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress: only results, warnings and errors.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", help="No progress: only results, warnings and errors.")
+]
 
 
 def say(line: str) -> None:
@@ -68,13 +75,17 @@ def say(line: str) -> None:
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
-    """Text on a terminal, without what steers one: names and notes come out of files, and files from anywhere."""
+    """Text on a terminal, without what steers one: names and notes come out of files, and files
+    from anywhere."""
     typer.echo(clean(text), nl=nl, err=err)
 
 
 def watching(quiet: bool) -> dict[str, Any]:
-    """How long work tells who watches: lines, and progress bars on a terminal; nothing where it is to be quiet."""
-    return {"say": lambda line: None, "progress": False} if quiet else {"say": say, "progress": None}
+    """How long work tells who watches: lines, and progress bars on a terminal; nothing where it is
+    to be quiet."""
+    return (
+        {"say": lambda line: None, "progress": False} if quiet else {"say": say, "progress": None}
+    )
 
 
 def on_terminal(quiet: bool) -> bool:
@@ -115,7 +126,9 @@ def guarded(debug: bool) -> Iterator[None]:
         raise typer.Exit(FAILED) from None
     except HeadPruneError as error:
         _tell(error, str(error), debug)
-        raise typer.Exit(FAILED if isinstance(error, VerificationFailed | ProcessFailed) else BAD_INPUT) from None
+        raise typer.Exit(
+            FAILED if isinstance(error, VerificationFailed | ProcessFailed) else BAD_INPUT
+        ) from None
     except typer.Exit:
         raise
     except Exception as error:

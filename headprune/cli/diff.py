@@ -40,7 +40,10 @@ def diff(
         else:
             got = f"a {type(a).__name__} and a {type(b).__name__}"
             raise InvalidValue(
-                "diff", "given two plans or two records", got, "A run's plan is plan.json in its folder."
+                "diff",
+                "given two plans or two records",
+                got,
+                "A run's plan is plan.json in its folder.",
             )
         if as_json:
             emit(found.to_dict())
@@ -61,5 +64,7 @@ def _read(path: Path) -> PruningPlan | RunRecord:
     except NotAFile:
         raise
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InvalidValue(str(path), "a plan, a record or the folder of a run", f"{type(error).__name__}") from None
+        raise InvalidValue(
+            str(path), "a plan, a record or the folder of a run", f"{type(error).__name__}"
+        ) from None
     return PruningPlan.load(file) if kind == "PruningPlan" else RunRecord.load(file)

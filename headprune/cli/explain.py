@@ -14,7 +14,8 @@ from headprune.cli._shared import show as show_value
 def explain(
     plan: Annotated[Path, typer.Argument(help="A plan, or the folder of a run.")],
     scores: Annotated[
-        Path | None, typer.Option(help="The scores it was made from; default scores.json beside the plan.")
+        Path | None,
+        typer.Option(help="The scores it was made from; default scores.json beside the plan."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -33,7 +34,9 @@ def explain(
         decided = PruningPlan.load(path)
         if not beside.is_file():
             hint = "headprune score writes them, and every run leaves them beside its plan."
-            raise InvalidValue("--scores", "given, or scores.json beside the plan", f"no {beside}", hint)
+            raise InvalidValue(
+                "--scores", "given, or scores.json beside the plan", f"no {beside}", hint
+            )
         found = HeadScores.load(beside)
         if decided.scores not in (None, found.digest):
             say(f"warning: {beside} holds other scores than those that the plan was made from")

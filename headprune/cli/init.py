@@ -12,10 +12,19 @@ from headprune.cli._shared import AsJson, Debug, echo, emit, guarded, say
 
 def init(
     model: Annotated[str, typer.Option(help="A model folder, hub name, or package:NAME/FOLDER.")],
-    data: Annotated[str, typer.Option(help="A csv, json, parquet or txt file, a folder with splits, or a hub name.")],
-    task: Annotated[str | None, typer.Option(help="Where the model's class and the columns do not say it.")] = None,
-    keep: Annotated[str, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")] = "0.5",
-    out: Annotated[Path | None, typer.Option(help="The recipe's file; default NAME.yaml. `-` prints it.")] = None,
+    data: Annotated[
+        str,
+        typer.Option(help="A csv, json, parquet or txt file, a folder with splits, or a hub name."),
+    ],
+    task: Annotated[
+        str | None, typer.Option(help="Where the model's class and the columns do not say it.")
+    ] = None,
+    keep: Annotated[
+        str, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")
+    ] = "0.5",
+    out: Annotated[
+        Path | None, typer.Option(help="The recipe's file; default NAME.yaml. `-` prints it.")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -34,7 +43,13 @@ def init(
         if not printed and path.exists():
             raise InvalidValue("--out", "a new file", str(path), "Give another name with --out.")
         if as_json:
-            emit({"out": None if printed else str(path), "why": list(found.why), "recipe": recipe.model_dump()})
+            emit(
+                {
+                    "out": None if printed else str(path),
+                    "why": list(found.why),
+                    "recipe": recipe.model_dump(),
+                }
+            )
         elif printed:
             echo(found.text, nl=False)
         for line in found.why:

@@ -1,4 +1,5 @@
-"""``headprune inspect``: what of a model can be pruned, what it weighs, what a cut changes, and what cannot and why."""
+"""``headprune inspect``: what of a model can be pruned, what it weighs, what a cut changes, and
+what cannot and why."""
 
 from __future__ import annotations
 
@@ -22,12 +23,15 @@ def inspect(
     model: Annotated[str, typer.Argument(help="A model folder, hub name, or package:NAME/FOLDER.")],
     policy: Annotated[
         str,
-        typer.Option(help="What may leave where query heads share a key/value head: group, balanced or free."),
+        typer.Option(
+            help="What may leave where query heads share a key/value head: group, balanced or free."
+        ),
     ] = "group",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show the attention modules of a model: heads, prune units, what a cut changes, and those not recognised."""
+    """Show the attention modules of a model: heads, prune units, what a cut changes, and those not
+    recognised."""
     with guarded(debug):
         from headprune.core.errors import UnsupportedModel
         from headprune.model.sites import find_sites, not_taken
@@ -66,7 +70,13 @@ def _inspect(model: nn.Module, policy: Policy) -> dict[str, Any]:
         layouts[b.layout.name]["no_heads_left"][b.site.kind] = _without_heads(model, b)
     others = list(map(_as_data, sites.not_taken))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    facts = {"sites": rows, "totals": totals, "cache": _cache_words(bound), "layouts": layouts, "not_taken": others}
+    facts = {
+        "sites": rows,
+        "totals": totals,
+        "cache": _cache_words(bound),
+        "layouts": layouts,
+        "not_taken": others,
+    }
     return {"model": type(model).__name__, "dtype": dtype, **facts}
 
 
@@ -75,7 +85,9 @@ def _row(bound: BoundSite) -> dict[str, Any]:
 
     site = bound.site
     # All heads as one unit: what several units share leaves with none of them alone.
-    costs = unit_costs(replace(bound, site=replace(site, bundles=(site.heads,) if site.heads else ())))
+    costs = unit_costs(
+        replace(bound, site=replace(site, bundles=(site.heads,) if site.heads else ()))
+    )
     return {
         "site": site.name,
         "layout": site.layout,
@@ -87,7 +99,9 @@ def _row(bound: BoundSite) -> dict[str, Any]:
         "units": len(site.units),
         "policy": site.policy,
         # Where no query heads share a key/value head, all policies are the same.
-        "policies": list(bound.layout.policies) if site.n_kv_heads < site.n_query_heads else ["group"],
+        "policies": (
+            list(bound.layout.policies) if site.n_kv_heads < site.n_query_heads else ["group"]
+        ),
         "params": sum(c.params for c in costs),
         "kv_bytes_per_token": sum(c.kv_bytes for c in costs),
     }
@@ -113,29 +127,41 @@ def _without_heads(model: nn.Module, bound: BoundSite) -> str:
 
     site = bound.site
     try:
-        cut_(model, [bound], HeadMask.from_keep({site.name: []}, {site.name: site.n_query_heads})).restore()
+        cut_(
+            model, [bound], HeadMask.from_keep({site.name: []}, {site.name: site.n_query_heads})
+        ).restore()
     except UnsupportedModel as error:
         return f"no: must be {error.must}"
     return "yes"
 
 
 def _cache_words(bound: list[BoundSite]) -> list[str]:
-    """What the policies in use mean for a KV cache; nothing where no heads share keys and values."""
-    shared = [b.site for b in bound if b.site.kind == "causal" and b.site.n_kv_heads < b.site.n_query_heads]
+    """What the policies in use mean for a KV cache; nothing where no heads share keys and
+    values."""
+    shared = [
+        b.site
+        for b in bound
+        if b.site.kind == "causal" and b.site.n_kv_heads < b.site.n_query_heads
+    ]
     used = {"mqa" if site.n_kv_heads == 1 else site.policy for site in shared}
     return [words for policy, words in _CACHE.items() if policy in used]
 
 
 _COMPACT = (
-    "the cache keeps every key/value head that a kept head reads, once, and shrinks only by those that none reads"
+    "the cache keeps every key/value head that a kept head reads, once, and shrinks only by those"
+    " that none reads"
 )
 _CACHE = {
     "group": "group: a key/value head leaves with all its query heads, and the cache shrinks by it",
     "balanced": f"balanced: {_COMPACT}",
-    "free": f"free: {_COMPACT}; where that leaves groups of unlike size, every step repeats keys and values for each "
-    "query head: time and memory of a step, not of the cache",
-    "mqa": "one key/value head for all query heads (MQA): it stays as long as one of them does, whatever the policy, "
-    "and so does the cache",
+    "free": (
+        f"free: {_COMPACT}; where that leaves groups of unlike size, every step repeats keys and"
+        " values for each query head: time and memory of a step, not of the cache"
+    ),
+    "mqa": (
+        "one key/value head for all query heads (MQA): it stays as long as one of them does,"
+        " whatever the policy, and so does the cache"
+    ),
 }
 
 
@@ -154,14 +180,19 @@ def _say_not_taken(groups: Sequence[NotTaken]) -> None:
     for group in groups:
         say(f"not taken: {group}")
     if groups:
-        say("headprune.propose_layouts(model, example) looks for a layout of such modules and proves it.")
+        say(
+            "headprune.propose_layouts(model, example) looks for a layout of such modules and"
+            " proves it."
+        )
 
 
 def _print(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{found['model']}, {found['dtype']}", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title=f"{found['model']}, {found['dtype']}", title_justify="left", box=None, pad_edge=False
+    )
     for column in ("site", "layout", "kind"):
         table.add_column(column, overflow="fold")
     for column in ("heads", "units", "width", "parameters", "KV bytes/token"):
@@ -174,16 +205,25 @@ def _print(found: dict[str, Any]) -> None:
         policies = ", ".join(f"[{p}]" if p == row["policy"] else p for p in row["policies"])
         if row["kv_heads"] == 1:
             policies = "one key/value head stays"
-        cells = (row["site"], row["layout"], row["kind"], heads, str(row["units"]), str(row["head_dim"]))
+        cells = (
+            row["site"],
+            row["layout"],
+            row["kind"],
+            heads,
+            str(row["units"]),
+            str(row["head_dim"]),
+        )
         cache = f"{row['kv_bytes_per_token']:,}" if row["kv_bytes_per_token"] else ""
-        table.add_row(*cells, f"{row['params']:,}", cache, policies if len(row["policies"]) > 1 else "")
+        table.add_row(
+            *cells, f"{row['params']:,}", cache, policies if len(row["policies"]) > 1 else ""
+        )
     console = Console(width=None if Console().is_terminal else 200, markup=False)
     console.print(table)
     totals = found["totals"]
     share = 100 * totals["prunable_params"] / totals["params"] if totals["params"] else 0.0
     echo(
-        f"{totals['heads']} heads in {totals['units']} prune units; {totals['prunable_params']:,} of "
-        f"{totals['params']:,} parameters ({share:.1f} %) can leave with them"
+        f"{totals['heads']} heads in {totals['units']} prune units; {totals['prunable_params']:,}"
+        f" of {totals['params']:,} parameters ({share:.1f} %) can leave with them"
     )
     if totals["kv_bytes_per_token"]:
         echo(f"{totals['kv_bytes_per_token']:,} bytes of KV cache a token are theirs")
@@ -194,6 +234,10 @@ def _print(found: dict[str, Any]) -> None:
         for line in (*layout["cut"], *layout["patched"]):
             echo(f"  {line}")
         answers = layout["no_heads_left"]
-        words = {next(iter(answers.values()))} if len(set(answers.values())) == 1 else map(": ".join, answers.items())
+        words = (
+            {next(iter(answers.values()))}
+            if len(set(answers.values())) == 1
+            else map(": ".join, answers.items())
+        )
         echo(f"  a layer may lose all its heads: {'; '.join(words)}")
     _say_not_taken([_of_data(group) for group in found["not_taken"]])

@@ -7,7 +7,12 @@ from pathlib import Path
 
 from headprune.cli._shared import AsJson, Debug, echo, emit, guarded
 
-_REGISTRIES = {"layouts": "layouts", "scorers": "scoring", "selectors": "selection", "recoveries": "recovery"}
+_REGISTRIES = {
+    "layouts": "layouts",
+    "scorers": "scoring",
+    "selectors": "selection",
+    "recoveries": "recovery",
+}
 
 
 def ls(as_json: AsJson = False, debug: Debug = False) -> None:

@@ -1,4 +1,5 @@
-"""The ``headprune`` command; every subcommand is a file of its own and imports what it needs when it runs."""
+"""The ``headprune`` command; every subcommand is a file of its own and imports what it needs when
+it runs."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ Start with one of these:
   headprune prune --model MODEL --data FILE --keep 0.5 --out small
       your model without half of its heads, refitted on your data, proven and measured
 
-headprune --help lists all commands, headprune COMMAND --help explains one. A MODEL is a folder or a hub name."""
+headprune --help lists all commands, headprune COMMAND --help explains one.
+A MODEL is a folder or a hub name."""
 
 
 def _version(wanted: bool) -> None:
@@ -82,7 +84,10 @@ def _main(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Show versions, platform and device, and exit."
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Show versions, platform and device, and exit.",
         ),
     ] = False,
 ) -> None:

@@ -15,17 +15,27 @@ def pick(
     sweep: Annotated[Path, typer.Argument(help="The folder of a finished sweep.")],
     max_drop: Annotated[
         float,
-        typer.Option("--max-drop", help="What may be lost: 0.01 is one point of accuracy, or 1 % of perplexity."),
+        typer.Option(
+            "--max-drop",
+            help="What may be lost: 0.01 is one point of accuracy, or 1 % of perplexity.",
+        ),
     ],
-    by: Annotated[str, typer.Option(help="What is to be small: heads, params, macs, kv.")] = "heads",
+    by: Annotated[
+        str, typer.Option(help="What is to be small: heads, params, macs, kv.")
+    ] = "heads",
     confidence: Annotated[float, typer.Option(help="That the model loses no more.")] = 0.95,
-    out: Annotated[Path | None, typer.Option(help="Folder for the plan and the cut, recovered model.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier pick in that folder.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the plan and the cut, recovered model.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier pick in that folder.")
+    ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Pick the smallest model of a sweep within a drop; decided on validation rows, confirmed on test rows."""
+    """Pick the smallest model of a sweep within a drop; decided on validation rows, confirmed on
+    test rows."""
     with guarded(debug):
         from headprune.run.picking import pick as run_pick
 

@@ -1,4 +1,5 @@
-"""``headprune prune``: cuts a saved model by a plan, by scores and a budget, or by what its data say."""
+"""``headprune prune``: cuts a saved model by a plan, by scores and a budget, or by what its data
+say."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Quiet, Settings, echo, emit, guarded, say, selector_names, watching
+from headprune.cli._shared import (
+    AsJson,
+    Debug,
+    Quiet,
+    Settings,
+    echo,
+    emit,
+    guarded,
+    say,
+    selector_names,
+    watching,
+)
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.files import occupied
 
@@ -25,62 +37,104 @@ def prune(
     plan: Annotated[Path | None, typer.Option(help="A plan, as a run writes it.")] = None,
     scores: Annotated[
         Path | None,
-        typer.Option(help="Scores, as `headprune score` writes them, cut under their own policy; with --keep."),
+        typer.Option(
+            help=(
+                "Scores, as `headprune score` writes them, cut under their own policy; with --keep."
+            )
+        ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data to score on, to refit by and to measure with: a csv, json, parquet or txt file, a folder with "
-            "splits, or a hub name; with --keep. What the run found lies in OUT/run."
+            help=(
+                "Data to score on, to refit by and to measure with: a csv, json, parquet or txt"
+                " file, a folder with "
+                "splits, or a hub name; with --keep. What the run found lies in OUT/run."
+            )
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="With --data, where model and columns do not say it.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="With --data, where model and columns do not say it.")
+    ] = None,
     settings: Settings = None,
-    keep: Annotated[str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")] = None,
-    keep_params: Annotated[float | None, typer.Option(help="Or a fraction of the parameters.")] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="Heads to keep: a count, or a fraction such as 0.5.")
+    ] = None,
+    keep_params: Annotated[
+        float | None, typer.Option(help="Or a fraction of the parameters.")
+    ] = None,
     keep_macs: Annotated[float | None, typer.Option(help="Or of the multiply-adds.")] = None,
     keep_kv: Annotated[float | None, typer.Option(help="Or of the bytes of the KV cache.")] = None,
     selector: Annotated[
         str | None,
-        typer.Option(help="With --scores or --data; default global_topk.", autocompletion=selector_names),
+        typer.Option(
+            help="With --scores or --data; default global_topk.", autocompletion=selector_names
+        ),
     ] = None,
-    min_heads: Annotated[int | None, typer.Option(help="With --scores or --data: of a layer; default 1.")] = None,
+    min_heads: Annotated[
+        int | None, typer.Option(help="With --scores or --data: of a layer; default 1.")
+    ] = None,
     format: Annotated[
         str,
         typer.Option(
-            help="headprune (every cut, bit for bit), transformers (loads without headprune, where the configuration "
-            "can say the head counts), remote-code (a modelling file beside the weights, read with "
-            "trust_remote_code=True), or auto: transformers where it applies, else headprune."
+            help=(
+                "headprune (every cut, bit for bit), transformers (loads without headprune, where"
+                " the configuration "
+                "can say the head counts), remote-code (a modelling file beside the weights, read"
+                " with "
+                "trust_remote_code=True), or auto: transformers where it applies, else headprune."
+            )
         ),
     ] = "headprune",
-    max_shard_size: Annotated[str, typer.Option(help="Larger models are written in several files.")] = "50GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Larger models are written in several files.")
+    ] = "50GB",
     merge_adapters: Annotated[
         bool,
-        typer.Option("--merge-adapters", help="For a folder of PEFT adapters: add them to their base model first."),
+        typer.Option(
+            "--merge-adapters",
+            help="For a folder of PEFT adapters: add them to their base model first.",
+        ),
     ] = False,
     streaming: Annotated[
         bool,
         typer.Option(
             "--streaming",
-            help="With --plan: copy what stays from file to file, without ever loading the model; nothing is run, so "
-            "the cut is not compared with the gated model.",
+            help=(
+                "With --plan: copy what stays from file to file, without ever loading the model;"
+                " nothing is run, so "
+                "the cut is not compared with the gated model."
+            ),
         ),
     ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Cut a saved model, prove it equal to the gated one, and save it; on data, also score, refit and measure it."""
+    """Cut a saved model, prove it equal to the gated one, and save it; on data, also score, refit
+    and measure it."""
     with guarded(debug):
         if format not in ("auto", "headprune", "transformers", "remote-code"):
-            raise InvalidValue("--format", "auto, headprune, transformers or remote-code", repr(format))
+            raise InvalidValue(
+                "--format", "auto, headprune, transformers or remote-code", repr(format)
+            )
         from headprune.run.journal import RUN
 
-        if occupied(out, () if data is None else (RUN,)):  # a run on data may have been killed there
+        if occupied(
+            out, () if data is None else (RUN,)
+        ):  # a run on data may have been killed there
             raise InvalidValue("--out", "a new or an empty folder", str(out))
-        amounts = {"--keep": keep, "--keep-params": keep_params, "--keep-macs": keep_macs, "--keep-kv": keep_kv}
+        amounts = {
+            "--keep": keep,
+            "--keep-params": keep_params,
+            "--keep-macs": keep_macs,
+            "--keep-kv": keep_kv,
+        }
         given = {option: amount for option, amount in amounts.items() if amount is not None}
-        _check_source({"--plan": plan, "--scores": scores, "--data": data}, {"--task": task, "--set": settings})
+        _check_source(
+            {"--plan": plan, "--scores": scores, "--data": data},
+            {"--task": task, "--set": settings},
+        )
         own = [] if data is None else _as_settings(given, selector, min_heads, settings)
         decided = _decide(plan, scores, given, selector, min_heads) if data is None else None
         from headprune.run.models import resolve_path
@@ -93,12 +147,21 @@ def prune(
         if streaming:
             _stream(model, decided, out, format, max_shard_size, as_json)
             return
-        found = _by_plan(model, decided) if decided else _on_data(model, str(data), out, task, own, quiet)
+        found = (
+            _by_plan(model, decided)
+            if decided
+            else _on_data(model, str(data), out, task, own, quiet)
+        )
         chosen, formats, files = _write(found, model, out, format, max_shard_size)
         if found.copy is not None:
             shutil.rmtree(found.copy)
         if as_json:
-            facts = {"plan": found.plan.to_dict(), **found.facts, "format": chosen, "formats": formats}
+            facts = {
+                "plan": found.plan.to_dict(),
+                **found.facts,
+                "format": chosen,
+                "formats": formats,
+            }
             emit({"out": str(out), **facts, "copied": files})
             return
         echo(found.text)
@@ -109,7 +172,11 @@ def prune(
         echo(f"wrote {out} (format {chosen}{''.join(f', {f}' for f in files)})")
         if chosen == "remote-code":
             echo("who loads it with trust_remote_code=True runs this file:")
-            echo("".join(path.read_text(encoding="utf-8") for path in out.glob("modeling_headprune_*.py")))
+            echo(
+                "".join(
+                    path.read_text(encoding="utf-8") for path in out.glob("modeling_headprune_*.py")
+                )
+            )
 
 
 @dataclass(frozen=True)
@@ -133,24 +200,40 @@ class _Cut:
     copy: Path | None = None
 
 
-def _stream(model: str, plan: PruningPlan | None, out: Path, format: str, max_shard_size: str, as_json: bool) -> None:
+def _stream(
+    model: str, plan: PruningPlan | None, out: Path, format: str, max_shard_size: str, as_json: bool
+) -> None:
     """Cuts from file to file."""
     from headprune.run.models import resolve_path
     from headprune.surgery.streaming import prune_checkpoint
 
     folder = resolve_path(model, "--model")
     if plan is None:
-        raise InvalidValue("--streaming", "given with --plan or --scores, for nothing is run", "--data")
+        raise InvalidValue(
+            "--streaming", "given with --plan or --scores, for nothing is run", "--data"
+        )
     if format not in ("auto", "headprune"):
-        raise InvalidValue("--format", "headprune with --streaming; the others compare outputs", repr(format))
+        raise InvalidValue(
+            "--format", "headprune with --streaming; the others compare outputs", repr(format)
+        )
     if not Path(folder).is_dir():
         hint = f"Download it first: hf download {model} --local-dir FOLDER."
         raise InvalidValue("--model", "a folder with --streaming", repr(model), hint)
-    report = prune_checkpoint(folder, plan, out, max_shard_size=max_shard_size, copy_companions=True)
+    report = prune_checkpoint(
+        folder, plan, out, max_shard_size=max_shard_size, copy_companions=True
+    )
     files = list(report.copied)
     if as_json:
         facts = {name: value for name, value in vars(report).items() if name != "copied"}
-        emit({"out": str(out), "plan": plan.to_dict(), "report": facts, "format": "headprune", "copied": files})
+        emit(
+            {
+                "out": str(out),
+                "plan": plan.to_dict(),
+                "report": facts,
+                "format": "headprune",
+                "copied": files,
+            }
+        )
         return
     echo(str(report))
     for warning in report.warnings:
@@ -166,27 +249,37 @@ def _by_plan(model: str, plan: PruningPlan) -> _Cut:
     subject = open_model(model, "--model")
     example = example_batch(subject)
     if example is None:
-        say("warning: no inputs could be made up for this model; the cut is not compared with the gated model")
+        say(
+            "warning: no inputs could be made up for this model; the cut is not compared with the"
+            " gated model"
+        )
     report = prune_(subject, plan, example=example)
     return _Cut(subject, plan, example, str(report), {"report": _facts(report)})
 
 
-def _on_data(model: str, data: str, out: Path, task: str | None, settings: list[str], quiet: bool) -> _Cut:
+def _on_data(
+    model: str, data: str, out: Path, task: str | None, settings: list[str], quiet: bool
+) -> _Cut:
     from headprune.model.examples import example_batch
     from headprune.run.journal import MODEL, RUN
     from headprune.run.on_data import prune_on_data
 
     folder = out / RUN
-    cut, record = prune_on_data(model, data, folder, task=task, settings=settings, **watching(quiet))
+    cut, record = prune_on_data(
+        model, data, folder, task=task, settings=settings, **watching(quiet)
+    )
     assert record.plan is not None
     text = f"{record}\nreport: {folder / 'report.html'}"
-    return _Cut(cut, record.plan, example_batch(cut), text, {"record": record.to_dict()}, folder / MODEL)
+    return _Cut(
+        cut, record.plan, example_batch(cut), text, {"record": record.to_dict()}, folder / MODEL
+    )
 
 
 def _write(
     found: _Cut, model: str, out: Path, format: str, max_shard_size: str
 ) -> tuple[Format, Mapping[Format, str | None], list[str]]:
-    """Saves the cut model with what belongs to it: the format, what speaks against others, and the files copied."""
+    """Saves the cut model with what belongs to it: the format, what speaks against others, and the
+    files copied."""
     from headprune.run.models import resolve_path
     from headprune.surgery.checkpoint import applicable_formats, save_pretrained
     from headprune.surgery.formats import companions
@@ -203,17 +296,23 @@ def _check_source(sources: Mapping[str, object], with_data: Mapping[str, object]
     """What stays is said by a plan, by scores, or found out on data."""
     given = [option for option, value in sources.items() if value is not None]
     if len(given) != 1:
-        raise InvalidValue("prune", f"given one of {', '.join(sources)}", " and ".join(given) or "none")
+        raise InvalidValue(
+            "prune", f"given one of {', '.join(sources)}", " and ".join(given) or "none"
+        )
     for option, value in with_data.items():
         if value and given != ["--data"]:
             raise InvalidValue(option, "left out without --data", value)
 
 
 def _as_settings(
-    given: Mapping[str, str | float], selector: str | None, min_heads: int | None, settings: list[str] | None
+    given: Mapping[str, str | float],
+    selector: str | None,
+    min_heads: int | None,
+    settings: list[str] | None,
 ) -> list[str]:
-    """The budget and the selector as settings of the recipe that is made up; the user's own come last."""
-    (option, amount) = _one_budget(given, "--data").popitem()
+    """The budget and the selector as settings of the recipe that is made up; the user's own come
+    last."""
+    option, amount = _one_budget(given, "--data").popitem()
     own = [f"select.{_kind(option)}={amount}"]
     own += ["select.keep_heads=null"] if option != "--keep" else []
     own += [f"select.selector={selector}"] if selector is not None else []
@@ -226,11 +325,21 @@ def _check_adapters(folder: str, merge: bool) -> None:
     from headprune.run.adapters import is_adapter
 
     if is_adapter(Path(folder)) and not merge:
-        hint = "With it the adapters are added to their base model, which is then cut. Both can be cut side by side in "
+        hint = (
+            "With it the adapters are added to their base model, which is then cut. Both can be cut"
+            " side by side in "
+        )
         hint += "Python, see docs/checkpoints.md."
-        raise InvalidValue("--model", "a whole model, or given with --merge-adapters", f"{folder}, PEFT adapters", hint)
+        raise InvalidValue(
+            "--model",
+            "a whole model, or given with --merge-adapters",
+            f"{folder}, PEFT adapters",
+            hint,
+        )
     if merge and not is_adapter(Path(folder)):
-        raise InvalidValue("--merge-adapters", "left out for a model without a folder of adapters", folder)
+        raise InvalidValue(
+            "--merge-adapters", "left out for a model without a folder of adapters", folder
+        )
 
 
 def _chosen(format: str, formats: Mapping[Format, str | None]) -> Format:
@@ -245,7 +354,10 @@ def _chosen(format: str, formats: Mapping[Format, str | None]) -> Format:
     if reason := formats[wanted]:
         others = ", ".join(name for name, against in formats.items() if not against)
         raise UnsupportedModel(
-            "--format", "one that can hold this cut", f"{format!r}: {reason}", f"Those that can: {others}."
+            "--format",
+            "one that can hold this cut",
+            f"{format!r}: {reason}",
+            f"Those that can: {others}.",
         )
     return wanted
 

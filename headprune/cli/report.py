@@ -1,4 +1,5 @@
-"""``headprune report``: draws the reports of a record or a sweep anew, or one page over several records."""
+"""``headprune report``: draws the reports of a record or a sweep anew, or one page over several
+records."""
 
 from __future__ import annotations
 
@@ -14,19 +15,25 @@ def report(
     records: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RECORD...", help="A record.json, the folder of a run or of a sweep; several runs: compared."
+            metavar="RECORD...",
+            help="A record.json, the folder of a run or of a sweep; several runs: compared.",
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the reports; default that of the record. Several records need it.")
+        Path | None,
+        typer.Option(
+            help="Folder for the reports; default that of the record. Several records need it."
+        ),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write report.html and report.md from a record; of several records, comparison.html and comparison.md.
+    """Write report.html and report.md from a record; of several records, comparison.html and
+    comparison.md.
 
-    Of a sweep's folder, its page, summary and pictures. Also from a record of a run that did not finish. Attention
-    pictures (attention.json) and other scores of the same model (scores-*.json) are taken from the record's folder.
+    Of a sweep's folder, its page, summary and pictures. Also from a record of a run that did not
+    finish. Attention pictures (attention.json) and other scores of the same model (scores-*.json)
+    are taken from the record's folder.
     """
     with guarded(debug):
         from headprune.core.errors import InvalidValue

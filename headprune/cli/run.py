@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Quiet, RecipeName, Settings, emit, guarded, watching
+from headprune.cli._shared import (
+    AsJson,
+    Debug,
+    Quiet,
+    RecipeName,
+    Settings,
+    emit,
+    guarded,
+    watching,
+)
 from headprune.cli._shared import show as show_value
 
 
@@ -15,9 +24,15 @@ def run(
     recipe: RecipeName,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default runs/NAME.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a finished run in that folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a finished run in that folder.")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would work on, how long it takes and how much memory.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what it would work on, how long it takes and how much memory.",
+        ),
     ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -25,7 +40,8 @@ def run(
 ) -> None:
     """Run a recipe: data, model, training, scores, plan, cut, proof, recovery, speed, report.
 
-    Started by torchrun or accelerate launch, the processes share the scoring; the first does and writes the rest.
+    Started by torchrun or accelerate launch, the processes share the scoring; the first does and
+    writes the rest.
     """
     with guarded(debug):
         from headprune.run.launched import launched
@@ -48,7 +64,9 @@ def run(
             return
         from headprune.run.runner import run_recipe
 
-        record = run_recipe(recipe, settings or (), out=out, overwrite=overwrite, launch=launch, **how)
+        record = run_recipe(
+            recipe, settings or (), out=out, overwrite=overwrite, launch=launch, **how
+        )
         if as_json:
             emit(record.to_dict())
         else:

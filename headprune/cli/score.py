@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from headprune.cli._shared import AsJson, Debug, Quiet, RecipeName, Settings, emit, guarded, say, watching
+from headprune.cli._shared import (
+    AsJson,
+    Debug,
+    Quiet,
+    RecipeName,
+    Settings,
+    emit,
+    guarded,
+    say,
+    watching,
+)
 from headprune.cli._shared import show as show_value
 
 
@@ -17,8 +27,11 @@ def score(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="What may leave where query heads share a key/value head: group, balanced or free. Default: the "
-            "recipe's select.policy. A plan made from the scores keeps it."
+            help=(
+                "What may leave where query heads share a key/value head: group, balanced or free."
+                " Default: the "
+                "recipe's select.policy. A plan made from the scores keeps it."
+            )
         ),
     ] = None,
     until_stable: Annotated[
@@ -26,7 +39,10 @@ def score(
         typer.Option(
             "--until-stable",
             metavar="K",
-            help="Stop reading calibration rows when the set of the K lowest is settled (score.until.k).",
+            help=(
+                "Stop reading calibration rows when the set of the K lowest is settled"
+                " (score.until.k)."
+            ),
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
@@ -34,11 +50,16 @@ def score(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Score the heads of a recipe's model on its calibration rows; trains it first where the recipe says so."""
+    """Score the heads of a recipe's model on its calibration rows; trains it first where the recipe
+    says so."""
     with guarded(debug):
         from headprune.run.runner import score_recipe
 
-        own = ["score.magnitude=false", "score.random_draws=0", *([f"select.policy={policy}"] if policy else [])]
+        own = [
+            "score.magnitude=false",
+            "score.random_draws=0",
+            *([f"select.policy={policy}"] if policy else []),
+        ]
         own += [] if until_stable is None else [f"score.until.k={until_stable}"]
         scores = score_recipe(recipe, [*(settings or ()), *own], **watching(quiet))
         if out is not None:

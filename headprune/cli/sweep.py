@@ -31,20 +31,30 @@ def sweep(
             "--grid",
             metavar="KEY=VALUE,VALUE",
             autocompletion=scorers_of("scorer"),
-            help="Values of a key: scorer, keep, selector, recover, calibration, policy, or a path such as "
-            "score.settings.reduce. May be repeated; every combination is run.",
+            help=(
+                "Values of a key: scorer, keep, selector, recover, calibration, policy, or a path"
+                " such as "
+                "score.settings.reduce. May be repeated; every combination is run."
+            ),
         ),
     ],
     settings: Settings = None,
-    seeds: Annotated[int, typer.Option(help="Draws of calibration rows, and of random scorers.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder of the sweep; default runs/NAME-sweep.")] = None,
+    seeds: Annotated[
+        int, typer.Option(help="Draws of calibration rows, and of random scorers.")
+    ] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the sweep; default runs/NAME-sweep.")
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Processes; -1 is one a core.")] = 1,
-    backend: Annotated[str, typer.Option(help="joblib backend: loky, or dask for a cluster.")] = "loky",
+    backend: Annotated[
+        str, typer.Option(help="joblib backend: loky, or dask for a cluster.")
+    ] = "loky",
     quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Run every combination of a grid on one base model; called again, it goes on where it stopped."""
+    """Run every combination of a grid on one base model; called again, it goes on where it
+    stopped."""
     with guarded(debug):
         from headprune.run.sweeping import sweep as run_sweep
 

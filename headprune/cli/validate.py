@@ -6,14 +6,26 @@ from typing import Annotated, Any
 
 import typer
 
-from headprune.cli._shared import BAD_INPUT, AsJson, Debug, Settings, echo, emit, guarded, recipe_names, say
+from headprune.cli._shared import (
+    BAD_INPUT,
+    AsJson,
+    Debug,
+    Settings,
+    echo,
+    emit,
+    guarded,
+    recipe_names,
+    say,
+)
 from headprune.core.errors import HeadPruneError
 
 
 def validate(
     recipes: Annotated[
         list[str],
-        typer.Argument(help="Recipe files, or names of shipped recipes.", autocompletion=recipe_names),
+        typer.Argument(
+            help="Recipe files, or names of shipped recipes.", autocompletion=recipe_names
+        ),
     ],
     settings: Settings = None,
     as_json: AsJson = False,
@@ -41,6 +53,8 @@ def _check(recipe: str, settings: list[str]) -> dict[str, Any]:
         load_recipe(recipe, settings)
     except HeadPruneError as error:
         problems = error.problems if isinstance(error, RecipeError) else [error]
-        errors = [{"path": p.where, "must": p.must, "got": str(p.got), "hint": p.hint} for p in problems]
+        errors = [
+            {"path": p.where, "must": p.must, "got": str(p.got), "hint": p.hint} for p in problems
+        ]
         return {"recipe": recipe, "valid": False, "errors": errors, "text": str(error)}
     return {"recipe": recipe, "valid": True, "errors": [], "text": ""}

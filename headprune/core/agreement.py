@@ -1,4 +1,5 @@
-"""Agreement: how alike several scorers order the heads, with intervals, as a value that can be printed and stored."""
+"""Agreement: how alike several scorers order the heads, with intervals, as a value that can be
+printed and stored."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ MEASURES = {"spearman": -1.0, "kendall": -1.0, "jaccard": 0.0}
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of agreement and its interval; NaN where it is not defined, no interval where nothing was sampled.
+    """A measure of agreement and its interval; NaN where it is not defined, no interval where
+    nothing was sampled.
 
-    Two that are not defined are equal, unlike NaN, so that an agreement equals what is read back from its file.
+    Two that are not defined are equal, unlike NaN, so that an agreement equals what is read back
+    from its file.
     """
 
     value: float
@@ -40,7 +43,9 @@ class Measure:
     def __str__(self) -> str:
         if math.isnan(self.value):
             return "not defined"
-        interval = "" if self.low is None or self.high is None else f" [{self.low:.2f}, {self.high:.2f}]"
+        interval = (
+            "" if self.low is None or self.high is None else f" [{self.low:.2f}, {self.high:.2f}]"
+        )
         return f"{self.value:.2f}{interval}"
 
 
@@ -93,12 +98,16 @@ class Agreement(Value):
             UnknownName: no such pair.
         """
         if first == second:
-            raise UnknownName("Agreement.between", "two different names of those compared", f"{first!r} twice")
+            raise UnknownName(
+                "Agreement.between", "two different names of those compared", f"{first!r} twice"
+            )
         for pair in self.pairs:
             if {self.names[pair.first], self.names[pair.second]} == {first, second}:
                 return pair
         wrong = next((name for name in (first, second) if name not in self.names), first)
-        raise UnknownName("Agreement.between", "two of the compared names", wrong, did_you_mean(wrong, self.names))
+        raise UnknownName(
+            "Agreement.between", "two of the compared names", wrong, did_you_mean(wrong, self.names)
+        )
 
     def label(self, pair: Pair) -> str:
         """A pair in words."""
@@ -120,8 +129,13 @@ class Agreement(Value):
     def __str__(self) -> str:
         table = [self.header, *self.rows()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
-        return "\n".join([self.title, *("  " + line for line in lines), *(f"  note: {n}" for n in self.notes)])
+        lines = [
+            "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
+        return "\n".join(
+            [self.title, *("  " + line for line in lines), *(f"  note: {n}" for n in self.notes)]
+        )
 
     def __rich__(self) -> Table:
         return rich_table(self.title, self.header, self.rows(), self.notes)
@@ -132,4 +146,5 @@ class Agreement(Value):
 
         body = "".join(line(row, "td") for row in self.rows())
         notes = "".join(f"<p>{html_text(n)}</p>" for n in self.notes)
-        return f"<table><caption>{html_text(self.title)}</caption>{line(self.header, 'th')}{body}</table>{notes}"
+        head = f"<caption>{html_text(self.title)}</caption>{line(self.header, 'th')}"
+        return f"<table>{head}{body}</table>{notes}"

@@ -1,4 +1,5 @@
-"""How good an answer out of a text is: SQuAD's exact match and F1, in words and nothing but words."""
+"""How good an answer out of a text is: SQuAD's exact match and F1, in words and nothing but
+words."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def compared(text: str) -> str:
 
 
 def exact_match(said: str, true: Sequence[str]) -> float:
-    """1 where the answer is one of the true ones, up to what ``compared`` drops (Rajpurkar et al. 2016, section 6.1).
+    """1 where the answer is one of the true ones, up to what ``compared`` drops (Rajpurkar et al.
+    2016, section 6.1).
 
     Args:
         said: The answer; empty for "there is none".
@@ -34,7 +36,8 @@ def exact_match(said: str, true: Sequence[str]) -> float:
 
 
 def f1(said: str, true: Sequence[str]) -> float:
-    """The largest F1 with a true answer, both taken as bags of words; where one is empty, 1 if both are.
+    """The largest F1 with a true answer, both taken as bags of words; where one is empty, 1 if both
+    are.
 
     Args:
         said: See ``exact_match``.

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def packed(arrays: Mapping[str, NDArray[np.generic]], marks: Mapping[str, str]) -> bytes:
-    """Arrays and what is said of them; the library writes several marks in an order of chance, this in theirs.
+    """Arrays and what is said of them; the library writes several marks in an order of chance, this
+    in theirs.
 
     >>> import numpy as np
     >>> marks = {"b": "1", "a": "2", "c": "3", "d": "4"}

@@ -1,4 +1,5 @@
-"""What a head does, in words: patterns that its attention maps are searched for, each with its share of the weight."""
+"""What a head does, in words: patterns that its attention maps are searched for, each with its
+share of the weight."""
 
 from __future__ import annotations
 
@@ -40,13 +41,17 @@ class Pattern:
     chance: float
 
     def __str__(self) -> str:
-        return f"{self.name} ({100 * self.share:.0f} % of its weight; even attention: {100 * self.chance:.0f} %)"
+        return (
+            f"{self.name} ({100 * self.share:.0f} % of its weight; even attention:"
+            f" {100 * self.chance:.0f} %)"
+        )
 
 
 def find_patterns(
     maps: Sequence[Grid], kind: str, keys: Sequence[Sequence[str]], image: tuple[int, int] | None
 ) -> tuple[Pattern, ...]:
-    """Every pattern that can be looked for in one head's maps, the one with the largest share first.
+    """Every pattern that can be looked for in one head's maps, the one with the largest share
+    first.
 
     Args:
         maps: ``[queries, keys]`` of every example, without padding.
@@ -61,22 +66,29 @@ def find_patterns(
         if weights.shape[0] != weights.shape[1] and kind == "causal":
             continue
         even = _even(weights.shape, kind)
-        for name, wanted in _wanted(weights.shape, kind, keys[example] if keys else (), image).items():
+        for name, wanted in _wanted(
+            weights.shape, kind, keys[example] if keys else (), image
+        ).items():
             rows = (wanted & (even > 0)).any(1)
             values = ((m * wanted).sum(1)[rows] for m in (weights, even))
             sums.setdefault(name, []).extend(zip(*(v.tolist() for v in values), strict=True))
-        sums.setdefault(ONE_KEY, []).extend(zip(weights.max(1).tolist(), even.max(1).tolist(), strict=True))
+        sums.setdefault(ONE_KEY, []).extend(
+            zip(weights.max(1).tolist(), even.max(1).tolist(), strict=True)
+        )
         if len(maps) > 1:
             pairs = _overlaps(weights, maps[(example + 1) % len(maps)], even)
             sums.setdefault(SAME_POSITIONS, []).extend(pairs)
-    every = [Pattern(name, *map(float, np.mean(pairs, axis=0))) for name, pairs in sums.items() if pairs]
+    every = [
+        Pattern(name, *map(float, np.mean(pairs, axis=0))) for name, pairs in sums.items() if pairs
+    ]
     return tuple(sorted(every, key=lambda p: -p.share))
 
 
 def main_pattern(found: Sequence[Pattern]) -> Pattern | None:
-    """What a head mostly does: the named pattern with the largest share, if that is at least half of its weight and
-    twice what even attention would have. Else ``the same positions in every example``, if that holds for it; even
-    attention has its positions in common too, so there the factor of two is asked in full. Else None."""
+    """What a head mostly does: the named pattern with the largest share, if that is at least half
+    of its weight and twice what even attention would have. Else
+    ``the same positions in every example``, if that holds for it; even attention has its positions
+    in common too, so there the factor of two is asked in full. Else None."""
     named = [p for p in found if p.name not in (ONE_KEY, SAME_POSITIONS)]
     best = next((p for p in named if p.share >= max(MOSTLY, min(2 * p.chance, 0.9))), None)
     same = (p for p in found if p.name == SAME_POSITIONS and p.share >= max(MOSTLY, 2 * p.chance))
@@ -93,8 +105,8 @@ def _even(shape: tuple[int, ...], kind: str) -> Grid:
 
 
 def _overlaps(weights: Grid, other: Grid, even: Grid) -> list[tuple[float, float]]:
-    """For every query that both examples have: the weight that lies on the same keys in both, and what even attention
-    has in common with it."""
+    """For every query that both examples have: the weight that lies on the same keys in both, and
+    what even attention has in common with it."""
     import numpy as np
 
     queries, keys = (min(a, b) for a, b in zip(weights.shape, other.shape, strict=True))
@@ -129,7 +141,8 @@ def _wanted(
 
 @lru_cache(maxsize=4)  # every head of a model asks for the same
 def _patches(queries: int, keys: int, image: tuple[int, int]) -> dict[str, Places]:
-    """The same for an image: neighbours on the grid, and the tokens before the patches, which are the model's own."""
+    """The same for an image: neighbours on the grid, and the tokens before the patches, which are
+    the model's own."""
     import numpy as np
 
     rows, columns = image
@@ -161,6 +174,7 @@ _NEIGHBOURS = (
 
 
 def _is_punctuation(word: str) -> bool:
-    """Whether a token is nothing but punctuation; word pieces' marks and separators such as [SEP] are none."""
+    """Whether a token is nothing but punctuation; word pieces' marks and separators such as [SEP]
+    are none."""
     bare = word.strip().strip(_PIECES)
     return bool(bare) and all(c in string.punctuation for c in bare)

@@ -1,4 +1,5 @@
-"""AttentionPictures: attention maps of a few examples, small enough to lie beside a record and inside a page."""
+"""AttentionPictures: attention maps of a few examples, small enough to lie beside a record and
+inside a page."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class ShownSite:
         patterns: What each head mostly does, by the whole maps; None where nothing was found.
         sizes: Of every example, the queries and keys that are shown.
         peaks: Of every example and head, the largest weight that is shown.
-        weights: Of every example, one byte a weight in base64, ``[heads, queries, keys]``: 255 is the head's peak.
+        weights: Of every example, one byte a weight in base64, ``[heads, queries, keys]``: 255 is
+            the head's peak.
     """
 
     site: str
@@ -74,10 +76,16 @@ class ShownSite:
     def __post_init__(self) -> None:
         n, heads = len(self.weights), len(self.heads)
         if (len(self.sizes), len(self.peaks), len(self.patterns)) != (n, n, heads):
-            raise InvalidValue(f"the pictures of {self.site}", f"of {n} examples and {heads} heads", "other numbers")
+            raise InvalidValue(
+                f"the pictures of {self.site}",
+                f"of {n} examples and {heads} heads",
+                "other numbers",
+            )
         for row in self.peaks:
             if len(row) != heads or not all(0 <= peak < math.inf for peak in row):
-                raise InvalidValue(f"the peaks of {self.site}", f"{heads} numbers >= 0 an example", row)
+                raise InvalidValue(
+                    f"the peaks of {self.site}", f"{heads} numbers >= 0 an example", row
+                )
         for (queries, keys), text in zip(self.sizes, self.weights, strict=True):
             if min(queries, keys) < 0:
                 raise InvalidValue(f"the sizes of {self.site}", "counts >= 0", (queries, keys))
@@ -86,13 +94,15 @@ class ShownSite:
 
 @dataclass(frozen=True)
 class AttentionPictures(Value):
-    """What every head attended to in a few examples, one byte a weight, and what each head mostly does.
+    """What every head attended to in a few examples, one byte a weight, and what each head mostly
+    does.
 
     Args:
         examples: The examples.
         sites: The pictures, module by module.
         image: Rows and columns of the patches, where keys are patches.
-        rows: Of an image, the queries that are shown; ``MEAN`` is the mean over all. Empty: all, from the first.
+        rows: Of an image, the queries that are shown; ``MEAN`` is the mean over all. Empty: all,
+            from the first.
         whole: False where maps were larger than what is shown of them.
     """
 
@@ -106,17 +116,24 @@ class AttentionPictures(Value):
         for site in self.sites:
             if len(site.weights) != len(self.examples):
                 raise InvalidValue(
-                    f"the weights of {site.site}", f"of {len(self.examples)} examples", len(site.weights)
+                    f"the weights of {site.site}",
+                    f"of {len(self.examples)} examples",
+                    len(site.weights),
                 )
         if self.examples and not self.sites:
             raise InvalidValue("AttentionPictures.sites", "at least one", "none")
         if self.image is not None and min(self.image) < 1:
-            raise InvalidValue("AttentionPictures.image", "rows and columns of patches, both >= 1", self.image)
+            raise InvalidValue(
+                "AttentionPictures.image", "rows and columns of patches, both >= 1", self.image
+            )
 
     @classmethod
-    def of(cls, maps: AttentionMaps, examples: Sequence[ShownExample] = (), *, limit: int = LIMIT) -> AttentionPictures:
-        """From maps. What is too large is shown in part: of a text the first tokens, of an image the class token's view
-        and the mean over all queries, and at last fewer examples. Words about heads rest on the whole maps.
+    def of(
+        cls, maps: AttentionMaps, examples: Sequence[ShownExample] = (), *, limit: int = LIMIT
+    ) -> AttentionPictures:
+        """From maps. What is too large is shown in part: of a text the first tokens, of an image
+        the class token's view and the mean over all queries, and at last fewer examples. Words
+        about heads rest on the whole maps.
 
         Args:
             maps: What ``hp.attention_maps`` returned.
@@ -156,7 +173,10 @@ class AttentionPictures(Value):
     def __str__(self) -> str:
         said = sum(p is not None for site in self.sites for p in site.patterns)
         heads = sum(len(site.heads) for site in self.sites)
-        return f"AttentionPictures of {heads} heads in {len(self.examples)} examples; words for {said} of them"
+        return (
+            f"AttentionPictures of {heads} heads in {len(self.examples)} examples; words for {said}"
+            " of them"
+        )
 
 
 def _check_bytes(where: str, text: str, count: int) -> None:
@@ -165,7 +185,9 @@ def _check_bytes(where: str, text: str, count: int) -> None:
     except (binascii.Error, ValueError):
         found = -1
     if found != count:
-        raise InvalidValue(where, f"{count} bytes in base64", "something else" if found < 0 else f"{found} bytes")
+        raise InvalidValue(
+            where, f"{count} bytes in base64", "something else" if found < 0 else f"{found} bytes"
+        )
 
 
 def _on_grid(maps: AttentionMaps) -> bool:
@@ -182,7 +204,8 @@ def _size(maps: AttentionMaps, site: int, example: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Fit:
-    """How much is shown: examples, rows of an image's maps, tokens of a text; ``own`` of the rows are not patches."""
+    """How much is shown: examples, rows of an image's maps, tokens of a text; ``own`` of the rows
+    are not patches."""
 
     n: int
     rows: tuple[int, ...]
@@ -210,7 +233,9 @@ def _fit_image(maps: AttentionMaps, image: tuple[int, int], limit: int) -> _Fit:
 
 
 def _fit_text(maps: AttentionMaps, limit: int) -> _Fit:
-    longest = max(max(_size(maps, s, i)) for s in range(len(maps.sites)) for i in range(maps.n_examples))
+    longest = max(
+        max(_size(maps, s, i)) for s in range(len(maps.sites)) for i in range(maps.n_examples)
+    )
     fits = (_Fit(maps.n_examples, (), n) for n in range(longest - 1, _FEWEST, -1))
     fit = next((f for f in fits if f.bytes(maps) <= limit), _Fit(maps.n_examples, (), _FEWEST))
     return _fewer(fit, maps, limit)
@@ -224,8 +249,12 @@ def _fewer(fit: _Fit, maps: AttentionMaps, limit: int) -> _Fit:
 
 
 def _told(maps: AttentionMaps, i: int, example: ShownExample, longest: int | None) -> ShownExample:
-    tokens, targets = (tuple(words[i][:longest]) if words else () for words in (maps.tokens, maps.targets))
-    return ShownExample(example.title, tokens, targets, example.pixels, example.height, example.width)
+    tokens, targets = (
+        tuple(words[i][:longest]) if words else () for words in (maps.tokens, maps.targets)
+    )
+    return ShownExample(
+        example.title, tokens, targets, example.pixels, example.height, example.width
+    )
 
 
 def _sites(maps: AttentionMaps, fit: _Fit) -> Iterator[ShownSite]:
@@ -238,7 +267,9 @@ def _sites(maps: AttentionMaps, fit: _Fit) -> Iterator[ShownSite]:
             grid = site.weights[example][:, site.queries[example]][:, :, site.keys[example]]
             if rows:
                 mean = grid.mean(1, keepdims=True)
-                grid = np.concatenate([mean if row == MEAN else grid[:, row : row + 1] for row in rows], 1)
+                grid = np.concatenate(
+                    [mean if row == MEAN else grid[:, row : row + 1] for row in rows], 1
+                )
             grid = grid[:, : None if rows else longest, :longest]
             largest = grid.max((1, 2), initial=0.0)
             scaled = grid * (255 / np.where(largest > 0, largest, 1))[:, None, None]
@@ -246,4 +277,6 @@ def _sites(maps: AttentionMaps, fit: _Fit) -> Iterator[ShownSite]:
             peaks.append(tuple(float(f"{v:.4g}") for v in largest))
             texts.append(base64.b64encode(np.rint(scaled).astype(np.uint8).tobytes()).decode())
         patterns = tuple(maps.mostly(HeadId(site.site, head)) for head in site.heads)
-        yield ShownSite(site.site, site.kind, site.heads, patterns, tuple(sizes), tuple(peaks), tuple(texts))
+        yield ShownSite(
+            site.site, site.kind, site.heads, patterns, tuple(sizes), tuple(peaks), tuple(texts)
+        )

@@ -1,4 +1,5 @@
-"""BLEU from counts of n-grams, so that it can be taken of any draw of sentences; the counts are sacrebleu's."""
+"""BLEU from counts of n-grams, so that it can be taken of any draw of sentences; the counts are
+sacrebleu's."""
 
 from __future__ import annotations
 
@@ -15,15 +16,17 @@ ORDER = 4
 
 
 def bleu(counts: Floats, reference: Floats) -> Floats:
-    """BLEU as a fraction of 1, Papineni et al. 2002, section 2.3; equals sacrebleu's (Post 2018) divided by 100.
+    """BLEU as a fraction of 1, Papineni et al. 2002, section 2.3; equals sacrebleu's (Post 2018)
+    divided by 100.
 
-    ``min(1, exp(1 - reference / length)) · (p_1 p_2 p_3 p_4)^(1/4)``, where ``p_n`` is the share of the translations'
-    n-grams that are in their references, and ``length`` the number of 1-grams. Orders without any match are smoothed
-    as in sacrebleu (method ``exp``): the k-th of them counts 1 / 2^k of an n-gram. Without a match at all, or without
-    an n-gram of some order, it is 0.
+    ``min(1, exp(1 - reference / length)) · (p_1 p_2 p_3 p_4)^(1/4)``, where ``p_n`` is the share of
+    the translations' n-grams that are in their references, and ``length`` the number of 1-grams.
+    Orders without any match are smoothed as in sacrebleu (method ``exp``): the k-th of them counts
+    1 / 2^k of an n-gram. Without a match at all, or without an n-gram of some order, it is 0.
 
     Args:
-        counts: ``[..., 8]``: matches of 1- to 4-grams and then n-grams in all, summed over sentences.
+        counts: ``[..., 8]``: matches of 1- to 4-grams and then n-grams in all, summed over
+            sentences.
         reference: ``[...]``: tokens of the references.
 
     >>> import numpy as np

@@ -98,17 +98,20 @@ class Choice:
 
     @property
     def margin(self) -> float:
-        """By how much the chosen one's loss may be above that of the best candidate, at most, at this confidence."""
+        """By how much the chosen one's loss may be above that of the best candidate, at most, at
+        this confidence."""
         return max([0.0, *(-c.low for c in self.candidates if c.scorer != RANDOM)])
 
     @property
     def beats_random(self) -> bool:
-        """Whether random heads, refitted alike, lose more by their whole interval; True where none were drawn."""
+        """Whether random heads, refitted alike, lose more by their whole interval; True where none
+        were drawn."""
         return all(c.low > 0 for c in self.candidates if c.scorer == RANDOM)
 
     @property
     def doubt(self) -> str:
-        """In words, that the chosen heads may be no better than random ones; empty where they beat them."""
+        """In words, that the chosen heads may be no better than random ones; empty where they beat
+        them."""
         if self.beats_random:
             return ""
         alike = ", refitted alike" if self.refit else ""
@@ -124,13 +127,23 @@ class Choice:
 
     def __str__(self) -> str:
         refit = f", refitted by {self.refit}" if self.refit else ""
-        lines = [f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out rows"]
+        lines = [
+            f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out"
+            " rows"
+        ]
         width = max(len(name) for name in ("whole model", *(one.name for one in self.candidates)))
         lines.append(f"  {'whole model':<{width}}  {self.whole:.4f}")
         for one in self.candidates:
-            interval = "" if one is self.best else f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
-            lines.append(f"  {one.name:<{width}}  {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip())
+            interval = (
+                ""
+                if one is self.best
+                else f"{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]"
+            )
+            lines.append(
+                f"  {one.name:<{width}}  {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip()
+            )
         lines.append(
-            f"  the best candidate is at most {self.margin:.4f} below it ({100 * self.confidence:g} % confidence)"
+            f"  the best candidate is at most {self.margin:.4f} below it ({100 * self.confidence:g}"
+            " % confidence)"
         )
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

@@ -1,7 +1,9 @@
-"""JSON for frozen values: one base class gives every value its round trip, its schema version and its digest.
+"""JSON for frozen values: one base class gives every value its round trip, its schema version and
+its digest.
 
-A stored value is an object with the keys ``headprune`` (the type's name), ``version`` (its schema) and the
-fields. Unknown types, versions, keys and missing keys are errors that name the path inside the document.
+A stored value is an object with the keys ``headprune`` (the type's name), ``version`` (its schema)
+and the fields. Unknown types, versions, keys and missing keys are errors that name the path inside
+the document.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class FrozenDict(Mapping[str, Any]):
-    """An immutable, hashable mapping of JSON data; nested dicts become FrozenDicts, lists become tuples.
+    """An immutable, hashable mapping of JSON data; nested dicts become FrozenDicts, lists become
+    tuples.
 
     >>> a = FrozenDict({"x": [1, 2]})
     >>> a["x"], hash(a) == hash(FrozenDict({"x": (1, 2)}))
@@ -69,8 +72,9 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-#: Metadata of a field that came after files had been written: where it holds its default it is not written, so that
-#: values of before, and their digests, which plans name, stay what they were to the last byte.
+#: Metadata of a field that came after files had been written: where it holds its default it is not
+#: written, so that values of before, and their digests, which plans name, stay what they were to
+#: the last byte.
 LATER = {"later": True}
 #: The empty mapping, as a default.
 EMPTY = FrozenDict()
@@ -89,7 +93,9 @@ def _freeze(value: Any) -> Any:
         return tuple(_freeze(v) for v in value)
     if isinstance(value, Path):
         return str(value)
-    raise InvalidValue("a stored value", "JSON data (dict, list, str, number, bool, None)", type(value).__name__)
+    raise InvalidValue(
+        "a stored value", "JSON data (dict, list, str, number, bool, None)", type(value).__name__
+    )
 
 
 def _thaw(value: Any) -> Any:
@@ -107,7 +113,8 @@ def _thaw(value: Any) -> Any:
 
 
 def _writable(text: str) -> str:
-    """Text as a file can hold it: bytes of a file's name that are no UTF-8 as what Python shows for them."""
+    """Text as a file can hold it: bytes of a file's name that are no UTF-8 as what Python shows for
+    them."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
@@ -124,7 +131,8 @@ def _plain(value: Any) -> Any:
 
 
 class Value:
-    """Base of the frozen values: ``to_json``/``from_json``, ``save``/``load``, and a content ``digest``.
+    """Base of the frozen values: ``to_json``/``from_json``, ``save``/``load``, and a content
+    ``digest``.
 
     A subclass is a frozen dataclass. Bump ``SCHEMA_VERSION`` when its stored form changes.
     """
@@ -133,7 +141,11 @@ class Value:
 
     def to_dict(self) -> dict[str, Any]:
         """The value as plain JSON data, tagged with its type and schema version."""
-        return {"headprune": type(self).__name__, "version": self.SCHEMA_VERSION, **_encode_fields(self)}
+        return {
+            "headprune": type(self).__name__,
+            "version": self.SCHEMA_VERSION,
+            **_encode_fields(self),
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -143,16 +155,24 @@ class Value:
         """Rebuilds a value.
 
         Raises:
-            InvalidValue: another type, an unknown schema version, an unknown or missing key, a wrong type.
+            InvalidValue: another type, an unknown schema version, an unknown or missing key, a
+                wrong type.
         """
         where = where or cls.__name__
         if not isinstance(data, Mapping):
             raise InvalidValue(where, "a JSON object", type(data).__name__)
         if data.get("headprune") != cls.__name__:
-            raise InvalidValue(f"{where}.headprune", repr(cls.__name__), repr(data.get("headprune")))
+            raise InvalidValue(
+                f"{where}.headprune", repr(cls.__name__), repr(data.get("headprune"))
+            )
         if data.get("version") != cls.SCHEMA_VERSION:
-            hint = "It was written by another version of headprune; use that one, or make the file anew."
-            raise InvalidValue(f"{where}.version", str(cls.SCHEMA_VERSION), repr(data.get("version")), hint)
+            hint = (
+                "It was written by another version of headprune; use that one, or make the file"
+                " anew."
+            )
+            raise InvalidValue(
+                f"{where}.version", str(cls.SCHEMA_VERSION), repr(data.get("version")), hint
+            )
         fields = {k: v for k, v in data.items() if k not in ("headprune", "version")}
         value: Self = _decode_fields(cls, fields, where)
         return value
@@ -202,7 +222,11 @@ def _encode_fields(value: Any) -> dict[str, Any]:
     cls: type = type(value)
     hints = _hints(cls)
     held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    unsaid = {f.name for f in dataclasses.fields(value) if "later" in f.metadata and held[f.name] == f.default}
+    unsaid = {
+        f.name
+        for f in dataclasses.fields(value)
+        if "later" in f.metadata and held[f.name] == f.default
+    }
     return {name: _encode(hints[name], held[name]) for name in held if name not in unsaid}
 
 
@@ -213,7 +237,9 @@ def _encode(hint: Any, value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         items = next((get_args(o) for o in options if get_origin(o) is tuple), (Any, ...))
         return [_encode(h, v) for h, v in zip(_item_hints(items, len(value)), value, strict=True)]
-    if isinstance(value, FrozenDict) and FrozenDict in options:  # read as a mapping, whatever it looks like
+    if (
+        isinstance(value, FrozenDict) and FrozenDict in options
+    ):  # read as a mapping, whatever it looks like
         return {_writable(k): _thaw(v) for k, v in value.items()}
     if type(value) is int and float in options and int not in options:
         return float(value)  # 1 and 1.0 are equal, so they must have one stored form and one digest
@@ -231,25 +257,38 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _decode_fields(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
-        raise InvalidValue(where, f"a JSON object with the fields of {cls.__name__}", type(data).__name__)
+        raise InvalidValue(
+            where, f"a JSON object with the fields of {cls.__name__}", type(data).__name__
+        )
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in data:
         if key not in fields:
-            raise InvalidValue(f"{where}.{key}", "a known key", repr(key), did_you_mean(str(key), fields))
+            raise InvalidValue(
+                f"{where}.{key}", "a known key", repr(key), did_you_mean(str(key), fields)
+            )
     missing = [
         name
         for name, f in fields.items()
-        if name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if name not in data
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise InvalidValue(where, f"complete (with {', '.join(missing)})", f"only {', '.join(data) or 'nothing'}")
+        raise InvalidValue(
+            where, f"complete (with {', '.join(missing)})", f"only {', '.join(data) or 'nothing'}"
+        )
     hints = _hints(cls)
     values = {k: _decode(hints[k], v, f"{where}.{k}") for k, v in data.items()}
     try:
         return cls(**values)
     except HeadPruneError:
         raise
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # a constructor that its values confuse
+    except (
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # a constructor that its values confuse
         got = f"one that makes no sense: {type(error).__name__}: {error}"
         raise InvalidValue(where, f"a sound {cls.__name__}", got) from error
 
@@ -271,7 +310,9 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     value = _revive(value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    expected = str if get_origin(hint) is not None else hint  # Literal[...] of strings; the class checks its values
+    expected = (
+        str if get_origin(hint) is not None else hint
+    )  # Literal[...] of strings; the class checks its values
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise InvalidValue(where, f"of type {getattr(expected, '__name__', expected)}", repr(value))
     return value
@@ -293,11 +334,14 @@ def _decode_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, .
     hints = _item_hints(args, len(value))
     if len(hints) != len(value):
         raise InvalidValue(where, f"a list of {len(hints)} items", f"{len(value)} items")
-    return tuple(_decode(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
+    return tuple(
+        _decode(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True))
+    )
 
 
 def _whole(digits: str) -> int:
-    """A whole number, unless it is longer than any of ours: sums and ratios of such ones fit no float."""
+    """A whole number, unless it is longer than any of ours: sums and ratios of such ones fit no
+    float."""
     if len(digits) > _LONGEST:
         raise ValueError(f"a whole number of {len(digits)} digits")
     return int(digits)
@@ -307,7 +351,8 @@ def _revive(value: Any, where: str, depth: int = 0) -> Any:
     """Undoes the spelling of infinities and NaN that JSON lacks.
 
     Raises:
-        InvalidValue: lists and objects within each other, deeper than any value of ours: what reads them recurses.
+        InvalidValue: lists and objects within each other, deeper than any value of ours: what reads
+            them recurses.
     """
     if depth > _DEEPEST:
         raise InvalidValue(where, f"nested at most {_DEEPEST} deep", "deeper data")

@@ -1,4 +1,5 @@
-"""Attention of a model that is not taken: what it is, why, and the note that scores and plans of the rest carry."""
+"""Attention of a model that is not taken: what it is, why, and the note that scores and plans of
+the rest carry."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class NotTaken:
 def coverage_note(missed: tuple[NotTaken, ...]) -> tuple[str, ...]:
     """The note of what is said about a model that is taken in part; none where all of it is.
 
-    >>> coverage_note((NotTaken(("vision.0", "vision.1"), "Odd", "it has no 'q_proj'"),))[0].partition(". ")[0]
+    >>> coverage_note((NotTaken(("vision.0", "vision.1"), "Odd", "it has no 'q_proj'"),))[
+    ...     0
+    ... ].partition(". ")[0]
     "Not every attention is taken: vision.0 and 1 more (Odd; it has no 'q_proj')"
     """
     if not missed:

@@ -39,15 +39,17 @@ class PlanDifference(Value):
 
     @property
     def agreement(self) -> float:
-        """Jaccard index of the sets that go: heads that both remove over heads that either removes; 1 for none."""
+        """Jaccard index of the sets that go: heads that both remove over heads that either removes;
+        1 for none."""
         either = self.both_remove + len(self.only_first) + len(self.only_second)
         return self.both_remove / either if either else 1.0
 
     def __str__(self) -> str:
         lines = [f"{name}: {title}" for name, title in zip(self.names, self.titles, strict=True)]
         lines.append(
-            f"of {self.n_heads} heads both keep {self.both_keep} and both remove {self.both_remove}; "
-            f"of those that either removes, {100 * self.agreement:.0f} % go in both"
+            f"of {self.n_heads} heads both keep {self.both_keep} and both remove"
+            f" {self.both_remove}; of those that either removes, {100 * self.agreement:.0f} % go in"
+            " both"
         )
         for name, heads in zip(self.names, (self.only_first, self.only_second), strict=True):
             if heads:
@@ -101,7 +103,9 @@ class RecordDifference(Value):
         return "\n".join(lines)
 
 
-def plan_difference(first: PruningPlan, second: PruningPlan, names: tuple[str, str]) -> PlanDifference:
+def plan_difference(
+    first: PruningPlan, second: PruningPlan, names: tuple[str, str]
+) -> PlanDifference:
     """Sets two plans side by side.
 
     Raises:
@@ -111,7 +115,9 @@ def plan_difference(first: PruningPlan, second: PruningPlan, names: tuple[str, s
     sizes = [{row.site: row.n_heads for row in mask.rows} for mask in (a, b)]
     if sizes[0] != sizes[1]:
         odd = sorted(set(sizes[0].items()) ^ set(sizes[1].items()))[0][0]
-        raise PlanMismatch("plans", "about the same sites with the same head counts", f"two that differ at {odd!r}")
+        raise PlanMismatch(
+            "plans", "about the same sites with the same head counts", f"two that differ at {odd!r}"
+        )
     whole = HeadMask.from_keep({}, sizes[0])
     return PlanDifference(
         names,
@@ -124,7 +130,9 @@ def plan_difference(first: PruningPlan, second: PruningPlan, names: tuple[str, s
     )
 
 
-def record_difference(first: RunRecord, second: RunRecord, names: tuple[str, str]) -> RecordDifference:
+def record_difference(
+    first: RunRecord, second: RunRecord, names: tuple[str, str]
+) -> RecordDifference:
     """Sets two records side by side; plans for different sites are left out."""
     plans = None
     if first.plan is not None and second.plan is not None:
@@ -140,13 +148,19 @@ def record_difference(first: RunRecord, second: RunRecord, names: tuple[str, str
 
 
 def _surroundings(record: RunRecord) -> dict[str, Scalar]:
-    parts = {"versions": record.versions, "hardware": record.hardware, "git_commit": record.git_commit}
+    parts = {
+        "versions": record.versions,
+        "hardware": record.hardware,
+        "git_commit": record.git_commit,
+    }
     return _flat(parts)
 
 
 def _figures(record: RunRecord) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {"status": record.status}
-    found |= {f"{_role(record, row)}, {row.split} {row.metric}": row.value for row in record.quality}
+    found |= {
+        f"{_role(record, row)}, {row.split} {row.metric}": row.value for row in record.quality
+    }
     found |= {f"{row.name}, pruned": row.pruned for row in record.size}
     found |= {f"speed, batch {row.batch} x {row.length}": row.ratio for row in record.speed}
     found |= {f"seconds of {name}": seconds for name, seconds in _flat(record.timings).items()}
@@ -162,10 +176,14 @@ def _role(record: RunRecord, row: QualityRow) -> str:
 def _flat(data: Mapping[str, Any]) -> dict[str, Scalar]:
     """Every leaf by its dotted key; lists in words, empty sections left out."""
     found = ((key, value) for key, value in leaves(data) if not isinstance(value, Mapping))
-    return {k: v if isinstance(v, (str, int, float, bool, type(None))) else str(v) for k, v in found}
+    return {
+        k: v if isinstance(v, (str, int, float, bool, type(None))) else str(v) for k, v in found
+    }
 
 
-def _changes(first: Mapping[str, Scalar], second: Mapping[str, Scalar], every: bool = False) -> tuple[Change, ...]:
+def _changes(
+    first: Mapping[str, Scalar], second: Mapping[str, Scalar], every: bool = False
+) -> tuple[Change, ...]:
     keys = dict.fromkeys((*first, *second))
     found = (Change(key, first.get(key), second.get(key)) for key in keys)
     return tuple(change for change in found if every or change.first != change.second)

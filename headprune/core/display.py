@@ -1,4 +1,5 @@
-"""How scores, masks and plans look when printed: a grid of sites and heads in text, rich markup and HTML."""
+"""How scores, masks and plans look when printed: a grid of sites and heads in text, rich markup and
+HTML."""
 
 from __future__ import annotations
 
@@ -11,9 +12,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: Nine steps from least to most important; the HTML ramp is readable without colour (light to dark).
+#: Nine steps from least to most important; the HTML ramp is readable without colour (light to
+#: dark).
 SHADES = " ▁▂▃▄▅▆▇█"
-RAMP = ("#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b")
+RAMP = (
+    "#f7fbff",
+    "#deebf7",
+    "#c6dbef",
+    "#9ecae1",
+    "#6baed6",
+    "#4292c6",
+    "#2171b5",
+    "#08519c",
+    "#08306b",
+)
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -23,7 +35,8 @@ CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u
 
 
 def clean(text: str) -> str:
-    """Text without terminal colours; other characters that a page or a terminal must not be given become U+FFFD.
+    """Text without terminal colours; other characters that a page or a terminal must not be given
+    become U+FFFD.
 
     >>> clean("a\\x1b[31m red \\x07")
     'a red \ufffd'
@@ -51,7 +64,8 @@ def html_text(text: str) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """One head: its importance from 0 to 1 (None: unknown), whether it stays, and what a pointer over it says."""
+    """One head: its importance from 0 to 1 (None: unknown), whether it stays, and what a pointer
+    over it says."""
 
     head: int
     level: float | None
@@ -90,7 +104,10 @@ def _mark(cell: Cell) -> str:
 
 def _labels(rows: Sequence[Row]) -> list[str]:
     """Labels, and kinds where there are any, in columns."""
-    width, kinds = (max(map(len, column), default=0) for column in ([r.label for r in rows], [r.kind for r in rows]))
+    width, kinds = (
+        max(map(len, column), default=0)
+        for column in ([r.label for r in rows], [r.kind for r in rows])
+    )
     return [f"{r.label:<{width}}" + (f"  {r.kind:<{kinds}}" if kinds else "") for r in rows]
 
 
@@ -102,7 +119,8 @@ def text_grid(title: str, rows: Sequence[Row]) -> str:
 
 
 def rich_grid(title: str, rows: Sequence[Row]) -> str:
-    """The same grid as rich markup, coloured; the marks stay where a terminal has no colours (``NO_COLOR``)."""
+    """The same grid as rich markup, coloured; the marks stay where a terminal has no colours
+    (``NO_COLOR``)."""
     from rich.markup import escape
 
     def paint(cell: Cell) -> str:
@@ -113,12 +131,17 @@ def rich_grid(title: str, rows: Sequence[Row]) -> str:
         return f"[{ink} on {colour}]{cell.head:>2}{' ' if cell.level is None else _mark(cell)}[/]"
 
     labels = [escape(clean(label)) for label in _labels(rows)]
-    lines = [f"  {label}  {''.join(map(paint, r.cells))}" for label, r in zip(labels, rows, strict=True)]
+    lines = [
+        f"  {label}  {''.join(map(paint, r.cells))}" for label, r in zip(labels, rows, strict=True)
+    ]
     return "\n".join([escape(clean(title)), *lines])
 
 
-def rich_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()) -> Table:
-    """A table for a terminal; cells are broken into lines and never cut off, and what they say is no markup.
+def rich_table(
+    title: str, header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()
+) -> Table:
+    """A table for a terminal; cells are broken into lines and never cut off, and what they say is
+    no markup.
 
     Args:
         title: Above it; empty for none.
@@ -131,7 +154,9 @@ def rich_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]],
 
     above = Text(clean(title)) if title else None
     below = Text(clean("\n".join(f"note: {note}" for note in notes))) if notes else None
-    table = Table(title=above, title_justify="left", caption=below, caption_justify="left", box=None)
+    table = Table(
+        title=above, title_justify="left", caption=below, caption_justify="left", box=None
+    )
     for name in header:
         table.add_column(Text(clean(name)), overflow="fold")
     for row in rows:
@@ -155,7 +180,8 @@ def html_grid(title: str, rows: Sequence[Row]) -> str:
         return html_text(row.label) + (f" <i>{html_text(row.kind)}</i>" if row.kind else "")
 
     body = "".join(
-        f'<tr><th scope="row" style="text-align:right;padding-right:8px;font-weight:normal">{label(r)}</th>'
+        '<tr><th scope="row"'
+        f' style="text-align:right;padding-right:8px;font-weight:normal">{label(r)}</th>'
         f"{''.join(map(paint, r.cells))}</tr>"
         for r in rows
     )

@@ -1,4 +1,5 @@
-"""Every error headprune raises on purpose, in one template: where, what must be, what it got, what to try."""
+"""Every error headprune raises on purpose, in one template: where, what must be, what it got, what
+to try."""
 
 from __future__ import annotations
 
@@ -68,10 +69,16 @@ class CheckpointError(HeadPruneError, ValueError):
 
 
 class NotWritten(HeadPruneError, OSError):
-    """A file could not be written: no room, no right, no such place. What was there before is as it was."""
+    """A file could not be written: no room, no right, no such place. What was there before is as it
+    was."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.where, self.must, self.got, self.hint)  # OSError's own keeps two of them
+        return type(self), (
+            self.where,
+            self.must,
+            self.got,
+            self.hint,
+        )  # OSError's own keeps two of them
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,5 @@
-"""Why a plan removes what it removes: every unit's score beside what became of it, and how sure the choice is."""
+"""Why a plan removes what it removes: every unit's score beside what became of it, and how sure the
+choice is."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class Fate:
         standard_error: Of the score, None where the scorer has none.
         rank: 1 is the most important.
         kept: Whether it stays.
-        among_lowest: Share of resamples of the examples in which it is among as many lowest units as the plan removes;
-            None without per-example numbers.
+        among_lowest: Share of resamples of the examples in which it is among as many lowest units
+            as the plan removes; None without per-example numbers.
         why: Empty where its score alone decided; else what its score does not say.
     """
 
@@ -50,7 +51,12 @@ class Fate:
     def cells(self) -> tuple[str, str, str, str]:
         """The unit in a table: heads, score, rank, and what the score does not say."""
         spread = "" if self.standard_error is None else f" ± {self.standard_error:.2g}"
-        return f"{self.site}{list(self.heads)}", f"{self.score:.4g}{spread}", str(self.rank), self.why
+        return (
+            f"{self.site}{list(self.heads)}",
+            f"{self.score:.4g}{spread}",
+            str(self.rank),
+            self.why,
+        )
 
     def __str__(self) -> str:
         heads, score, rank, why = self.cells()
@@ -67,8 +73,10 @@ class Explanation(Value):
         scorer: Whose scores these are.
         units: Every prune unit, least important first.
         share: Of all importance, what the removed units hold; None where scores can be negative.
-        saved: What goes with them, by name: ``[removed, of the whole model]``; empty where no costs were measured.
-        same: Share of resamples in which the lowest units are exactly the same; None without per-example numbers.
+        saved: What goes with them, by name: ``[removed, of the whole model]``; empty where no costs
+            were measured.
+        same: Share of resamples in which the lowest units are exactly the same; None without
+            per-example numbers.
         notes: What selector and scorer had to say.
     """
 
@@ -87,14 +95,19 @@ class Explanation(Value):
 
     @property
     def undecided(self) -> tuple[Fate, ...]:
-        """Units that other examples would have put on the other side of the line in more than 5 % of cases."""
-        return tuple(u for u in self.units if u.among_lowest is not None and 0.05 < u.among_lowest < 0.95)
+        """Units that other examples would have put on the other side of the line in more than 5 %
+        of cases."""
+        return tuple(
+            u for u in self.units if u.among_lowest is not None and 0.05 < u.among_lowest < 0.95
+        )
 
     def _tables(self) -> dict[str, tuple[Fate, ...]]:
         """Units by what is to be said of them."""
         against = tuple(unit for unit in self.units if unit.kept and unit.why)
         goes = {f"goes, least important by {self.scorer} first:": self.removed}
-        return goes | ({"stays although its score is lower than some that go:": against} if against else {})
+        return goes | (
+            {"stays although its score is lower than some that go:": against} if against else {}
+        )
 
     def __str__(self) -> str:
         lines = [self.title]
@@ -109,15 +122,26 @@ class Explanation(Value):
         parts: list[Text | Table] = [Text(clean(self.title), style="bold")]
         for title, units in self._tables().items():
             rows = [unit.cells() for unit in units] or [("nothing", "", "", "")]
-            parts += [Text(f"\n{clean(title)}"), rich_table("", ("heads", "score", "rank", ""), rows)]
+            parts += [
+                Text(f"\n{clean(title)}"),
+                rich_table("", ("heads", "score", "rank", ""), rows),
+            ]
         return Group(*parts, Text(clean("\n".join(self._after()))))
 
     def _after(self) -> list[str]:
         """What follows the units: figures, doubts and notes."""
         lines = ["", "what to expect:", *(f"  {line}" for line in self.expected())]
         if self.undecided:
-            lines += ["", f"{len(self.undecided)} units that other examples might have put on the other side:"]
-            lines += [f"  {unit.site}{list(unit.heads)}: {_how(unit)}" for unit in self.undecided[:_NAMED]]
+            lines += [
+                "",
+                (
+                    f"{len(self.undecided)} units that other examples might have put on the other"
+                    " side:"
+                ),
+            ]
+            lines += [
+                f"  {unit.site}{list(unit.heads)}: {_how(unit)}" for unit in self.undecided[:_NAMED]
+            ]
             lines += [f"  and {len(self.undecided) - _NAMED} more"] * (len(self.undecided) > _NAMED)
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
@@ -125,10 +149,18 @@ class Explanation(Value):
         """What goes, in figures that were computed; never a promise about accuracy."""
         lines = []
         if self.share is not None:
-            lines.append(f"{100 * self.share:.1f} % of all importance goes, by {self.scorer}'s own measure")
-        lines += [f"{name}: {gone:,} of {whole:,} go ({100 * gone / whole:.1f} %)" for name, gone, whole in self.saved]
+            lines.append(
+                f"{100 * self.share:.1f} % of all importance goes, by {self.scorer}'s own measure"
+            )
+        lines += [
+            f"{name}: {gone:,} of {whole:,} go ({100 * gone / whole:.1f} %)"
+            for name, gone, whole in self.saved
+        ]
         if self.same is not None:
-            lines.append(f"with other examples the same units would be the lowest in {100 * self.same:.0f} % of cases")
+            lines.append(
+                f"with other examples the same units would be the lowest in {100 * self.same:.0f} %"
+                " of cases"
+            )
         return lines
 
 
@@ -137,15 +169,18 @@ def explain(plan: PruningPlan, scores: HeadScores) -> Explanation:
 
     Args:
         plan: The plan.
-        scores: Its scores; those of another scorer for the same model explain, too, how far the two agree.
+        scores: Its scores; those of another scorer for the same model explain, too, how far the two
+            agree.
 
     Raises:
-        PlanMismatch: the scores are of other sites than the plan is for, or of a model of another structure.
+        PlanMismatch: the scores are of other sites than the plan is for, or of a model of another
+            structure.
     """
     _check(plan, scores)
     ranked = scores.ranked()
     heads = {row.site: frozenset(row.kept) for row in plan.mask.rows}
-    # A unit stays if the plan keeps any of its heads: a plan of finer units than the scores may take a part of one.
+    # A unit stays if the plan keeps any of its heads: a plan of finer units than the scores may
+    # take a part of one.
     kept = {(unit.site, unit.unit): not heads[unit.name].isdisjoint(unit.heads) for unit in ranked}
     gone = [unit for unit in ranked if not kept[unit.site, unit.unit]]
     highest = max((unit.value for unit in gone), default=-math.inf)
@@ -178,20 +213,28 @@ def _chosen(scores: HeadScores) -> list[str]:
     if choice is None:
         return []
     rows = f"the loss of {choice.n_examples:,} rows that no refit had seen"
-    return [f"auto took {choice.chosen} by {rows}; scores.choice, and the report of a run, have all candidates."]
+    return [
+        f"auto took {choice.chosen} by {rows}; scores.choice, and the report of a run, have all"
+        " candidates."
+    ]
 
 
 def _check(plan: PruningPlan, scores: HeadScores) -> None:
     if plan.model is not None and plan.model.structure != scores.model.structure:
-        raise PlanMismatch("scores", "of the model that the plan is for", "those of a model of another structure")
+        raise PlanMismatch(
+            "scores", "of the model that the plan is for", "those of a model of another structure"
+        )
     known = set(plan.mask.sites)
     unknown = [site.name for site in scores.sites if site.name not in known]
     if unknown:
-        raise PlanMismatch("scores", "of sites that the plan is for", f"{unknown[0]!r}, which it lacks")
+        raise PlanMismatch(
+            "scores", "of sites that the plan is for", f"{unknown[0]!r}, which it lacks"
+        )
 
 
 def _chances(scores: HeadScores, k: int) -> tuple[dict[tuple[int, int], float], float | None]:
-    """Every unit's share of resamples in which it is among the k lowest, and that the whole set is the same."""
+    """Every unit's share of resamples in which it is among the k lowest, and that the whole set is
+    the same."""
     try:
         rows, same = scores.lowest(k), scores.stable(k).probability
     except HeadPruneError:  # no per-example numbers, or nothing (or everything) goes
@@ -221,9 +264,16 @@ def _why(unit: ScoredUnit, stays: bool, alone: bool, highest: float, lowest: flo
 def _saved(scores: HeadScores, gone: list[ScoredUnit]) -> tuple[tuple[str, int, int], ...]:
     if scores.costs is None:
         return ()
-    parts, whole, length = Cost.sum(u.cost for u in gone if u.cost), scores.costs.total, scores.costs.length
+    parts, whole, length = (
+        Cost.sum(u.cost for u in gone if u.cost),
+        scores.costs.total,
+        scores.costs.length,
+    )
     macs = f"multiply-adds an example of {length} tokens"
-    rows = [("parameters", parts.params, whole.params), (macs, parts.macs(length), whole.macs(length))]
+    rows = [
+        ("parameters", parts.params, whole.params),
+        (macs, parts.macs(length), whole.macs(length)),
+    ]
     rows.append(("bytes of KV cache a token", parts.kv_bytes, whole.kv_bytes))
     return tuple(row for row in rows if row[2])
 

@@ -1,7 +1,8 @@
 """Files and folders written whole or not at all, and their hashes.
 
-What is written lies beside its place until all of it is on the disk, and takes its place by a rename. A process that is
-killed leaves the old file or the new one, and perhaps a hidden ``.<name>.*.part``; a full disk leaves the old file.
+What is written lies beside its place until all of it is on the disk, and takes its place by a
+rename. A process that is killed leaves the old file or the new one, and perhaps a hidden
+``.<name>.*.part``; a full disk leaves the old file.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _IN_PLACE = "Some of what is new may be in its place already. Make room there, a
 
 
 def not_written(path: str | Path, error: BaseException, hint: str = _AS_BEFORE) -> BaseException:
-    """What the system says while ``path`` is written, in our words; an error of ours, or of another kind, as it is."""
+    """What the system says while ``path`` is written, in our words; an error of ours, or of another
+    kind, as it is."""
     if isinstance(error, HeadPruneError) or not (isinstance(error, OSError) or _is_io(error)):
         return error
     got = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -39,8 +41,11 @@ def not_written(path: str | Path, error: BaseException, hint: str = _AS_BEFORE) 
 
 
 def _is_io(error: BaseException) -> bool:
-    """Whether an error of safetensors, which has no class of its own for it, says that a file could not be written."""
-    return type(error).__name__ == "SafetensorError" and ("I/O error" in str(error) or "IoError" in str(error))
+    """Whether an error of safetensors, which has no class of its own for it, says that a file could
+    not be written."""
+    return type(error).__name__ == "SafetensorError" and (
+        "I/O error" in str(error) or "IoError" in str(error)
+    )
 
 
 @contextlib.contextmanager
@@ -61,10 +66,11 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_paths() -> Iterator[Callable[[str | Path], Path]]:
-    """For files of one folder that belong together: yields what gives a temporary path beside a file's own.
+    """For files of one folder that belong together: yields what gives a temporary path beside a
+    file's own.
 
-    When the block ends well, all of them are brought to the disk first, and then take their places one right after the
-    other, in the order in which they were asked for. On an error none does.
+    When the block ends well, all of them are brought to the disk first, and then take their places
+    one right after the other, in the order in which they were asked for. On an error none does.
 
     Raises:
         NotWritten: the system refused to write.
@@ -106,7 +112,8 @@ def atomic_paths() -> Iterator[Callable[[str | Path], Path]]:
 
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Gives a temporary path beside ``path``; what is written there takes its place when the block ends well.
+    """Gives a temporary path beside ``path``; what is written there takes its place when the block
+    ends well.
 
     Raises:
         NotWritten: the system refused to write.
@@ -123,17 +130,22 @@ def write_atomic(path: str | Path, data: bytes) -> Path:
 
 
 @contextlib.contextmanager
-def staged(folder: str | Path, alone: bool = False, in_place_of: Sequence[str] = ()) -> Iterator[Path]:
-    """Gives a temporary folder; what is written there takes its place in ``folder`` when the block ends well.
+def staged(
+    folder: str | Path, alone: bool = False, in_place_of: Sequence[str] = ()
+) -> Iterator[Path]:
+    """Gives a temporary folder; what is written there takes its place in ``folder`` when the block
+    ends well.
 
-    All of it is brought to the disk first. A folder that was not there appears whole, by one rename; in one that was,
-    files take their places one right after the other, and others stay; where a process is killed meanwhile, ``settle``
-    or the next call brings the rest of them there. On an error nothing changes, but for one that comes when they take
-    their places, which says so. What killed processes left half written there goes.
+    All of it is brought to the disk first. A folder that was not there appears whole, by one
+    rename; in one that was, files take their places one right after the other, and others stay;
+    where a process is killed meanwhile, ``settle`` or the next call brings the rest of them there.
+    On an error nothing changes, but for one that comes when they take their places, which says so.
+    What killed processes left half written there goes.
 
     Args:
         folder: The folder.
-        alone: Nothing else may be there in the end: not what another process put there in the meantime, either.
+        alone: Nothing else may be there in the end: not what another process put there in the
+            meantime, either.
         in_place_of: Patterns of files that go when these come, unless they are among them.
 
     Raises:
@@ -155,13 +167,17 @@ def staged(folder: str | Path, alone: bool = False, in_place_of: Sequence[str] =
             _open_to(path, place.stat().st_mode)
             _to_disk(path)
         if alone and (there := occupied(folder)):
-            raise NotWritten(str(folder), "a new or an empty folder", f"one with {there[0]}", _AS_BEFORE)
+            raise NotWritten(
+                str(folder), "a new or an empty folder", f"one with {there[0]}", _AS_BEFORE
+            )
         if new and not folder.exists():
             os.replace(place, folder)
             hint = _IN_PLACE
         else:
             names = {path.relative_to(place) for path in found}
-            old = {path.relative_to(folder) for pattern in in_place_of for path in folder.glob(pattern)} - names
+            old = {
+                path.relative_to(folder) for pattern in in_place_of for path in folder.glob(pattern)
+            } - names
             gone = sorted(map(str, old))
             if not new:  # from here on these files are to come, whoever brings them
                 write_atomic(place / _GONE, json.dumps(gone).encode())
@@ -188,14 +204,16 @@ def _part(home: Path, name: str) -> Path:
 
 
 def _open_to(path: Path, mode: int) -> None:
-    """Lets those read and write a file whom the mode lets; some libraries put a file there that nobody else may see."""
+    """Lets those read and write a file whom the mode lets; some libraries put a file there that
+    nobody else may see."""
     wanted, now = mode & 0o666, path.stat().st_mode & 0o777
     if path.is_file() and now != wanted:
         os.chmod(path, wanted)
 
 
 def _held_part(home: Path, name: str) -> tuple[Path, int | None]:
-    """A new folder that is held; another one where somebody found it in the moment before and took it away."""
+    """A new folder that is held; another one where somebody found it in the moment before and took
+    it away."""
     while True:
         place = _part(home, name)
         os.mkdir(place)
@@ -209,8 +227,8 @@ def _held_part(home: Path, name: str) -> tuple[Path, int | None]:
 
 
 def _hold(folder: Path) -> int | None:
-    """Keeps others from taking a folder for a dead process's, as long as this process lives and what comes back is
-    open; None where folders cannot be held."""
+    """Keeps others from taking a folder for a dead process's, as long as this process lives and
+    what comes back is open; None where folders cannot be held."""
     if sys.platform == "win32":
         return None
     import fcntl
@@ -228,8 +246,8 @@ def _hold(folder: Path) -> int | None:
 
 
 def settle(folder: Path) -> None:
-    """Brings to their places what a process was killed over while it put files into ``folder``; without the right to
-    do so the folder stays as it is.
+    """Brings to their places what a process was killed over while it put files into ``folder``;
+    without the right to do so the folder stays as it is.
 
     Folders come from anywhere: nothing outside of this one is touched, whatever lies in it.
     """
@@ -244,17 +262,21 @@ def settle(folder: Path) -> None:
 
 
 def _names(path: Path) -> list[str] | None:
-    """Names of files beside each other, as a file has them; None where it has others, or anything else."""
+    """Names of files beside each other, as a file has them; None where it has others, or anything
+    else."""
     try:
         names = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):
         return None
-    plain = isinstance(names, list) and all(isinstance(n, str) and n == Path(n).name and "\0" not in n for n in names)
+    plain = isinstance(names, list) and all(
+        isinstance(n, str) and n == Path(n).name and "\0" not in n for n in names
+    )
     return names if plain else None
 
 
 def _dead(home: Path, name: str, ending: str) -> Iterator[Path]:
-    """Hidden folders of this ending, for a ``name`` by pattern, that nobody holds; held while they are looked at."""
+    """Hidden folders of this ending, for a ``name`` by pattern, that nobody holds; held while they
+    are looked at."""
     for path in home.glob(f".*{ending}"):
         known = re.fullmatch(rf"\.{name}\.[0-9a-f]{{8}}{re.escape(ending)}", path.name)
         if known and path.is_dir() and not path.is_symlink() and (held := _hold(path)) is not None:
@@ -271,7 +293,8 @@ def _remove_dead(home: Path, name: str) -> None:
 
 
 def _into_places(place: Path, folder: Path, gone: Sequence[str]) -> None:
-    """What is in ``place`` goes into ``folder``, and files of other names go from there; may be done twice."""
+    """What is in ``place`` goes into ``folder``, and files of other names go from there; may be
+    done twice."""
     for name in gone:
         (folder / name).unlink(missing_ok=True)
     paths = [path.relative_to(place) for path in sorted(place.rglob("*")) if path.name != _GONE]
@@ -286,19 +309,23 @@ def _into_places(place: Path, folder: Path, gone: Sequence[str]) -> None:
 
 
 def occupied(folder: Path, beside: Container[str] = ()) -> list[str]:
-    """What stands in the way of a new folder: all that is there, but for ``beside`` and what is not whole yet.
+    """What stands in the way of a new folder: all that is there, but for ``beside`` and what is not
+    whole yet.
 
-    (Of another process, which ``staged(alone=True)`` then finds in its place; or of a dead one, which it takes away.)
+    (Of another process, which ``staged(alone=True)`` then finds in its place; or of a dead one,
+    which it takes away.)
     """
     if not folder.is_dir():
         return [folder.name] if os.path.lexists(folder) else []
-    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(PART) and p.name not in beside)
+    return sorted(
+        p.name for p in folder.iterdir() if not p.name.endswith(PART) and p.name not in beside
+    )
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Adds a line to a file of lines, on the disk when this returns; half a line of a killed process is ended first.
-    A link is not followed: what it names lies elsewhere, and is not ours to change. Half of a surrogate pair, which no
-    file can hold, is spelt as in JSON.
+    """Adds a line to a file of lines, on the disk when this returns; half a line of a killed
+    process is ended first. A link is not followed: what it names lies elsewhere, and is not ours to
+    change. Half of a surrogate pair, which no file can hold, is spelt as in JSON.
 
     Raises:
         NotWritten: the system refused to write; the file is as it was.
@@ -322,7 +349,8 @@ def _unlinked(path: str, flags: int) -> int:
 
 
 def remove_parts(folder: Path) -> None:
-    """Takes away what killed processes left half written in a folder that nobody else writes to now."""
+    """Takes away what killed processes left half written in a folder that nobody else writes to
+    now."""
     for path in folder.glob(f".*{PART}"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

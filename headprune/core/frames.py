@@ -24,7 +24,11 @@ def scores_frame(scores: HeadScores) -> DataFrame:
     rows: list[dict[str, Any]] = []
     for unit in scores.units():
         site = scores.sites[unit.site]
-        shared: dict[str, Any] = {"unit": unit.unit, "score": unit.value, "standard_error": unit.standard_error}
+        shared: dict[str, Any] = {
+            "unit": unit.unit,
+            "score": unit.value,
+            "standard_error": unit.standard_error,
+        }
         shared["rank"] = ranks[unit.site, unit.unit]
         if unit.cost is not None and scores.costs is not None:
             macs = unit.cost.macs(scores.costs.length)

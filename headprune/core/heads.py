@@ -1,6 +1,7 @@
 """Names of heads and sets of heads: HeadId, AttentionSite, HeadMask.
 
-A head keeps the index it had in the full model for ever: after a cut the heads of a site may be 0, 3 and 7.
+A head keeps the index it had in the full model for ever: after a cut the heads of a site may be 0,
+3 and 7.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from headprune.core.slabs import MOST_HEADS, HeadGeometry
 Kind = Literal["self", "causal", "cross"]
 KINDS: tuple[Kind, ...] = ("self", "causal", "cross")
 
-#: Which query heads may leave where several share a key/value head: ``group`` all of them together (the cache
-#: shrinks), ``balanced`` the same number in every group that stays, ``free`` any.
+#: Which query heads may leave where several share a key/value head: ``group`` all of them together
+#: (the cache shrinks), ``balanced`` the same number in every group that stays, ``free`` any.
 Policy = Literal["group", "balanced", "free"]
 POLICIES: tuple[Policy, ...] = ("group", "balanced", "free")
 
@@ -63,8 +64,10 @@ class AttentionSite(Value):
         policy: Which heads may leave together.
         grouping: Which query heads share a key/value head.
         key_dim: Width of a key's block where it is not ``head_dim``.
-        bundles: Units in place of those that the policy gives; a selector's means to keep groups balanced.
-        least: How many heads must stay: 1 where the module cannot run without any. It does not tell sites apart.
+        bundles: Units in place of those that the policy gives; a selector's means to keep groups
+            balanced.
+        least: How many heads must stay: 1 where the module cannot run without any. It does not tell
+            sites apart.
     """
 
     name: str
@@ -86,14 +89,30 @@ class AttentionSite(Value):
         if self.kind not in KINDS:
             raise InvalidValue("AttentionSite.kind", "'self', 'causal' or 'cross'", repr(self.kind))
         if self.policy not in POLICIES:
-            raise InvalidValue("AttentionSite.policy", f"one of {', '.join(POLICIES)}", repr(self.policy))
-        HeadGeometry(self.n_query_heads, self.n_kv_heads, self.head_dim, self.value_dim, self.key_dim)
-        if list(self.heads) != sorted(set(self.heads)) or not set(self.heads) <= set(range(self.n_query_heads)):
-            raise InvalidValue("AttentionSite.heads", f"sorted indices below {self.n_query_heads}", self.heads)
+            raise InvalidValue(
+                "AttentionSite.policy", f"one of {', '.join(POLICIES)}", repr(self.policy)
+            )
+        HeadGeometry(
+            self.n_query_heads, self.n_kv_heads, self.head_dim, self.value_dim, self.key_dim
+        )
+        if list(self.heads) != sorted(set(self.heads)) or not set(self.heads) <= set(
+            range(self.n_query_heads)
+        ):
+            raise InvalidValue(
+                "AttentionSite.heads", f"sorted indices below {self.n_query_heads}", self.heads
+            )
         if not 0 <= self.least <= self.n_query_heads:
-            raise InvalidValue("AttentionSite.least", f"a count of heads, 0 to {self.n_query_heads}", self.least)
-        if self.bundles is not None and sorted(h for b in self.bundles for h in b) != list(self.heads):
-            raise InvalidValue("AttentionSite.bundles", f"a partition of the heads {list(self.heads)}", self.bundles)
+            raise InvalidValue(
+                "AttentionSite.least", f"a count of heads, 0 to {self.n_query_heads}", self.least
+            )
+        if self.bundles is not None and sorted(h for b in self.bundles for h in b) != list(
+            self.heads
+        ):
+            raise InvalidValue(
+                "AttentionSite.bundles",
+                f"a partition of the heads {list(self.heads)}",
+                self.bundles,
+            )
 
     @property
     def geometry(self) -> HeadGeometry:
@@ -122,7 +141,8 @@ class AttentionSite(Value):
 
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of present heads (original indices) that are scored and go together: KV groups, or single heads.
+        """The sets of present heads (original indices) that are scored and go together: KV groups,
+        or single heads.
 
         >>> AttentionSite("a", "llama", "causal", 4, 2, 8, 8, (2, 3)).units
         ((2, 3),)
@@ -134,16 +154,22 @@ class AttentionSite(Value):
         return self.groups if self.policy == "group" else tuple((h,) for h in self.heads)
 
     def check(self, keep: Iterable[int]) -> tuple[int, ...]:
-        """The kept heads (original indices), sorted, if this site can be cut to them under its policy.
+        """The kept heads (original indices), sorted, if this site can be cut to them under its
+        policy.
 
         Raises:
             UnknownName: a head that is not present.
-            InvalidValue: what the policy does not allow: a part of a KV group, or groups of unlike size.
+            InvalidValue: what the policy does not allow: a part of a KV group, or groups of unlike
+                size.
         """
         keep = tuple(sorted(set(keep)))
         for head in keep:
             if head not in self.heads:
-                raise UnknownName(f"head {head} of {self.name}", f"one of the present heads {list(self.heads)}", head)
+                raise UnknownName(
+                    f"head {head} of {self.name}",
+                    f"one of the present heads {list(self.heads)}",
+                    head,
+                )
         left = [(group, sum(h in keep for h in group)) for group in self.groups]
         where = f"keep for {self.name}"
         hint = "Or find the sites with policy='balanced' or 'free', where the layout allows it."
@@ -154,7 +180,9 @@ class AttentionSite(Value):
         counts = [n for _, n in left if n]
         if self.policy == "balanced" and len(set(counts)) > 1:
             must = "the same number of query heads in every group that stays"
-            raise InvalidValue(where, must, f"{counts} of the groups {[list(g) for g, n in left if n]}", hint)
+            raise InvalidValue(
+                where, must, f"{counts} of the groups {[list(g) for g, n in left if n]}", hint
+            )
         return keep
 
     def permitting(self, keep: Iterable[int]) -> AttentionSite:
@@ -178,9 +206,12 @@ class AttentionSite(Value):
 
 
 def places(sites: Sequence[AttentionSite], wanted: str) -> tuple[int, ...]:
-    """Places of the sites of a kind, of the one that is named so, or of those whose names fit a pattern.
+    """Places of the sites of a kind, of the one that is named so, or of those whose names fit a
+    pattern.
 
-    >>> sites = [AttentionSite(name, "bert", "self", 2, 2, 4, 4, (0, 1)) for name in ("a[0]", "a0", "b0")]
+    >>> sites = [
+    ...     AttentionSite(name, "bert", "self", 2, 2, 4, 4, (0, 1)) for name in ("a[0]", "a0", "b0")
+    ... ]
     >>> places(sites, "self"), places(sites, "a[0]"), places(sites, "?0")
     ((0, 1, 2), (0,), (1, 2))
     """
@@ -220,24 +251,37 @@ class HeadMask(Value):
                 raise InvalidValue("HeadMask.rows", "one row a site", f"{row.site} twice")
             seen.add(row.site)
             if not 0 <= row.n_heads <= MOST_HEADS:
-                raise InvalidValue(f"HeadMask row {row.site}", f"of 0 to {MOST_HEADS:,} heads", row.n_heads)
+                raise InvalidValue(
+                    f"HeadMask row {row.site}", f"of 0 to {MOST_HEADS:,} heads", row.n_heads
+                )
             if list(row.kept) != sorted(set(row.kept)):
-                raise InvalidValue(f"HeadMask row {row.site}", "sorted indices without repeats", row.kept)
+                raise InvalidValue(
+                    f"HeadMask row {row.site}", "sorted indices without repeats", row.kept
+                )
             for head in row.kept:
                 if not 0 <= head < row.n_heads:
-                    raise UnknownName(f"head {head} of {row.site}", f"an index below {row.n_heads}", head)
+                    raise UnknownName(
+                        f"head {head} of {row.site}", f"an index below {row.n_heads}", head
+                    )
 
     @classmethod
     def from_keep(cls, keep: Mapping[str, Iterable[int]], n_heads: Mapping[str, int]) -> HeadMask:
-        """From kept original indices and head counts per site; a site absent from ``keep`` keeps every head.
+        """From kept original indices and head counts per site; a site absent from ``keep`` keeps
+        every head.
 
         Raises:
             UnknownName: a site or a head that does not exist.
-            InvalidValue: values that are no indices, such as a row of 0 and 1 for every head: see ``from_array``.
+            InvalidValue: values that are no indices, such as a row of 0 and 1 for every head: see
+                ``from_array``.
         """
         for site in keep:
             if site not in n_heads:
-                raise UnknownName(f"site {site!r}", "a known attention site", repr(site), did_you_mean(site, n_heads))
+                raise UnknownName(
+                    f"site {site!r}",
+                    "a known attention site",
+                    repr(site),
+                    did_you_mean(site, n_heads),
+                )
         rows = []
         for site, n in n_heads.items():
             kept = indices(keep[site], f"keep[{site!r}]", n) if site in keep else range(n)
@@ -249,15 +293,17 @@ class HeadMask(Value):
         """From ``[layers, heads]``: 1 or True where a head is kept, 0 or False where it is removed.
 
         Args:
-            array: A NumPy array, a tensor or nested lists. Rows are in the order of ``sites``, heads in original
-                indices; rows may have different lengths, as the sites have.
+            array: A NumPy array, a tensor or nested lists. Rows are in the order of ``sites``,
+                heads in original indices; rows may have different lengths, as the sites have.
             sites: The sites whose heads they are.
 
         Raises:
             InvalidValue: another shape, or values other than 0 and 1.
             UnknownName: a kept head that was removed before.
 
-        >>> sites = [AttentionSite(name, "bert", "self", 3, 3, 4, 4, (0, 1, 2)) for name in ("a", "b")]
+        >>> sites = [
+        ...     AttentionSite(name, "bert", "self", 3, 3, 4, 4, (0, 1, 2)) for name in ("a", "b")
+        ... ]
         >>> HeadMask.from_array([[1, 0, 1], [0, 0, 1]], sites).kept("a")
         (0, 2)
         """
@@ -272,7 +318,11 @@ class HeadMask(Value):
             kept = kept_in_row(row, site.n_query_heads, where)
             gone = sorted(set(kept) - set(site.heads))
             if gone:
-                raise UnknownName(where, f"1 only for the present heads {list(site.heads)}", f"1 for head {gone[0]}")
+                raise UnknownName(
+                    where,
+                    f"1 only for the present heads {list(site.heads)}",
+                    f"1 for head {gone[0]}",
+                )
             rows.append(SiteKeep(site.name, site.n_query_heads, kept))
         return cls(tuple(rows))
 
@@ -289,7 +339,9 @@ class HeadMask(Value):
         for row in self.rows:
             if row.site == site:
                 return row
-        raise UnknownName(f"site {site!r}", "a site of this mask", repr(site), did_you_mean(site, self.sites))
+        raise UnknownName(
+            f"site {site!r}", "a site of this mask", repr(site), did_you_mean(site, self.sites)
+        )
 
     def kept(self, site: str) -> tuple[int, ...]:
         """Kept original indices of one site."""
@@ -309,7 +361,11 @@ class HeadMask(Value):
         return sum(row.n_heads for row in self.rows)
 
     def __contains__(self, head: object) -> bool:
-        return isinstance(head, HeadId) and head.site in self.sites and head.head in self.kept(head.site)
+        return (
+            isinstance(head, HeadId)
+            and head.site in self.sites
+            and head.head in self.kept(head.site)
+        )
 
     def __iter__(self) -> Iterator[HeadId]:
         return (HeadId(row.site, head) for row in self.rows for head in row.kept)
@@ -320,7 +376,10 @@ class HeadMask(Value):
     def _combine(self, other: HeadMask, operation: str) -> HeadMask:
         if not isinstance(other, HeadMask):
             return NotImplemented
-        mine, theirs = {r.site: r.n_heads for r in self.rows}, {r.site: r.n_heads for r in other.rows}
+        mine, theirs = (
+            {r.site: r.n_heads for r in self.rows},
+            {r.site: r.n_heads for r in other.rows},
+        )
         if mine != theirs:
             raise PlanMismatch("HeadMask", f"over the same sites and head counts ({mine})", theirs)
         kept = {r.site: getattr(set(r.kept), operation)(other.kept(r.site)) for r in self.rows}
@@ -345,7 +404,8 @@ class HeadMask(Value):
 
 
 def without(sites: Iterable[AttentionSite], removed: Mapping[str, Iterable[int]]) -> HeadMask:
-    """All heads that are present at ``sites`` but those that ``removed`` names by site, in original indices.
+    """All heads that are present at ``sites`` but those that ``removed`` names by site, in original
+    indices.
 
     >>> sites = [AttentionSite(name, "bert", "self", 3, 3, 4, 4, (0, 1, 2)) for name in ("a", "b")]
     >>> without(sites, {"a": [1]}).kept("a"), without(sites, {"a": [1]}).kept("b")

@@ -20,8 +20,8 @@ def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tu
         n_heads: How many heads there are, where that is known.
 
     Raises:
-        InvalidValue: something else. A row with 0 or 1 for every head is refused, because it would pass as the
-            indices 0 and 1.
+        InvalidValue: something else. A row with 0 or 1 for every head is refused, because it would
+            pass as the indices 0 and 1.
 
     >>> indices({2}, "keep"), indices((), "keep")
     ((2,), ())
@@ -36,7 +36,9 @@ def indices(values: Iterable[Any], where: str, n_heads: int | None = None) -> tu
         found.append(operator.index(value))
     repeated = len(set(found)) < len(found)
     if repeated and len(found) == n_heads and set(found) <= {0, 1}:
-        raise InvalidValue(where, "a collection of head indices", f"{found}, a row of 0 and 1", _HINT)
+        raise InvalidValue(
+            where, "a collection of head indices", f"{found}, a row of 0 and 1", _HINT
+        )
     return tuple(found)
 
 
@@ -55,7 +57,11 @@ def kept_in_row(row: Any, n_heads: int, where: str) -> tuple[int, ...]:
     (0, 2)
     """
     values = row.tolist() if hasattr(row, "tolist") else row
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or len(values) != n_heads:
+    if (
+        isinstance(values, (str, bytes))
+        or not isinstance(values, Sequence)
+        or len(values) != n_heads
+    ):
         got = f"{len(values)}" if isinstance(values, Sequence) else repr(values)
         raise InvalidValue(where, f"one value per head, {n_heads}", got)
     for value in values:

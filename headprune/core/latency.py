@@ -1,4 +1,5 @@
-"""LatencyTable: how long a model takes, and what each site's attention adds to that at every number of heads."""
+"""LatencyTable: how long a model takes, and what each site's attention adds to that at every number
+of heads."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from headprune.core.heads import AttentionSite, HeadMask
 
 @dataclass(frozen=True)
 class SiteLatency:
-    """What one site's attention takes: ``seconds[n]`` with n heads, None where it cannot have n heads."""
+    """What one site's attention takes: ``seconds[n]`` with n heads, None where it cannot have n
+    heads."""
 
     site: str
     seconds: tuple[float | None, ...]
@@ -23,12 +25,13 @@ class SiteLatency:
 class LatencyTable(Value):
     """Latency of a model by the heads of its sites, on one device, at one batch size and length.
 
-    A pruned model is predicted to take what the whole one takes, less what each site's attention no longer does:
-    ``whole - sum over sites of (seconds[present] - seconds[kept])``.
+    A pruned model is predicted to take what the whole one takes, less what each site's attention no
+    longer does: ``whole - sum over sites of (seconds[present] - seconds[kept])``.
 
     Args:
         whole: Seconds of one call of the uncut model.
-        sites: For every site, the seconds of its attention with 0, 1, ... all of the heads that are present.
+        sites: For every site, the seconds of its attention with 0, 1, ... all of the heads that are
+            present.
         batch_size: Examples in a call.
         length: Tokens an example.
         device: The device in words.
@@ -80,20 +83,29 @@ class LatencyTable(Value):
         raise UnknownName("LatencyTable", "measured at this site", repr(site), hint)
 
     def check(self, sites: Iterable[AttentionSite]) -> None:
-        """Refuses a table that was measured on other sites than these, or before heads of them were cut.
+        """Refuses a table that was measured on other sites than these, or before heads of them were
+        cut.
 
         Raises:
             UnknownName: a site that it lacks.
-            InvalidValue: a site with another number of heads, or attention that takes longer than the model.
+            InvalidValue: a site with another number of heads, or attention that takes longer than
+                the model.
         """
         for site in sites:
             if (heads := len(self.row(site.name)) - 1) != len(site.heads):
                 must = f"measured with the {len(site.heads)} heads of {site.name}"
-                raise InvalidValue("LatencyTable", must, f"a row for {heads} heads", "Measure the model as it is now.")
+                raise InvalidValue(
+                    "LatencyTable",
+                    must,
+                    f"a row for {heads} heads",
+                    "Measure the model as it is now.",
+                )
         attention = math.fsum(row.seconds[-1] or 0.0 for row in self.sites)
         if attention > self.whole * (1 + 1e-6):  # beyond rounding
             got = f"{_ms(attention)} in attention of {_ms(self.whole)} in all"
-            raise InvalidValue("LatencyTable", "of a model that takes longer than its attention", got)
+            raise InvalidValue(
+                "LatencyTable", "of a model that takes longer than its attention", got
+            )
 
     def alone(self, sites: Iterable[str]) -> LatencyTable:
         """The table of a model that has nothing but the attention of these sites."""
@@ -114,7 +126,9 @@ class LatencyTable(Value):
             after = row[count] if 0 <= count < len(row) else None
             if after is None:
                 known = [n for n, seconds in enumerate(row) if seconds is not None]
-                raise InvalidValue(f"LatencyTable row {site}", f"asked for one of {known} heads", count)
+                raise InvalidValue(
+                    f"LatencyTable row {site}", f"asked for one of {known} heads", count
+                )
             total -= (row[-1] or 0.0) - after
         return total
 
@@ -135,5 +149,9 @@ def _ms(seconds: float) -> str:
 
 
 def _check_seconds(where: str, value: float, least: float = 5e-324) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not (math.isfinite(value) and value >= least):
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not (math.isfinite(value) and value >= least)
+    ):
         raise InvalidValue(where, "a time in seconds", repr(value))

@@ -1,9 +1,11 @@
-"""How a family of attention modules keeps its heads: HeadSlab and AttentionLayout, plus the state of a cut module.
+"""How a family of attention modules keeps its heads: HeadSlab and AttentionLayout, plus the state
+of a cut module.
 
-A layout is data. It names the tensors that are made of heads, the module whose input is the heads' outputs side by
-side (the gate point), the attributes that count heads, and which other parameters may stay as they are. A module
-matches a layout by structure alone: every slab is there, every length is explained by a whole number of heads, and
-every parameter of the module is accounted for. What is not accounted for is refused, never guessed.
+A layout is data. It names the tensors that are made of heads, the module whose input is the heads'
+outputs side by side (the gate point), the attributes that count heads, and which other parameters
+may stay as they are. A module matches a layout by structure alone: every slab is there, every
+length is explained by a whole number of heads, and every parameter of the module is accounted for.
+What is not accounted for is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ FOLDED_ATTRIBUTE = "headprune_folded"
 Count = Literal["n_query_heads", "n_kv_heads", "group_size", "query_width", "value_width"]
 
 
-#: Heads whose keys and values a cache holds; or how many numbers a token, of latents that all heads share.
+#: Heads whose keys and values a cache holds; or how many numbers a token, of latents that all heads
+#: share.
 Cached = Literal["key/value", "query"] | int
 
 
 @dataclass(frozen=True)
 class HeadState:
-    """What a cut module remembers: the original counts, which original heads are left, widths (query, value, key) where
-    no attribute of the module tells them, and the layout: without heads, a module could be of several."""
+    """What a cut module remembers: the original counts, which original heads are left, widths
+    (query, value, key) where no attribute of the module tells them, and the layout: without heads,
+    a module could be of several."""
 
     n_query_heads: int
     n_kv_heads: int
@@ -51,8 +55,8 @@ class HeadState:
 
     @cached_property
     def uneven(self) -> tuple[int, ...] | None:
-        """How many query heads read each key/value head that is left, where consecutive heads share one; None where all
-        are as many."""
+        """How many query heads read each key/value head that is left, where consecutive heads share
+        one; None where all are as many."""
         size = self.n_query_heads // max(1, self.n_kv_heads)
         readers = [sum(h // size == kv for h in self.heads) for kv in range(self.n_kv_heads)]
         sizes = tuple(n for n in readers if n)
@@ -64,9 +68,10 @@ class HeadSlab:
     """One axis of one tensor, or of one projection, that is cut head by head.
 
     Args:
-        path: A projection (cut together with its bias), a bare tensor, or a ``ModuleList`` with one module a head,
-            relative to the attention module.
-        axis: ``out`` or ``in`` features for a projection; a dimension for a bare tensor; ``list`` for a ModuleList.
+        path: A projection (cut together with its bias), a bare tensor, or a ``ModuleList`` with one
+            module a head, relative to the attention module.
+        axis: ``out`` or ``in`` features for a projection; a dimension for a bare tensor; ``list``
+            for a ModuleList.
         unit: What the blocks are, see ``core/slabs.py``; several for a fused projection.
         packing: How several units lie on the axis.
         optional: Whether a module without it matches too.
@@ -80,8 +85,14 @@ class HeadSlab:
 
     def __post_init__(self) -> None:
         check_slab(self.units, self.packing)
-        if self.axis not in ("in", "out", "list") and (not isinstance(self.axis, int) or isinstance(self.axis, bool)):
-            raise InvalidValue(f"HeadSlab({self.path!r}).axis", "'in', 'out', 'list' or a dimension", repr(self.axis))
+        if self.axis not in ("in", "out", "list") and (
+            not isinstance(self.axis, int) or isinstance(self.axis, bool)
+        ):
+            raise InvalidValue(
+                f"HeadSlab({self.path!r}).axis",
+                "'in', 'out', 'list' or a dimension",
+                repr(self.axis),
+            )
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -101,38 +112,50 @@ class AttentionLayout:
 
     Args:
         name: The registered name.
-        gate: Path of the output projection; its input is gated, ``[..., heads * value_dim]``. Empty where there is
-            none: then the module's own output is the heads' outputs side by side, and keeps its width.
-        slabs: Every tensor axis that is made of heads; the gate's input is among them with unit ``context``.
+        gate: Path of the output projection; its input is gated, ``[..., heads * value_dim]``. Empty
+            where there is
+            none: then the module's own output is the heads' outputs side by side, and keeps its
+                width.
+        slabs: Every tensor axis that is made of heads; the gate's input is among them with unit
+            ``context``.
         head_dim: Width of a query head.
         value_dim: Width of a value head; None where it equals ``head_dim``.
         key_dim: Width of a key's block where it is not ``head_dim``.
-        kind: ``self``, ``causal``, ``cross``, or a function of the module and its name that says which.
+        kind: ``self``, ``causal``, ``cross``, or a function of the module and its name that says
+            which.
         requires: Attribute paths that must exist for a module to match.
         absent: Attribute paths that must not exist, or must be False or None.
-        untouched: Paths whose parameters do not depend on the heads (a layer norm of the model's width).
-        per_head: Paths of norms that span one head's width, and of linear layers that each head passes by itself, if
-            the module has them; one that spans several heads is refused, because cutting it would change the heads
-            that stay.
+        untouched: Paths whose parameters do not depend on the heads (a layer norm of the model's
+            width).
+        per_head: Paths of norms that span one head's width, and of linear layers that each head
+            passes by itself, if the module has them; one that spans several heads is refused,
+            because cutting it would change the heads that stay.
         counts: Attributes that count heads or widths, kept true by a cut where the module has them.
         batch_axis: Axis of the gate's input that holds the examples.
-        windows: Whether that axis holds several windows of each example, one example's after another's.
+        windows: Whether that axis holds several windows of each example, one example's after
+            another's.
         grouping: Which query heads share a key/value head.
-        cached: Of what a causal module's cache holds keys and values: each key/value head, or each query head (repeated
-            before they are cached). A number where it holds latents that all heads share: how many a token.
-        policies: What may leave where they do; the first is taken where the user's choice does not matter.
-        adapt: ``(module, model) -> None``, run after every cut for what no slab or count says, for example a bias
-            that comes as an argument for all heads. Its docstring says what it does; docs/layouts.md quotes it.
-        products: ``(module) -> (a query token, a key token)``: multiply-adds of a head for its cost beyond those of
-            linear layers and of its products with keys and values (DeBERTa's with relative positions).
-        exposed: A class to put in front where the module's own code passes by its output projection's ``forward``
-            (and so by every gate); it computes the same and calls the projection.
-        empty: ``(module) -> None`` that turns a cut module without heads into one that adds only the output
-            projection's bias; None where the module's own code runs with no head (fused attention of no heads is
-            answered by us, see ``layouts/_own_code.py``), "refuse" where neither works. If it refuses some modules, its
-            attribute ``refusal``, ``(module) -> UnsupportedModel | None``, says so before.
-        proves: Whether ``head_dim`` runs the module's own code and refuses what would not lose heads exactly. Other
-            code than a library's is cut without an example only then.
+        cached: Of what a causal module's cache holds keys and values: each key/value head, or each
+            query head (repeated before they are cached). A number where it holds latents that all
+            heads share: how many a token.
+        policies: What may leave where they do; the first is taken where the user's choice does not
+            matter.
+        adapt: ``(module, model) -> None``, run after every cut for what no slab or count says, for
+            example a bias that comes as an argument for all heads. Its docstring says what it does;
+            docs/layouts.md quotes it.
+        products: ``(module) -> (a query token, a key token)``: multiply-adds of a head for its cost
+            beyond those of linear layers and of its products with keys and values (DeBERTa's with
+            relative positions).
+        exposed: A class to put in front where the module's own code passes by its output
+            projection's ``forward`` (and so by every gate); it computes the same and calls the
+            projection.
+        empty: ``(module) -> None`` that turns a cut module without heads into one that adds only
+            the output projection's bias; None where the module's own code runs with no head (fused
+            attention of no heads is answered by us, see ``layouts/_own_code.py``), "refuse" where
+            neither works. If it refuses some modules, its attribute ``refusal``,
+            ``(module) -> UnsupportedModel | None``, says so before.
+        proves: Whether ``head_dim`` runs the module's own code and refuses what would not lose
+            heads exactly. Other code than a library's is cut without an example only then.
         families: The model families that are known to have it, each with a tiny model for the laws.
     """
 
@@ -164,14 +187,18 @@ class AttentionLayout:
         contexts = [s for s in self.slabs if s.units == ("context",)]
         if self.gate and ([s.path for s in contexts] != [self.gate] or contexts[0].axis != "in"):
             must = (
-                f"described by one slab of unit 'context', the gate's input: HeadSlab({self.gate!r}, 'in', 'context')"
+                "described by one slab of unit 'context', the gate's input:"
+                f" HeadSlab({self.gate!r}, 'in', 'context')"
             )
             raise InvalidValue(f"layout {self.name!r}", must, [s.path for s in contexts])
         if not self.policies or not set(self.policies) <= set(POLICIES):
-            raise InvalidValue(f"layout {self.name!r}.policies", f"some of {', '.join(POLICIES)}", self.policies)
+            raise InvalidValue(
+                f"layout {self.name!r}.policies", f"some of {', '.join(POLICIES)}", self.policies
+            )
 
     def refusal(self, module: Any) -> UnsupportedModel | None:
-        """Why a module must keep a head; None where it can lose all, as far as ``empty`` tells before it is called."""
+        """Why a module must keep a head; None where it can lose all, as far as ``empty`` tells
+        before it is called."""
         if self.empty == "refuse":
             name = original_class(module).__name__
             return UnsupportedModel(name, f"left with a head (layout {self.name!r})", "none kept")

@@ -17,7 +17,8 @@ _HINT = "Wait for it, or give another folder with --out."
 def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
     """Keeps a second process out of a folder, which is made where it is not there.
 
-    The lock is the operating system's and ends with its process, however that ends; only an empty file stays.
+    The lock is the operating system's and ends with its process, however that ends; only an empty
+    file stays.
 
     Args:
         folder: The folder.
@@ -42,5 +43,7 @@ def locked(folder: Path, what: str, hint: str = _HINT) -> Iterator[None]:
             try:
                 stack.enter_context(FileLock(folder / LOCK, timeout=0))
             except Timeout:
-                raise InvalidValue(str(folder), "free", f"{what} that is running there", hint) from None
+                raise InvalidValue(
+                    str(folder), "free", f"{what} that is running there", hint
+                ) from None
         yield

@@ -1,4 +1,5 @@
-"""Matthews correlation of classes from sums over examples, so that it can be taken of any draw of them."""
+"""Matthews correlation of classes from sums over examples, so that it can be taken of any draw of
+them."""
 
 from __future__ import annotations
 
@@ -12,18 +13,23 @@ if TYPE_CHECKING:
 
 
 def matthews(sums: Floats, judged: Any) -> Floats:
-    """The correlation of labels and predictions: 1 where all are right, 0 where predictions tell nothing.
+    """The correlation of labels and predictions: 1 where all are right, 0 where predictions tell
+    nothing.
 
-    ``(c s - sum_k t_k p_k) / sqrt((s^2 - sum_k p_k^2) (s^2 - sum_k t_k^2))``, where of s judged labels c are predicted
-    right, t_k are of class k and p_k are predicted to be: Gorodkin 2004, equation (8), which for two classes is
-    Matthews 1975. 0 where all labels, or all predictions, are of one class, as in scikit-learn.
+    ``(c s - sum_k t_k p_k) / sqrt((s^2 - sum_k p_k^2) (s^2 - sum_k t_k^2))``, where of s judged
+    labels c are predicted right, t_k are of class k and p_k are predicted to be: Gorodkin 2004,
+    equation (8), which for two classes is Matthews 1975. 0 where all labels, or all predictions,
+    are of one class, as in scikit-learn.
 
     Args:
         sums: ``[..., 1 + 2 * classes]``: c, then t, then p.
         judged: ``[...]``: s.
 
     >>> import numpy as np
-    >>> float(matthews(np.array([4.0, 2, 2, 2, 2]), 4.0)), float(matthews(np.array([2.0, 2, 2, 4, 0]), 4.0))
+    >>> (
+    ...     float(matthews(np.array([4.0, 2, 2, 2, 2]), 4.0)),
+    ...     float(matthews(np.array([2.0, 2, 2, 4, 0]), 4.0)),
+    ... )
     (1.0, 0.0)
     """
     import numpy as np
@@ -40,7 +46,8 @@ def matthews(sums: Floats, judged: Any) -> Floats:
 
 
 def worst_example(base: Floats, other: Floats, judged: float) -> tuple[Floats, Floats]:
-    """One more example, right in one model and wrong in another: the one that parts their correlations most.
+    """One more example, right in one model and wrong in another: the one that parts their
+    correlations most.
 
     Args:
         base: ``[1 + 2 * classes]``, sums of the model that is right.
@@ -69,7 +76,8 @@ def worst_example(base: Floats, other: Floats, judged: float) -> tuple[Floats, F
 def _after(sums: Floats, judged: float, right: float, label: Any, predicted: Any) -> Floats:
     """The correlation after one more example of a label with a prediction, for arrays of both.
 
-    Only the sums that the formula reads are changed, so that a thousand classes take a million numbers and no more.
+    Only the sums that the formula reads are changed, so that a thousand classes take a million
+    numbers and no more.
     """
     import numpy as np
 

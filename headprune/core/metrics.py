@@ -1,4 +1,5 @@
-"""Metrics: which way is better, and what a drop is; the one place, so that tables, pictures and choices agree."""
+"""Metrics: which way is better, and what a drop is; the one place, so that tables, pictures and
+choices agree."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _Numbers = TypeVar("_Numbers", bound=Any)
 
 #: Matthews correlation, as ``evaluate`` names it.
 MATTHEWS = "matthews"
-#: Fractions of one, higher is better: differences are given in points (hundredths; of BLEU, what others call a BLEU).
+#: Fractions of one, higher is better: differences are given in points (hundredths; of BLEU, what
+#: others call a BLEU).
 POINTS = (
     *("accuracy", "f1", "exact_match", "mcc", MATTHEWS, "auc", "auroc", "precision", "recall"),
     *("pearson", "spearman", "r2", "top1", "top5", "bleu"),
@@ -32,13 +34,17 @@ def is_one_of(metric: str, names: Sequence[str]) -> bool:
 def drop(metric: str, base: float, value: float) -> float:
     """What was lost; above 0 is worse, whichever way the metric goes.
 
-    A fraction of one for metrics such as accuracy (0.01 is one point), the relative increase for perplexity and mean
-    squared error (0.01 is 1 % more), the plain increase for other losses.
+    A fraction of one for metrics such as accuracy (0.01 is one point), the relative increase for
+    perplexity and mean squared error (0.01 is 1 % more), the plain increase for other losses.
 
     Raises:
         InvalidValue: a metric whose direction is not known.
 
-    >>> round(drop("accuracy", 0.9, 0.88), 6), round(drop("perplexity", 10.0, 10.5), 6), drop("loss", 0.5, 0.75)
+    >>> (
+    ...     round(drop("accuracy", 0.9, 0.88), 6),
+    ...     round(drop("perplexity", 10.0, 10.5), 6),
+    ...     drop("loss", 0.5, 0.75),
+    ... )
     (0.02, 0.05, 0.25)
     """
     try:

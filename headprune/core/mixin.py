@@ -1,7 +1,9 @@
-"""Puts a class of ours in front of one module's class, in place: how a module's code is corrected after a cut.
+"""Puts a class of ours in front of one module's class, in place: how a module's code is corrected
+after a cut.
 
-The module keeps its class name, its place and its type (it stays an instance of its original class); copies and
-pickles keep the change. ``torch.compile`` guards on classes, so a compiled model sees it too.
+The module keeps its class name, its place and its type (it stays an instance of its original
+class); copies and pickles keep the change. ``torch.compile`` guards on classes, so a compiled model
+sees it too.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from typing import Any
 
 from headprune.core.errors import UnsupportedModel
 
-#: Where an instance may keep a ``forward``: its own, and the one that accelerate's hooks (``device_map``) call.
+#: Where an instance may keep a ``forward``: its own, and the one that accelerate's hooks
+#: (``device_map``) call.
 FORWARDS = ("_old_forward", "forward")
 #: What a module must be that cannot lose all its heads.
 WITHOUT_HEADS = "left with a head"
 
 
 class Mixin:
-    """Base of the classes that are put in front. A subclass overrides methods and calls ``super()``."""
+    """Base of the classes that are put in front. A subclass overrides methods and calls
+    ``super()``."""
 
     headprune_original: type
     headprune_mixins: tuple[type, ...] = ()
@@ -32,8 +36,8 @@ def mix_in(module: Any, mixin: type[Mixin], must: str = "cut to this") -> bool:
     """Puts ``mixin`` in front of the class of ``module``; returns whether it was not there before.
 
     Raises:
-        UnsupportedModel: the module has a ``forward`` of its own, which would hide that of its new class; ``must`` says
-            what it then cannot be.
+        UnsupportedModel: the module has a ``forward`` of its own, which would hide that of its new
+            class; ``must`` says what it then cannot be.
     """
     kind: Any = type(module)
     mixins: tuple[type, ...] = getattr(kind, "headprune_mixins", ())
@@ -66,7 +70,8 @@ def mix_out(module: Any, mixin: type[Mixin]) -> None:
 
 
 def has_own_forward(module: Any) -> bool:
-    """Whether a ``forward`` of the instance hides its class's. Accelerate's hooks do not: they call what was there."""
+    """Whether a ``forward`` of the instance hides its class's. Accelerate's hooks do not: they call
+    what was there."""
     own = next((module.__dict__[name] for name in FORWARDS if name in module.__dict__), None)
     return own is not None and not _is_of_class(own, module)
 
@@ -79,7 +84,8 @@ def original_class(module: Any) -> type:
 
 
 def _become(module: Any, kind: type) -> None:
-    """Changes the class, and with it the ``forward`` that hooks have taken from the class and bound to the module."""
+    """Changes the class, and with it the ``forward`` that hooks have taken from the class and bound
+    to the module."""
     bound = [name for name in FORWARDS if _is_of_class(module.__dict__.get(name), module)]
     module.__class__ = kind
     for name in bound:
@@ -100,9 +106,13 @@ def _mixed(original: type, mixins: tuple[type, ...]) -> type:
 
 
 def remade(kind: Any, state: dict[str, Any]) -> Any:
-    """What ``__reduce_ex__`` returns for a module of a class that may be mixed: such a class was made here and now, so
-    a pickle must say how to make it again."""
-    return _blank, (getattr(kind, "headprune_original", kind), getattr(kind, "headprune_mixins", ())), state
+    """What ``__reduce_ex__`` returns for a module of a class that may be mixed: such a class was
+    made here and now, so a pickle must say how to make it again."""
+    return (
+        _blank,
+        (getattr(kind, "headprune_original", kind), getattr(kind, "headprune_mixins", ())),
+        state,
+    )
 
 
 def _blank(original: type, mixins: tuple[type, ...]) -> Any:

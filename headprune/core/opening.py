@@ -1,6 +1,8 @@
-"""Files that come from anywhere are opened here: regular ones alone, and text of a length that can be held.
+"""Files that come from anywhere are opened here: regular ones alone, and text of a length that can
+be held.
 
-A device gives data without end, and opening a FIFO waits for a writer. Links are followed; what they lead to counts.
+A device gives data without end, and opening a FIFO waits for a writer. Links are followed; what
+they lead to counts.
 """
 
 from __future__ import annotations
@@ -25,14 +27,21 @@ _KINDS = (
 
 
 class NotAFile(InvalidValue, OSError):
-    """Something else than a regular file, or one that is far too long, stands where a file is read."""
+    """Something else than a regular file, or one that is far too long, stands where a file is
+    read."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.where, self.must, self.got, self.hint)  # OSError's own keeps two of them
+        return type(self), (
+            self.where,
+            self.must,
+            self.got,
+            self.hint,
+        )  # OSError's own keeps two of them
 
 
 def check_file(path: str | Path) -> None:
-    """Refuses what is there and is no regular file; for readers of others, which open files by their names.
+    """Refuses what is there and is no regular file; for readers of others, which open files by
+    their names.
 
     Raises:
         NotAFile: a folder, a FIFO, a socket or a device, or a link to one.
@@ -69,7 +78,11 @@ def read_bytes(path: str | Path, longest: int = LONGEST) -> bytes:
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > longest else file.read(longest + 1) or b""
     if max(size, len(data)) > longest:
-        raise NotAFile(str(path), f"a file of at most {longest:,} bytes", f"one of {max(size, len(data)):,} bytes")
+        raise NotAFile(
+            str(path),
+            f"a file of at most {longest:,} bytes",
+            f"one of {max(size, len(data)):,} bytes",
+        )
     return data
 
 
@@ -86,11 +99,16 @@ def read_text(path: str | Path, longest: int = LONGEST) -> str:
 
 def reason(error: BaseException) -> object:
     """What an error says, for a message that names the file itself."""
-    return error.got if isinstance(error, HeadPruneError) else getattr(error, "strerror", None) or error
+    return (
+        error.got
+        if isinstance(error, HeadPruneError)
+        else getattr(error, "strerror", None) or error
+    )
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; where a FIFO has taken its place since the look, without waiting for a writer of it."""
+    """Opens a file; where a FIFO has taken its place since the look, without waiting for a writer
+    of it."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 

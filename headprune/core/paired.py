@@ -1,8 +1,8 @@
 """Paired comparison of models on the same examples: how much worse one is, and how sure that is.
 
-The paired bootstrap (Efron and Tibshirani 1993, chapters 13 and 16): examples are drawn with replacement, the same
-draw for both models, because an example that is hard for one is hard for the other; the difference is taken in every
-draw, and its quantiles are the interval.
+The paired bootstrap (Efron and Tibshirani 1993, chapters 13 and 16): examples are drawn with
+replacement, the same draw for both models, because an example that is hard for one is hard for the
+other; the difference is taken in every draw, and its quantiles are the interval.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _STEP = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What one model made of every example: the metric is ``sum(amounts) / sum(counts)``, its exponential for
-    perplexity; for BLEU and Matthews correlation what ``headprune.core.bleu.bleu`` and
-    ``headprune.core.matthews.matthews`` make of the sums.
+    """What one model made of every example: the metric is ``sum(amounts) / sum(counts)``, its
+    exponential for perplexity; for BLEU and Matthews correlation what ``headprune.core.bleu.bleu``
+    and ``headprune.core.matthews.matthews`` make of the sums.
 
     Args:
-        metric: ``accuracy``, ``matthews``, ``perplexity``, ``bits_per_character``, ``mse``, ``loss`` or ``bleu``.
-        amounts: For every example what the metric adds up: right answers, or summed losses; rows ``[examples, 8]`` for
-            BLEU and ``[examples, 1 + 2 * classes]`` for Matthews correlation.
+        metric: ``accuracy``, ``matthews``, ``perplexity``, ``bits_per_character``, ``mse``,
+            ``loss`` or ``bleu``.
+        amounts: For every example what the metric adds up: right answers, or summed losses; rows
+            ``[examples, 8]`` for BLEU and ``[examples, 1 + 2 * classes]`` for Matthews correlation.
         counts: What it is divided by: 1, or tokens; of the references, for BLEU.
     """
 
@@ -59,7 +60,11 @@ class Drop:
 
 
 def paired_drops(
-    base: Answers, others: Sequence[Answers], confidence: float = 0.95, draws: int = 10_000, seed: int = 0
+    base: Answers,
+    others: Sequence[Answers],
+    confidence: float = 0.95,
+    draws: int = 10_000,
+    seed: int = 0,
 ) -> tuple[Drop, ...]:
     """The drop of every model against the base, with the central percentile interval.
 
@@ -77,7 +82,9 @@ def paired_drops(
     if not others:
         return ()
     found = resampled_drops(base, others, draws, seed)
-    low, high = np.quantile(found, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0, method="inverted_cdf")
+    low, high = np.quantile(
+        found, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0, method="inverted_cdf"
+    )
     values = [drop(base.metric, base.value, other.value) for other in others]
     return tuple(Drop(v, float(a), float(b)) for v, a, b in zip(values, low, high, strict=True))
 
@@ -87,14 +94,16 @@ def upper_bounds(
 ) -> tuple[float, ...]:
     """For every model the bound that its drop stays below, one-sided.
 
-    One example is added to those that are drawn from, because the bootstrap alone calls impossible what it saw in no
-    example. For metrics such as accuracy it is one on which the base is right and the other wrong: this allows for
-    about 3 / n at 95 % ("rule of three"); for Matthews correlation its class is the one that makes the drop largest.
-    Losses and BLEU have no worst example; there it is the one on which the model loses most (of BLEU: matches), once
-    more. Where differences are many it weighs next to nothing.
+    One example is added to those that are drawn from, because the bootstrap alone calls impossible
+    what it saw in no example. For metrics such as accuracy it is one on which the base is right and
+    the other wrong: this allows for about 3 / n at 95 % ("rule of three"); for Matthews correlation
+    its class is the one that makes the drop largest. Losses and BLEU have no worst example; there
+    it is the one on which the model loses most (of BLEU: matches), once more. Where differences are
+    many it weighs next to nothing.
 
-    In simulations at 95 %, with 100 to 2000 examples, the bound is too low in 0 to 7 % of samples for accuracy and in 1
-    to 5 % for losses; in 13 % where all that is lost lies in 3 % of 150 examples, of which few samples have enough.
+    In simulations at 95 %, with 100 to 2000 examples, the bound is too low in 0 to 7 % of samples
+    for accuracy and in 1 to 5 % for losses; in 13 % where all that is lost lies in 3 % of 150
+    examples, of which few samples have enough.
     """
     import numpy as np
 
@@ -103,13 +112,19 @@ def upper_bounds(
     if is_one_of(base.metric, POINTS) and base.amounts.ndim == 1:
         count = float(base.counts.mean())
         counts = np.append(base.counts, count)
-        others = [Answers(o.metric, np.append(o.amounts, 0.0), np.append(o.counts, count)) for o in others]
-        found = resampled_drops(Answers(base.metric, np.append(base.amounts, count), counts), others, draws, seed)
+        others = [
+            Answers(o.metric, np.append(o.amounts, 0.0), np.append(o.counts, count)) for o in others
+        ]
+        found = resampled_drops(
+            Answers(base.metric, np.append(base.amounts, count), counts), others, draws, seed
+        )
     else:
         _check(base, others)
         with_one_more = _with_wrong_answer if base.metric == MATTHEWS else _with_worst_again
         pairs = [with_one_more(base, other) for other in others]
-        found = np.concatenate([resampled_drops(first, [other], draws, seed) for first, other in pairs], axis=1)
+        found = np.concatenate(
+            [resampled_drops(first, [other], draws, seed) for first, other in pairs], axis=1
+        )
     return tuple(np.quantile(found, confidence, axis=0, method="inverted_cdf").tolist())
 
 
@@ -117,7 +132,11 @@ def _with_worst_again(base: Answers, other: Answers) -> tuple[Answers, Answers]:
     """Both with the example on which ``other`` loses most a second time."""
     import numpy as np
 
-    lost = other.amounts - base.amounts if base.amounts.ndim == 1 else (base.amounts - other.amounts)[:, :ORDER].sum(1)
+    lost = (
+        other.amounts - base.amounts
+        if base.amounts.ndim == 1
+        else (base.amounts - other.amounts)[:, :ORDER].sum(1)
+    )
     rows = np.append(np.arange(len(base.amounts)), lost.argmax())
     first, second = (Answers(a.metric, a.amounts[rows], a.counts[rows]) for a in (base, other))
     return first, second
@@ -130,7 +149,8 @@ def _with_wrong_answer(base: Answers, other: Answers) -> tuple[Answers, Answers]
     rows = worst_example(base.amounts.sum(0), other.amounts.sum(0), base.counts.sum())
     counts = np.append(base.counts, 1.0)
     first, second = (
-        Answers(a.metric, np.vstack([a.amounts, row]), counts) for a, row in zip((base, other), rows, strict=True)
+        Answers(a.metric, np.vstack([a.amounts, row]), counts)
+        for a, row in zip((base, other), rows, strict=True)
     )
     return first, second
 
@@ -174,5 +194,10 @@ def _check(base: Answers, others: Sequence[Answers]) -> None:
         raise InvalidValue("a paired comparison", "of two or more examples", len(base.amounts))
     for other in others:
         if other.metric != base.metric or not np.array_equal(other.counts, base.counts):
-            got = f"{len(base.amounts)} examples by {base.metric} and {len(other.amounts)} by {other.metric}"
-            raise InvalidValue("a paired comparison", "of models on the same examples by one metric", got)
+            got = (
+                f"{len(base.amounts)} examples by {base.metric} and {len(other.amounts)} by"
+                f" {other.metric}"
+            )
+            raise InvalidValue(
+                "a paired comparison", "of models on the same examples by one metric", got
+            )

@@ -1,15 +1,17 @@
-"""Which settings are surely good enough, when several were tried: fixed-sequence tests, one chain a method.
+"""Which settings are surely good enough, when several were tried: fixed-sequence tests, one chain a
+method.
 
-A look at many candidates finds one that seems good enough by luck. Here the order of looks is fixed before any answer
-is seen, from the largest model to the smallest, and the first failure ends it; then every test may spend the whole
-error (Maurer, Hothorn and Lehmacher 1995; Dmitrienko et al. 2009, section 2.6). Several methods are several such
-chains and share the error equally (Bonferroni). So the chance that any accepted model truly loses more than allowed
-is at most ``1 - confidence``, and the smallest of them may be taken; so far as the bootstrap's bound keeps its own
-promise, see ``headprune.core.paired.upper_bounds``.
+A look at many candidates finds one that seems good enough by luck. Here the order of looks is fixed
+before any answer is seen, from the largest model to the smallest, and the first failure ends it;
+then every test may spend the whole error (Maurer, Hothorn and Lehmacher 1995; Dmitrienko et al.
+2009, section 2.6). Several methods are several such chains and share the error equally
+(Bonferroni). So the chance that any accepted model truly loses more than allowed is at most
+``1 - confidence``, and the smallest of them may be taken; so far as the bootstrap's bound keeps its
+own promise, see ``headprune.core.paired.upper_bounds``.
 
-A setting has one model for every draw of its calibration rows. It passes when the models of all its draws do (an
-intersection-union test, which costs no error): whichever of them is taken, the statement is about that very model,
-and a setting that depends on a lucky draw is none.
+A setting has one model for every draw of its calibration rows. It passes when the models of all its
+draws do (an intersection-union test, which costs no error): whichever of them is taken, the
+statement is about that very model, and a setting that depends on a lucky draw is none.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Verdict:
 
     Args:
         looked_at: False where its chain had ended before.
-        bound: Upper bound of the worst draw's drop, at the confidence that the chain has; None if not looked at.
+        bound: Upper bound of the worst draw's drop, at the confidence that the chain has; None if
+            not looked at.
         passed: The bound is at most the allowed drop.
     """
 
@@ -66,7 +69,8 @@ def fixed_sequence(
         candidates: In any order; those of one chain and one size are looked at in the order given.
         max_drop: What may be lost; see ``headprune.core.metrics.drop``.
         confidence: That no accepted model loses more.
-        draws: Resamples; what lies beyond ``1 - confidence``, shared by all chains, must be some of them.
+        draws: Resamples; what lies beyond ``1 - confidence``, shared by all chains, must be some of
+            them.
         seed: Of the resamples.
 
     Raises:

@@ -17,7 +17,8 @@ _KINDS = ("keep_heads", "keep_params", "keep_macs", "keep_kv", "speedup")
 
 
 def allowance(amount: int | float, whole: int) -> int:
-    """What ``amount`` of ``whole`` comes to, rounded down, forgiving what a float loses in spelling a ratio.
+    """What ``amount`` of ``whole`` comes to, rounded down, forgiving what a float loses in spelling
+    a ratio.
 
     >>> allowance(0.29, 100), allowance(0.5, 7), allowance(4, 7)
     (29, 3, 4)
@@ -34,8 +35,10 @@ class Budget(Value):
         keep_params: Fraction of the whole model's parameters.
         keep_macs: Fraction of the whole model's multiply-adds for one example of ``length`` tokens.
         keep_kv: Fraction of the KV cache's bytes a token.
-        speedup: How many times as fast the pruned model must be, above 1, by a `LatencyTable` measured before.
-        length: Tokens an example, for ``keep_macs``; the length of the scored examples where it is left out.
+        speedup: How many times as fast the pruned model must be, above 1, by a `LatencyTable`
+            measured before.
+        length: Tokens an example, for ``keep_macs``; the length of the scored examples where it is
+            left out.
 
     >>> print(Budget(keep_heads=0.5))
     keep 50 % of the heads
@@ -55,7 +58,9 @@ class Budget(Value):
     def __post_init__(self) -> None:
         given = [k for k in _KINDS if getattr(self, k) is not None]
         if len(given) != 1:
-            raise InvalidValue("Budget", f"given by exactly one of {', '.join(_KINDS)}", ", ".join(given) or "none")
+            raise InvalidValue(
+                "Budget", f"given by exactly one of {', '.join(_KINDS)}", ", ".join(given) or "none"
+            )
         value = self.amount
         count = self.kind == "keep_heads" and isinstance(value, int)
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -69,8 +74,12 @@ class Budget(Value):
             raise InvalidValue(f"Budget.{self.kind}", must, repr(value))
         if not count:  # a bare 1 is a fraction everywhere but in keep_heads
             object.__setattr__(self, self.kind, float(value))
-        if self.length is not None and (self.kind != "keep_macs" or type(self.length) is not int or self.length < 1):
-            raise InvalidValue("Budget.length", "a count of tokens >= 1, with keep_macs only", repr(self.length))
+        if self.length is not None and (
+            self.kind != "keep_macs" or type(self.length) is not int or self.length < 1
+        ):
+            raise InvalidValue(
+                "Budget.length", "a count of tokens >= 1, with keep_macs only", repr(self.length)
+            )
 
     @property
     def kind(self) -> str:
@@ -86,18 +95,27 @@ class Budget(Value):
     def __str__(self) -> str:
         if self.kind == "speedup":
             return f"at least {self.amount:g} times as fast"
-        what = {"keep_heads": "heads", "keep_params": "parameters", "keep_macs": "MACs", "keep_kv": "KV cache"}
-        share = f"{self.amount}" if isinstance(self.amount, int) else f"{100 * self.amount:g} % of the"
+        what = {
+            "keep_heads": "heads",
+            "keep_params": "parameters",
+            "keep_macs": "MACs",
+            "keep_kv": "KV cache",
+        }
+        share = (
+            f"{self.amount}" if isinstance(self.amount, int) else f"{100 * self.amount:g} % of the"
+        )
         at = f" at {self.length} tokens" if self.length else ""
         return f"keep {share} {what[self.kind]}{at}"
 
 
 @dataclass(frozen=True)
 class SiteBudget(Value):
-    """A budget of some sites alone: its fractions are of what the heads of those sites cost together.
+    """A budget of some sites alone: its fractions are of what the heads of those sites cost
+    together.
 
     Args:
-        sites: A kind of attention (``self``, ``causal``, ``cross``), a site's name, or a pattern over names.
+        sites: A kind of attention (``self``, ``causal``, ``cross``), a site's name, or a pattern
+            over names.
         budget: What may stay there.
 
     >>> print(SiteBudget("*decoder*", Budget(keep_heads=0.5)))
@@ -145,7 +163,9 @@ class PruningPlan(Value):
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            raise InvalidValue("PruningPlan.policy", f"one of {', '.join(POLICIES)}", repr(self.policy))
+            raise InvalidValue(
+                "PruningPlan.policy", f"one of {', '.join(POLICIES)}", repr(self.policy)
+            )
         if self.budget is not None and self.budgets:
             raise InvalidValue("PruningPlan", "given one of budget and budgets", "both")
 
@@ -156,22 +176,33 @@ class PruningPlan(Value):
             PlanMismatch: the plans are for models of different structure.
         """
         if self.model and other.model and self.model.structure != other.model.structure:
-            raise PlanMismatch("plan", "for a model of the same structure", "plans for two different structures")
+            raise PlanMismatch(
+                "plan", "for a model of the same structure", "plans for two different structures"
+            )
         own = ("mask", "model", "notes", "policy")
         said = {f.name: getattr(other, f.name) for f in fields(other) if f.name not in own}
-        model = self.model or other.model  # the plan that does both is for the model that the first one is for
+        model = (
+            self.model or other.model
+        )  # the plan that does both is for the model that the first one is for
         policy = max(self.policy, other.policy, key=POLICIES.index)  # the one that allows more
         once = set(coverage_notes(self.notes))
         notes = (*self.notes, *(note for note in other.notes if note not in once))
-        return PruningPlan(mask=self.mask & other.mask, model=model, notes=notes, policy=policy, **said)
+        return PruningPlan(
+            mask=self.mask & other.mask, model=model, notes=notes, policy=policy, **said
+        )
 
     def rows(self) -> list[Row]:
         """The grid of cells that shows what stays."""
 
         def cell(site: str, head: int, kept: tuple[int, ...]) -> Cell:
-            return Cell(head, None, head in kept, f"{site}[{head}]: {'kept' if head in kept else 'removed'}")
+            return Cell(
+                head, None, head in kept, f"{site}[{head}]: {'kept' if head in kept else 'removed'}"
+            )
 
-        return [Row(r.site, tuple(cell(r.site, h, r.kept) for h in range(r.n_heads))) for r in self.mask.rows]
+        return [
+            Row(r.site, tuple(cell(r.site, h, r.kept) for h in range(r.n_heads)))
+            for r in self.mask.rows
+        ]
 
     @property
     def wanted(self) -> str:

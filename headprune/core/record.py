@@ -105,7 +105,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class RunRecord(Value):
-    """One run, machine-readable; written again after every stage, so that a broken run says how far it came.
+    """One run, machine-readable; written again after every stage, so that a broken run says how far
+    it came.
 
     Args:
         name: The recipe's name.
@@ -153,13 +154,18 @@ class RunRecord(Value):
 
     def __post_init__(self) -> None:
         if self.status not in ("running", "done", "failed", "interrupted"):
-            raise InvalidValue("RunRecord.status", "running, done, failed or interrupted", repr(self.status))
+            raise InvalidValue(
+                "RunRecord.status", "running, done, failed or interrupted", repr(self.status)
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what ``save`` wrote; the scores' samples are looked for beside it when they are first needed."""
+        """Reads what ``save`` wrote; the scores' samples are looked for beside it when they are
+        first needed."""
         record = super().load(path)
-        return record if record.scores is None else replace(record, scores=record.scores.beside(path))
+        return (
+            record if record.scores is None else replace(record, scores=record.scores.beside(path))
+        )
 
     @property
     def title(self) -> str:
@@ -170,7 +176,8 @@ class RunRecord(Value):
         for row in self.quality:
             spread = "" if row.spread is None else f" ± {row.spread:.4f} ({row.draws} draws)"
             lines.append(
-                f"  {row.name:<28} {row.kept_heads:>4} heads  {row.split} {row.metric} {row.value:.4f}{spread}"
+                f"  {row.name:<28} {row.kept_heads:>4} heads  {row.split} {row.metric}"
+                f" {row.value:.4f}{spread}"
             )
         for speed in self.speed:
             interval = f"{speed.ratio:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
@@ -182,16 +189,32 @@ class RunRecord(Value):
         from rich.text import Text
 
         quality = [
-            (row.name, str(row.kept_heads), row.split, row.metric, f"{row.value:.4f}", *_spread(row))
+            (
+                row.name,
+                str(row.kept_heads),
+                row.split,
+                row.metric,
+                f"{row.value:.4f}",
+                *_spread(row),
+            )
             for row in self.quality
         ]
         speed = [
-            (str(row.batch), str(row.length), f"{row.ratio:.2f}x", f"[{row.low:.2f}, {row.high:.2f}]")
+            (
+                str(row.batch),
+                str(row.length),
+                f"{row.ratio:.2f}x",
+                f"[{row.low:.2f}, {row.high:.2f}]",
+            )
             for row in self.speed
         ]
         tables = []
         if quality:
-            tables.append(rich_table("", ("model", "heads", "rows", "metric", "value", "spread", "draws"), quality))
+            tables.append(
+                rich_table(
+                    "", ("model", "heads", "rows", "metric", "value", "spread", "draws"), quality
+                )
+            )
         if speed:
             tables.append(rich_table("", ("batch", "tokens", "as fast", "95 % interval"), speed))
         after = [Text(clean("\n".join(self._after())))] if self._after() else []
@@ -200,7 +223,8 @@ class RunRecord(Value):
     def _after(self) -> list[str]:
         """What follows quality and speed: proofs, and why the run stopped."""
         proofs = [
-            f"  {proof.what}: |gated - pruned| <= {proof.max_difference:.2e} (allowed {proof.tolerance:.2e})"
+            f"  {proof.what}: |gated - pruned| <= {proof.max_difference:.2e} (allowed"
+            f" {proof.tolerance:.2e})"
             for proof in self.proofs
         ]
         return [*proofs, *([f"  error: {self.error}"] if self.error else [])]

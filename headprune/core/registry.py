@@ -1,7 +1,9 @@
-"""Registries: one file of a package is one entry, the file's name is the entry's name; entries load when asked for.
+"""Registries: one file of a package is one entry, the file's name is the entry's name; entries load
+when asked for.
 
-Outside packages add entries through entry points (``headprune.layouts``, ``.scorers``, ``.selectors``,
-``.recoveries``). Two entries of one name are an error. Files whose name begins with an underscore are no entries.
+Outside packages add entries through entry points (``headprune.layouts``, ``.scorers``,
+``.selectors``, ``.recoveries``). Two entries of one name are an error. Files whose name begins with
+an underscore are no entries.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ class Registry:
         kind: What an entry is, for messages: ``scorer``.
         package: The package whose files are the entries.
         group: The entry-point group of outside entries.
-        attribute: Maps a name to the object's name inside its file; the default is the name in camel case.
-        elsewhere: Entries of ours that stand in a higher room, because they put several rooms together: by name the
-            module.
+        attribute: Maps a name to the object's name inside its file; the default is the name in
+            camel case.
+        elsewhere: Entries of ours that stand in a higher room, because they put several rooms
+            together: by name the module.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class Registry:
         self.kind, self.package, self.group, self.attribute = kind, package, group, attribute
         self._elsewhere = dict(elsewhere or {})
         self._loaded: dict[str, Any] = {}
-        self._points: dict[str, importlib.metadata.EntryPoint] | None = None  # reading them takes milliseconds
+        self._points: dict[str, importlib.metadata.EntryPoint] | None = (
+            None  # reading them takes milliseconds
+        )
 
     def _own(self) -> list[str]:
         spec = importlib.util.find_spec(self.package)
@@ -71,10 +76,14 @@ class Registry:
         found: dict[str, importlib.metadata.EntryPoint] = {}
         own = set(self._own())
         for point in importlib.metadata.entry_points(group=self.group):
-            if point.name in own or (point.name in found and found[point.name].value != point.value):
+            if point.name in own or (
+                point.name in found and found[point.name].value != point.value
+            ):
                 other = self.package if point.name in own else found[point.name].value
                 must = f"registered once; {other} has it already"
-                raise NameClash(f"{self.kind} {point.name!r}", must, point.value, "Rename the entry point.")
+                raise NameClash(
+                    f"{self.kind} {point.name!r}", must, point.value, "Rename the entry point."
+                )
             found[point.name] = point
         return found
 
@@ -123,7 +132,10 @@ class Registry:
             raise AttributeError(f"module {self.package!r} has no attribute {name!r}")
         classes = {self.attribute(entry): entry for entry in self}
         if name not in classes:
-            raise AttributeError(f"module {self.package!r} has no {self.kind} {name!r}. {did_you_mean(name, classes)}")
+            raise AttributeError(
+                f"module {self.package!r} has no {self.kind} {name!r}."
+                f" {did_you_mean(name, classes)}"
+            )
         return self.get(classes[name])
 
     def resolve(self, value: Any, base: type, where: str) -> tuple[str, Any]:
@@ -152,10 +164,18 @@ class Registry:
         return outside or f"{cls.__module__}.{cls.__qualname__}", value
 
     def summary(self, name: str) -> str:
-        """First line of an entry's documentation; read from the source, so that listing imports nothing heavy."""
+        """First paragraph of an entry's documentation, on one line.
+
+        It is read from the source, so that listing imports nothing heavy.
+        """
         if name not in self._own():
-            return (self.get(name).__doc__ or "").strip().partition("\n")[0]
+            return _first_paragraph(self.get(name).__doc__)
         spec = importlib.util.find_spec(self._module(name))
         assert spec is not None
         assert spec.origin is not None
-        return (ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        return _first_paragraph(ast.get_docstring(ast.parse(source)))
+
+
+def _first_paragraph(docstring: str | None) -> str:
+    return " ".join((docstring or "").strip().partition("\n\n")[0].split())

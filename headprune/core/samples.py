@@ -1,6 +1,7 @@
 """Matrices behind scores, known by their hash and stored as safetensors beside the JSON.
 
-Samples are the numbers of single examples, Curvature is how the loss bends when several heads go together.
+Samples are the numbers of single examples, Curvature is how the loss bends when several heads go
+together.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Bytes that are kept of a matrix: 8 million numbers, for example 58,000 examples of 144 heads, or 2896 by 2896 heads.
+#: Bytes that are kept of a matrix: 8 million numbers, for example 58,000 examples of 144 heads, or
+#: 2896 by 2896 heads.
 LIMIT = 64 * 2**20
 
 
 class StoredMatrix(ABC):
     """What kinds of matrices share; a kind is a frozen dataclass of its sizes and ``sha256``.
 
-    Two are equal when their numbers are: what is compared, hashed and written into JSON is the SHA-256 of the matrix.
-    The matrix itself, fp64 and never changed, is read when it is needed, for ``<name>.json`` from
-    ``<name>.<kind>.safetensors`` beside it, or from whichever such file in that folder says that it holds this hash, so
-    that a JSON file may be renamed, and that a process may be killed before the matrix is in its place.
+    Two are equal when their numbers are: what is compared, hashed and written into JSON is the
+    SHA-256 of the matrix. The matrix itself, fp64 and never changed, is read when it is needed, for
+    ``<name>.json`` from ``<name>.<kind>.safetensors`` beside it, or from whichever such file in
+    that folder says that it holds this hash, so that a JSON file may be renamed, and that a process
+    may be killed before the matrix is in its place.
     """
 
     sha256: str
@@ -53,8 +56,8 @@ class StoredMatrix(ABC):
         """The numbers, not writable.
 
         Raises:
-            InvalidValue: the file beside the JSON is missing or damaged, or there is no such file because the scores
-                did not come from one.
+            InvalidValue: the file beside the JSON is missing or damaged, or there is no such file
+                because the scores did not come from one.
         """
         if "matrix" not in self._held:
             self._holding("matrix", self._read())
@@ -66,8 +69,11 @@ class StoredMatrix(ABC):
         return replace(self)._holding("path", Path(path))  # type: ignore[type-var]
 
     def write(self, path: str | Path, beside: Callable[[str | Path], Path]) -> None:
-        """Writes the matrix for beside the JSON file ``path``, to where ``beside`` of ``atomic_paths`` says."""
-        data = packed({self.kind: self.matrix}, {"headprune": type(self).__name__, "sha256": self.sha256})
+        """Writes the matrix for beside the JSON file ``path``, to where ``beside`` of
+        ``atomic_paths`` says."""
+        data = packed(
+            {self.kind: self.matrix}, {"headprune": type(self).__name__, "sha256": self.sha256}
+        )
         beside(self._companion(Path(path))).write_bytes(data)
 
     @property
@@ -84,10 +90,15 @@ class StoredMatrix(ABC):
         path: Path | None = self._held.get("path")
         must = f"there with {self.what} of these scores ({self.shape[0]} x {self.shape[1]})"
         if path is None:
-            hint = "JSON text holds their hash alone: HeadScores.load(path) finds them beside the file. " + self.hint
+            hint = (
+                "JSON text holds their hash alone: HeadScores.load(path) finds them beside the"
+                " file. " + self.hint
+            )
             raise InvalidValue(self.kind, must, "scores that come from no file", hint)
         expected, got = self._companion(path), "no such file"
-        others = (sorted(path.parent.glob(f"*.{self.kind}.safetensors{end}")) for end in ("", f".*{PART}"))
+        others = (
+            sorted(path.parent.glob(f"*.{self.kind}.safetensors{end}")) for end in ("", f".*{PART}")
+        )
         for candidate in dict.fromkeys([expected, *chain(*others)]):
             found = self._load(candidate)
             if not isinstance(found, str):
@@ -113,7 +124,11 @@ class StoredMatrix(ABC):
             return f"{error.got}"
         except (SafetensorError, OSError):
             return "a damaged file"
-        return _sealed(data) if data.shape == self.shape and _digest(data) == self.sha256 else "a damaged file"
+        return (
+            _sealed(data)
+            if data.shape == self.shape and _digest(data) == self.sha256
+            else "a damaged file"
+        )
 
     def _companion(self, path: Path) -> Path:
         """Where the matrix of a JSON file lies; ``x`` and ``x.json`` have files of their own."""
@@ -145,12 +160,14 @@ class Samples(StoredMatrix):
     kind: ClassVar[str] = "samples"
     what: ClassVar[str] = "the per-example numbers"
     hint: ClassVar[str] = (
-        "The scores stand without them; score again for rank intervals, stability and intervals of agreement."
+        "The scores stand without them; score again for rank intervals, stability and intervals of"
+        " agreement."
     )
 
     @classmethod
     def of(cls, matrix: ArrayLike) -> Samples:
-        """From numbers. Above 64 MiB neighbouring rows are averaged in equal blocks, a last partial one is left out.
+        """From numbers. Above 64 MiB neighbouring rows are averaged in equal blocks, a last partial
+        one is left out.
 
         Raises:
             InvalidValue: not a matrix with a row, or numbers that are not finite.
@@ -159,9 +176,16 @@ class Samples(StoredMatrix):
 
         data = np.array(matrix, dtype="<f8", order="C")  # a copy: nobody else can write into it
         if data.ndim != 2 or not len(data):
-            raise InvalidValue("samples", "a matrix [rows, units] with a row", f"the shape {list(data.shape)}")
+            raise InvalidValue(
+                "samples", "a matrix [rows, units] with a row", f"the shape {list(data.shape)}"
+            )
         if not np.isfinite(data).all():
-            raise InvalidValue("samples", "finite", "NaN or infinite numbers", "Look at the scorer's input for them.")
+            raise InvalidValue(
+                "samples",
+                "finite",
+                "NaN or infinite numbers",
+                "Look at the scorer's input for them.",
+            )
         block = -(-data.nbytes // LIMIT)
         if block > 1:
             n_blocks = len(data) // block
@@ -179,9 +203,11 @@ class Samples(StoredMatrix):
 
 @dataclass(frozen=True)
 class Curvature(StoredMatrix):
-    """A symmetric matrix ``I``, ``[units, units]``: the loss rises by about ``1/2 (1-m)' I (1-m)`` under gates m.
+    """A symmetric matrix ``I``, ``[units, units]``: the loss rises by about ``1/2 (1-m)' I (1-m)``
+    under gates m.
 
-    Half its diagonal are the scores of single units; the rest says which units stand in for each other.
+    Half its diagonal are the scores of single units; the rest says which units stand in for each
+    other.
 
     Args:
         units: Rows and columns: the prune units in model order.
@@ -203,7 +229,11 @@ class Curvature(StoredMatrix):
     def too_large(units: int) -> str:
         """Why a matrix of so many units is not kept, in words; empty where it is."""
         size = 8 * units**2
-        return f"The curvature of {units} units is left out: above {LIMIT / 2**20:g} MiB." if size > LIMIT else ""
+        return (
+            f"The curvature of {units} units is left out: above {LIMIT / 2**20:g} MiB."
+            if size > LIMIT
+            else ""
+        )
 
     @classmethod
     def of(cls, matrix: ArrayLike) -> Curvature:
@@ -216,14 +246,25 @@ class Curvature(StoredMatrix):
 
         data = np.array(matrix, dtype="<f8", order="C")
         if data.ndim != 2 or data.shape[0] != data.shape[1]:
-            raise InvalidValue("curvature", "a matrix [units, units]", f"the shape {list(data.shape)}")
+            raise InvalidValue(
+                "curvature", "a matrix [units, units]", f"the shape {list(data.shape)}"
+            )
         if not np.isfinite(data).all():
-            raise InvalidValue("curvature", "finite", "NaN or infinite numbers", "Look at the scorer's input for them.")
+            raise InvalidValue(
+                "curvature",
+                "finite",
+                "NaN or infinite numbers",
+                "Look at the scorer's input for them.",
+            )
         unlike = float(np.abs(data - data.T).max(initial=0))
         if unlike > 1e-6 * float(np.abs(data).max(initial=0)):
-            raise InvalidValue("curvature", "symmetric", f"a difference of {unlike:.3g} across the diagonal")
+            raise InvalidValue(
+                "curvature", "symmetric", f"a difference of {unlike:.3g} across the diagonal"
+            )
         if said := cls.too_large(len(data)):
-            raise InvalidValue("curvature", f"of at most {LIMIT // 2**20} MiB", f"{len(data)} units", said)
+            raise InvalidValue(
+                "curvature", f"of at most {LIMIT // 2**20} MiB", f"{len(data)} units", said
+            )
         data = np.ascontiguousarray((data + data.T) / 2)
         return cls(len(data), _digest(data))._holding("matrix", _sealed(data))
 

@@ -1,4 +1,5 @@
-"""HeadScores: how important each head is, how sure we are, where the numbers come from, and what each unit costs."""
+"""HeadScores: how important each head is, how sure we are, where the numbers come from, and what
+each unit costs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headprune.core.choice import Choice
 from headprune.core.codec import LATER, FrozenDict, Value
-from headprune.core.display import Cell, Row, clean, html_grid, html_text, levels, rich_grid, text_grid
+from headprune.core.display import (
+    Cell,
+    Row,
+    clean,
+    html_grid,
+    html_text,
+    levels,
+    rich_grid,
+    text_grid,
+)
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.files import atomic_paths
 from headprune.core.heads import AttentionSite, HeadId, places
@@ -56,7 +66,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """The whole model's cost and that of every unit, unit by unit in the order of ``AttentionSite.units``.
+    """The whole model's cost and that of every unit, unit by unit in the order of
+    ``AttentionSite.units``.
 
     Args:
         total: The whole model.
@@ -71,7 +82,8 @@ class CostTable:
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Tells models apart: ``structure`` (class, sites, head counts; a cut leaves it) and ``weights``."""
+    """Tells models apart: ``structure`` (class, sites, head counts; a cut leaves it) and
+    ``weights``."""
 
     structure: str
     weights: str
@@ -79,7 +91,8 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class ScoredUnit:
-    """A prune unit with its score; ``site`` and ``unit`` are positions in HeadScores.sites and AttentionSite.units."""
+    """A prune unit with its score; ``site`` and ``unit`` are positions in HeadScores.sites and
+    AttentionSite.units."""
 
     site: int
     unit: int
@@ -107,10 +120,11 @@ class HeadScores(Value):
         data: Digest of the examples, None where none were used.
         seed: Seed of the scorer, None where it draws nothing.
         costs: What each unit costs; None where no batch was given to measure the model on.
-        samples: The numbers of single examples, for ranks and their intervals; None where nothing was sampled.
+        samples: The numbers of single examples, for ranks and their intervals; None where nothing
+            was sampled.
         notes: What the user should know.
-        curvature: How the loss bends when several units go together (``fisher``, ``ggn``), for the selector
-            ``quadratic``; None where the scorer has none.
+        curvature: How the loss bends when several units go together (``fisher``, ``ggn``), for the
+            selector ``quadratic``; None where the scorer has none.
         choice: How ``auto`` chose this scorer; None where it was asked for by name.
     """
 
@@ -132,28 +146,51 @@ class HeadScores(Value):
     def __post_init__(self) -> None:
         shape = [len(s.units) for s in self.sites]
         costs = None if self.costs is None else self.costs.units
-        for name, rows in (("values", self.values), ("standard_errors", self.standard_errors), ("costs.units", costs)):
+        for name, rows in (
+            ("values", self.values),
+            ("standard_errors", self.standard_errors),
+            ("costs.units", costs),
+        ):
             if rows is not None and [len(r) for r in rows] != shape:
-                raise InvalidValue(f"HeadScores.{name}", f"one entry a unit, {shape}", [len(r) for r in rows])
+                raise InvalidValue(
+                    f"HeadScores.{name}", f"one entry a unit, {shape}", [len(r) for r in rows]
+                )
         for site, row in zip(self.sites, self.values, strict=True):
             for unit, value in zip(site.units, row, strict=True):
                 if not math.isfinite(value):
                     where = f"score of {site.name}{list(unit)}"
-                    raise InvalidValue(where, "finite", value, "Look at the scorer's input for NaN or infinite values.")
+                    raise InvalidValue(
+                        where,
+                        "finite",
+                        value,
+                        "Look at the scorer's input for NaN or infinite values.",
+                    )
         if self.samples is not None and self.samples.units != sum(shape):
-            raise InvalidValue("HeadScores.samples", f"one column a unit, {sum(shape)}", self.samples.units)
+            raise InvalidValue(
+                "HeadScores.samples", f"one column a unit, {sum(shape)}", self.samples.units
+            )
         if self.curvature is not None and self.curvature.units != sum(shape):
-            raise InvalidValue("HeadScores.curvature", f"one row and column a unit, {sum(shape)}", self.curvature.units)
+            raise InvalidValue(
+                "HeadScores.curvature",
+                f"one row and column a unit, {sum(shape)}",
+                self.curvature.units,
+            )
 
     def save(self, path: str | Path) -> Path:
-        """Writes the JSON form, and beside it what there is of samples and curvature; returns the path.
+        """Writes the JSON form, and beside it what there is of samples and curvature; returns the
+        path.
 
-        They become ``<name>.samples.safetensors`` and ``<name>.curvature.safetensors``; what cannot be read is left out
-        with a warning.
+        They become ``<name>.samples.safetensors`` and ``<name>.curvature.safetensors``; what cannot
+        be read is left out with a warning.
         """
         with atomic_paths() as beside:
-            place = beside(path)  # it takes its place first: what a kill leaves of the others is found by its hash
-            for stored, what in ((self.samples, "per-example numbers"), (self.curvature, "curvature")):
+            place = beside(
+                path
+            )  # it takes its place first: what a kill leaves of the others is found by its hash
+            for stored, what in (
+                (self.samples, "per-example numbers"),
+                (self.curvature, "curvature"),
+            ):
                 if stored is not None:
                     try:
                         stored.write(path, beside)
@@ -164,7 +201,8 @@ class HeadScores(Value):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what ``save`` wrote; samples and curvature are looked for when they are first needed.
+        """Reads what ``save`` wrote; samples and curvature are looked for when they are first
+        needed.
 
         Raises:
             InvalidValue: the file cannot be read or holds no HeadScores.
@@ -181,8 +219,8 @@ class HeadScores(Value):
         """The scores of some sites alone; the costs are still beside those of the whole model.
 
         Args:
-            sites: A kind of attention (``self``, ``causal``, ``cross``: an encoder-decoder's encoder, decoder and
-                cross attention), a site's name, or a pattern over names.
+            sites: A kind of attention (``self``, ``causal``, ``cross``: an encoder-decoder's
+                encoder, decoder and cross attention), a site's name, or a pattern over names.
 
         Raises:
             UnknownName: no such site.
@@ -191,17 +229,33 @@ class HeadScores(Value):
         if not those:
             kinds = dict.fromkeys(site.kind for site in self.sites)
             hint = did_you_mean(sites, [*kinds, *(s.name for s in self.sites)])
-            hint = hint if hint.startswith("Did") else f"The scored sites are of kind {' and '.join(kinds)}."
-            raise UnknownName("HeadScores.of", "a kind or a pattern of the scored sites", repr(sites), hint)
-        costs = None if self.costs is None else replace(self.costs, units=_chosen(self.costs.units, those))
+            hint = (
+                hint
+                if hint.startswith("Did")
+                else f"The scored sites are of kind {' and '.join(kinds)}."
+            )
+            raise UnknownName(
+                "HeadScores.of", "a kind or a pattern of the scored sites", repr(sites), hint
+            )
+        costs = (
+            None
+            if self.costs is None
+            else replace(self.costs, units=_chosen(self.costs.units, those))
+        )
         units = [i for i, unit in enumerate(self.units()) if unit.site in those]
-        samples, lost = (None, ()) if self.samples is None else if_there(partial(self.samples.columns, units))
-        curvature, gone = (None, ()) if self.curvature is None else if_there(partial(self.curvature.part, units))
+        samples, lost = (
+            (None, ()) if self.samples is None else if_there(partial(self.samples.columns, units))
+        )
+        curvature, gone = (
+            (None, ()) if self.curvature is None else if_there(partial(self.curvature.part, units))
+        )
         return replace(
             self,
             sites=_chosen(self.sites, those),
             values=_chosen(self.values, those),
-            standard_errors=None if self.standard_errors is None else _chosen(self.standard_errors, those),
+            standard_errors=(
+                None if self.standard_errors is None else _chosen(self.standard_errors, those)
+            ),
             costs=costs,
             samples=samples,
             notes=(*self.notes, *lost, *gone),
@@ -217,16 +271,17 @@ class HeadScores(Value):
                 yield ScoredUnit(s, u, site.name, heads, self.values[s][u], error, cost)
 
     def ranked(self) -> list[ScoredUnit]:
-        """Units from least to most important; ties go to the later site and the later head first."""
+        """Units from least to most important; ties go to the later site and the later head
+        first."""
         return sorted(self.units(), key=lambda u: (u.value, -u.site, -u.unit))
 
     def to_frame(self) -> DataFrame:
         """The scores as a pandas DataFrame, one row a head that is present, in model order.
 
-        Columns: ``site``, ``kind``, ``head`` (original index), ``kv_head``, ``unit`` (heads of a site with one number
-        go together), ``score``, ``standard_error`` and ``rank`` (1 is the most important) of the unit, and what the
-        unit costs: ``params``, ``macs`` (of an example as long as the scored ones), ``kv_bytes`` (a token); NaN where
-        a scorer has none.
+        Columns: ``site``, ``kind``, ``head`` (original index), ``kv_head``, ``unit`` (heads of a
+        site with one number go together), ``score``, ``standard_error`` and ``rank`` (1 is the most
+        important) of the unit, and what the unit costs: ``params``, ``macs`` (of an example as long
+        as the scored ones), ``kv_bytes`` (a token); NaN where a scorer has none.
         """
         from headprune.core.frames import scores_frame
 
@@ -242,8 +297,9 @@ class HeadScores(Value):
     def interval(self, head: HeadId, confidence: float = 0.95) -> tuple[float, float]:
         """The score's confidence interval: value ± t · standard error.
 
-        t is the quantile of Student's distribution with one degree of freedom less than there are samples (examples,
-        or blocks of them). The interval is for the mean over all data that these examples are a random part of.
+        t is the quantile of Student's distribution with one degree of freedom less than there are
+        samples (examples, or blocks of them). The interval is for the mean over all data that these
+        examples are a random part of.
 
         Raises:
             InvalidValue: the scores have no standard errors; the message says why.
@@ -255,11 +311,13 @@ class HeadScores(Value):
     def rank_interval(
         self, confidence: float = 0.95, draws: int = 1000, seed: int = 0
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For every unit, in the shape of ``values``, the lowest and the highest rank it plausibly has.
+        """For every unit, in the shape of ``values``, the lowest and the highest rank it plausibly
+        has.
 
-        Rank 1 is the most important. The interval is the central part of the unit's ranks over ``draws`` resamples of
-        the examples (Hall and Miller 2009, "Using the bootstrap to quantify the authority of an empirical ranking");
-        units that are tied with others get somewhat short intervals, as there.
+        Rank 1 is the most important. The interval is the central part of the unit's ranks over
+        ``draws`` resamples of the examples (Hall and Miller 2009, "Using the bootstrap to quantify
+        the authority of an empirical ranking"); units that are tied with others get somewhat short
+        intervals, as there.
 
         Raises:
             InvalidValue: no samples, or one example only.
@@ -267,21 +325,26 @@ class HeadScores(Value):
         return self._rows(rank_bounds(self, confidence, draws, seed))
 
     def lowest(self, k: int, draws: int = 1000, seed: int = 0) -> tuple[tuple[float, ...], ...]:
-        """For every unit, in the shape of ``values``, the probability that it is among the ``k`` least important.
+        """For every unit, in the shape of ``values``, the probability that it is among the ``k``
+        least important.
 
-        The share of ``draws`` resamples of the examples in which it is; the probabilities sum to ``k``.
+        The share of ``draws`` resamples of the examples in which it is; the probabilities sum to
+        ``k``.
 
         Raises:
             InvalidValue: no samples, one example only, or a ``k`` that does not split the units.
         """
         return self._rows(lowest_shares(self, k, draws, seed))
 
-    def stable(self, k: int, confidence: float = 0.95, draws: int = 1000, seed: int = 0) -> Stability:
+    def stable(
+        self, k: int, confidence: float = 0.95, draws: int = 1000, seed: int = 0
+    ) -> Stability:
         """Whether the set of the ``k`` least important would be another with other examples.
 
         Returns:
-            A Stability: the share of ``draws`` resamples in which the set is exactly this one (``probability``), the
-            units that are surely in or out, and the undecided ones; true in a condition when the set is settled.
+            A Stability: the share of ``draws`` resamples in which the set is exactly this one
+            (``probability``), the units that are surely in or out, and the undecided ones; true in
+            a condition when the set is settled.
 
         Raises:
             InvalidValue: no samples, one example only, or a ``k`` that does not split the units.
@@ -310,7 +373,11 @@ class HeadScores(Value):
         several = len({site.kind for site in self.sites}) > 1
         rows = []
         for site, values in zip(self.sites, self.values, strict=True):
-            level = {h: (lv, v) for unit, lv, v in zip(site.units, flat, values, strict=False) for h in unit}
+            level = {
+                h: (lv, v)
+                for unit, lv, v in zip(site.units, flat, values, strict=False)
+                for h in unit
+            }
             cells = []
             for head in range(site.n_query_heads):
                 lv, value = level.get(head, (None, None))
@@ -325,10 +392,16 @@ class HeadScores(Value):
         groups = sum(len(s.units) for s in self.sites)
         of = f"{self.n_heads} heads" + (f" in {groups} groups" if groups != self.n_heads else "")
         chosen = "" if self.choice is None else ", chosen by auto"
-        return f"{self.scorer}{chosen} over {self.n_examples} examples: {of}, darker or taller is more important"
+        return (
+            f"{self.scorer}{chosen} over {self.n_examples} examples: {of}, darker or taller is more"
+            " important"
+        )
 
     def __str__(self) -> str:
-        lines = [text_grid(f"HeadScores: {self.title}", self.rows()), *(f"  note: {note}" for note in self.notes)]
+        lines = [
+            text_grid(f"HeadScores: {self.title}", self.rows()),
+            *(f"  note: {note}" for note in self.notes),
+        ]
         return clean("\n".join(lines))
 
     def __rich__(self) -> str:
@@ -338,7 +411,9 @@ class HeadScores(Value):
         return "\n".join([rich_grid(f"HeadScores: {self.title}", self.rows()), *notes])
 
     def _repr_html_(self) -> str:
-        return html_grid(self.title, self.rows()) + "".join(f"<p>{html_text(note)}</p>" for note in self.notes)
+        return html_grid(self.title, self.rows()) + "".join(
+            f"<p>{html_text(note)}</p>" for note in self.notes
+        )
 
 
 def _chosen(rows: tuple[_T, ...], places: tuple[int, ...]) -> tuple[_T, ...]:

@@ -1,4 +1,5 @@
-"""SweepTable: every run of a sweep as one row; settings pooled over draws, the Pareto curve, the best per budget."""
+"""SweepTable: every run of a sweep as one row; settings pooled over draws, the Pareto curve, the
+best per budget."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 #: What a model's size may be counted in: the columns of a table that say it.
 SIZES = ("heads", "params", "macs", "kv")
-#: What a row may call a run and a plan: names of files, for a table may come from anywhere, and pages link to them.
+#: What a row may call a run and a plan: names of files, for a table may come from anywhere, and
+#: pages link to them.
 _RUN, _PLAN = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9_-]"), re.compile(r"plans/[A-Za-z0-9_-]+\.json")
 
 
@@ -65,12 +67,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class SweepTable(Value):
-    """The outcome of a sweep, without timings, so that it is the same whenever and wherever it was run.
+    """The outcome of a sweep, without timings, so that it is the same whenever and wherever it was
+    run.
 
-    A row has ``run`` (its digest), the grid's keys, ``seed``, the metric on ``validation`` and ``test`` rows with the
-    mean per-example ``_loss``, the ``_drop`` against the base (see ``headprune.core.metrics.drop``; above 0 is worse)
-    with ``_low`` and ``_high``, its 95 % interval by the paired bootstrap over examples; ``heads``, ``params``,
-    ``macs`` and ``kv`` (bytes a token; None where there is no cache) of the cut model, and ``plan``, the file with it.
+    A row has ``run`` (its digest), the grid's keys, ``seed``, the metric on ``validation`` and
+    ``test`` rows with the mean per-example ``_loss``, the ``_drop`` against the base (see
+    ``headprune.core.metrics.drop``; above 0 is worse) with ``_low`` and ``_high``, its 95 %
+    interval by the paired bootstrap over examples; ``heads``, ``params``, ``macs`` and ``kv``
+    (bytes a token; None where there is no cache) of the cut model, and ``plan``, the file with it.
 
     Args:
         name: The recipe's name.
@@ -120,28 +124,45 @@ class SweepTable(Value):
         )
 
     def front(self, by: str = "heads") -> tuple[Setting, ...]:
-        """The Pareto curve, largest first: settings that no other beats in both size and mean validation drop."""
+        """The Pareto curve, largest first: settings that no other beats in both size and mean
+        validation drop."""
         check_size(self.base, by, "SweepTable.front(by=)")
         settings = self.settings()
         chosen = pareto([s.size(by) for s in settings], [s.validation.mean for s in settings])
         return tuple(settings[i] for i in reversed(chosen))
 
     def best(self) -> tuple[Setting, ...]:
-        """For every budget the setting with the smallest mean drop on validation rows, the first of equals."""
+        """For every budget the setting with the smallest mean drop on validation rows, the first of
+        equals."""
         found: dict[str, Setting] = {}
         for setting in self.settings():
-            if setting.budget not in found or setting.validation.mean < found[setting.budget].validation.mean:
+            if (
+                setting.budget not in found
+                or setting.validation.mean < found[setting.budget].validation.mean
+            ):
                 found[setting.budget] = setting
         return tuple(found.values())
 
     def __str__(self) -> str:
-        base = f"{self.metric} {self.base['validation']:.4f} validation, {self.base['test']:.4f} test"
-        lines = [f"SweepTable {self.name}: {len(self.rows)} runs of {len(self.settings())} settings; base: {base}"]
+        base = (
+            f"{self.metric} {self.base['validation']:.4f} validation, {self.base['test']:.4f} test"
+        )
+        lines = [
+            f"SweepTable {self.name}: {len(self.rows)} runs of {len(self.settings())} settings;"
+            f" base: {base}"
+        ]
         for setting in self.best():
-            drops = f"validation {self.spread(setting.validation)}, test {self.spread(setting.test)}"
+            drops = (
+                f"validation {self.spread(setting.validation)}, test {self.spread(setting.test)}"
+            )
             where = f"{setting.budget}: " if setting.budget else ""
-            lines.append(f"  {where}{setting.method}, {setting.size('heads'):g} heads, drop {drops}")
-        failed = [f"  failed: {words({k: v for k, v in f.items() if k != 'error'})}: {f['error']}" for f in self.failed]
+            lines.append(
+                f"  {where}{setting.method}, {setting.size('heads'):g} heads, drop {drops}"
+            )
+        failed = [
+            f"  failed: {words({k: v for k, v in f.items() if k != 'error'})}: {f['error']}"
+            for f in self.failed
+        ]
         return "\n".join([*lines, *failed])
 
     def spread(self, drop: Spread) -> str:
@@ -158,7 +179,9 @@ def _check_columns(table: SweepTable, where: str) -> None:
     _check_row(table.base, f"{where}.base", table.base)
     for split in ("validation", "test"):
         if not _is_number(table.base.get(f"{split}_rows")):
-            raise InvalidValue(f"{where}.base.{split}_rows", "a number", repr(table.base.get(f"{split}_rows")))
+            raise InvalidValue(
+                f"{where}.base.{split}_rows", "a number", repr(table.base.get(f"{split}_rows"))
+            )
     for i, row in enumerate(table.rows):
         here = f"{where}.rows[{i}]"
         _check_row(row, here, table.base)
@@ -169,10 +192,15 @@ def _check_columns(table: SweepTable, where: str) -> None:
             if not isinstance(row.get(name), str) or not pattern.fullmatch(row[name]):
                 must = "the name of a file of this sweep, inside its folder"
                 raise InvalidValue(f"{here}.{name}", must, repr(row.get(name)))
-    for name, rows, needed in (("rows", table.rows, table.keys), ("failed", table.failed, ("error",))):
+    for name, rows, needed in (
+        ("rows", table.rows, table.keys),
+        ("failed", table.failed, ("error",)),
+    ):
         for i, row in enumerate(rows):
             if missing := [key for key in needed if key not in row]:
-                raise InvalidValue(f"{where}.{name}[{i}]", f"complete (with {', '.join(missing)})", "a row without")
+                raise InvalidValue(
+                    f"{where}.{name}[{i}]", f"complete (with {', '.join(missing)})", "a row without"
+                )
 
 
 def _check_row(row: FrozenDict, where: str, base: FrozenDict) -> None:
@@ -182,12 +210,21 @@ def _check_row(row: FrozenDict, where: str, base: FrozenDict) -> None:
             raise InvalidValue(f"{where}.{name}", "a number", repr(row.get(name)))
     for name in SIZES:
         lacks = name != "heads" and base.get(name) is None
-        if not (row.get(name) is None if lacks else _is_number(row.get(name)) and math.isfinite(row[name])):
-            raise InvalidValue(f"{where}.{name}", "none, as the base has" if lacks else "a size", repr(row.get(name)))
+        if not (
+            row.get(name) is None
+            if lacks
+            else _is_number(row.get(name)) and math.isfinite(row[name])
+        ):
+            raise InvalidValue(
+                f"{where}.{name}",
+                "none, as the base has" if lacks else "a size",
+                repr(row.get(name)),
+            )
 
 
 def _is_number(value: Any) -> bool:
-    """One that sums, spreads and axes can take; a model that has come to nothing may have NaN or infinity."""
+    """One that sums, spreads and axes can take; a model that has come to nothing may have NaN or
+    infinity."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return abs(value) < 1e306 or not math.isfinite(value)
@@ -203,7 +240,8 @@ def words(values: Any) -> str:
 
 
 def pareto(sizes: Sequence[float], drops: Sequence[float]) -> list[int]:
-    """Which points no other beats: none is as small and loses less, or is smaller and loses as little.
+    """Which points no other beats: none is as small and loses less, or is smaller and loses as
+    little.
 
     Returns:
         Their places, smallest first. Of equal points the first one stays.
@@ -229,4 +267,6 @@ def check_size(base: FrozenDict, by: str, where: str) -> None:
     if by not in SIZES:
         raise UnknownName(where, f"one of {', '.join(SIZES)}", repr(by), did_you_mean(by, SIZES))
     if base[by] is None:
-        raise InvalidValue(where, "a size that the model has", f"{by!r}, of a model without a KV cache")
+        raise InvalidValue(
+            where, "a size that the model has", f"{by!r}, of a model without a KV cache"
+        )

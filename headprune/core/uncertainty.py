@@ -1,10 +1,12 @@
-"""How sure scores are: intervals of values and ranks, and of the set of the lowest, all from the per-example numbers.
+"""How sure scores are: intervals of values and ranks, and of the set of the lowest, all from the
+per-example numbers.
 
-Everything here resamples rows of ``HeadScores.samples`` with replacement (Efron and Tibshirani 1993, chapter 6), the
-same rows for all units, because an example that is hard for one head is hard for others. A resampled score is the
-score plus the change of the mean, so that it is centred where the mean of the rows is not the score itself
-(jackknife pseudo-values). Where the standard error is larger than that of the rows, because a scorer draws more than
-examples, the rest is added as independent normal noise.
+Everything here resamples rows of ``HeadScores.samples`` with replacement (Efron and Tibshirani
+1993, chapter 6), the same rows for all units, because an example that is hard for one head is hard
+for others. A resampled score is the score plus the change of the mean, so that it is centred where
+the mean of the rows is not the score itself (jackknife pseudo-values). Where the standard error is
+larger than that of the rows, because a scorer draws more than examples, the rest is added as
+independent normal noise.
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ _STEP = 2**22
 
 @dataclass(frozen=True)
 class Stability:
-    """Whether the set of the k lowest would be another with other examples. True in a condition when it is settled.
+    """Whether the set of the k lowest would be another with other examples. True in a condition
+    when it is settled.
 
     Args:
         k: Units in the set.
         confidence: What settled means.
-        probability: Share of resamples in which the set of the k lowest is exactly that of the scores.
-        surely_in: Units of the set that are among the k lowest in at least ``confidence`` of the resamples.
+        probability: Share of resamples in which the set of the k lowest is exactly that of the
+            scores.
+        surely_in: Units of the set that are among the k lowest in at least ``confidence`` of the
+            resamples.
         surely_out: Units outside that are among them in at most ``1 - confidence``.
-        undecided: All others, least important first, with the share of resamples in which each is among them.
+        undecided: All others, least important first, with the share of resamples in which each is
+            among them.
     """
 
     k: int
@@ -56,13 +62,16 @@ class Stability:
 
     def __str__(self) -> str:
         counts = f"{len(self.surely_in)} surely among them, {len(self.surely_out)} surely not"
-        lines = [f"the {self.k} lowest are the same in {self.probability:.1%} of resamples; {counts}"]
+        lines = [
+            f"the {self.k} lowest are the same in {self.probability:.1%} of resamples; {counts}"
+        ]
         lines += [f"  {u.name}{list(u.heads)}: among them in {p:.1%}" for u, p in self.undecided]
         return "\n".join(lines)
 
 
 def resampled(scores: HeadScores, draws: int, seed: int, what: str) -> Floats:
-    """``[draws, units]``: scores of resampled examples. Equal seeds and row counts resample the same rows.
+    """``[draws, units]``: scores of resampled examples. Equal seeds and row counts resample the
+    same rows.
 
     Raises:
         InvalidValue: the scores have no samples, or only one row of them.
@@ -88,7 +97,8 @@ def resampled(scores: HeadScores, draws: int, seed: int, what: str) -> Floats:
 
 
 def _other_errors(scores: HeadScores, matrix: Floats, draws: int, seed: int) -> Floats | float:
-    """Normal noise for what a standard error holds beside the choice of examples, such as the orders of ``shapley``."""
+    """Normal noise for what a standard error holds beside the choice of examples, such as the
+    orders of ``shapley``."""
     import numpy as np
 
     if scores.standard_errors is None:
@@ -98,7 +108,9 @@ def _other_errors(scores: HeadScores, matrix: Floats, draws: int, seed: int) -> 
     if (other <= 1e-6 * whole).all():
         return 0.0
     assert scores.samples is not None
-    own = np.random.default_rng([seed, int(scores.samples.sha256[:8], 16)])  # not shared with other scores
+    own = np.random.default_rng(
+        [seed, int(scores.samples.sha256[:8], 16)]
+    )  # not shared with other scores
     noise: Floats = own.normal(size=(draws, len(other))) * np.sqrt(other)
     return noise
 
@@ -107,7 +119,10 @@ def check_samples(scores: HeadScores, what: str) -> None:
     """Refuses scores whose sampling error cannot be known: no samples, or only one row of them."""
     if scores.samples is not None and scores.samples.rows > 1:
         return
-    got, hint = f"scores of {scores.scorer!r} without them", "Score again: older files and some scorers have none."
+    got, hint = (
+        f"scores of {scores.scorer!r} without them",
+        "Score again: older files and some scorers have none.",
+    )
     if scores.scorer == "rank_average":
         hint = "Averaged ranks have standard errors alone: ask the scores that they were made of."
     elif not scores.n_examples:
@@ -115,24 +130,37 @@ def check_samples(scores: HeadScores, what: str) -> None:
     elif scores.n_examples == 1:
         got, hint = "one example: no standard error", "Give more examples."
     elif scores.samples is not None:
-        got, hint = "one block of examples: no standard error", "Give more examples, or smaller blocks."
-    raise InvalidValue(what, "called on scores with per-example numbers of several examples", got, hint)
+        got, hint = (
+            "one block of examples: no standard error",
+            "Give more examples, or smaller blocks.",
+        )
+    raise InvalidValue(
+        what, "called on scores with per-example numbers of several examples", got, hint
+    )
 
 
 def half_width(scores: HeadScores, standard_error: float | None, confidence: float) -> float:
-    """Student's t times the standard error, with one degree of freedom less than there are rows (or examples)."""
+    """Student's t times the standard error, with one degree of freedom less than there are rows (or
+    examples)."""
     from scipy.special import stdtrit
 
     check_confidence(confidence, "HeadScores.interval")
     if standard_error is None:
         check_samples(scores, "HeadScores.interval")
-        raise InvalidValue("HeadScores.interval", "called on scores with standard errors", f"{scores.scorer!r} without")
+        raise InvalidValue(
+            "HeadScores.interval",
+            "called on scores with standard errors",
+            f"{scores.scorer!r} without",
+        )
     rows = scores.n_examples if scores.samples is None else scores.samples.rows
     return float(stdtrit(rows - 1, (1 + confidence) / 2)) * standard_error
 
 
-def rank_bounds(scores: HeadScores, confidence: float, draws: int, seed: int) -> list[tuple[int, int]]:
-    """For every unit the central interval of its rank over resamples; rank 1 is the most important."""
+def rank_bounds(
+    scores: HeadScores, confidence: float, draws: int, seed: int
+) -> list[tuple[int, int]]:
+    """For every unit the central interval of its rank over resamples; rank 1 is the most
+    important."""
     import numpy as np
 
     what = "HeadScores.rank_interval"
@@ -148,7 +176,9 @@ def rank_bounds(scores: HeadScores, confidence: float, draws: int, seed: int) ->
 def lowest_shares(scores: HeadScores, k: int, draws: int, seed: int) -> list[float]:
     """For every unit the share of resamples in which it is among the k lowest."""
     check_k(k, scores, "HeadScores.lowest")
-    shares: list[float] = (lowest_places(resampled(scores, draws, seed, "HeadScores.lowest")) < k).mean(0).tolist()
+    shares: list[float] = (
+        (lowest_places(resampled(scores, draws, seed, "HeadScores.lowest")) < k).mean(0).tolist()
+    )
     return shares
 
 
@@ -170,7 +200,8 @@ def stability(scores: HeadScores, k: int, confidence: float, draws: int, seed: i
 
 
 def lowest_places(values: Floats) -> NDArray[np.intp]:
-    """Each unit's place from the least important, 0; ties as in ``HeadScores.ranked``: the later one comes first."""
+    """Each unit's place from the least important, 0; ties as in ``HeadScores.ranked``: the later
+    one comes first."""
     import numpy as np
 
     n_units = values.shape[1]
@@ -183,7 +214,9 @@ def lowest_places(values: Floats) -> NDArray[np.intp]:
 def check_confidence(confidence: float, what: str) -> None:
     """Refuses what is no confidence level."""
     if not 0 < confidence < 1:
-        raise InvalidValue(f"{what}(confidence=)", "between 0 and 1", confidence, "For example 0.95.")
+        raise InvalidValue(
+            f"{what}(confidence=)", "between 0 and 1", confidence, "For example 0.95."
+        )
 
 
 def check_draws(draws: int, what: str) -> None:

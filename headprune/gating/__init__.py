@@ -1,6 +1,8 @@
-"""Gates on heads: the same model with a multiplier on every head, for as long as a ``with`` block lasts.
+"""Gates on heads: the same model with a multiplier on every head, for as long as a ``with`` block
+lasts.
 
-``hp.gated`` takes the gates as they are; ``hp.learned_gates`` trains them: ``HardConcrete`` and ``SubsetTopk`` say how.
+``hp.gated`` takes the gates as they are; ``hp.learned_gates`` trains them: ``HardConcrete`` and
+``SubsetTopk`` say how.
 """
 
 import importlib

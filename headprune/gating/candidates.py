@@ -1,9 +1,9 @@
 """Losses of many gate settings, exactly as from a pass for each, at a fraction of the cost.
 
-Three savings: what comes before the first gate that differs is played back from a tape of one pass (``tape``); that
-site's output projection is corrected by what the changed heads wrote, instead of computed again; several settings run
-as one batch. Where a model cannot be played back, or the proof on two examples fails, every setting has a pass of its
-own, and ``notes`` says so.
+Three savings: what comes before the first gate that differs is played back from a tape of one pass
+(``tape``); that site's output projection is corrected by what the changed heads wrote, instead of
+computed again; several settings run as one batch. Where a model cannot be played back, or the proof
+on two examples fails, every setting has a pass of its own, and ``notes`` says so.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class CandidateLosses:
         model: The model, in evaluation mode.
         bound: Its sites.
         loss: Per-example loss.
-        max_bytes: Bound on what is kept of a pass and on what several settings need at once, as far as the outputs of
-            modules tell. A batch that needs more is cut into smaller ones.
+        max_bytes: Bound on what is kept of a pass and on what several settings need at once, as far
+            as the outputs of modules tell. A batch that needs more is cut into smaller ones.
         replay: False runs a pass for every setting.
-        see: Takes the number of a batch and losses ``[batch]`` that must be finite, and refuses them; default at once,
-            which waits for an accelerator.
+        see: Takes the number of a batch and losses ``[batch]`` that must be finite, and refuses
+            them; default at once, which waits for an accelerator.
 
     ``notes`` says why passes are not played back, where they are not.
     """
@@ -91,11 +91,12 @@ class CandidateLosses:
 
         Args:
             batch: A batch on the model's device.
-            settings: ``[settings, heads]``, gates of all present heads, site after site. What is run is decided by
-                them, so that they should be on the CPU.
+            settings: ``[settings, heads]``, gates of all present heads, site after site. What is
+                run is decided by them, so that they should be on the CPU.
             base: ``[heads]``, gates that most settings differ from at few sites; default ones.
             fill: By site number, what a closed gate lets through instead of nothing: a gate g gives
-                ``g * context + (1 - g) * fill``. ``[heads * width]``; or for each example ``[tokens, heads * width]``.
+                ``g * context + (1 - g) * fill``. ``[heads * width]``; or for each example
+                ``[tokens, heads * width]``.
             number: The batch's number, for messages.
 
         Returns:
@@ -125,7 +126,8 @@ class CandidateLosses:
         fill: Mapping[int, Stand] | None = None,
         number: int = 0,
     ) -> None:
-        """Takes a batch for one that is through, without running its settings; how later ones run depends on it.
+        """Takes a batch for one that is through, without running its settings; how later ones run
+        depends on it.
 
         Args:
             told: What ``told`` gave after the batch.
@@ -136,14 +138,18 @@ class CandidateLosses:
         whole.known.exact = _INEXACT not in told
         self.notes = tuple(note for note in told if note != _INEXACT)
 
-    def _proven(self, batch: Any, base: Tensor, fill: Mapping[int, Stand] | None, number: int) -> _Pass:
+    def _proven(
+        self, batch: Any, base: Tensor, fill: Mapping[int, Stand] | None, number: int
+    ) -> _Pass:
         """A pass of the batch, after the proof where its form is a new one."""
         size, kind = batch_size(batch), form(batch)
         rows, examples = with_rows(batch, size), min(_EXAMPLES, size)
         known = self._known.get(kind)
         new = known is None or not known.rows <= rows or known.examples < examples
         if known is None or new:
-            known = self._known[kind] = Known(rows if known is None else rows & known.rows, examples)
+            known = self._known[kind] = Known(
+                rows if known is None else rows & known.rows, examples
+            )
         whole = _Pass(self, batch, size, known, base, dict(fill or {}), number)
         if new and self.replay:
             self._guarded(whole, whole.prove)
@@ -153,13 +159,20 @@ class CandidateLosses:
         """Runs what goes back to whole passes, with a note, where it fails."""
         try:
             return run()
-        except Exception as error:  # a model that is not made for parts or copies of a batch may raise anything
-            if isinstance(error, InvalidValue) and error.must == "finite":  # of a loss: no way to run it would help
+        except (
+            Exception
+        ) as error:  # a model that is not made for parts or copies of a batch may raise anything
+            if (
+                isinstance(error, InvalidValue) and error.must == "finite"
+            ):  # of a loss: no way to run it would help
                 raise
             whole.known.exact = False
             since = f" from batch {whole.number} on" if whole.number else ""
             why = str(error) or type(error).__name__
-            note = f"Every setting had a whole pass of its own{since}, as passes could not be played back: {why}"
+            note = (
+                f"Every setting had a whole pass of its own{since}, as passes could not be played"
+                f" back: {why}"
+            )
             self.notes = tuple(dict.fromkeys((*self.notes, note)))
             return None
 
@@ -185,32 +198,42 @@ class _Pass:
         if (start, stop) == (0, self.size):
             return self
         batch = over_rows(self.batch, self.known.rows, lambda t: t[start:stop])
-        fill = {site: f if isinstance(f, Tensor) else f[start:stop] for site, f in self.fill.items()}
+        fill = {
+            site: f if isinstance(f, Tensor) else f[start:stop] for site, f in self.fill.items()
+        }
         return _Pass(self.of, batch, stop - start, self.known, self.base, fill, self.number)
 
     def twice(self) -> _Pass:
         """All of its examples, and all again."""
         fill = {site: f if isinstance(f, Tensor) else f * 2 for site, f in self.fill.items()}
-        return _Pass(self.of, self._copied(2), 2 * self.size, self.known, self.base, fill, self.number)
+        return _Pass(
+            self.of, self._copied(2), 2 * self.size, self.known, self.base, fill, self.number
+        )
 
     def _copied(self, copies: int) -> Any:
         return over_rows(self.batch, self.known.rows, lambda t: repeated_along(t, copies, 0))
 
     @full_precision()
     def prove(self) -> None:
-        """Shows on two examples that parts, copies and passes from the middle on give the losses of whole passes.
+        """Shows on two examples that parts, copies and passes from the middle on give the losses of
+        whole passes.
 
         Raises:
             CannotReplay: they do not.
         """
         small, known, tape = self.part(0, self.known.examples), self.known, self.of.tape
         doubled = small.twice().record()
-        check_finite([(self.number, doubled)])  # at once: after a loss that is not finite no pass is worth its time
+        check_finite(
+            [(self.number, doubled)]
+        )  # at once: after a loss that is not finite no pass is worth its time
         twice = self._recorded()
         losses = small.record()
         check_finite([(self.number, losses)])
         once = self._recorded()
-        alone = [small.part(i, i + 1).naive(losses.new_zeros(0, len(self.base)))[1] for i in range(small.size)]
+        alone = [
+            small.part(i, i + 1).naive(losses.new_zeros(0, len(self.base)))[1]
+            for i in range(small.size)
+        ]
         small.compare(losses, torch.cat(alone), "the losses of two examples")
         small.compare(doubled, torch.cat([losses, losses]), "the losses of a batch taken twice")
         known.axes = {place: batch_axis(once.get(place), shape) for place, shape in twice.items()}
@@ -220,26 +243,39 @@ class _Pass:
         known.largest = largest_row(self.batch, known.rows)
         played, settings = [], []
         for number, site in enumerate(tape.order()):
-            two = self._flipped(site)  # they run as one batch: were one wrong because of the other, both would be
+            two = self._flipped(
+                site
+            )  # they run as one batch: were one wrong because of the other, both would be
             played.append(small._play(site, two)[number % 2])
             settings.append(two[number % 2])
         if settings:
             expected = small.naive(torch.stack(settings))[0]
-            small.compare(torch.stack(played), expected.to(played[0].dtype), "losses from the middle of a pass on")
+            small.compare(
+                torch.stack(played),
+                expected.to(played[0].dtype),
+                "losses from the middle of a pass on",
+            )
 
     def compare(self, got: Tensor, expected: Tensor, what: str, wider: float = 1.0) -> None:
         """Raises:
         InvalidValue: a loss that is not finite, which no other way to run the passes would help.
         CannotReplay: losses that are apart.
         """
-        gap = float(((got - expected).abs() / expected.abs().clamp(min=1)).max()) if got.numel() else 0.0
+        gap = (
+            float(((got - expected).abs() / expected.abs().clamp(min=1)).max())
+            if got.numel()
+            else 0.0
+        )
         if gap <= wider * _TOLERANCE.get(got.dtype, 1e-2):
             return
-        check_finite((self.number, losses.reshape(-1, self.size).amax(0)) for losses in (expected, got))
+        check_finite(
+            (self.number, losses.reshape(-1, self.size).amax(0)) for losses in (expected, got)
+        )
         raise CannotReplay(what, "those of whole passes of each example alone", f"{gap:.1e} off")
 
     def _flipped(self, site: int) -> Tensor:
-        """Two settings that differ from the base in a head of one site, another one if it has two."""
+        """Two settings that differ from the base in a head of one site, another one if it has
+        two."""
         start, count = sum(self.of.sizes[:site]), self.of.sizes[site]
         two = self.base.repeat(2, 1)
         two[0, start] = 1 - two[0, start]
@@ -250,13 +286,19 @@ class _Pass:
     def _recorded(self) -> dict[tuple[Key, int], tuple[int, ...]]:
         """Shapes of all tensors on the tape."""
         outputs = self.of.tape.outputs.items()
-        return {(key, i): tuple(t.shape) for key, output in outputs for i, t in enumerate(tensors(output))}
+        return {
+            (key, i): tuple(t.shape)
+            for key, output in outputs
+            for i, t in enumerate(tensors(output))
+        }
 
     def checked(self, settings: Tensor) -> tuple[Tensor, Tensor]:
-        """``in_parts``; of the first batch, a setting against a whole pass, for the proof has seen two examples.
+        """``in_parts``; of the first batch, a setting against a whole pass, for the proof has seen
+        two examples.
 
         Raises:
-            CannotReplay: they are apart, as where the loss couples examples that were not in the proof.
+            CannotReplay: they are apart, as where the loss couples examples that were not in the
+                proof.
         """
         found = self.in_parts(settings)
         firsts = first_sites(self.of.sizes, self.of.tape.order(), settings, self.base)
@@ -270,12 +312,17 @@ class _Pass:
     def in_parts(self, settings: Tensor) -> tuple[Tensor, Tensor]:
         """Only what each setting changes, of as many examples at once as the memory allows."""
         known = self.known
-        growth = max(1.0, largest_row(self.batch, known.rows) / known.largest) ** 2  # maps of attention grow so
+        growth = (
+            max(1.0, largest_row(self.batch, known.rows) / known.largest) ** 2
+        )  # maps of attention grow so
         rows = int(self.of.max_bytes / max(1.0, growth * (known.kept + known.work)))
         rows = max(1, min(self.size, rows))
         room = int(self.of.max_bytes / max(1.0, growth * known.work * rows))
         starts = range(0, self.size, rows)
-        parts = [self.part(start, min(start + rows, self.size)).replayed(settings, max(1, room)) for start in starts]
+        parts = [
+            self.part(start, min(start + rows, self.size)).replayed(settings, max(1, room))
+            for start in starts
+        ]
         return torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
 
     def naive(self, settings: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,7 +346,9 @@ class _Pass:
             places = [index for _, index in group]
             context = tape.gates[site].given[0]
             tokens = max(1, context.numel() // context.shape[-1])
-            width = max(1, min(-(-_TOKENS.get(context.device.type, _TOKENS_ELSEWHERE) // tokens), room))
+            width = max(
+                1, min(-(-_TOKENS.get(context.device.type, _TOKENS_ELSEWHERE) // tokens), room)
+            )
             for start in range(0, len(places), width):
                 some = places[start : start + width]
                 played = self._play(site, settings[some]).to(losses.dtype)
@@ -319,18 +368,23 @@ class _Pass:
 
         caller = self._caller(settings, copies)
         run = functools.partial(self._losses, self._copied(copies))
-        found: Tensor = tape.play(run, site, functools.partial(self._changed, site, settings, caller), caller, repeat)
+        found: Tensor = tape.play(
+            run, site, functools.partial(self._changed, site, settings, caller), caller, repeat
+        )
         return found.view(copies, self.size)
 
     def _losses(self, batch: Any) -> Tensor:
         return shaped_losses(self.of.loss, self.of.model, batch, self.number)
 
     def _run(self, gates: Tensor) -> Tensor:
-        losses: Tensor = self.of.tape.run(functools.partial(self._losses, self.batch), self._caller(gates[None], 1))
+        losses: Tensor = self.of.tape.run(
+            functools.partial(self._losses, self.batch), self._caller(gates[None], 1)
+        )
         return losses
 
     def _caller(self, settings: Tensor, copies: int) -> Callable[..., Any]:
-        """Calls a gate with every copy's gates, a row of ``settings`` for all examples of a copy."""
+        """Calls a gate with every copy's gates, a row of ``settings`` for all examples of a
+        copy."""
         rows = settings.split(self.of.sizes, 1)
         closed = [any(part) for part in by_site((settings != 1).any(0).tolist(), self.of.sizes)]
 
@@ -357,8 +411,11 @@ class _Pass:
             return fill.to(context).expand_as(context)
         return repeated_along(torch.stack(fill).to(context), copies, 0)
 
-    def _changed(self, site: int, settings: Tensor, caller: Callable[..., Any], call: GateCall) -> Tensor:
-        """What the output projection returns under each setting: its recorded output and what changed heads add."""
+    def _changed(
+        self, site: int, settings: Tensor, caller: Callable[..., Any], call: GateCall
+    ) -> Tensor:
+        """What the output projection returns under each setting: its recorded output and what
+        changed heads add."""
         bound, copies = self.of.bound[site], len(settings)
         gates = settings.split(self.of.sizes, 1)[site]
         before = self.base.split(self.of.sizes)[site]
@@ -376,8 +433,12 @@ class _Pass:
         heads = context.reshape(-1, len(before), context.shape[-1] // len(before))
         if site in self.fill:
             heads = heads - self._stand(site, context, 1).reshape(heads.shape)
-        read = heads[:, index].transpose(0, 1) * delta[:, None, :, None]  # [copies, tokens, changed heads, width]
-        write = weight.unflatten(1, (len(before), -1)).movedim(0, -1)[index]  # [copies, changed heads, width, out]
+        read = (
+            heads[:, index].transpose(0, 1) * delta[:, None, :, None]
+        )  # [copies, tokens, changed heads, width]
+        write = weight.unflatten(1, (len(before), -1)).movedim(0, -1)[
+            index
+        ]  # [copies, changed heads, width, out]
         base = call.output.reshape(1, -1, call.output.shape[-1]).expand(copies, -1, -1)
         out = torch.baddbmm(base, read.flatten(2), write.flatten(1, 2))
         return out.view(copies * call.output.shape[0], *call.output.shape[1:])

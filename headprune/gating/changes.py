@@ -1,5 +1,5 @@
-"""What settings of gates change, decided on the CPU, what their losses and recorded tensors have in common, and what is
-known of batches of one form."""
+"""What settings of gates change, decided on the CPU, what their losses and recorded tensors have in
+common, and what is known of batches of one form."""
 
 from __future__ import annotations
 
@@ -49,14 +49,18 @@ def on_cpu(settings: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def worst(losses: Tensor, base: Tensor) -> Tensor:
-    """``[batch]``: of each example one of its losses, one that is not finite if there is such a one."""
+    """``[batch]``: of each example one of its losses, one that is not finite if there is such a
+    one."""
     every = torch.cat([base[None], losses])
     highest = every.amax(0)
     return torch.where(highest.isfinite(), every.amin(0), highest)
 
 
-def first_sites(sizes: Sequence[int], order: Sequence[int], settings: Tensor, base: Tensor) -> list[tuple[int, int]]:
-    """``(site, setting)`` for every setting that changes a gate that is called, by the first such gate."""
+def first_sites(
+    sizes: Sequence[int], order: Sequence[int], settings: Tensor, base: Tensor
+) -> list[tuple[int, int]]:
+    """``(site, setting)`` for every setting that changes a gate that is called, by the first such
+    gate."""
     rows = [list(map(any, by_site(row, sizes))) for row in (settings != base).tolist()]
     places = [next((p for p, site in enumerate(order) if changed[site]), None) for changed in rows]
     found = sorted((place, setting) for setting, place in enumerate(places) if place is not None)
@@ -64,7 +68,8 @@ def first_sites(sizes: Sequence[int], order: Sequence[int], settings: Tensor, ba
 
 
 def crowded(firsts: Sequence[tuple[int, int]]) -> int:
-    """A setting of the site with the most of ``first_sites``, whose settings run as the largest batch."""
+    """A setting of the site with the most of ``first_sites``, whose settings run as the largest
+    batch."""
     counts = Counter(site for site, _ in firsts)
     most = max(counts.values())
     return next(setting for site, setting in firsts if counts[site] == most)
@@ -81,8 +86,12 @@ def batch_axis(once: tuple[int, ...] | None, twice: tuple[int, ...]) -> int | No
     if once == twice:
         return None
     if once is None or len(once) != len(twice):
-        raise CannotReplay("a recorded tensor", "one a call, whatever the batch", f"{once} and {twice}")
+        raise CannotReplay(
+            "a recorded tensor", "one a call, whatever the batch", f"{once} and {twice}"
+        )
     differ = [axis for axis, (a, b) in enumerate(zip(once, twice, strict=True)) if a != b]
     if len(differ) != 1 or twice[differ[0]] != 2 * once[differ[0]]:
-        raise CannotReplay("a recorded tensor", "longer on one axis for more examples", f"{once} and {twice}")
+        raise CannotReplay(
+            "a recorded tensor", "longer on one axis for more examples", f"{once} and {twice}"
+        )
     return differ[0]

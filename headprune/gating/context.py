@@ -1,10 +1,13 @@
-"""``gated``: a context manager that multiplies every head's output, at the output projection's input.
+"""``gated``: a context manager that multiplies every head's output, at the output projection's
+input.
 
-Multiplying there equals multiplying the head's attention probabilities and works with every attention kernel.
+Multiplying there equals multiplying the head's attention probabilities and works with every
+attention kernel.
 
-For as long as the block lasts, the projection's class is a subclass of its own that multiplies its input before
-anything else happens. Forward hooks would be simpler, but ``torch.compile`` ignores hooks that are added after a
-model was compiled and run; it does check classes, so the gates take effect there too.
+For as long as the block lasts, the projection's class is a subclass of its own that multiplies its
+input before anything else happens. Forward hooks would be simpler, but ``torch.compile`` ignores
+hooks that are added after a model was compiled and run; it does check classes, so the gates take
+effect there too.
 """
 
 from __future__ import annotations
@@ -36,20 +39,24 @@ Gates: TypeAlias = "PruningPlan | HeadMask | Mapping[str, Array] | Array"
 
 
 @contextmanager
-def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None = None) -> Iterator[nn.Module]:
-    """Runs ``model`` with a gate on every head; leaves no trace behind, also after an exception. Nests: gates multiply.
+def gated(
+    model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None = None
+) -> Iterator[nn.Module]:
+    """Runs ``model`` with a gate on every head; leaves no trace behind, also after an exception.
+    Nests: gates multiply.
 
     Args:
         model: Any model with sites.
-        gates: A plan or a mask (kept heads 1, others 0); or a mapping from site name to a tensor ``[heads]`` or, one
-            row an example, ``[batch, heads]`` (``[batch, tokens, heads]`` gates every token); or one tensor
-            ``[layers, heads]`` for all sites in model order. Heads are the present ones, in order. Sites that a
-            mapping leaves out are not gated. NumPy arrays and booleans are taken, too.
+        gates: A plan or a mask (kept heads 1, others 0); or a mapping from site name to a tensor
+            ``[heads]`` or, one row an example, ``[batch, heads]`` (``[batch, tokens, heads]`` gates
+            every token); or one tensor ``[layers, heads]`` for all sites in model order. Heads are
+            the present ones, in order. Sites that a mapping leaves out are not gated. NumPy arrays
+            and booleans are taken, too.
         sites: Where; default ``find_sites(model)``.
 
-    Gates are differentiable: the gradient at gates of 1 is the head's first-order importance. With gradient
-    checkpointing, run the backward pass inside the block too, because it runs the forward again. A copy of the model
-    that is made inside has no gates.
+    Gates are differentiable: the gradient at gates of 1 is the head's first-order importance. With
+    gradient checkpointing, run the backward pass inside the block too, because it runs the forward
+    again. A copy of the model that is made inside has no gates.
 
     Raises:
         InvalidValue: a tensor of a wrong shape.
@@ -71,11 +78,14 @@ def gated(model: nn.Module, gates: Gates, sites: Iterable[AttentionSite] | None 
 
 
 @contextmanager
-def installed(model: nn.Module, gates: list[tuple[BoundSite, Tensor]]) -> Iterator[list[Callable[[Tensor], None]]]:
+def installed(
+    model: nn.Module, gates: list[tuple[BoundSite, Tensor]]
+) -> Iterator[list[Callable[[Tensor], None]]]:
     """Puts a gate on every given site that has heads, for the length of the block.
 
     Yields:
-        For every such site, in order, what puts another gate of its shape in the place of the present one.
+        For every such site, in order, what puts another gate of its shape in the place of the
+        present one.
     """
     with ExitStack() as stack:
         wanted = [(site, gate) for site, gate in gates if site.site.heads]
@@ -93,7 +103,9 @@ def _put_spread(put: Callable[[Tensor], None], site: BoundSite, gate: Tensor) ->
     put(spread(gate, site))
 
 
-def gate_tensors(model: nn.Module, gates: Gates, bound: list[BoundSite]) -> list[tuple[BoundSite, Tensor]]:
+def gate_tensors(
+    model: nn.Module, gates: Gates, bound: list[BoundSite]
+) -> list[tuple[BoundSite, Tensor]]:
     """Any accepted form of gates as one tensor ``[..., present heads]`` a site, checked."""
     if isinstance(gates, (PruningPlan, HeadMask)):
         for note in check_plan(model, [b.site for b in bound], gates):
@@ -106,9 +118,13 @@ def gate_tensors(model: nn.Module, gates: Gates, bound: list[BoundSite]) -> list
         by_name = {b.site.name: b for b in bound}
         for name in gates:
             if name not in by_name:
-                raise UnknownName("gates", "keyed by site names", repr(name), did_you_mean(str(name), by_name))
+                raise UnknownName(
+                    "gates", "keyed by site names", repr(name), did_you_mean(str(name), by_name)
+                )
         return [(by_name[name], _checked(gate, by_name[name])) for name, gate in gates.items()]
-    must = "a plan, a mask, a mapping from site name to tensor, or a tensor or array [layers, heads]"
+    must = (
+        "a plan, a mask, a mapping from site name to tensor, or a tensor or array [layers, heads]"
+    )
     raise InvalidValue("gates", must, type(gates).__name__)
 
 
@@ -123,7 +139,9 @@ def _as_tensor(gates: Any) -> Any:
 def _from_mask(bound: BoundSite, mask: HeadMask) -> Tensor:
     kept = mask.kept(bound.site.name)
     device = device_of(bound.module)
-    known = None if device.type == "meta" else device  # a module around it may fetch its weights: then gates follow
+    known = (
+        None if device.type == "meta" else device
+    )  # a module around it may fetch its weights: then gates follow
     gates = [float(h in kept) for h in bound.site.heads]
     return sent(gates, known or torch.device("cpu"), torch.float32)
 
@@ -132,7 +150,9 @@ def _from_table(table: Tensor, bound: list[BoundSite]) -> list[tuple[BoundSite, 
     counts = [len(b.site.heads) for b in bound]
     if len(set(counts)) != 1:
         hint = "Give a mapping from site name to a tensor [heads]."
-        raise InvalidValue("gates", "a mapping, because the layers have different head counts", str(counts), hint)
+        raise InvalidValue(
+            "gates", "a mapping, because the layers have different head counts", str(counts), hint
+        )
     if tuple(table.shape) != (len(bound), counts[0]):
         must = f"of shape [layers, heads] = [{len(bound)}, {counts[0]}]"
         raise InvalidValue("gates", must, list(table.shape))
@@ -154,12 +174,15 @@ def _checked(gate: Any, bound: BoundSite) -> Tensor:
 
 
 def spread(gate: Tensor, bound: BoundSite) -> Tensor:
-    """The gate in the shape in which it multiplies ``[batch, tokens, heads, width]`` (or its sequence-first twin)."""
+    """The gate in the shape in which it multiplies ``[batch, tokens, heads, width]`` (or its
+    sequence-first twin)."""
     if gate.ndim == 2:
         gate = gate.unsqueeze(1)
     if bound.layout.batch_axis == 1 and gate.ndim == 3:
         gate = gate.transpose(0, 1)
-    if bound.layout.windows and gate.ndim == 3:  # one dimension more: examples x tokens of all windows x 1
+    if (
+        bound.layout.windows and gate.ndim == 3
+    ):  # one dimension more: examples x tokens of all windows x 1
         gate = gate.unsqueeze(2)
     return gate.unsqueeze(-1)
 
@@ -171,17 +194,26 @@ def multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
         if gate.ndim > heads.ndim:  # windows of an example lie on the batch axis, one after another
             examples, tokens = gate.shape[0], heads.shape[0] * heads.shape[1] // gate.shape[0]
             if heads.shape[0] % examples or gate.shape[1] not in (1, tokens):
-                must = f"for the {heads.shape[0]} windows of {heads.shape[1]} tokens that the model runs on"
-                raise InvalidValue("gates", must, f"gates of {examples} examples x {gate.shape[1]} tokens")
+                must = (
+                    f"for the {heads.shape[0]} windows of {heads.shape[1]} tokens that the model"
+                    " runs on"
+                )
+                raise InvalidValue(
+                    "gates", must, f"gates of {examples} examples x {gate.shape[1]} tokens"
+                )
             heads = heads.unflatten(0, (examples, -1))
             if gate.shape[1] != 1:
                 gate = gate.flatten(1, 2).unflatten(1, heads.shape[1:3])
         rows, given = heads.shape[:-2], gate.shape[:-2]
         # Checked by hand: broadcasting would let a gate an example fit another axis by chance.
-        if given and (len(given) != len(rows) or any(g not in (1, n) for g, n in zip(given, rows, strict=True))):
+        if given and (
+            len(given) != len(rows)
+            or any(g not in (1, n) for g, n in zip(given, rows, strict=True))
+        ):
             must = f"for the {' x '.join(map(str, rows))} rows that the model runs on"
             raise InvalidValue("gates", must, f"gates of shape {list(gate.shape[:-1])}")
-        # A gradient of a gate is a long sum: where it is asked for, products and sum are as wide as the gate.
+        # A gradient of a gate is a long sum: where it is asked for, products and sum are as wide as
+        # the gate.
         asked = gate.requires_grad and torch.is_grad_enabled()
         kind = torch.promote_types(heads.dtype, gate.dtype) if asked else heads.dtype
         x = (heads.to(kind) * gate.to(heads.device, kind)).to(x.dtype).view(x.shape)
@@ -189,33 +221,42 @@ def multiplied(x: Tensor, gates: Iterable[Tensor]) -> Tensor:
 
 
 class _Gated(nn.Module):
-    """Mixed into a projection's class: multiplies the heads in its input, then calls it as it was."""
+    """Mixed into a projection's class: multiplies the heads in its input, then calls it as it
+    was."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(multiplied(x, getattr(self, GATES_ATTRIBUTE)), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Gates belong to the block: a copy or a pickle made inside would carry them out of it for ever.
+        # Gates belong to the block: a copy or a pickle made inside would carry them out of it for
+        # ever.
         state = {k: v for k, v in self.__dict__.items() if k != GATES_ATTRIBUTE}
         return remade(ungated_class(type(self)), state)
 
 
 class _GatedOutput(_Gated):
-    """Mixed into an attention without an output projection: multiplies the heads in what it returns."""
+    """Mixed into an attention without an output projection: multiplies the heads in what it
+    returns."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = super(_Gated, self).__call__(*args, **kwargs)
-        return multiplied_output(out, getattr(self, GATES_ATTRIBUTE), getattr(self, STATE_ATTRIBUTE, None))
+        return multiplied_output(
+            out, getattr(self, GATES_ATTRIBUTE), getattr(self, STATE_ATTRIBUTE, None)
+        )
 
 
 def multiplied_output(out: Any, gates: Iterable[Tensor], state: HeadState | None) -> Any:
-    """What an attention without an output projection returns, with every head multiplied by its gates."""
+    """What an attention without an output projection returns, with every head multiplied by its
+    gates."""
     gates = [for_all_heads(gate, state) for gate in gates]
-    return multiplied(out, gates) if isinstance(out, Tensor) else (multiplied(out[0], gates), *out[1:])
+    return (
+        multiplied(out, gates) if isinstance(out, Tensor) else (multiplied(out[0], gates), *out[1:])
+    )
 
 
 def for_all_heads(gate: Tensor, state: HeadState | None) -> Tensor:
-    """Gates ``[..., heads, 1]`` for the width that such an attention keeps: one, times zeros, where heads have left."""
+    """Gates ``[..., heads, 1]`` for the width that such an attention keeps: one, times zeros, where
+    heads have left."""
     if state is None:
         return gate
     every = gate.new_ones(*gate.shape[:-2], state.n_query_heads, gate.shape[-1])
@@ -232,12 +273,18 @@ def ungated_class(kind: type) -> type:
 @cache
 def gated_class(kind: type[nn.Module], original: type) -> type[Any]:
     """A module's class with ``kind`` in front of it; ``ungated_class`` is the way back."""
-    body = {"__doc__": original.__doc__, "__module__": original.__module__, "headprune_ungated": original}
+    body = {
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+        "headprune_ungated": original,
+    }
     return type(original.__name__, (kind, original), body)
 
 
 @contextmanager
-def _gated(projection: nn.Module, kind: type[_Gated], gate: Tensor) -> Iterator[Callable[[Tensor], None]]:
+def _gated(
+    projection: nn.Module, kind: type[_Gated], gate: Tensor
+) -> Iterator[Callable[[Tensor], None]]:
     """Yields what puts another gate in the place of this one."""
     before, own = type(projection), [gate]
     outer: tuple[Tensor, ...] = getattr(projection, GATES_ATTRIBUTE, ())

@@ -1,4 +1,5 @@
-"""The last step of an attention under gates: its output where it has no projection, and the projection's weight."""
+"""The last step of an attention under gates: its output where it has no projection, and the
+projection's weight."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def output_gated(out: Any, gate: Tensor, bound: BoundSite, fill: Stand | None) -
 
 
 def plain_weight(bound: BoundSite) -> Tensor | None:
-    """The output projection's weight ``[out, heads * width]``, if it does nothing but multiply by it."""
+    """The output projection's weight ``[out, heads * width]``, if it does nothing but multiply by
+    it."""
     gate = bound.gate
     own: Any = gate.__dict__["forward"].__wrapped__  # what stands there while a tape runs
     linear = type(gate).forward is nn.Linear.forward

@@ -1,4 +1,5 @@
-"""Which tensors of a batch have a row for every example; batches of some examples, or of all of them several times."""
+"""Which tensors of a batch have a row for every example; batches of some examples, or of all of
+them several times."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def with_rows(batch: Any, size: int) -> frozenset[Path]:
     return frozenset(path for path, t in tensors_at(batch) if t.ndim and t.shape[0] == size)
 
 
-def over_rows(value: Any, rows: frozenset[Path], function: Callable[[Tensor], Tensor], path: Path = ()) -> Any:
+def over_rows(
+    value: Any, rows: frozenset[Path], function: Callable[[Tensor], Tensor], path: Path = ()
+) -> Any:
     """The batch with ``function`` of every tensor at ``rows``."""
     if isinstance(value, Tensor):
         return function(value) if path in rows else value
@@ -46,7 +49,8 @@ def over_rows(value: Any, rows: frozenset[Path], function: Callable[[Tensor], Te
 
 
 def repeated_along(tensor: Tensor, copies: int, axis: int) -> Tensor:
-    """All examples once, then all again, ...: ``copies`` times along an axis whose major order is examples."""
+    """All examples once, then all again, ...: ``copies`` times along an axis whose major order is
+    examples."""
     return tensor if copies == 1 else torch.cat([tensor] * copies, axis)
 
 

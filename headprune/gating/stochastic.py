@@ -1,7 +1,8 @@
-"""Random gates whose distribution is trained: what is drawn, what is expected, and the decision; no model in sight.
+"""Random gates whose distribution is trained: what is drawn, what is expected, and the decision; no
+model in sight.
 
-A prune unit (a head, or a KV group with its query heads) has one number, its weight w, and one gate. ``sizes`` says how
-many heads each unit has; counts of heads are sums of sizes.
+A prune unit (a head, or a KV group with its query heads) has one number, its weight w, and one
+gate. ``sizes`` says how many heads each unit has; counts of heads are sums of sizes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _HALVINGS = 80
 
 
 class GateDistribution(ABC):
-    """One random gate a unit, differentiable in the weights; subclasses are frozen dataclasses of their settings.
+    """One random gate a unit, differentiable in the weights; subclasses are frozen dataclasses of
+    their settings.
 
-    Everywhere: ``weights`` ``[units]``, ``sizes`` ``[units]`` of the same dtype, on the CPU (heads are counted there),
-    ``step`` the number of training forwards before this one.
+    Everywhere: ``weights`` ``[units]``, ``sizes`` ``[units]`` of the same dtype, on the CPU (heads
+    are counted there), ``step`` the number of training forwards before this one.
     """
 
     name: ClassVar[str]
@@ -68,8 +70,11 @@ class GateDistribution(ABC):
         """How many heads a draw leaves open on average."""
 
     @abstractmethod
-    def penalty(self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int) -> Tensor:
-        """What is added to the loss. ``multipliers`` ``[n_multipliers]`` ascend where the weights descend."""
+    def penalty(
+        self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int
+    ) -> Tensor:
+        """What is added to the loss. ``multipliers`` ``[n_multipliers]`` ascend where the weights
+        descend."""
 
     @abstractmethod
     def told(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
@@ -78,20 +83,24 @@ class GateDistribution(ABC):
 
 @dataclass(frozen=True)
 class HardConcrete(GateDistribution):
-    """Gates that are 0 or 1 with a probability above zero and have gradients in between: L0 regularisation of heads.
+    """Gates that are 0 or 1 with a probability above zero and have gradients in between: L0
+    regularisation of heads.
 
-    ``g = clip(s (upper - lower) + lower, 0, 1)``, ``s = sigmoid((log u - log(1 - u) + w) / temperature)``, u uniform.
-    ``P(g > 0) = sigmoid(w - temperature log(-lower / upper))``. Evaluation uses ``clip(sigmoid(w) (upper - lower) +
-    lower, 0, 1)``; a unit stays if ``P(g > 0) > 1/2``.
+    ``g = clip(s (upper - lower) + lower, 0, 1)``,
+    ``s = sigmoid((log u - log(1 - u) + w) / temperature)``, u uniform.
+    ``P(g > 0) = sigmoid(w - temperature log(-lower / upper))``. Evaluation uses
+    ``clip(sigmoid(w) (upper - lower) + lower, 0, 1)``; a unit stays if ``P(g > 0) > 1/2``.
 
-    Source: Louizos et al. 2018, "Learning Sparse Neural Networks through L0 Regularization", section 2.2; for heads
-    Voita et al. 2019, "Analyzing Multi-Head Self-Attention", section 5. The penalty is one of two:
+    Source: Louizos et al. 2018, "Learning Sparse Neural Networks through L0 Regularization",
+    section 2.2; for heads Voita et al. 2019, "Analyzing Multi-Head Self-Attention", section 5. The
+    penalty is one of two:
 
-    - ``price`` (lambda): ``price * sum_h P(g_h > 0)``, a sum over all heads as in the papers; Voita's code averages
-      over the heads of a layer and then over layers.
-    - ``keep``: ``l1 (s - t) + l2 (s - t)^2``, s the expected share of closed heads, t the wanted one, l1 and l2 learned
-      by gradient ascent (Xia et al. 2022, CoFi, section 3.2; there s is a share of parameters). s goes past t before it
-      settles, with small targets for some hundreds of steps: ``expected_open()`` says where it is.
+    - ``price`` (lambda): ``price * sum_h P(g_h > 0)``, a sum over all heads as in the papers;
+      Voita's code averages over the heads of a layer and then over layers.
+    - ``keep``: ``l1 (s - t) + l2 (s - t)^2``, s the expected share of closed heads, t the wanted
+      one, l1 and l2 learned by gradient ascent (Xia et al. 2022, CoFi, section 3.2; there s is a
+      share of parameters). s goes past t before it settles, with small targets for some hundreds of
+      steps: ``expected_open()`` says where it is.
 
     Args:
         keep: Heads that stay in expectation: a share, or a count; the Lagrangian.
@@ -120,13 +129,17 @@ class HardConcrete(GateDistribution):
     def __post_init__(self) -> None:
         if (self.keep is None) == (self.price is None):
             got = f"keep={self.keep}, price={self.price}"
-            raise InvalidValue("HardConcrete", "given keep (a target) or price (lambda), one of them", got)
+            raise InvalidValue(
+                "HardConcrete", "given keep (a target) or price (lambda), one of them", got
+            )
         if self.keep is not None:
             _check_keep("HardConcrete.keep", self.keep)
         if self.price is not None and not (math.isfinite(self.price) and self.price > 0):
             raise InvalidValue("HardConcrete.price", "a number above 0", self.price)
         if self.warmup < 0:
-            raise InvalidValue("HardConcrete.warmup", "a count of training forwards, >= 0", self.warmup)
+            raise InvalidValue(
+                "HardConcrete.warmup", "a count of training forwards, >= 0", self.warmup
+            )
         if not 0 < self.temperature < math.inf:
             raise InvalidValue("HardConcrete.temperature", "a number above 0", self.temperature)
         if not math.isfinite(self.start):
@@ -162,7 +175,9 @@ class HardConcrete(GateDistribution):
     def expected_open(self, weights: Tensor, sizes: Tensor) -> Tensor:
         return (self.p_open(weights) * sent(sizes, weights.device)).sum()
 
-    def penalty(self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int) -> Tensor:
+    def penalty(
+        self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int
+    ) -> Tensor:
         risen = min(1.0, step / self.warmup) if self.warmup else 1.0
         if self.price is not None:
             return risen * self.price * self.expected_open(weights, sizes)
@@ -171,15 +186,27 @@ class HardConcrete(GateDistribution):
         n_heads = int(sizes.sum())
         wanted = risen * (1 - heads_kept("HardConcrete.keep", self.keep, n_heads) / n_heads)
         over = 1 - self.expected_open(weights, sizes) / n_heads - wanted
-        first, second = 2 * multipliers.detach() - multipliers  # the value, with the gradient's sign turned: ascent
+        first, second = (
+            2 * multipliers.detach() - multipliers
+        )  # the value, with the gradient's sign turned: ascent
         price: Tensor = first * over + second * over.square()
         return price
 
     def told(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
-        n_open, n_hard = float(self.expected_open(weights, sizes)), int((self.hard(weights, sizes).cpu() * sizes).sum())
+        n_open, n_hard = (
+            float(self.expected_open(weights, sizes)),
+            int((self.hard(weights, sizes).cpu() * sizes).sum()),
+        )
         n_heads = int(sizes.sum())
-        target = "" if self.keep is None else f" (asked: {heads_kept('HardConcrete.keep', self.keep, n_heads)})"
-        notes = [f"{n_open:.1f} of {n_heads} heads open in expectation{target}, {n_hard} with P(open) > 1/2."]
+        target = (
+            ""
+            if self.keep is None
+            else f" (asked: {heads_kept('HardConcrete.keep', self.keep, n_heads)})"
+        )
+        notes = [
+            f"{n_open:.1f} of {n_heads} heads open in expectation{target}, {n_hard} with P(open) >"
+            " 1/2."
+        ]
         if step < self.warmup:
             notes.append(f"Still warming up: {step} of {self.warmup} training forwards.")
         return tuple(notes)
@@ -190,15 +217,17 @@ class HardConcrete(GateDistribution):
 
 @dataclass(frozen=True)
 class SubsetTopk(GateDistribution):
-    """Gates that always add up to k heads, soft at first and ever harder: a subset of exactly k heads in the end.
+    """Gates that always add up to k heads, soft at first and ever harder: a subset of exactly k
+    heads in the end.
 
-    ``g = sigmoid((w + e - v) / T)``, e Gumbel noise, v the threshold at which the gates add up to k; T falls
-    geometrically from ``start`` to ``end``. Evaluation opens the k heads of the largest w, no other.
+    ``g = sigmoid((w + e - v) / T)``, e Gumbel noise, v the threshold at which the gates add up to
+    k; T falls geometrically from ``start`` to ``end``. Evaluation opens the k heads of the largest
+    w, no other.
 
-    Source: Li et al. 2021, "Differentiable Subset Pruning of Transformer Heads", section 3.3. They draw k times from a
-    softmax, each time without what was drawn before (O(n k)); v by bisection with an exact gradient has the same sum
-    and the same limit for T -> 0 in O(n). Their hard gates compare with the k-th weight, so that ties keep fewer; here
-    the earlier unit stays.
+    Source: Li et al. 2021, "Differentiable Subset Pruning of Transformer Heads", section 3.3. They
+    draw k times from a softmax, each time without what was drawn before (O(n k)); v by bisection
+    with an exact gradient has the same sum and the same limit for T -> 0 in O(n). Their hard gates
+    compare with the k-th weight, so that ties keep fewer; here the earlier unit stays.
 
     Args:
         keep: Heads that stay: a share (rounded down, as in ``Budget``), or a count.
@@ -209,7 +238,10 @@ class SubsetTopk(GateDistribution):
 
     >>> soft = SubsetTopk(keep=2, steps=10)
     >>> w, heads = torch.tensor([3.0, 1.0, 2.0, 0.0]), torch.ones(4)
-    >>> print(f"{float(soft.sample(w, torch.zeros(4), heads, step=0).sum()):.4f}", soft.hard(w, heads).tolist())
+    >>> print(
+    ...     f"{float(soft.sample(w, torch.zeros(4), heads, step=0).sum()):.4f}",
+    ...     soft.hard(w, heads).tolist(),
+    ... )
     2.0000 [1.0, 0.0, 1.0, 0.0]
     """
 
@@ -225,7 +257,9 @@ class SubsetTopk(GateDistribution):
         if self.steps < 1:
             raise InvalidValue("SubsetTopk.steps", "a count of training forwards, >= 1", self.steps)
         if not 0 < self.end <= self.start < math.inf:
-            raise InvalidValue("SubsetTopk(start=, end=)", "temperatures, 0 < end <= start", (self.start, self.end))
+            raise InvalidValue(
+                "SubsetTopk(start=, end=)", "temperatures, 0 < end <= start", (self.start, self.end)
+            )
 
     def initial(self, n_units: int) -> Tensor:
         return torch.zeros(n_units)
@@ -251,7 +285,9 @@ class SubsetTopk(GateDistribution):
     def expected_open(self, weights: Tensor, sizes: Tensor) -> Tensor:
         return torch.full((), float(self._k(sizes)), dtype=weights.dtype, device=weights.device)
 
-    def penalty(self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int) -> Tensor:
+    def penalty(
+        self, weights: Tensor, multipliers: Tensor | None, sizes: Tensor, step: int
+    ) -> Tensor:
         return weights.new_zeros(())
 
     def told(self, weights: Tensor, sizes: Tensor, step: int) -> tuple[str, ...]:
@@ -266,10 +302,11 @@ class SubsetTopk(GateDistribution):
 
 
 def soft_subset(weights: Tensor, k: float, temperature: float, sizes: Tensor) -> Tensor:
-    """``sigmoid((w - v) / T)`` with v such that the gates, each times its unit's heads, add up to ``k``.
+    """``sigmoid((w - v) / T)`` with v such that the gates, each times its unit's heads, add up to
+    ``k``.
 
-    v is found by bisection, without gradients; a Newton step from there changes nothing but gives v the gradient of
-    the implicit function, so that the gates' gradients add up to zero.
+    v is found by bisection, without gradients; a Newton step from there changes nothing but gives v
+    the gradient of the implicit function, so that the gates' gradients add up to zero.
 
     Args:
         weights: ``[units]``.
@@ -279,7 +316,9 @@ def soft_subset(weights: Tensor, k: float, temperature: float, sizes: Tensor) ->
     """
     # Many small steps are no work for an accelerator; it is waited for once.
     w, n = weights.detach().cpu().double(), sizes.cpu().double()
-    reach = 40 * temperature + 1e-6 * float(w.abs().max())  # that far away all gates are 0, or all 1, up to rounding
+    reach = 40 * temperature + 1e-6 * float(
+        w.abs().max()
+    )  # that far away all gates are 0, or all 1, up to rounding
     low, high = float(w.min()) - reach, float(w.max()) + reach
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -288,14 +327,17 @@ def soft_subset(weights: Tensor, k: float, temperature: float, sizes: Tensor) ->
     v = torch.full((), middle, dtype=weights.dtype, device=weights.device)
     near = torch.sigmoid((w - middle) / temperature)
     slope = float((n * near * (1 - near)).sum()) / temperature  # minus the slope of the sum in v
-    if slope > torch.finfo(weights.dtype).eps:  # else every gate is 0 or 1, and nothing has a gradient
+    if (
+        slope > torch.finfo(weights.dtype).eps
+    ):  # else every gate is 0 or 1, and nothing has a gradient
         gates = torch.sigmoid((weights - v) / temperature) * sent(sizes, weights.device)
         v = v + (gates.sum() - k) / slope
     return torch.sigmoid((weights - v) / temperature)
 
 
 def top_units(weights: Tensor, k: int, sizes: Tensor) -> Tensor:
-    """1 for the units of the largest weights that together have at most ``k`` heads; of equals the earlier one."""
+    """1 for the units of the largest weights that together have at most ``k`` heads; of equals the
+    earlier one."""
     kept, left = torch.zeros_like(weights, device="cpu"), k
     for unit in weights.detach().cpu().argsort(descending=True, stable=True).tolist():
         if sizes[unit] <= left:
@@ -303,17 +345,23 @@ def top_units(weights: Tensor, k: int, sizes: Tensor) -> Tensor:
     return sent(kept, weights.device)
 
 
-def heads_kept(where: str, keep: float | int, n_heads: int, unit_sizes: set[int] | None = None) -> int:
-    """``keep`` as a count of heads; a share is rounded down as in ``Budget``, to whole units where all are equal.
+def heads_kept(
+    where: str, keep: float | int, n_heads: int, unit_sizes: set[int] | None = None
+) -> int:
+    """``keep`` as a count of heads; a share is rounded down as in ``Budget``, to whole units where
+    all are equal.
 
     Raises:
-        InvalidValue: not some of the heads but none or all, or a count that whole units of equal size cannot have.
+        InvalidValue: not some of the heads but none or all, or a count that whole units of equal
+            size cannot have.
     """
     kept = allowance(keep, n_heads)
     if isinstance(keep, float) and unit_sizes and len(unit_sizes) == 1:
         kept -= kept % max(unit_sizes)
     if not 0 < kept < n_heads:
-        raise InvalidValue(where, f"some of the {n_heads} heads, neither none nor all", f"{keep} (that is {kept})")
+        raise InvalidValue(
+            where, f"some of the {n_heads} heads, neither none nor all", f"{keep} (that is {kept})"
+        )
     if unit_sizes and len(unit_sizes) == 1 and kept % max(unit_sizes):
         must = f"a multiple of {max(unit_sizes)} heads, which leave together"
         hint = "Or find the sites with policy='balanced' or 'free', where the layout allows it."
@@ -324,7 +372,9 @@ def heads_kept(where: str, keep: float | int, n_heads: int, unit_sizes: set[int]
 def _check_keep(where: str, keep: object) -> None:
     share = isinstance(keep, float) and 0 < keep < 1
     if not share and not (isinstance(keep, int) and not isinstance(keep, bool) and keep > 0):
-        raise InvalidValue(where, "a share of the heads above 0 and below 1, or a count of them >= 1", keep)
+        raise InvalidValue(
+            where, "a share of the heads above 0 and below 1, or a count of them >= 1", keep
+        )
 
 
 def _uniform(n: int, generator: torch.Generator) -> Tensor:

@@ -1,12 +1,15 @@
-"""A tape of one forward pass, from which a second pass goes on in the middle: what comes before is played back.
+"""A tape of one forward pass, from which a second pass goes on in the middle: what comes before is
+played back.
 
-While a pass is recorded, every module that holds a gate, and every direct part of one, keeps what it returned for as
-long as a later gate in the same call may need it. A pass that changes the gates of one site only, or of that site and
-later ones, computes nothing that was computed before that site's output projection: modules that had returned by then
-return what is on the tape, repeated for every copy of the batch. Modules are named by their place in the calls, so that
-one which runs several times (a shared layer, one dropout for all layers) is not confused with itself.
+While a pass is recorded, every module that holds a gate, and every direct part of one, keeps what
+it returned for as long as a later gate in the same call may need it. A pass that changes the gates
+of one site only, or of that site and later ones, computes nothing that was computed before that
+site's output projection: modules that had returned by then return what is on the tape, repeated for
+every copy of the batch. Modules are named by their place in the calls, so that one which runs
+several times (a shared layer, one dropout for all layers) is not confused with itself.
 
-That holds for any code whose modules return the same for the same inputs. ``candidates`` proves it on two examples.
+That holds for any code whose modules return the same for the same inputs. ``candidates`` proves it
+on two examples.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from headprune.core.errors import HeadPruneError
 from headprune.model.running import other_forwards, tensors
 from headprune.model.sites import BoundSite
 
-#: A call by the calls around it: the number of the module, and how often the surrounding call had called it before.
+#: A call by the calls around it: the number of the module, and how often the surrounding call had
+#: called it before.
 Key: TypeAlias = tuple[tuple[int, int], ...]
 #: What stands in for a gate's call: ``(site, original forward, args, kwargs) -> output``.
 GateCaller: TypeAlias = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -43,7 +47,8 @@ class GateCall:
         given: What it was called with, before gates.
         output: What it returned.
         version: Torch's count of that tensor's changes.
-        returned_by: The outermost call inside the site that returned that very tensor; its own at least.
+        returned_by: The outermost call inside the site that returned that very tensor; its own at
+            least.
         returned: All that this call returned.
     """
 
@@ -77,7 +82,9 @@ class Tape:
         holders = [m for m in model.modules() if any(id(part) in gates for part in m.modules())]
         parts = [m for holder in holders for m in (holder, *holder.children())]
         self.modules = [m for m in {id(m): m for m in parts}.values() if m is not model]
-        self.site_of = {number: gates[id(m)] for number, m in enumerate(self.modules) if id(m) in gates}
+        self.site_of = {
+            number: gates[id(m)] for number, m in enumerate(self.modules) if id(m) in gates
+        }
         self.inside = {id(m): site for site, b in enumerate(bound) for m in b.module.modules()}
         self.mutable: set[Key] = set()  # calls whose outputs the model changes in place afterwards
         self.clear()
@@ -96,20 +103,27 @@ class Tape:
     def run(self, run: Callable[[], Any], call_gate: GateCaller) -> Any:
         """Runs a whole pass under gates and keeps nothing of it."""
 
-        def around(number: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def around(
+            number: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
             return call_gate(self.site_of[number], original, args, kwargs)
 
         with self._instead(around, self.site_of):
             return run()
 
     def record(self, run: Callable[[], Any], call_gate: GateCaller) -> Any:
-        """Runs a pass and keeps what ``play`` needs of it; twice, if the model changes some of that in place."""
+        """Runs a pass and keeps what ``play`` needs of it; twice, if the model changes some of that
+        in place."""
         for _ in range(2):
             self.clear()
             self._stack = [_Frame()]
             with self._instead(functools.partial(self._recording, call_gate)):
                 result = run()
-            changed = {k for k, v in self._versions.items() if [t._version for t in tensors(self.outputs[k])] != v}
+            changed = {
+                k
+                for k, v in self._versions.items()
+                if [t._version for t in tensors(self.outputs[k])] != v
+            }
             self.mutable |= changed
             if not changed:
                 break
@@ -131,10 +145,13 @@ class Tape:
             site: The first site whose gates differ.
             changed: What that call returns in this pass.
             call_gate: Called for every later call of a gate.
-            repeat: Makes of a recorded tensor the one that this pass needs; a new one, for calls that are ``mutable``.
+            repeat: Makes of a recorded tensor the one that this pass needs; a new one, for calls
+                that are ``mutable``.
         """
         self._stack = [_Frame()]
-        with self._instead(functools.partial(self._playing, self.gates[site], site, changed, call_gate, repeat)):
+        with self._instead(
+            functools.partial(self._playing, self.gates[site], site, changed, call_gate, repeat)
+        ):
             result = run()
             if self._stack:
                 where = f"the gate of {self.bound[site].site.name}"
@@ -142,7 +159,12 @@ class Tape:
         return result
 
     def _recording(
-        self, call_gate: GateCaller, number: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call_gate: GateCaller,
+        number: int,
+        original: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         outer = self._stack[-1]
         frame = self._enter(outer, number)
@@ -161,13 +183,17 @@ class Tape:
             self.outputs.pop(key, None)
             self._versions.pop(key, None)
         outer.calls.append(frame.key)
-        self.outputs[frame.key] = mapped(output, Tensor.clone) if frame.key in self.mutable else output
+        self.outputs[frame.key] = (
+            mapped(output, Tensor.clone) if frame.key in self.mutable else output
+        )
         self._versions[frame.key] = [t._version for t in tensors(self.outputs[frame.key])]
         if first and site is not None:
             call = self.gates[site]
             call.output, call.returned_by, call.returned = output, frame.key, output
             call.version = next((t._version for t in tensors(output)), 0)
-        elif (within := self.inside.get(id(self.modules[number]))) is not None and within in self.gates:
+        elif (
+            within := self.inside.get(id(self.modules[number]))
+        ) is not None and within in self.gates:
             self._returned(self.gates[within], frame.key, output)
         return output
 
@@ -191,7 +217,11 @@ class Tape:
     ) -> Any:
         if not self._stack:  # beyond the target
             later = self.site_of.get(number)
-            return original(*args, **kwargs) if later is None else call_gate(later, original, args, kwargs)
+            return (
+                original(*args, **kwargs)
+                if later is None
+                else call_gate(later, original, args, kwargs)
+            )
         frame = self._enter(self._stack[-1], number)
         if frame.key == target.returned_by:
             self._stack = []
@@ -201,7 +231,9 @@ class Tape:
             if frame.key == target.running[-1]:
                 return output
             recorded = self.outputs[frame.key]
-            return mapped(recorded, lambda t: output if t is target.output else repeat(frame.key, t))
+            return mapped(
+                recorded, lambda t: output if t is target.output else repeat(frame.key, t)
+            )
         if frame.key in target.running:
             output = original(*args, **kwargs)
             if self._stack:  # the target was not in it
@@ -210,7 +242,9 @@ class Tape:
         self._stack.pop()
         if frame.key not in self.outputs:
             kind = type(self.modules[number]).__name__
-            raise CannotReplay(f"the call of a {kind}", "made in the recorded pass too", "a call that was not")
+            raise CannotReplay(
+                f"the call of a {kind}", "made in the recorded pass too", "a call that was not"
+            )
         return mapped(self.outputs[frame.key], functools.partial(repeat, frame.key))
 
     def _enter(self, outer: _Frame, number: int) -> _Frame:
@@ -220,10 +254,15 @@ class Tape:
         return frame
 
     @contextmanager
-    def _instead(self, around: Callable[..., Any], numbers: Iterable[int] | None = None) -> Iterator[None]:
-        """Calls ``around(number, forward, args, kwargs)`` wherever the ``forward`` of a module would be called."""
+    def _instead(
+        self, around: Callable[..., Any], numbers: Iterable[int] | None = None
+    ) -> Iterator[None]:
+        """Calls ``around(number, forward, args, kwargs)`` wherever the ``forward`` of a module
+        would be called."""
         chosen = range(len(self.modules)) if numbers is None else numbers
-        with other_forwards((self.modules[n], functools.partial(_wrapped, around, n)) for n in chosen):
+        with other_forwards(
+            (self.modules[n], functools.partial(_wrapped, around, n)) for n in chosen
+        ):
             try:
                 yield
             finally:

@@ -12,12 +12,18 @@ from headprune.layouts._transformers import WithoutHeads, present_heads
 
 
 class SlicedAlibi(Mixin, nn.Module):
-    """Put in front of an attention class: of ``alibi``, and of a mask that holds it, the kept heads' part is taken."""
+    """Put in front of an attention class: of ``alibi``, and of a mask that holds it, the kept
+    heads' part is taken."""
 
     headprune_state: HeadState
 
     def forward(
-        self, hidden_states: Tensor, *args: Any, alibi: Tensor | None, attention_mask: Tensor | None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        alibi: Tensor | None,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
     ) -> Any:
         n_heads = self.headprune_state.n_query_heads
         if alibi is not None:  # [batch * heads, 1, keys], or the two apart
@@ -25,7 +31,9 @@ class SlicedAlibi(Mixin, nn.Module):
             alibi = present_heads(self, rows, 1).flatten(0, 1)
         if attention_mask is not None and attention_mask.shape[1] == n_heads > 1:
             attention_mask = present_heads(self, attention_mask, 1)
-        return super().forward(hidden_states, *args, alibi=alibi, attention_mask=attention_mask, **kwargs)
+        return super().forward(
+            hidden_states, *args, alibi=alibi, attention_mask=attention_mask, **kwargs
+        )
 
 
 class OnlyResidual(WithoutHeads):

@@ -1,4 +1,5 @@
-"""What code a class runs, and whose it is: that of the libraries whose modules layouts describe, or somebody's own."""
+"""What code a class runs, and whose it is: that of the libraries whose modules layouts describe, or
+somebody's own."""
 
 from __future__ import annotations
 
@@ -10,16 +11,36 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-#: Packages whose attention the laws and the coverage record run; what they do to modules is known, too.
+#: Packages whose attention the laws and the coverage record run; what they do to modules is known,
+#: too.
 LIBRARIES = frozenset(
     {
-        *("accelerate", "diffusers", "einops", "headprune", "peft", "timm", "torch", "torch_einops_utils"),
+        *(
+            "accelerate",
+            "diffusers",
+            "einops",
+            "headprune",
+            "peft",
+            "timm",
+            "torch",
+            "torch_einops_utils",
+        ),
         *("transformers", "x_transformers"),
     }
 )
 
 #: Methods that no forward pass calls.
-_ASIDE = frozenset({"__init__", "__new__", "__repr__", "__str__", "_init_weights", "extra_repr", "reset_parameters"})
+_ASIDE = frozenset(
+    {
+        "__init__",
+        "__new__",
+        "__repr__",
+        "__str__",
+        "_init_weights",
+        "extra_repr",
+        "reset_parameters",
+    }
+)
 _WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")
 
 
@@ -38,7 +59,8 @@ def function_of(value: Any) -> FunctionType | None:
 
 
 def from_libraries(value: Any, installed: bool = False) -> bool:
-    """Whether what is called is a library's code, all of it where one wraps another: ``torch.compile``.
+    """Whether what is called is a library's code, all of it where one wraps another:
+    ``torch.compile``.
 
     Args:
         value: A function, a method or any callable.
@@ -48,10 +70,17 @@ def from_libraries(value: Any, installed: bool = False) -> bool:
     while value is not None and not any(value is s for s in seen):
         seen.append(value)
         function = function_of(value)
-        home = type(value).__module__ if function is None else function.__globals__.get("__name__", "")
-        if not _is_library(str(home)) and not (installed and function is not None and _is_installed(function)):
+        home = (
+            type(value).__module__ if function is None else function.__globals__.get("__name__", "")
+        )
+        if not _is_library(str(home)) and not (
+            installed and function is not None and _is_installed(function)
+        ):
             return False
-        value = next((found for name in _WRAPPED if (found := getattr(function, name, None)) is not None), None)
+        value = next(
+            (found for name in _WRAPPED if (found := getattr(function, name, None)) is not None),
+            None,
+        )
     return True
 
 
@@ -72,7 +101,8 @@ def is_of_library(kind: type) -> bool:
 
 
 def functions_of(kind: type) -> Iterator[tuple[type, str, FunctionType]]:
-    """The functions of a class and of its bases below ``nn.Module``: of which one, under which name."""
+    """The functions of a class and of its bases below ``nn.Module``: of which one, under which
+    name."""
     from torch import nn
 
     for base in kind.__mro__:
@@ -85,7 +115,8 @@ def functions_of(kind: type) -> Iterator[tuple[type, str, FunctionType]]:
 
 
 def own_methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """Methods of a class that no library wrote and that a forward pass may call: they stand in place of others."""
+    """Methods of a class that no library wrote and that a forward pass may call: they stand in
+    place of others."""
     bases = kind.__mro__
     for base, name, function in functions_of(kind):
         if name in _ASIDE or from_libraries(function):
@@ -105,7 +136,8 @@ def own_globals(kind: type) -> Iterator[tuple[str, FunctionType]]:
 
 
 def reached(kind: type) -> Iterator[tuple[FunctionType, dict[str, Any]]]:
-    """The functions of a class and those that they call in files of the class: each with what it names outside."""
+    """The functions of a class and those that they call in files of the class: each with what it
+    names outside."""
     waiting = [function for _, _, function in functions_of(kind)]
     homes = {id(function.__globals__) for function in waiting}
     seen: set[FunctionType] = set()
@@ -127,7 +159,9 @@ def _named(function: FunctionType) -> dict[str, Any]:
         code = waiting.pop()
         names.update(code.co_names)
         waiting += [c for c in code.co_consts if isinstance(c, CodeType)]
-    found = {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
+    found = {
+        name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())
+    }
     try:
         return found | dict(inspect.getclosurevars(function).nonlocals)
     except ValueError:  # one of them is not there yet

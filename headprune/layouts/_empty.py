@@ -1,4 +1,5 @@
-"""What ``AttentionLayout.empty`` is for most layouts: a module that is left without heads adds only a bias.
+"""What ``AttentionLayout.empty`` is for most layouts: a module that is left without heads adds only
+a bias.
 
 Classes are named, not imported, because a layout is read without torch.
 """
@@ -25,23 +26,29 @@ def without_heads(
     kind: str = "_transformers.WithoutHeads",
     attends: Callable[[Any, str], Kind] | None = None,
 ) -> _WithoutHeads:
-    """For the modules of Transformers: the residual stays, the output projection's bias, and calls of the cache.
+    """For the modules of Transformers: the residual stays, the output projection's bias, and calls
+    of the cache.
 
     Args:
         gate: The output projection; None where a sibling of ``part`` adds the bias itself.
         part: The module inside of the attention that computes the heads.
-        kind: ``file.Class`` of a ``WithoutHeads`` for a module that is called or answers in another way.
-        attends: The layout's ``kind``, where some of its modules attend to another sequence, which a cache keeps apart.
+        kind: ``file.Class`` of a ``WithoutHeads`` for a module that is called or answers in another
+            way.
+        attends: The layout's ``kind``, where some of its modules attend to another sequence, which
+            a cache keeps apart.
     """
     return _WithoutHeads(gate, part, kind, attends)
 
 
-def textbook_without_heads(gate: str, weights: str = "", shape: tuple[str, ...] = (), batch_axis: int = 0) -> _OnlyBias:
+def textbook_without_heads(
+    gate: str, weights: str = "", shape: tuple[str, ...] = (), batch_axis: int = 0
+) -> _OnlyBias:
     """For modules that return the output projection's result and nothing else.
 
     Args:
         gate: The output projection.
-        weights: The attribute in which the module's code keeps the attention weights of its last call.
+        weights: The attribute in which the module's code keeps the attention weights of its last
+            call.
         shape: Its axes without heads, each ``batch``, ``queries``, ``keys`` or ``heads``.
         batch_axis: Where the module's inputs have the examples.
     """

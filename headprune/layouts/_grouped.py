@@ -1,4 +1,5 @@
-"""What the decoders with grouped queries have in common: kind, counts, policies, the empty layer, tiny sizes."""
+"""What the decoders with grouped queries have in common: kind, counts, policies, the empty layer,
+tiny sizes."""
 
 from __future__ import annotations
 
@@ -50,26 +51,31 @@ def takes_keys(module: Any) -> bool:
 
 
 def kind(module: Any, name: str) -> Kind:
-    """Causal unless the module says otherwise; one that may attend to an encoder and is not causal is ``cross``."""
+    """Causal unless the module says otherwise; one that may attend to an encoder and is not causal
+    is ``cross``."""
     if takes_keys(module):
         return "causal" if getattr(module, "is_causal", False) else "cross"
     return "causal" if getattr(module, "is_causal", True) else "self"
 
 
 def repeat_keys(module: Any, model: Any) -> None:
-    """Groups of unlike size: keys and values are repeated for every query head, after the cache and in every step."""
+    """Groups of unlike size: keys and values are repeated for every query head, after the cache and
+    in every step."""
     from headprune.layouts._repeated import repeat_
 
     sizes = getattr(module, STATE_ATTRIBUTE).uneven
     if sizes and (takes_keys(module) or "past_key_values" not in _arguments(module)):
         why = "it attends to an encoder" if takes_keys(module) else "it takes no cache"
         must = f"cut to groups of one size, for {why}"
-        raise UnsupportedModel(original_class(module).__name__, must, f"groups of {list(sizes)} query heads")
+        raise UnsupportedModel(
+            original_class(module).__name__, must, f"groups of {list(sizes)} query heads"
+        )
     repeat_(module, sizes)
 
 
 def without_heads(gate: str) -> Callable[[Any], None]:
-    """``AttentionLayout.empty`` for modules with this output projection, but those that may attend to an encoder."""
+    """``AttentionLayout.empty`` for modules with this output projection, but those that may attend
+    to an encoder."""
     return _WithoutHeads(gate)
 
 
@@ -85,7 +91,11 @@ class _WithoutHeads:
 
     def refusal(self, module: Any) -> UnsupportedModel | None:
         """Why the module cannot lose all its heads; None where it can."""
-        if takes_keys(module):  # each of them shares its cache with self-attention in a way of its own
+        if takes_keys(
+            module
+        ):  # each of them shares its cache with self-attention in a way of its own
             name = original_class(module).__name__
-            return UnsupportedModel(name, "left with a head, for it attends to an encoder", "none kept")
+            return UnsupportedModel(
+                name, "left with a head, for it attends to an encoder", "none kept"
+            )
         return _empty.without_heads(self.gate).refusal(module)

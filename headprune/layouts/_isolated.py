@@ -1,4 +1,5 @@
-"""Runs a proof as if nothing surrounded it: what a module computes must not depend on where somebody asked for it."""
+"""Runs a proof as if nothing surrounded it: what a module computes must not depend on where
+somebody asked for it."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ _KERNELS = [
 def isolated(function: Callable[..., Any], *args: Any) -> Any:
     """What ``function(*args)`` returns or raises outside of every block that its caller is in.
 
-    Autocast, inference mode, default devices, modes that see or change operations, transforms such as ``vmap``,
-    tracers and the depth of calls all belong to a thread, so the function has one of its own. What belongs to the
-    process is as PyTorch begins for as long as it runs: default dtype, precision, determinism, kernels, warnings.
+    Autocast, inference mode, default devices, modes that see or change operations, transforms such
+    as ``vmap``, tracers and the depth of calls all belong to a thread, so the function has one of
+    its own. What belongs to the process is as PyTorch begins for as long as it runs: default dtype,
+    precision, determinism, kernels, warnings.
     """
     answers: list[Any] = []
     errors: list[BaseException] = []
@@ -47,7 +49,8 @@ def isolated(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def _usual_settings() -> Iterator[None]:
-    """The settings of the process as they are when PyTorch is imported; afterwards they are as before."""
+    """The settings of the process as they are when PyTorch is imported; afterwards they are as
+    before."""
     dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     compiled = "torch._dynamo" in sys.modules  # to ask for it imports it, which takes a second
@@ -67,7 +70,8 @@ def _usual_settings() -> Iterator[None]:
 class _Shared:
     """A block that several threads may be in: the first one enters it, the last one leaves it.
 
-    Settings of the process that each thread saved and put back by itself would stay changed where two overlap.
+    Settings of the process that each thread saved and put back by itself would stay changed where
+    two overlap.
     """
 
     def __init__(self, block: Callable[[], AbstractContextManager[None]]) -> None:

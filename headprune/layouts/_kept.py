@@ -1,4 +1,5 @@
-"""What an attention's own code keeps of its last call, for others to read: without heads, nobody renews it."""
+"""What an attention's own code keeps of its last call, for others to read: without heads, nobody
+renews it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def stores(module: Any, path: str) -> bool:
 
 
 def forget_(module: Any) -> None:
-    """Puts None where the code of a module, or of one inside it, has kept a tensor of an earlier call."""
+    """Puts None where the code of a module, or of one inside it, has kept a tensor of an earlier
+    call."""
     from torch import Tensor
 
     for part in module.modules():
@@ -33,5 +35,11 @@ def _assigned(kind: type) -> frozenset[str]:
     from torch import nn
 
     own = [f for base in kind.__mro__ if base not in nn.Module.__mro__ for f in vars(base).values()]
-    code = [inspect.unwrap(f).__code__ for f in own if isinstance(f, FunctionType) and f.__name__ != "__init__"]
-    return frozenset(i.argval for c in code for i in dis.get_instructions(c) if i.opname == "STORE_ATTR")
+    code = [
+        inspect.unwrap(f).__code__
+        for f in own
+        if isinstance(f, FunctionType) and f.__name__ != "__init__"
+    ]
+    return frozenset(
+        i.argval for c in code for i in dis.get_instructions(c) if i.opname == "STORE_ATTR"
+    )

@@ -1,4 +1,5 @@
-"""Remembers what was proved of a module: a model has many that are built alike, and every verb looks at them again.
+"""Remembers what was proved of a module: a model has many that are built alike, and every verb
+looks at them again.
 
 What failed is not remembered: memory may have been short, or code may not have been there yet.
 """
@@ -36,11 +37,12 @@ class _Incomparable(Exception):
 
 
 def once(proof: Callable[..., Any]) -> Callable[..., Any]:
-    """``proof(module, *plain)``, run alone and, where it succeeds, once for all modules of one structure: the classes
-    and plain attributes of the module and of its parts, their code, and the shapes of their tensors. A module that
-    holds anything else is proved every time.
+    """``proof(module, *plain)``, run alone and, where it succeeds, once for all modules of one
+    structure: the classes and plain attributes of the module and of its parts, their code, and the
+    shapes of their tensors. A module that holds anything else is proved every time.
 
-    The proof must depend on nothing else, so not on the values of parameters. It returns what is true.
+    The proof must depend on nothing else, so not on the values of parameters. It returns what is
+    true.
     """
     known: dict[Any, Any] = {}
 
@@ -50,7 +52,10 @@ def once(proof: Callable[..., Any]) -> Callable[..., Any]:
 
         try:
             key = (_structure(module), rest)
-        except (_Incomparable, RuntimeError):  # nested without end, or a lazy parameter that has no shape yet
+        except (
+            _Incomparable,
+            RuntimeError,
+        ):  # nested without end, or a lazy parameter that has no shape yet
             return isolated(proof, module, *rest)
         if key in known:
             return known[key]
@@ -94,7 +99,8 @@ def _of_module(module: Any) -> Any:
     passing = {*nn.Module().__dict__, *FORWARDS, "_hf_hook"}
     own = {k: v for k, v in module.__dict__.items() if k not in passing}
     shapes = {
-        k: None if t is None else tuple(t.shape) for k, t in (*module._parameters.items(), *module._buffers.items())
+        k: None if t is None else tuple(t.shape)
+        for k, t in (*module._parameters.items(), *module._buffers.items())
     }
     return kind, tuple(code_of(kind)), _structure([own, shapes, dict(module._modules)])
 
@@ -102,17 +108,25 @@ def _of_module(module: Any) -> Any:
 @cache
 def _all_in_python(kind: type) -> bool:
     """Whether an instance's state is its ``__dict__``: no slots, and no class written in C."""
-    hidden = (GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType)
+    hidden = (
+        GetSetDescriptorType,
+        MemberDescriptorType,
+        MethodDescriptorType,
+        WrapperDescriptorType,
+    )
     members = [(k, v) for c in kind.__mro__[:-1] for k, v in vars(c).items()]
     return all(k in ("__dict__", "__weakref__") or not isinstance(v, hidden) for k, v in members)
 
 
 def code_of(kind: type) -> Iterator[Any]:
-    """What a class computes with: the code and plain values of itself and its bases, and those that this code names."""
+    """What a class computes with: the code and plain values of itself and its bases, and those that
+    this code names."""
     for base in kind.__mro__:
         for name, value in vars(base).items():
             if type(value) in _PLAIN and not name.startswith("__"):
                 yield base, name, type(value), value
     for function, named in reached(kind):
         yield function, function.__code__
-        yield from ((name, type(value), value) for name, value in named.items() if type(value) in _PLAIN)
+        yield from (
+            (name, type(value), value) for name, value in named.items() if type(value) in _PLAIN
+        )

@@ -1,6 +1,8 @@
-"""Proofs that a module's code computes textbook attention, or puts its heads side by side, for any number of heads.
+"""Proofs that a module's code computes textbook attention, or puts its heads side by side, for any
+number of heads.
 
-Every size is another one (examples, queries, keys, features, heads, a head's width), so no axis passes for another.
+Every size is another one (examples, queries, keys, features, heads, a head's width), so no axis
+passes for another.
 """
 
 from __future__ import annotations
@@ -23,15 +25,20 @@ _KEPT = ((4,), (0, 2, 3, 5))
 
 #: Makes the stand-in, given a number of heads and the four projections.
 Build = Callable[[int, tuple[nn.Linear, ...]], Any]
-#: Calls it with queries, keys and values, ``[batch, length, width]``, and a mask or None, and returns the same.
+#: Calls it with queries, keys and values, ``[batch, length, width]``, and a mask or None, and
+#: returns the same.
 Call = Callable[[Any, Tensor, Tensor, Tensor, Any], Any]
 
 
 def is_attention(
-    module: nn.Module, build: Build, call: Call, values_are_keys: bool = False, forms: Iterable[Tensor] = ()
+    module: nn.Module,
+    build: Build,
+    call: Call,
+    values_are_keys: bool = False,
+    forms: Iterable[Tensor] = (),
 ) -> bool:
-    """Whether a module's code is scaled dot-product attention for any number of heads, whatever else it is made of,
-    and loses heads exactly under every mask that it takes.
+    """Whether a module's code is scaled dot-product attention for any number of heads, whatever
+    else it is made of, and loses heads exactly under every mask that it takes.
 
     Args:
         module: The module.
@@ -47,7 +54,8 @@ def is_attention(
 
         def expected(ways: tuple[nn.Linear, ...] = ways, n_heads: int = n_heads) -> Tensor:
             split = [
-                way(x).unflatten(-1, (n_heads, WIDTH)).transpose(1, 2) for way, x in zip(ways, (q, k, v), strict=False)
+                way(x).unflatten(-1, (n_heads, WIDTH)).transpose(1, 2)
+                for way, x in zip(ways, (q, k, v), strict=False)
             ]
             out: Tensor = ways[3](scaled_dot_product_attention(*split).transpose(1, 2).flatten(2))
             return out
@@ -55,16 +63,20 @@ def is_attention(
         if not agree(expected, lambda ways=ways, n=n_heads: call(build(n, ways), q, k, v, None)):  # type: ignore[misc]
             return False
 
-    return _loses_heads_under_masks(build, lambda small, mask: tried(lambda: call(small, q, k, v, mask)), list(forms))
+    return _loses_heads_under_masks(
+        build, lambda small, mask: tried(lambda: call(small, q, k, v, mask)), list(forms)
+    )
 
 
 def _loses_heads_under_masks(
     build: Build, run: Callable[[Any, Tensor | None], Tensor | None], forms: list[Tensor]
 ) -> bool:
-    """Whether heads that are gated and heads that are cut make no difference, under every mask that is taken.
+    """Whether heads that are gated and heads that are cut make no difference, under every mask that
+    is taken.
 
-    Nothing is supposed of what a mask means. One that the uncut module does not take proves nothing, and one in another
-    form than is usual counts only where it hides nothing if it is all ones, or all zeros: it may fit axes by chance.
+    Nothing is supposed of what a mask means. One that the uncut module does not take proves
+    nothing, and one in another form than is usual counts only where it hides nothing if it is all
+    ones, or all zeros: it may fit axes by chance.
     """
     n_heads = max(HEADS)
     whole = build(n_heads, _projections(n_heads))
@@ -88,20 +100,23 @@ def _loses_heads_under_masks(
 
 
 def lengths() -> list[Tensor]:
-    """How many keys each example has, ``[examples]``, or each query of it, ``[examples, queries]``."""
+    """How many keys each example has, ``[examples]``, or each query of it,
+    ``[examples, queries]``."""
     return [torch.tensor([3, 6]), torch.tensor([[1, 2, 3, 4, 5], [2, 3, 4, 5, 6]])]
 
 
 def seen() -> tuple[Tensor, Tensor, Tensor]:
-    """Which keys are seen: ``[examples, 1, keys]`` for padding, ``[1, queries, keys]`` causally, and both together."""
+    """Which keys are seen: ``[examples, 1, keys]`` for padding, ``[1, queries, keys]`` causally,
+    and both together."""
     padding = (torch.arange(KEYS) < lengths()[0][:, None])[:, None]
     causal = torch.ones(1, QUERIES, KEYS).tril(1).bool()
     return padding, causal, padding & causal
 
 
 def masks() -> Iterator[Tensor]:
-    """Masks in other forms that attention is given: of truths, numbers and what is added to scores; with an axis for
-    heads or without; with the examples first or last. No query loses all its keys."""
+    """Masks in other forms that attention is given: of truths, numbers and what is added to scores;
+    with an axis for heads or without; with the examples first or last. No query loses all its
+    keys."""
     for mask in seen():
         forms = [mask, mask.unsqueeze(1), mask.permute(1, 2, 0)]
         forms += [mask.squeeze(1)] if mask.shape[1] == 1 else []
@@ -149,9 +164,13 @@ def _rows(heads: tuple[int, ...]) -> list[int]:
 
 @once
 def is_concatenation(module: Any, projection: str) -> bool:
-    """Whether a module puts the outputs of its ``heads`` side by side, and through ``projection`` if there is one."""
+    """Whether a module puts the outputs of its ``heads`` side by side, and through ``projection``
+    if there is one."""
     n_heads = HEADS[1]
-    x, heads = wave(EXAMPLES, QUERIES, _MODEL), nn.ModuleList(linear(_MODEL, WIDTH, seed) for seed in range(n_heads))
+    x, heads = (
+        wave(EXAMPLES, QUERIES, _MODEL),
+        nn.ModuleList(linear(_MODEL, WIDTH, seed) for seed in range(n_heads)),
+    )
     children: dict[str, nn.Module | None] = {"heads": heads}
     if projection:
         children[projection] = linear(n_heads * WIDTH, _MODEL, n_heads)
@@ -171,14 +190,18 @@ def value_width(heads: nn.ModuleList) -> int:
     """
     widths = sorted({_returned_width(head) for head in heads})
     if len(widths) != 1 or not widths[0]:
-        must = "modules that return features of one width, [batch, length, width] of [batch, length, features]"
+        must = (
+            "modules that return features of one width, [batch, length, width] of [batch, length,"
+            " features]"
+        )
         raise InvalidValue("heads", must, [width or "unknown" for width in widths])
     return int(widths[0])
 
 
 @once
 def _returned_width(head: nn.Module) -> int:
-    """How many features a head returns for a token, seen by running a copy; 0 where that shows none or several.
+    """How many features a head returns for a token, seen by running a copy; 0 where that shows none
+    or several.
 
     How many it takes is a size of one of its parameters, whichever way round these lie.
     """

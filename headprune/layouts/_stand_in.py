@@ -1,6 +1,8 @@
-"""Proof that the code of a class computes what a layout takes for granted: it runs on a small stand-in for a module.
+"""Proof that the code of a class computes what a layout takes for granted: it runs on a small
+stand-in for a module.
 
-Parts and parameters alone do not tell how a module that nobody published arranges its heads, or by what it scales.
+Parts and parameters alone do not tell how a module that nobody published arranges its heads, or by
+what it scales.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
 
 def stand_in(module: nn.Module, children: Mapping[str, nn.Module | None], **attributes: Any) -> Any:
-    """A copy of ``module`` in evaluation mode with other children and attributes, and without hooks.
+    """A copy of ``module`` in evaluation mode with other children and attributes, and without
+    hooks.
 
     Raises:
-        UnsupportedModel: the rest has parameters or buffers, so that it could compute anything, or change; or a
-            ``forward`` of its own, so that its class does not tell what it computes.
+        UnsupportedModel: the rest has parameters or buffers, so that it could compute anything, or
+            change; or a ``forward`` of its own, so that its class does not tell what it computes.
     """
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
     rest = [n for n in names if n.partition(".")[0] not in children]
     if rest:
-        raise UnsupportedModel(type(module).__name__, f"made of {', '.join(children)}", ", ".join(rest))
+        raise UnsupportedModel(
+            type(module).__name__, f"made of {', '.join(children)}", ", ".join(rest)
+        )
     made = _bare(module, children)
     made.__dict__.update(attributes)
     return made
@@ -39,20 +44,29 @@ def _bare(module: nn.Module, children: Mapping[str, nn.Module | None]) -> Any:
     if isinstance(module, nn.Dropout):
         return nn.Dropout(0.0)
     if has_own_forward(module):
-        raise UnsupportedModel(type(module).__name__, "run by its class's forward", "another forward")
+        raise UnsupportedModel(
+            type(module).__name__, "run by its class's forward", "another forward"
+        )
     kind: Any = original_class(module)
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     passing = (*FORWARDS, "_hf_hook")
-    made.__dict__.update({k: v for k, v in module.__dict__.items() if k not in _KEPT_BY_TORCH and k not in passing})
-    rest = {k: None if v is None else _bare(v, {}) for k, v in module._modules.items() if k not in children}
+    made.__dict__.update(
+        {k: v for k, v in module.__dict__.items() if k not in _KEPT_BY_TORCH and k not in passing}
+    )
+    rest = {
+        k: None if v is None else _bare(v, {})
+        for k, v in module._modules.items()
+        if k not in children
+    }
     made._modules.update({**dict.fromkeys(module._modules), **rest, **children})
     made.training = False
     return made
 
 
 def on_cpu(module: nn.Module) -> Any:
-    """A copy of ``module`` in evaluation mode on the CPU, without hooks: parameters of the same shapes, in fp32.
+    """A copy of ``module`` in evaluation mode on the CPU, without hooks: parameters of the same
+    shapes, in fp32.
 
     Raises:
         UnsupportedModel: a ``forward`` of its own, or a lazy parameter that has no shape yet.
@@ -98,7 +112,9 @@ def tried(run: Callable[[], Any]) -> Tensor | None:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if "memory" in str(error) and "alloc" in str(error):  # PyTorch's on a CPU is a RuntimeError
+            if "memory" in str(error) and "alloc" in str(
+                error
+            ):  # PyTorch's on a CPU is a RuntimeError
                 raise
             return None
     found = found[0] if isinstance(found, tuple) and found else found

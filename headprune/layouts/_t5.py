@@ -1,4 +1,5 @@
-"""T5's attention after a cut: the position bias that it is given, makes and passes on is for the original heads."""
+"""T5's attention after a cut: the position bias that it is given, makes and passes on is for the
+original heads."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from headprune.layouts._transformers import WithoutHeads, present_heads
 
 
 class WithPositionBias(Mixin, nn.Module):
-    """Put in front of an attention that takes a position bias of all original heads and returns it for the next."""
+    """Put in front of an attention that takes a position bias of all original heads and returns it
+    for the next."""
 
     def forward(
         self,
@@ -56,9 +58,14 @@ class WithoutHeadsWithPositionBias(WithoutHeads):
 
 
 def full_bias(
-    module: Any, hidden_states: Tensor, key_value_states: Tensor | None, given: Tensor | None, cache: Any
+    module: Any,
+    hidden_states: Tensor,
+    key_value_states: Tensor | None,
+    given: Tensor | None,
+    cache: Any,
 ) -> Tensor:
-    """The bias of all original heads ``[1, heads, queries, keys]``; call it before the cache learns of the tokens."""
+    """The bias of all original heads ``[1, heads, queries, keys]``; call it before the cache learns
+    of the tokens."""
     if given is not None:
         return given
     length, index = hidden_states.shape[1], module.layer_idx
@@ -69,9 +76,22 @@ def full_bias(
     elif cache is not None:
         crossed = getattr(cache, "cross_attention_cache", cache)
         known = getattr(cache, "is_updated", {}).get(index)
-        n_keys = crossed.layers[index].keys.shape[-2] if known else crossed.get_mask_sizes(n_keys, index)[0]
+        n_keys = (
+            crossed.layers[index].keys.shape[-2]
+            if known
+            else crossed.get_mask_sizes(n_keys, index)[0]
+        )
     if module.has_relative_attention_bias:
-        bias: Tensor = module.compute_bias(length, n_keys, device=hidden_states.device, past_seen_tokens=seen)
+        bias: Tensor = module.compute_bias(
+            length, n_keys, device=hidden_states.device, past_seen_tokens=seen
+        )
         return bias
     state: HeadState = getattr(module, STATE_ATTRIBUTE)
-    return torch.zeros(1, state.n_query_heads, length, n_keys, dtype=hidden_states.dtype, device=hidden_states.device)
+    return torch.zeros(
+        1,
+        state.n_query_heads,
+        length,
+        n_keys,
+        dtype=hidden_states.dtype,
+        device=hidden_states.device,
+    )

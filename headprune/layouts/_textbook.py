@@ -1,4 +1,5 @@
-"""What stands in front of textbook attention that has lost heads: without any, or without an output projection."""
+"""What stands in front of textbook attention that has lost heads: without any, or without an output
+projection."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from headprune.core.mixin import Mixin
 
 
 class OnlyBias(Mixin, nn.Module):
-    """Put in front of a textbook attention without heads: the output projection of nothing, its bias.
+    """Put in front of a textbook attention without heads: the output projection of nothing, its
+    bias.
 
     Where the module's own code keeps its attention weights, those of no head are kept.
     """
@@ -24,7 +26,11 @@ class OnlyBias(Mixin, nn.Module):
         query, key = _inputs(args, kwargs)
         if self.headprune_weights is not None:
             path, axes, batch = self.headprune_weights
-            sizes = {"batch": query.shape[batch], "queries": query.shape[1 - batch], "keys": key.shape[1 - batch]}
+            sizes = {
+                "batch": query.shape[batch],
+                "queries": query.shape[1 - batch],
+                "keys": key.shape[1 - batch],
+            }
             parent, _, name = path.rpartition(".")
             weights = query.new_zeros([0 if axis == "heads" else sizes[axis] for axis in axes])
             setattr(self.get_submodule(parent), name, weights)
@@ -43,7 +49,8 @@ def _inputs(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Tensor, T
 
 
 class Placed(Mixin, nn.Module):
-    """Put in front of an attention without an output projection: zeros where the heads that left had their outputs."""
+    """Put in front of an attention without an output projection: zeros where the heads that left
+    had their outputs."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         state: Any = getattr(self, STATE_ATTRIBUTE)

@@ -1,4 +1,5 @@
-"""timm's plain attention for any number of heads, and the proof that a class of older code computes the same."""
+"""timm's plain attention for any number of heads, and the proof that a class of older code computes
+the same."""
 
 from __future__ import annotations
 
@@ -20,13 +21,23 @@ from headprune.layouts._stand_in import agree, linear, same, stand_in, tried, wa
 class Plain(Mixin, nn.Module):
     """Put in front of older code that takes the heads' total width from its input."""
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         return plain(self, getattr(self, STATE_ATTRIBUTE).widths[0], x, attn_mask, is_causal)
 
 
-def plain(module: Any, head_dim: int, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    if attn_mask is not None and attn_mask.dtype == torch.bool and not getattr(module, "fused_attn", True):
-        attn_mask = attn_mask.to(x.dtype)  # older code without a fused kernel adds every mask to the scores
+def plain(
+    module: Any, head_dim: int, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    if (
+        attn_mask is not None
+        and attn_mask.dtype == torch.bool
+        and not getattr(module, "fused_attn", True)
+    ):
+        attn_mask = attn_mask.to(
+            x.dtype
+        )  # older code without a fused kernel adds every mask to the scores
     q, k, v = module.qkv(x).unflatten(-1, (3, module.num_heads, head_dim)).permute(2, 0, 3, 1, 4)
     if hasattr(module, "q_norm"):
         q, k = module.q_norm(q), module.k_norm(k)
@@ -38,10 +49,11 @@ def plain(module: Any, head_dim: int, x: Tensor, attn_mask: Tensor | None = None
 
 @once
 def is_plain(module: nn.Module) -> bool:
-    """Whether the ``forward`` of the module's class computes what ``plain`` does, under every mask that it takes: both
-    run on a small stand-in.
+    """Whether the ``forward`` of the module's class computes what ``plain`` does, under every mask
+    that it takes: both run on a small stand-in.
 
-    Structure alone does not tell: NesT's attention has the same parts and lays the heads' outputs inside out.
+    Structure alone does not tell: NesT's attention has the same parts and lays the heads' outputs
+    inside out.
     """
     n_heads = HEADS[1]
     width = n_heads * WIDTH

@@ -1,7 +1,7 @@
 """Tiny random models of Transformers, and batches for them: what every family's laws run on.
 
-A builder takes the class name of a model and the settings of its configuration, and returns ``(seed) -> (model,
-batch)``. Nothing is imported before a model is built.
+A builder takes the class name of a model and the settings of its configuration, and returns
+``(seed) -> (model, batch)``. Nothing is imported before a model is built.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class TinyModule:
-    """``(seed) -> (model, batch)`` by the function ``tiny(name, seed)`` of a file beside this one."""
+    """``(seed) -> (model, batch)`` by the function ``tiny(name, seed)`` of a file beside this
+    one."""
 
     file: str
     name: str
@@ -64,14 +65,21 @@ class TinyModule:
 
 def encoder(model: str, **settings: Any) -> TinyModel:
     """Sequence classification of three classes over 7 tokens; the last example is padded."""
-    given = {"vocab_size": _VOCABULARY, "num_labels": 3, "initializer_range": _SPREAD, "pad_token_id": 0}
+    given = {
+        "vocab_size": _VOCABULARY,
+        "num_labels": 3,
+        "initializer_range": _SPREAD,
+        "pad_token_id": 0,
+    }
     return TinyModel(model, _labelled_text, given | settings)
 
 
 def decoder(model: str, **settings: Any) -> TinyModel:
     """A causal language model over 7 tokens; the last example is padded on the right."""
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return TinyModel(model, _text, {"vocab_size": _VOCABULARY, "initializer_range": _SPREAD, **tokens} | settings)
+    return TinyModel(
+        model, _text, {"vocab_size": _VOCABULARY, "initializer_range": _SPREAD, **tokens} | settings
+    )
 
 
 def encoder_decoder(model: str, **settings: Any) -> TinyModel:
@@ -81,30 +89,57 @@ def encoder_decoder(model: str, **settings: Any) -> TinyModel:
 
 
 def speech_to_text(model: str, frames: int = 12, mels: int = 4, **settings: Any) -> TinyModel:
-    """Features of sound, ``frames`` of them for each example, in and 5 tokens out; the encoder sees every second."""
+    """Features of sound, ``frames`` of them for each example, in and 5 tokens out; the encoder sees
+    every second."""
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    sizes = {"vocab_size": _VOCABULARY, "num_mel_bins": mels, "max_source_positions": frames // 2, "init_std": _SPREAD}
-    return TinyModel(model, partial(_features, frames=frames, mels=mels), {**sizes, **tokens} | settings)
+    sizes = {
+        "vocab_size": _VOCABULARY,
+        "num_mel_bins": mels,
+        "max_source_positions": frames // 2,
+        "init_std": _SPREAD,
+    }
+    return TinyModel(
+        model, partial(_features, frames=frames, mels=mels), {**sizes, **tokens} | settings
+    )
 
 
-def images(model: str, size: int = 8, channels: int = 1, labelled: bool = True, **settings: Any) -> TinyModel:
-    """Image classification of three classes, or any model of images where they come without labels."""
-    given = {"image_size": size, "num_channels": channels, "num_labels": 3, "initializer_range": _SPREAD}
-    return TinyModel(model, partial(_images, channels=channels, size=size, labelled=labelled), given | settings)
+def images(
+    model: str, size: int = 8, channels: int = 1, labelled: bool = True, **settings: Any
+) -> TinyModel:
+    """Image classification of three classes, or any model of images where they come without
+    labels."""
+    given = {
+        "image_size": size,
+        "num_channels": channels,
+        "num_labels": 3,
+        "initializer_range": _SPREAD,
+    }
+    return TinyModel(
+        model, partial(_images, channels=channels, size=size, labelled=labelled), given | settings
+    )
 
 
 def images_and_text(
-    model: str, vision: dict[str, Any], text: dict[str, Any], size: int = 8, channels: int = 1, **settings: Any
+    model: str,
+    vision: dict[str, Any],
+    text: dict[str, Any],
+    size: int = 8,
+    channels: int = 1,
+    **settings: Any,
 ) -> TinyModel:
-    """Two towers with configurations of their own; 7 tokens, of which the last example pads three."""
+    """Two towers with configurations of their own; 7 tokens, of which the last example pads
+    three."""
     image = {"image_size": size, "num_channels": channels, "initializer_range": _SPREAD, **vision}
     words = {"vocab_size": _VOCABULARY, "initializer_range": _SPREAD, "pad_token_id": 0, **text}
     batch = partial(_images_and_text, channels=channels, size=size)
     return TinyModel(model, batch, {"vision_config": image, "text_config": words, **settings})
 
 
-def images_in_text(model: str, size: int = 8, patch: int = 4, image_token: int = 1, **settings: Any) -> TinyModel:
-    """A causal language model over 9 tokens, of which an image of one channel takes ``(size / patch) ** 2``."""
+def images_in_text(
+    model: str, size: int = 8, patch: int = 4, image_token: int = 1, **settings: Any
+) -> TinyModel:
+    """A causal language model over 9 tokens, of which an image of one channel takes
+    ``(size / patch) ** 2``."""
     n_tokens = (size // patch) ** 2
     given = {"image_token_index": image_token, "image_seq_length": n_tokens}
     batch = partial(_images_in_text, size=size, n_tokens=n_tokens, image_token=image_token)
@@ -112,7 +147,8 @@ def images_in_text(model: str, size: int = 8, patch: int = 4, image_token: int =
 
 
 def speech(model: str, samples: int = 400, **settings: Any) -> TinyModel:
-    """Classification of waveforms into three classes; the second half of the last one is padding."""
+    """Classification of waveforms into three classes; the second half of the last one is
+    padding."""
     given = {"num_labels": 3, "initializer_range": _SPREAD}
     return TinyModel(model, partial(_waveforms, samples=samples), given | settings)
 
@@ -153,7 +189,11 @@ def _images_in_text(torch: Any, size: int, n_tokens: int, image_token: int) -> d
 def _waveforms(torch: Any, samples: int) -> dict[str, Any]:
     mask = torch.ones(3, samples, dtype=torch.long)
     mask[-1, samples // 2 :] = 0
-    return {"input_values": torch.randn(3, samples) * mask, "attention_mask": mask, "labels": torch.tensor([0, 2, 1])}
+    return {
+        "input_values": torch.randn(3, samples) * mask,
+        "attention_mask": mask,
+        "labels": torch.tensor([0, 2, 1]),
+    }
 
 
 def _features(torch: Any, frames: int, mels: int) -> dict[str, Any]:

@@ -19,8 +19,13 @@ class D2l(nn.Module):
         self.W_q, self.W_k, self.W_v = (nn.LazyLinear(dim, bias=False) for _ in range(3))
         self.W_o = nn.LazyLinear(dim)
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> Tensor:
-        split = [self._split(w(x)) for w, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))]
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    ) -> Tensor:
+        split = [
+            self._split(w(x))
+            for w, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))
+        ]
         if valid_lens is not None:
             valid_lens = valid_lens.repeat_interleave(self.num_heads, 0)
         heads = self.attention(*split, valid_lens)
@@ -56,7 +61,9 @@ class Prepared(nn.Module):
         self.output = nn.Linear(dim, dim)
         self.scale = self.d_k**-0.5
 
-    def forward(self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         q, k, v = self.query(query), self.key(key), self.value(value)
         scores = torch.einsum("ibhd,jbhd->ijbh", q, k) * self.scale
         if mask is not None:
@@ -86,7 +93,9 @@ class Annotated(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
         self.dropout = nn.Dropout(0.0)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         n = query.shape[0]
         inputs = zip(self.linears, (query, key, value), strict=False)
         q, k, v = (way(x).view(n, -1, self.h, self.d_k).transpose(1, 2) for way, x in inputs)
@@ -94,7 +103,9 @@ class Annotated(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(mask[:, None] == 0, -torch.inf)
         heads = self.dropout(scores.softmax(-1)) @ v
-        out: Tensor = self.linears[-1](heads.transpose(1, 2).contiguous().view(n, -1, self.h * self.d_k))
+        out: Tensor = self.linears[-1](
+            heads.transpose(1, 2).contiguous().view(n, -1, self.h * self.d_k)
+        )
         return out
 
 
@@ -119,7 +130,9 @@ class Processed(nn.Module):
 class Processor:
     """Attention with the parts of a module."""
 
-    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None) -> Tensor:
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None
+    ) -> Tensor:
         x = hidden_states
         if attn.group_norm is not None:
             x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
@@ -129,8 +142,12 @@ class Processor:
             for y in (attn.to_q(x), attn.to_k(context), attn.to_v(context))
         )
         heads = scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        out: Tensor = attn.to_out[1](attn.to_out[0](heads.reshape(len(x), -1, attn.heads * q.shape[-1])))
-        return (out + hidden_states if attn.residual_connection else out) / attn.rescale_output_factor
+        out: Tensor = attn.to_out[1](
+            attn.to_out[0](heads.reshape(len(x), -1, attn.heads * q.shape[-1]))
+        )
+        return (
+            out + hidden_states if attn.residual_connection else out
+        ) / attn.rescale_output_factor
 
 
 class Head(nn.Module):
@@ -173,7 +190,8 @@ class Projected(SideBySide):
 
 
 class Tiny(nn.Module):
-    """Three layers of 16 features and 4 heads; the last example pads three tokens where the attention has a mask."""
+    """Three layers of 16 features and 4 heads; the last example pads three tokens where the
+    attention has a mask."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -191,7 +209,9 @@ class Tiny(nn.Module):
                 x = x + attention(x, x, x, seen[:, None])
             elif isinstance(attention, Prepared):
                 rows = x.transpose(0, 1)
-                x = x + attention(query=rows, key=rows, value=rows, mask=seen.T[None]).transpose(0, 1)
+                x = x + attention(query=rows, key=rows, value=rows, mask=seen.T[None]).transpose(
+                    0, 1
+                )
             else:
                 x = x + attention(x)
         out: Tensor = self.head(x)

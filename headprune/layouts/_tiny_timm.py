@@ -31,7 +31,11 @@ class OlderAttention(nn.Module):
 
     def heads(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.qkv(x)
+            .reshape(batch, length, 3, self.num_heads, self.head_dim)
+            .permute(2, 0, 3, 1, 4)
+        )
         q, k, v = qkv.unbind(0)
         scores = self.q_norm(q) * self.scale @ self.k_norm(k).transpose(-2, -1)
         return (self.attn_drop(scores.softmax(-1)) @ v).transpose(1, 2)
@@ -53,7 +57,8 @@ class Attention(OlderAttention):
 
 
 class AttentionRope(Attention):
-    """In the form of timm's with separate projections, of which two query heads share a key and a value."""
+    """In the form of timm's with separate projections, of which two query heads share a key and a
+    value."""
 
     def __init__(self, dim: int, num_heads: int, norms: bool = False) -> None:
         super().__init__(dim, num_heads, norms)
@@ -61,7 +66,9 @@ class AttentionRope(Attention):
         self.num_kv_heads = num_heads // self.num_kv_groups
         self.qkv: Any = None
         self.q_proj = nn.Linear(dim, dim)
-        self.k_proj, self.v_proj = (nn.Linear(dim, self.num_kv_heads * self.head_dim) for _ in range(2))
+        self.k_proj, self.v_proj = (
+            nn.Linear(dim, self.num_kv_heads * self.head_dim) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         counts = self.num_heads, self.num_kv_heads, self.num_kv_heads

@@ -1,4 +1,5 @@
-"""Tiny models with PyTorch's own attention: alone, in its encoder layers and in its decoder layers."""
+"""Tiny models with PyTorch's own attention: alone, in its encoder layers and in its decoder
+layers."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ from torch import Tensor, nn
 
 
 class Mixed(nn.Module):
-    """Sequence first and batch first, fused and separate projections, added keys; no query sees all keys."""
+    """Sequence first and batch first, fused and separate projections, added keys; no query sees all
+    keys."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Linear(16, 16)
         self.first = nn.MultiheadAttention(16, 4)
         self.causal = nn.MultiheadAttention(16, 4, bias=False, batch_first=True, add_zero_attn=True)
-        self.cross = nn.MultiheadAttention(16, 4, batch_first=True, kdim=6, vdim=5, add_bias_kv=True)
+        self.cross = nn.MultiheadAttention(
+            16, 4, batch_first=True, kdim=6, vdim=5, add_bias_kv=True
+        )
         self.head = nn.Linear(16, 3)
 
     @classmethod
@@ -36,8 +40,8 @@ class Mixed(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Three layers that PyTorch runs with its native operation where no gradient is needed; with nested tensors, if
-    ``nested``, which make PyTorch warn."""
+    """Three layers that PyTorch runs with its native operation where no gradient is needed; with
+    nested tensors, if ``nested``, which make PyTorch warn."""
 
     def __init__(self, nested: bool = False) -> None:
         super().__init__()
@@ -67,10 +71,16 @@ class Decoder(nn.Module):
 
     @classmethod
     def tiny(cls) -> tuple[Any, Any]:
-        return cls(), {"x": torch.randn(3, 7, 16), "memory": torch.randn(3, 5, 16), "padding": _padding(5)}
+        return cls(), {
+            "x": torch.randn(3, 7, 16),
+            "memory": torch.randn(3, 5, 16),
+            "padding": _padding(5),
+        }
 
     def forward(self, x: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
-        later = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
+        later = nn.Transformer.generate_square_subsequent_mask(
+            x.shape[1], device=x.device, dtype=x.dtype
+        )
         hidden = self.decoder(
             self.embedding(x),
             memory,

@@ -25,7 +25,8 @@ def attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What ``nn.MultiheadAttention.forward`` returns, also for a module that was cut and for nested tensors.
+    """What ``nn.MultiheadAttention.forward`` returns, also for a module that was cut and for nested
+    tensors.
 
     A mask for each head, ``[batch * heads, queries, keys]``, may be for the uncut module's heads.
     """
@@ -33,9 +34,16 @@ def attend(
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     nested, lengths = query.is_nested, None
     if nested:
-        if query is not key or key is not value or key_padding_mask is not None or attn_mask is not None:
+        if (
+            query is not key
+            or key is not value
+            or key_padding_mask is not None
+            or attn_mask is not None
+        ):
             raise RuntimeError("A nested tensor attends to itself and without masks.")
-        lengths = torch.tensor([example.shape[0] for example in query.unbind()], device=query.device)
+        lengths = torch.tensor(
+            [example.shape[0] for example in query.unbind()], device=query.device
+        )
         query = key = value = query.to_padded_tensor(0.0)
         key_padding_mask = torch.arange(query.shape[1], device=query.device) >= lengths[:, None]
     batched = query.dim() == 3
@@ -46,13 +54,21 @@ def attend(
         query, key, value = _each(lambda x: x.transpose(0, 1), query, key, value)
 
     q, k, v = _projected(module, query, key, value)
-    hinted = is_causal and key_padding_mask is None and not need_weights  # the kernel then makes the mask itself
-    mask = None if hinted else _merged(module, attn_mask, key_padding_mask, query, k.shape[2] - key.shape[1])
+    hinted = (
+        is_causal and key_padding_mask is None and not need_weights
+    )  # the kernel then makes the mask itself
+    mask = (
+        None
+        if hinted
+        else _merged(module, attn_mask, key_padding_mask, query, k.shape[2] - key.shape[1])
+    )
     dropout = module.dropout if module.training else 0.0
     weights = None
     if need_weights:
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-        weights = functional.dropout(torch.softmax(scores if mask is None else scores + mask, -1), dropout)
+        weights = functional.dropout(
+            torch.softmax(scores if mask is None else scores + mask, -1), dropout
+        )
         heads = weights @ v
         weights = weights.sum(1) / max(module.num_heads, 1) if average_attn_weights else weights
         weights = weights if batched else weights.squeeze(0)
@@ -68,15 +84,18 @@ def attend(
 
 
 def _each(change: Callable[[Tensor], Tensor], *inputs: Tensor) -> Iterator[Tensor]:
-    """The changed inputs; those that are one tensor stay one, so that their projections stay one product."""
+    """The changed inputs; those that are one tensor stay one, so that their projections stay one
+    product."""
     made = {id(x): change(x) for x in inputs}
     return (made[id(x)] for x in inputs)
 
 
 def _projected(module: Any, *inputs: Tensor) -> list[Tensor]:
-    """Queries, keys and values, ``[batch, heads, length, head_dim]``, with the keys that the module adds.
+    """Queries, keys and values, ``[batch, heads, length, head_dim]``, with the keys that the module
+    adds.
 
-    A fused weight is multiplied once for all neighbours that read the same tensor, as in PyTorch's code.
+    A fused weight is multiplied once for all neighbours that read the same tensor, as in PyTorch's
+    code.
     """
     fused = module.in_proj_weight is not None
     runs = [list(run) for _, run in groupby(inputs, key=id)] if fused else [[x] for x in inputs]
@@ -98,21 +117,33 @@ def _projected(module: Any, *inputs: Tensor) -> list[Tensor]:
 
 
 def _merged(
-    module: Any, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor, added: int
+    module: Any,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    query: Tensor,
+    added: int,
 ) -> Tensor | None:
-    """Both masks as one that is added to the scores, ``[batch or 1, heads or 1, queries or 1, keys]``."""
+    """Both masks as one that is added to the scores,
+    ``[batch or 1, heads or 1, queries or 1, keys]``."""
     merged = None
     if attn_mask is not None:
         merged = _additive(attn_mask, query.dtype)
-        merged = merged[None, None] if merged.dim() == 2 else _of_heads(module, merged.unflatten(0, (len(query), -1)))
+        merged = (
+            merged[None, None]
+            if merged.dim() == 2
+            else _of_heads(module, merged.unflatten(0, (len(query), -1)))
+        )
     if key_padding_mask is not None:
         padding = _additive(key_padding_mask, query.dtype)[:, None, None]
         merged = padding if merged is None else merged + padding
-    return functional.pad(merged, (0, added)) if merged is not None and added else merged  # without any, pad copies
+    return (
+        functional.pad(merged, (0, added)) if merged is not None and added else merged
+    )  # without any, pad copies
 
 
 def _of_heads(module: Any, mask: Tensor) -> Tensor:
-    """The rows of the present heads of ``[batch, heads, queries, keys]`` for the present or the original heads."""
+    """The rows of the present heads of ``[batch, heads, queries, keys]`` for the present or the
+    original heads."""
     state = getattr(module, STATE_ATTRIBUTE, None)
     if state is None or mask.shape[1] == module.num_heads:
         return mask

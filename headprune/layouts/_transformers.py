@@ -1,4 +1,5 @@
-"""What the Transformers families share: an attention without heads that keeps bias and cache calls working."""
+"""What the Transformers families share: an attention without heads that keeps bias and cache calls
+working."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from headprune.core.mixin import WITHOUT_HEADS, Mixin, mix_in, original_class
 class WithoutHeads(Mixin, nn.Module):
     """Put in front of an attention class: adds the output projection's bias and nothing else.
 
-    The cache is told of every token through a key of one head of width 1: Transformers reads a layer's length off
-    its cached keys and takes keys without elements for an empty cache, so that positions after a headless first
-    layer would start again from zero. A cache that quantises keeps these keys as they are.
+    The cache is told of every token through a key of one head of width 1: Transformers reads a
+    layer's length off its cached keys and takes keys without elements for an empty cache, so that
+    positions after a headless first layer would start again from zero. A cache that quantises keeps
+    these keys as they are.
     """
 
     headprune_gate: str | None
@@ -34,14 +36,23 @@ class WithoutHeads(Mixin, nn.Module):
         key_value_states: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        shape = hidden_states.shape  # [batch, length, width], or [batch, height, width of the image, width]
+        shape = (
+            hidden_states.shape
+        )  # [batch, length, width], or [batch, height, width of the image, width]
         cache = layer_past if past_key_values is None else past_key_values
-        other = kwargs.get("encoder_hidden_states") if key_value_states is None else key_value_states
+        other = (
+            kwargs.get("encoder_hidden_states") if key_value_states is None else key_value_states
+        )
         cross = self.headprune_cross or other is not None
         n_keys = shape[1] if other is None else other.shape[1]
         index = getattr(self, "layer_idx", getattr(self, "layer_id", None))
-        # An encoder-decoder's cache is a pair, of which the part for the encoder's keys is filled once.
-        part = getattr(cache, "cross_attention_cache" if cross else "self_attention_cache", None if cross else cache)
+        # An encoder-decoder's cache is a pair, of which the part for the encoder's keys is filled
+        # once.
+        part = getattr(
+            cache,
+            "cross_attention_cache" if cross else "self_attention_cache",
+            None if cross else cache,
+        )
         filled = cross and (other is None or getattr(cache, "is_updated", {}).get(index))
         if part is not None and not filled:
             self._keep_plain(part, index)
@@ -50,16 +61,21 @@ class WithoutHeads(Mixin, nn.Module):
             if cross:
                 cache.is_updated[index] = True
         weights = hidden_states.new_zeros(shape[0], 0, shape[1], n_keys)
-        if self.headprune_gate is None:  # the output projection is a sibling and adds its bias itself
+        if (
+            self.headprune_gate is None
+        ):  # the output projection is a sibling and adds its bias itself
             return hidden_states.new_zeros(*shape[:-1], 0), weights
         projection = self.get_submodule(self.headprune_gate)
         output = torch.zeros_like(hidden_states)
-        bias = projection.bias() if callable(projection.bias) else projection.bias  # a quantised one has a method
+        bias = (
+            projection.bias() if callable(projection.bias) else projection.bias
+        )  # a quantised one has a method
         return (output + bias if isinstance(bias, Tensor) else output), weights
 
     @staticmethod
     def _keep_plain(cache: Any, index: Any) -> None:
-        """Takes quantisation out of this layer of a cache: its groups would not fit keys of width 1."""
+        """Takes quantisation out of this layer of a cache: its groups would not fit keys of width
+        1."""
         from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
         layers: Any = getattr(cache, "layers", ())
@@ -79,9 +95,13 @@ class NormedWithoutHeads(WithoutHeads):
 
 
 def without_heads(
-    module: nn.Module, gate: str | None, cross: bool = False, kind: type[WithoutHeads] = WithoutHeads
+    module: nn.Module,
+    gate: str | None,
+    cross: bool = False,
+    kind: type[WithoutHeads] = WithoutHeads,
 ) -> None:
-    """Turns ``module`` in place into its own subclass that has no heads; it keeps its class name and its place.
+    """Turns ``module`` in place into its own subclass that has no heads; it keeps its class name
+    and its place.
 
     Args:
         module: The attention module whose ``forward`` computes the heads.
@@ -90,8 +110,8 @@ def without_heads(
         kind: A subclass of ``WithoutHeads`` for a module that is called or answers in another way.
 
     Raises:
-        UnsupportedModel: the module has a ``forward`` of its own that would hide the class's, or is called with
-            something else first than the states that it adds to.
+        UnsupportedModel: the module has a ``forward`` of its own that would hide the class's, or is
+            called with something else first than the states that it adds to.
     """
     refused = refusal(module, kind)
     if refused is not None:
@@ -117,7 +137,8 @@ def present_heads(module: nn.Module, x: Tensor, dim: int) -> Tensor:
 
 
 def picked(x: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
-    """``x`` at some indices of an axis, ascending; by slices, which need no index on the right device.
+    """``x`` at some indices of an axis, ascending; by slices, which need no index on the right
+    device.
 
     >>> picked(torch.arange(6), 0, (0, 1, 4)).tolist()
     [0, 1, 4]

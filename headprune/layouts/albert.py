@@ -1,4 +1,5 @@
-"""ALBERT: query, key, value, dense and the norm in one module, which all layers share: a head leaves all of them."""
+"""ALBERT: query, key, value, dense and the norm in one module, which all layers share: a head
+leaves all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ _SIZES: dict[str, Any] = {
 
 FAMILIES = (
     ("albert", encoder("AlbertForSequenceClassification", **_SIZES)),
-    ("albert-groups", encoder("AlbertForSequenceClassification", **_SIZES, num_hidden_groups=2, inner_group_num=2)),
+    (
+        "albert-groups",
+        encoder(
+            "AlbertForSequenceClassification", **_SIZES, num_hidden_groups=2, inner_group_num=2
+        ),
+    ),
 )
 
 LAYOUT = AttentionLayout(

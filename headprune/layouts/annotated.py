@@ -1,4 +1,5 @@
-"""The attention of "The Annotated Transformer": four `linears`, the last of which is the output projection."""
+"""The attention of "The Annotated Transformer": four `linears`, the last of which is the output
+projection."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def _is_attention(module: Any) -> bool:
 
 def _head_dim(module: Any) -> int:
     """The width of a head, once the module has proved what it computes."""
-    must = "scaled dot-product attention for any number of heads, called with (query, key, value, mask)"
+    must = (
+        "scaled dot-product attention for any number of heads, called with (query, key, value,"
+        " mask)"
+    )
     check_proved(module, _is_attention(module), must)
     return int(module.d_k)
 

@@ -1,4 +1,5 @@
-"""`q_proj`, `k_proj`, `v_proj`, `out_proj`: BART's likes with cross-attention, CLIP, Wav2Vec2, OPT, GPT-J, GPT-Neo."""
+"""`q_proj`, `k_proj`, `v_proj`, `out_proj`: BART's likes with cross-attention, CLIP, Wav2Vec2, OPT,
+GPT-J, GPT-Neo."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from headprune.core.errors import UnsupportedModel
 from headprune.core.layout import AttentionLayout, HeadSlab
 from headprune.core.mixin import original_class
 from headprune.layouts._empty import without_heads
-from headprune.layouts._tiny import decoder, encoder_decoder, images_and_text, speech, speech_to_text
+from headprune.layouts._tiny import (
+    decoder,
+    encoder_decoder,
+    images_and_text,
+    speech,
+    speech_to_text,
+)
 
 if TYPE_CHECKING:
     from headprune.core.heads import Kind
@@ -20,20 +27,27 @@ def _kind(module: Any, name: str) -> Kind:
     if "cross" in called or called.startswith("encoder_attn"):
         return "cross"
     causal, decodes = getattr(module, "is_causal", None), getattr(module, "is_decoder", False)
-    if causal or (decodes and (causal is None or "self" in called)):  # some leave causality to the mask
+    if causal or (
+        decodes and (causal is None or "self" in called)
+    ):  # some leave causality to the mask
         return "causal"
     return "cross" if decodes else "self"
 
 
 def _head_dim(module: Any) -> int:
-    """The width, for all but old attentions that put heads together at their input's width (LED, TrOCR, DETR).
+    """The width, for all but old attentions that put heads together at their input's width (LED,
+    TrOCR, DETR).
 
     No attribute tells those from the others (GroupViT's are CLIP's), so the names in their code do.
     """
     code = inspect.unwrap(original_class(module).forward).__code__  # type: ignore[attr-defined]
-    if "embed_dim" in code.co_varnames and "embed_dim" not in code.co_names:  # a local variable, no attribute
+    if (
+        "embed_dim" in code.co_varnames and "embed_dim" not in code.co_names
+    ):  # a local variable, no attribute
         must = "an attention that puts together as many heads as it has"
-        raise UnsupportedModel(type(module).__name__, must, "one that takes their width from its input")
+        raise UnsupportedModel(
+            type(module).__name__, must, "one that takes their width from its input"
+        )
     width: int = module.head_dim
     return width
 
@@ -73,13 +87,29 @@ FAMILIES = (
     ("pegasus", encoder_decoder("PegasusForConditionalGeneration", **_TEXT)),
     ("m2m_100", encoder_decoder("M2M100ForConditionalGeneration", **_TEXT)),
     ("blenderbot", encoder_decoder("BlenderbotForConditionalGeneration", **_TEXT)),
-    ("whisper", speech_to_text("WhisperForConditionalGeneration", max_target_positions=64, **_SIZES)),
-    ("clip", images_and_text("CLIPModel", _TOWER | {"patch_size": 4}, _TOWER | _CLIP_TEXT, projection_dim=12)),
+    (
+        "whisper",
+        speech_to_text("WhisperForConditionalGeneration", max_target_positions=64, **_SIZES),
+    ),
+    (
+        "clip",
+        images_and_text(
+            "CLIPModel", _TOWER | {"patch_size": 4}, _TOWER | _CLIP_TEXT, projection_dim=12
+        ),
+    ),
     ("siglip", images_and_text("SiglipModel", _TOWER | {"patch_size": 4}, _TOWER | _CLIP_TEXT)),
     ("wav2vec2", speech("Wav2Vec2ForSequenceClassification", **_SPEECH)),
     ("hubert", speech("HubertForSequenceClassification", **_SPEECH)),
-    ("opt", decoder("OPTForCausalLM", **_TOWER | {"ffn_dim": 24, "word_embed_proj_dim": 16, "init_std": 0.3})),
-    ("gptj", decoder("GPTJForCausalLM", n_embd=16, n_layer=3, n_head=4, rotary_dim=2, n_positions=64)),
+    (
+        "opt",
+        decoder(
+            "OPTForCausalLM", **_TOWER | {"ffn_dim": 24, "word_embed_proj_dim": 16, "init_std": 0.3}
+        ),
+    ),
+    (
+        "gptj",
+        decoder("GPTJForCausalLM", n_embd=16, n_layer=3, n_head=4, rotary_dim=2, n_positions=64),
+    ),
     (
         "gpt_neo",
         decoder(
@@ -107,7 +137,8 @@ LAYOUT = AttentionLayout(
     kind=_kind,
     requires=("head_dim",),
     absent=(
-        "autocorrelation_factor",  # Autoformer averages over its heads before they choose their delays
+        # Autoformer averages over its heads before they choose their delays.
+        "autocorrelation_factor",
         "cache_key",  # FSMT's is called sequence first
         "block_size",  # Pegasus-X puts global and local tokens together at the model's width
     ),

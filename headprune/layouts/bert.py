@@ -1,4 +1,5 @@
-"""BERT-style encoders (BERT, RoBERTa, ELECTRA and their likes): query, key, value in `self`, the output in `output`."""
+"""BERT-style encoders (BERT, RoBERTa, ELECTRA and their likes): query, key, value in `self`, the
+output in `output`."""
 
 from __future__ import annotations
 
@@ -21,20 +22,30 @@ def _kind(module: Any, name: str) -> Kind:
 
 
 class PresentHeadsOfBias(Mixin):
-    """Put in front of a cut attention whose biases of positions come for all heads (LayoutLMv2 and v3)."""
+    """Put in front of a cut attention whose biases of positions come for all heads (LayoutLMv2 and
+    v3)."""
 
     headprune_heads: tuple[int, ...]
 
     def forward(
-        self, hidden_states: Any, attention_mask: Any = None, rel_pos: Any = None, rel_2d_pos: Any = None, **kwargs: Any
+        self,
+        hidden_states: Any,
+        attention_mask: Any = None,
+        rel_pos: Any = None,
+        rel_2d_pos: Any = None,
+        **kwargs: Any,
     ) -> Any:
         kept = [b if b is None else b[:, list(self.headprune_heads)] for b in (rel_pos, rel_2d_pos)]
         return super().forward(hidden_states, attention_mask, *kept, **kwargs)  # type: ignore[misc]
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Takes its heads' part of biases of positions that the model keeps for all heads (LayoutLMv2 and v3)."""
-    if any(getattr(module.self, f"has_{which}_attention_bias", False) for which in ("relative", "spatial")):
+    """Takes its heads' part of biases of positions that the model keeps for all heads (LayoutLMv2
+    and v3)."""
+    if any(
+        getattr(module.self, f"has_{which}_attention_bias", False)
+        for which in ("relative", "spatial")
+    ):
         mix_in(module.self, PresentHeadsOfBias)
         module.self.headprune_heads = getattr(module, STATE_ATTRIBUTE).heads
 
@@ -67,8 +78,14 @@ LAYOUT = AttentionLayout(
     head_dim="self.attention_head_size",
     kind=_kind,
     requires=("self.num_attention_heads", "self.all_head_size"),
-    absent=("attention_type",),  # BigBird puts another attention in place of `self`, of the configuration's size
-    untouched=("output.LayerNorm", "ln", "self_attn_layer_norm"),  # the last two: Megatron-BERT, XLM-RoBERTa-XL
+    absent=(
+        "attention_type",
+    ),  # BigBird puts another attention in place of `self`, of the configuration's size
+    untouched=(
+        "output.LayerNorm",
+        "ln",
+        "self_attn_layer_norm",
+    ),  # the last two: Megatron-BERT, XLM-RoBERTa-XL
     counts=(("self.num_attention_heads", "n_query_heads"), ("self.all_head_size", "query_width")),
     adapt=_adapt,
     empty=without_heads(None, "self", attends=_kind),

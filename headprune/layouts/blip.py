@@ -1,6 +1,8 @@
-"""BLIP's vision tower: queries, keys and values fused in `qkv`, the output in `projection`; its text tower is BERT's.
+"""BLIP's vision tower: queries, keys and values fused in `qkv`, the output in `projection`; its
+text tower is BERT's.
 
-Its code takes the width of its input for that of its heads together, so a cut attention runs code of ours.
+Its code takes the width of its input for that of its heads together, so a cut attention runs code
+of ours.
 """
 
 from __future__ import annotations
@@ -24,11 +26,17 @@ class FewerHeads(Mixin):
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Runs the same attention with as many heads as the weights have; BLIP's code reckons from the model's width."""
+    """Runs the same attention with as many heads as the weights have; BLIP's code reckons from the
+    model's width."""
     mix_in(module, FewerHeads)
 
 
-_SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 _TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
 
 FAMILIES = (

@@ -6,7 +6,15 @@ from typing import Any
 
 from headprune.core.errors import InvalidValue
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._grouped import COUNTS, POLICIES, SHARED_KEYS, SIZES, kind, repeat_keys, without_heads
+from headprune.layouts._grouped import (
+    COUNTS,
+    POLICIES,
+    SHARED_KEYS,
+    SIZES,
+    kind,
+    repeat_keys,
+    without_heads,
+)
 from headprune.layouts._tiny import decoder
 
 
@@ -14,7 +22,9 @@ def _head_dim(module: Any) -> int:
     for norm in (module.q_norm, module.k_norm):
         shape = tuple(norm.weight.shape)
         if len(shape) != 2 or shape[1] != module.head_dim:
-            raise InvalidValue("its norms", f"of weights [heads, {module.head_dim}]", f"weights of shape {shape}")
+            raise InvalidValue(
+                "its norms", f"of weights [heads, {module.head_dim}]", f"weights of shape {shape}"
+            )
     return int(module.head_dim)
 
 

@@ -1,4 +1,5 @@
-"""The attention of "Dive into Deep Learning": `W_q W_k W_v W_o`, its head count drives the reshape and the masks.
+"""The attention of "Dive into Deep Learning": `W_q W_k W_v W_o`, its head count drives the reshape
+and the masks.
 
 Lazy projections must have run once. Code that only looks alike is refused: see ``_stand_in.py``.
 """
@@ -30,7 +31,10 @@ def _is_attention(module: Any) -> bool:
 
 def _head_dim(module: Any) -> int:
     """The width of a head, once the module has proved what it computes."""
-    must = "scaled dot-product attention for any number of heads, called with (queries, keys, values, valid_lens)"
+    must = (
+        "scaled dot-product attention for any number of heads, called with (queries, keys, values,"
+        " valid_lens)"
+    )
     check_proved(module, _is_attention(module), must)
     return int(getattr(module.W_q, "out_features", 0)) // int(module.num_heads)
 
@@ -48,7 +52,9 @@ LAYOUT = AttentionLayout(
     requires=("num_heads", "attention.dropout"),
     absent=("n_heads",),
     counts=(("num_heads", "n_query_heads"),),
-    empty=textbook_without_heads("W_o", "attention.attention_weights", ("heads", "queries", "keys")),
+    empty=textbook_without_heads(
+        "W_o", "attention.attention_weights", ("heads", "queries", "keys")
+    ),
     proves=True,
     families=(("d2l", TinyModule("_tiny_textbook", "D2l")),),
 )

@@ -1,4 +1,5 @@
-"""DeBERTa v2 and v3: query_proj, key_proj, value_proj, and projections of relative positions unless they are shared."""
+"""DeBERTa v2 and v3: query_proj, key_proj, value_proj, and projections of relative positions unless
+they are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""DeepSeek-V3: latent attention; keys and values of each head are made from a latent that all heads share."""
+"""DeepSeek-V3: latent attention; keys and values of each head are made from a latent that all heads
+share."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from headprune.layouts._tiny import decoder
 
 
 def _latents(module: Any) -> int:
-    """Numbers a token in the cache: the latent of keys and values, and the rotated part of the keys, once for all."""
+    """Numbers a token in the cache: the latent of keys and values, and the rotated part of the
+    keys, once for all."""
     return int(module.kv_lora_rank + module.qk_rope_head_dim)
 
 

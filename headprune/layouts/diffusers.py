@@ -1,7 +1,8 @@
 """diffusers' `Attention`: `to_q to_k to_v to_out.0`, computed by a processor that the module holds.
 
-The processor is code that can be exchanged, so it is proved: on a small stand-in it must compute scaled dot-product
-attention for any number of heads. Joint attention (`add_k_proj`) and norms across heads are refused.
+The processor is code that can be exchanged, so it is proved: on a small stand-in it must compute
+scaled dot-product attention for any number of heads. Joint attention (`add_k_proj`) and norms
+across heads are refused.
 """
 
 from __future__ import annotations
@@ -29,9 +30,23 @@ def _is_attention(module: Any) -> bool:
 
     def build(n: int, ways: Any) -> Any:
         parts = dict(zip(("to_q", "to_k", "to_v"), ways, strict=False))
-        parts |= {"to_out": ModuleList([ways[3], Dropout(0.0)])} | {k: None for k in _NORMS if k in module._modules}
-        sizes = {"heads": n, "sliceable_head_dim": n, "inner_dim": n * WIDTH, "inner_kv_dim": n * WIDTH}
-        return stand_in(module, parts, **sizes, scale=WIDTH**-0.5, residual_connection=False, rescale_output_factor=1.0)
+        parts |= {"to_out": ModuleList([ways[3], Dropout(0.0)])} | {
+            k: None for k in _NORMS if k in module._modules
+        }
+        sizes = {
+            "heads": n,
+            "sliceable_head_dim": n,
+            "inner_dim": n * WIDTH,
+            "inner_kv_dim": n * WIDTH,
+        }
+        return stand_in(
+            module,
+            parts,
+            **sizes,
+            scale=WIDTH**-0.5,
+            residual_connection=False,
+            rescale_output_factor=1.0,
+        )
 
     def call(small: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
         masked = {} if mask is None else {"attention_mask": mask}

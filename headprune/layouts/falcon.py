@@ -1,4 +1,5 @@
-"""Falcon: fused `query_key_value`, group by group its queries, a key and a value; one group or many, ALiBi or not."""
+"""Falcon: fused `query_key_value`, group by group its queries, a key and a value; one group or
+many, ALiBi or not."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from headprune.layouts._tiny import decoder
 
 
 def _correct(module: Any, model: Any) -> None:
-    """Of ALiBi biases, which arrive for all heads, those of the kept heads are taken; groups of unlike size are split
-    one by one."""
+    """Of ALiBi biases, which arrive for all heads, those of the kept heads are taken; groups of
+    unlike size are split one by one."""
     from headprune.layouts._alibi import SlicedAlibi
     from headprune.layouts._repeated import Split, repeat_
 

@@ -1,4 +1,5 @@
-"""GPT-2: queries, keys and values fused in one Conv1D (`c_attn`), the output projection a Conv1D too (`c_proj`)."""
+"""GPT-2: queries, keys and values fused in one Conv1D (`c_attn`), the output projection a Conv1D
+too (`c_proj`)."""
 
 from __future__ import annotations
 

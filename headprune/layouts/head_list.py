@@ -1,4 +1,5 @@
-"""A list of separate heads, `heads`, whose outputs side by side go through an output projection, `proj`."""
+"""A list of separate heads, `heads`, whose outputs side by side go through an output projection,
+`proj`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def head_width(module: Any, projection: str) -> int:
-    """The width of a head of a module that puts its heads' outputs side by side, and nothing else."""
+    """The width of a head of a module that puts its heads' outputs side by side, and nothing
+    else."""
     from torch.nn import ModuleList
 
     from headprune.layouts._proofs import is_concatenation, value_width
@@ -28,7 +30,11 @@ def head_width(module: Any, projection: str) -> int:
 
 def kind(module: Any, name: str) -> Kind:
     """``causal`` where the heads hold a triangular mask."""
-    return "causal" if any("tril" in n or "mask" in n for n, _ in module.heads.named_buffers()) else "self"
+    return (
+        "causal"
+        if any("tril" in n or "mask" in n for n, _ in module.heads.named_buffers())
+        else "self"
+    )
 
 
 LAYOUT = AttentionLayout(

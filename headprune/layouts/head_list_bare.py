@@ -1,4 +1,5 @@
-"""A list of separate heads, `heads`, whose outputs side by side are the module's: there is no output projection."""
+"""A list of separate heads, `heads`, whose outputs side by side are the module's: there is no
+output projection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""labml.ai's attention: sequence first; `query`, `key`, `value` each project and split into heads; `output`."""
+"""labml.ai's attention: sequence first; `query`, `key`, `value` each project and split into heads;
+`output`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def _is_attention(module: Any) -> bool:
 
 def _head_dim(module: Any) -> int:
     """The width of a head, once the module has proved what it computes."""
-    must = "scaled dot-product attention for any number of heads, called with query=, key=, value=, sequence first"
+    must = (
+        "scaled dot-product attention for any number of heads, called with query=, key=, value=,"
+        " sequence first"
+    )
     check_proved(module, _is_attention(module), must)
     return int(module.d_k)
 
@@ -58,7 +62,9 @@ LAYOUT = AttentionLayout(
     requires=("heads", "d_k", "scale", "query.heads", "key.heads", "value.heads"),
     counts=tuple((f"{path}heads", "n_query_heads") for path in ("", "query.", "key.", "value.")),
     batch_axis=1,
-    empty=textbook_without_heads("output", "attn", ("queries", "keys", "batch", "heads"), batch_axis=1),
+    empty=textbook_without_heads(
+        "output", "attn", ("queries", "keys", "batch", "heads"), batch_axis=1
+    ),
     proves=True,
     families=(("labml", TinyModule("_tiny_textbook", "Prepared")),),
 )

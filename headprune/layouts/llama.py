@@ -1,13 +1,26 @@
-"""Llama-style decoders (Llama, Mistral, Qwen, Gemma and their likes): `q_proj`, `k_proj`, `v_proj`, `o_proj`."""
+"""Llama-style decoders (Llama, Mistral, Qwen, Gemma and their likes): `q_proj`, `k_proj`, `v_proj`,
+`o_proj`."""
 
 from __future__ import annotations
 
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._grouped import COUNTS, POLICIES, SHARED_KEYS, SIZES, kind, repeat_keys, without_heads
+from headprune.layouts._grouped import (
+    COUNTS,
+    POLICIES,
+    SHARED_KEYS,
+    SIZES,
+    kind,
+    repeat_keys,
+    without_heads,
+)
 from headprune.layouts._tiny import decoder, images_in_text
 
 _WIDE = {**SIZES, "head_dim": 6}  # not hidden_size / num_attention_heads
-_SLIDING = {**_WIDE, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_SLIDING = {
+    **_WIDE,
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 _EXPERTS = {**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2}
 
 FAMILIES = (
@@ -27,7 +40,13 @@ FAMILIES = (
         "llava",
         images_in_text(
             "LlavaForConditionalGeneration",
-            text_config={"model_type": "llama", "vocab_size": 50, "pad_token_id": 0, "initializer_range": 0.3, **SIZES},
+            text_config={
+                "model_type": "llama",
+                "vocab_size": 50,
+                "pad_token_id": 0,
+                "initializer_range": 0.3,
+                **SIZES,
+            },
             vision_config={
                 "model_type": "clip_vision_model",
                 "hidden_size": 16,

@@ -1,4 +1,5 @@
-"""MPNet: q, k, v and o; the encoder computes one bias of relative positions, for all heads, that every layer adds."""
+"""MPNet: q, k, v and o; the encoder computes one bias of relative positions, for all heads, that
+every layer adds."""
 
 from __future__ import annotations
 
@@ -11,10 +12,15 @@ from headprune.layouts._tiny import encoder
 
 
 class PresentHeadsOfBias(Mixin):
-    """Put in front of a cut attention: takes its heads' part of the bias, which comes for all heads."""
+    """Put in front of a cut attention: takes its heads' part of the bias, which comes for all
+    heads."""
 
     def forward(
-        self: Any, hidden_states: Any, attention_mask: Any = None, position_bias: Any = None, **kwargs: Any
+        self: Any,
+        hidden_states: Any,
+        attention_mask: Any = None,
+        position_bias: Any = None,
+        **kwargs: Any,
     ) -> Any:
         from headprune.layouts._transformers import present_heads
 

@@ -1,7 +1,8 @@
-"""Our own MultiHeadAttention, in any model: W_q, W_k, W_v and W_o, grouped queries, separate value width.
+"""Our own MultiHeadAttention, in any model: W_q, W_k, W_v and W_o, grouped queries, separate value
+width.
 
-Its kind is what it was built with (``kind=``, by default ``self``), because causality and the cache are arguments of a
-call; so ``keep_kv`` counts the modules that were built as ``causal``.
+Its kind is what it was built with (``kind=``, by default ``self``), because causality and the cache
+are arguments of a call; so ``keep_kv`` counts the modules that were built as ``causal``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def _kind(module: Any, name: str) -> Kind:
 
 
 def tiny(seed: int) -> tuple[Any, Any]:
-    """Two layers of 4 query heads in 2 groups with value width 6 instead of 5, mean pooled, three classes."""
+    """Two layers of 4 query heads in 2 groups with value width 6 instead of 5, mean pooled, three
+    classes."""
     import torch
     from torch import nn
 
@@ -34,7 +36,9 @@ def tiny(seed: int) -> tuple[Any, Any]:
             self.norm = nn.LayerNorm(16)
 
         def forward(self, x: torch.Tensor, valid_lens: torch.Tensor | None) -> torch.Tensor:
-            out: torch.Tensor = self.norm(x + self.attention(x, valid_lens=valid_lens, causal=self.causal))
+            out: torch.Tensor = self.norm(
+                x + self.attention(x, valid_lens=valid_lens, causal=self.causal)
+            )
             return out
 
     class Tiny(nn.Module):

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._grouped import COUNTS, POLICIES, SHARED_KEYS, SIZES, kind, repeat_keys, without_heads
+from headprune.layouts._grouped import (
+    COUNTS,
+    POLICIES,
+    SHARED_KEYS,
+    SIZES,
+    kind,
+    repeat_keys,
+    without_heads,
+)
 from headprune.layouts._tiny import decoder
 
 FAMILIES = (("phi", decoder("PhiForCausalLM", **SIZES, qk_layernorm=True)),)

@@ -1,16 +1,26 @@
-"""Phi-3: queries, keys and values fused in `qkv_proj`; it asks its configuration how many query heads it has."""
+"""Phi-3: queries, keys and values fused in `qkv_proj`; it asks its configuration how many query
+heads it has."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from headprune.core.layout import STATE_ATTRIBUTE, AttentionLayout, HeadSlab
-from headprune.layouts._grouped import COUNTS, POLICIES, SHARED_KEYS, SIZES, kind, repeat_keys, without_heads
+from headprune.layouts._grouped import (
+    COUNTS,
+    POLICIES,
+    SHARED_KEYS,
+    SIZES,
+    kind,
+    repeat_keys,
+    without_heads,
+)
 from headprune.layouts._tiny import decoder
 
 
 class LayerConfig:
-    """The model's configuration as one layer sees it: with a number of heads of its own, and else as it is now."""
+    """The model's configuration as one layer sees it: with a number of heads of its own, and else
+    as it is now."""
 
     def __init__(self, shared: Any, num_attention_heads: int) -> None:
         self.shared = shared
@@ -23,7 +33,8 @@ class LayerConfig:
 
 
 def _own_head_count(module: Any, model: Any) -> None:
-    """Each layer sees a configuration with its own number of query heads; keys are repeated as in Llama."""
+    """Each layer sees a configuration with its own number of query heads; keys are repeated as in
+    Llama."""
     shared = module.config.shared if isinstance(module.config, LayerConfig) else module.config
     module.config = LayerConfig(shared, len(getattr(module, STATE_ATTRIBUTE).heads))
     repeat_keys(module, model)
@@ -40,7 +51,12 @@ LAYOUT = AttentionLayout(
     ),
     head_dim="head_dim",
     kind=kind,
-    requires=("num_key_value_groups", "num_key_value_heads", "layer_idx", "config.num_attention_heads"),
+    requires=(
+        "num_key_value_groups",
+        "num_key_value_heads",
+        "layer_idx",
+        "config.num_attention_heads",
+    ),
     absent=SHARED_KEYS,
     counts=COUNTS,
     policies=POLICIES,

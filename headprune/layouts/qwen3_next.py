@@ -1,9 +1,18 @@
-"""Qwen3-Next's full attention: `q_proj` holds a query and a gate for each head; its linear attention is no site."""
+"""Qwen3-Next's full attention: `q_proj` holds a query and a gate for each head; its linear
+attention is no site."""
 
 from __future__ import annotations
 
 from headprune.core.layout import AttentionLayout, HeadSlab
-from headprune.layouts._grouped import COUNTS, POLICIES, SHARED_KEYS, SIZES, kind, repeat_keys, without_heads
+from headprune.layouts._grouped import (
+    COUNTS,
+    POLICIES,
+    SHARED_KEYS,
+    SIZES,
+    kind,
+    repeat_keys,
+    without_heads,
+)
 from headprune.layouts._tiny import decoder
 
 FAMILIES = (

@@ -1,4 +1,5 @@
-"""Swin: q_proj, k_proj, v_proj, o_proj and a table of position biases; an image's windows are rows of their own."""
+"""Swin: q_proj, k_proj, v_proj, o_proj and a table of position biases; an image's windows are rows
+of their own."""
 
 from __future__ import annotations
 

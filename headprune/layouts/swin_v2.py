@@ -1,4 +1,5 @@
-"""Swin v2, and Swin in Donut, CLAP, MaskFormer: windows as in Swin, the projections in `self`, the output in `output`.
+"""Swin v2, and Swin in Donut, CLAP, MaskFormer: windows as in Swin, the projections in `self`, the
+output in `output`.
 
 Position biases are a table, or (v2) come from a small network whose last layer has a row a head.
 """

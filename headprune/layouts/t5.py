@@ -1,4 +1,5 @@
-"""T5 and its likes: `q`, `k`, `v`, `o` and a relative position bias that the first layer makes for all of them."""
+"""T5 and its likes: `q`, `k`, `v`, `o` and a relative position bias that the first layer makes for
+all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def kind_of(module: Any, name: str) -> Kind:
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """The first layer's table stays whole; each layer takes its heads' part of the bias and passes the whole on."""
+    """The first layer's table stays whole; each layer takes its heads' part of the bias and passes
+    the whole on."""
     from headprune.layouts._t5 import WithPositionBias
 
     mix_in(module, WithPositionBias)

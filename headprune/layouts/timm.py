@@ -1,8 +1,9 @@
-"""timm's `Attention` and `AttentionRope`: fused `qkv` or `q_proj`, `k_proj`, `v_proj`, an optional gate, and `proj`.
+"""timm's `Attention` and `AttentionRope`: fused `qkv` or `q_proj`, `k_proj`, `v_proj`, an optional
+gate, and `proj`.
 
-Newer code takes the heads' total width from ``attn_dim``. Older code takes it from its input, which holds no longer
-after a cut: such a module goes on with a ``forward`` of ours, if its class computes timm's plain attention; any other
-(EVA's, BEiT's, Swin's) is refused, and so are norms across heads.
+Newer code takes the heads' total width from ``attn_dim``. Older code takes it from its input, which
+holds no longer after a cut: such a module goes on with a ``forward`` of ours, if its class computes
+timm's plain attention; any other (EVA's, BEiT's, Swin's) is refused, and so are norms across heads.
 """
 
 from __future__ import annotations
@@ -17,22 +18,29 @@ from headprune.layouts._tiny import TinyModule
 
 
 def _head_dim(module: Any) -> int:
-    """The width of a head of a module whose code runs with any number of heads, or can be replaced by ours."""
+    """The width of a head of a module whose code runs with any number of heads, or can be replaced
+    by ours."""
     from headprune.layouts._timm import is_plain
 
     if not _is_older(module):
         return int(module.head_dim)
-    kind = original_class(module)
-    arguments = set(inspect.signature(kind.forward).parameters) - {"self", "x", "attn_mask", "is_causal"}  # type: ignore[attr-defined]
+    kind: Any = original_class(module)
+    usual = {"self", "x", "attn_mask", "is_causal"}
+    arguments = set(inspect.signature(kind.forward).parameters) - usual
     if arguments or not hasattr(module, "qkv") or not is_plain(module):
         must = "timm's plain attention, because the heads' total width is no attribute 'attn_dim'"
-        got = f"one that takes {', '.join(sorted(arguments))}" if arguments else "one that computes something else"
+        got = (
+            f"one that takes {', '.join(sorted(arguments))}"
+            if arguments
+            else "one that computes something else"
+        )
         raise UnsupportedModel(f"{kind.__name__}.forward", must, got)
     return int(getattr(module.qkv, "out_features", 0)) // 3 // int(module.num_heads)
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Older code, which takes the heads' total width from its input, is replaced by ours, for any number of heads."""
+    """Older code, which takes the heads' total width from its input, is replaced by ours, for any
+    number of heads."""
     from headprune.layouts._timm import Plain
 
     if _is_older(module):

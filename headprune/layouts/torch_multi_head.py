@@ -1,9 +1,11 @@
-"""`torch.nn.MultiheadAttention`, alone and in PyTorch's transformer layers, with all of its options.
+"""`torch.nn.MultiheadAttention`, alone and in PyTorch's transformer layers, with all of its
+options.
 
-PyTorch's code hands the output projection's weight to a function or, in an encoder layer, everything to one native
-operation; neither calls the projection. ``Exposed`` does, and takes the layer off the native operation. Causality is
-an argument of a call, so the kind is ``self`` also in a decoder, and ``cross`` by name or by keys of another width.
-Weights that a cut module returns are of the heads that are left; averaged, of those.
+PyTorch's code hands the output projection's weight to a function or, in an encoder layer,
+everything to one native operation; neither calls the projection. ``Exposed`` does, and takes the
+layer off the native operation. Causality is an argument of a call, so the kind is ``self`` also in
+a decoder, and ``cross`` by name or by keys of another width. Weights that a cut module returns are
+of the heads that are left; averaged, of those.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Exposed(Mixin):
-    """Put in front of ``nn.MultiheadAttention``: the same attention, with its output projection called as a module."""
+    """Put in front of ``nn.MultiheadAttention``: the same attention, with its output projection
+    called as a module."""
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -33,20 +36,27 @@ class Exposed(Mixin):
 
 
 def _head_dim(module: Any) -> int:
-    """The width of a head of a module that runs PyTorch's own code: no other code can be replaced by ours."""
+    """The width of a head of a module that runs PyTorch's own code: no other code can be replaced
+    by ours."""
     from torch.nn import MultiheadAttention
 
     kind = original_class(module)
     if getattr(kind, "forward", None) is not MultiheadAttention.forward or has_own_forward(module):
         hint = "Describe it with a layout of your own whose 'exposed' computes the same."
-        raise UnsupportedModel(f"{kind.__name__}.forward", "that of torch.nn.MultiheadAttention", "another one", hint)
+        raise UnsupportedModel(
+            f"{kind.__name__}.forward", "that of torch.nn.MultiheadAttention", "another one", hint
+        )
     return int(module.head_dim)
 
 
 def _kind(module: Any, name: str) -> Kind:
     called = name.rpartition(".")[2]
     elsewhere = (module.kdim, module.vdim) != (module.embed_dim, module.embed_dim)
-    return "cross" if elsewhere or "cross" in called or called in ("multihead_attn", "encoder_attn") else "self"
+    return (
+        "cross"
+        if elsewhere or "cross" in called or called in ("multihead_attn", "encoder_attn")
+        else "self"
+    )
 
 
 def _projecting(module: Any) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""UMT5: T5's `q`, `k`, `v`, `o`, but every self-attention has a table of position biases, which is cut too."""
+"""UMT5: T5's `q`, `k`, `v`, `o`, but every self-attention has a table of position biases, which is
+cut too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Vision transformers of Transformers (ViT, DeiT, DINO, BEiT): q_proj, k_proj, v_proj, o_proj, no grouped queries.
+"""Vision transformers of Transformers (ViT, DeiT, DINO, BEiT): q_proj, k_proj, v_proj, o_proj, no
+grouped queries.
 
-BEiT's bias of relative positions is computed outside of the attention, by the layer or once for all layers, and comes
-as a mask with a row a head; its tables stay whole, and a cut attention takes its heads' part of the mask.
+BEiT's bias of relative positions is computed outside of the attention, by the layer or once for all
+layers, and comes as a mask with a row a head; its tables stay whole, and a cut attention takes its
+heads' part of the mask.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def _kind(module: Any, name: str) -> Kind:
 
 def _adapt(module: Any, model: Any) -> None:
     """Takes its heads' part of a position bias that the model keeps for all heads (BEiT)."""
-    # By the settings: the table itself may lie outside of ``model``, where that is a part of a larger one.
+    # By the settings: the table itself may lie outside of ``model``, where that is a part of a
+    # larger one.
     if any(getattr(getattr(module, "config", None), name, False) for name in _BIASES):
         mix_in(module, PresentHeadsOfMask)
 
@@ -57,7 +60,10 @@ FAMILIES = (
     ("dinov2", images("Dinov2ForImageClassification", **_SIZES)),
     ("dinov3", images("DINOv3ViTModel", labelled=False, **_SIZES)),
     ("beit", images("BeitForImageClassification", **_SIZES, use_relative_position_bias=True)),
-    ("beit-shared-bias", images("BeitForImageClassification", **_SIZES, use_shared_relative_position_bias=True)),
+    (
+        "beit-shared-bias",
+        images("BeitForImageClassification", **_SIZES, use_shared_relative_position_bias=True),
+    ),
 )
 
 LAYOUT = AttentionLayout(

@@ -1,11 +1,13 @@
-"""x-transformers' `Attention`: `to_q to_k to_v to_out`; query head h shares key/value head h mod kv_heads.
+"""x-transformers' `Attention`: `to_q to_k to_v to_out`; query head h shares key/value head h mod
+kv_heads.
 
-Only the policy ``group`` is allowed: its code finds a query head's key/value head by the place the query head is in,
-h mod kv_heads, which goes on to hold only where whole groups leave.
+Only the policy ``group`` is allowed: its code finds a query head's key/value head by the place the
+query head is in, h mod kv_heads, which goes on to hold only where whole groups leave.
 
-Its kind is ``causal`` by its own flag and ``self`` otherwise: cross-attention is the same module with a context. What
-passes from one layer's heads to another's (value residuals, residual attention) and biases for all heads that a parent
-hands out (ALiBi, relative positions) are refused, as are latents, talking heads and gates over several heads.
+Its kind is ``causal`` by its own flag and ``self`` otherwise: cross-attention is the same module
+with a context. What passes from one layer's heads to another's (value residuals, residual
+attention) and biases for all heads that a parent hands out (ALiBi, relative positions) are refused,
+as are latents, talking heads and gates over several heads.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 def _head_dim(module: Any) -> int:
     if module.rotate_num_heads != module.heads:
         raise UnsupportedModel(
-            type(module).__name__, "one that rotates all heads", f"{module.rotate_num_heads} of them"
+            type(module).__name__,
+            "one that rotates all heads",
+            f"{module.rotate_num_heads} of them",
         )
     return int(module.to_q.weight.shape[0]) // int(module.heads)
 
@@ -33,14 +37,19 @@ def _kind(module: Any, name: str) -> Kind:
 
 
 def _adapt(module: Any, model: Any) -> None:
-    """Rebuilds the split into heads; refuses parents that hand scores, values or biases from heads to heads."""
+    """Rebuilds the split into heads; refuses parents that hand scores, values or biases from heads
+    to heads."""
     for name, parent in model.named_modules():
         shared = [
-            a for a in ("rel_pos", "residual_attn", "cross_residual_attn", "add_value_residual") if _on(parent, a)
+            a
+            for a in ("rel_pos", "residual_attn", "cross_residual_attn", "add_value_residual")
+            if _on(parent, a)
         ]
         if shared and any(part is module for part in parent.modules()):
             where = name or type(parent).__name__
-            raise UnsupportedModel(where, "one whose layers share nothing between heads", f"{', '.join(shared)}")
+            raise UnsupportedModel(
+                where, "one whose layers share nothing between heads", f"{', '.join(shared)}"
+            )
     old = module.split_q_heads
     module.split_q_heads = type(old)(old.pattern, **{**old.axes_lengths, "h": module.heads})
 
@@ -72,7 +81,14 @@ LAYOUT = AttentionLayout(
     head_dim=_head_dim,
     value_dim=lambda module: int(module.to_v.weight.shape[0]) // int(module.kv_heads),
     kind=_kind,
-    requires=("heads", "kv_heads", "groups", "rotate_num_heads", "split_q_heads.axes_lengths", "attend"),
+    requires=(
+        "heads",
+        "kv_heads",
+        "groups",
+        "rotate_num_heads",
+        "split_q_heads.axes_lengths",
+        "attend",
+    ),
     absent=(
         "use_latent_q",
         "use_latent_kv",

@@ -1,4 +1,5 @@
-"""The user's batches, read pass by pass: no peek loses a batch, and what can be read only once is found out."""
+"""The user's batches, read pass by pass: no peek loses a batch, and what can be read only once is
+found out."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ _HINT = "Pass list(batches), or a DataLoader of a dataset that can be read again
 class Batches:
     """An iterable of batches that may be looked into before it is read.
 
-    An iterable that can be read only once need not be an iterator: a tqdm of a generator or a DataLoader of a stream
-    makes a new iterator at each call of ``iter``, and all of them read from one source. So a look at the first batch
-    begins a pass, and the next pass goes on with it. A pass that finds nothing after one that did is refused.
+    An iterable that can be read only once need not be an iterator: a tqdm of a generator or a
+    DataLoader of a stream makes a new iterator at each call of ``iter``, and all of them read from
+    one source. So a look at the first batch begins a pass, and the next pass goes on with it. A
+    pass that finds nothing after one that did is refused.
 
     Args:
         source: What the user gave.
@@ -28,15 +30,22 @@ class Batches:
     def __init__(self, source: Iterable[Any]) -> None:
         if isinstance(source, (Mapping, str)):
             hint = "Wrap a single batch in a list: [batch]."
-            raise InvalidValue("batches", "an iterable of batches", f"a single {type(source).__name__}", hint)
+            raise InvalidValue(
+                "batches", "an iterable of batches", f"a single {type(source).__name__}", hint
+            )
         self.source = source
-        self.now: tuple[int, Any] | None = None  # the number and the batch that was handed out last, until another is
-        self._begun: tuple[Any, Iterator[Any]] | None = None  # the first batch of a pass, and the rest of it
+        self.now: tuple[int, Any] | None = (
+            None  # the number and the batch that was handed out last, until another is
+        )
+        self._begun: tuple[Any, Iterator[Any]] | None = (
+            None  # the first batch of a pass, and the rest of it
+        )
         self._seen = False  # whether any pass gave a batch
 
     @classmethod
     def of(cls, batches: Iterable[Any]) -> Batches:
-        """The batches themselves where they are ``Batches``, which know what was read of them before."""
+        """The batches themselves where they are ``Batches``, which know what was read of them
+        before."""
         return batches if isinstance(batches, cls) else cls(batches)
 
     @property
@@ -89,7 +98,9 @@ class Batches:
         """
         begun, self._begun = self._begun, None
         self.now, number = None, -1
-        for number, batch in enumerate(iter(self.source) if begun is None else chain([begun[0]], begun[1])):
+        for number, batch in enumerate(
+            iter(self.source) if begun is None else chain([begun[0]], begun[1])
+        ):
             self._seen = True
             if number == 0:
                 check_examples(self.source, batch)
@@ -106,20 +117,32 @@ class Batches:
         return operator.length_hint(self.source)
 
     def _read_before(self) -> InvalidValue:
-        got = f"a {type(self.source).__name__} whose batches were read before, and which has none any more"
+        got = (
+            f"a {type(self.source).__name__} whose batches were read before, and which has none any"
+            " more"
+        )
         return InvalidValue("batches", "readable more than once", got, _HINT)
 
 
 def check_examples(source: Any, first: Any) -> None:
-    """Refuses a dataset, which gives single examples, in the place of a loader, which gives batches.
+    """Refuses a dataset, which gives single examples, in the place of a loader, which gives
+    batches.
 
     Raises:
-        InvalidValue: the first batch is an example: it has a number without an axis, or tokens with one alone.
+        InvalidValue: the first batch is an example: it has a number without an axis, or tokens with
+            one alone.
     """
-    named = dict(first) if isinstance(first, Mapping) else dict(enumerate(first)) if type(first) in _ROWS else {}
+    named = (
+        dict(first)
+        if isinstance(first, Mapping)
+        else dict(enumerate(first))
+        if type(first) in _ROWS
+        else {}
+    )
     if named and _is_dataset(source) and any(_of_one(name, value) for name, value in named.items()):
         hint = (
-            "Pass torch.utils.data.DataLoader(dataset, batch_size=32); where examples differ in length, a collate_fn."
+            "Pass torch.utils.data.DataLoader(dataset, batch_size=32); where examples differ in"
+            " length, a collate_fn."
         )
         got = f"a single example of a {type(source).__name__}"
         raise InvalidValue("batch 0", "a batch of examples, as a DataLoader gives them", got, hint)

@@ -19,15 +19,22 @@ def class_named(name: str) -> type | None:
 
     home = importlib.import_module(OWN[name]) if name in OWN else transformers
     found = getattr(home, name, None)
-    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+    return (
+        found
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+        else None
+    )
 
 
 def class_name_of(config: Any) -> str:
-    """The name of the model class that a configuration says it is of, or an empty one; a configuration from a file may
-    hold anything there.
+    """The name of the model class that a configuration says it is of, or an empty one; a
+    configuration from a file may hold anything there.
 
     >>> from types import SimpleNamespace
-    >>> class_name_of(SimpleNamespace(architectures=["BertModel"])), class_name_of(SimpleNamespace(architectures=0.5))
+    >>> (
+    ...     class_name_of(SimpleNamespace(architectures=["BertModel"])),
+    ...     class_name_of(SimpleNamespace(architectures=0.5)),
+    ... )
     ('BertModel', '')
     """
     named = config.architectures

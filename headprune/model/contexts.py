@@ -1,4 +1,5 @@
-"""What every output projection reads, the heads' outputs side by side, and which of its tokens are no padding."""
+"""What every output projection reads, the heads' outputs side by side, and which of its tokens are
+no padding."""
 
 from __future__ import annotations
 
@@ -16,21 +17,27 @@ from headprune.model.running import batch_size
 from headprune.model.sites import BoundSite
 from headprune.model.transfers import sent
 
-#: ``take(number of the site, contexts [rows, tokens, heads * width], counted [rows, tokens] or None)``
+#: ``take(number, contexts, counted)``: the number of the site, its contexts
+#: ``[rows, tokens, heads * width]``, and ``[rows, tokens]`` or None.
 Take: TypeAlias = Callable[[int, Tensor, Tensor | None], None]
 
 
 @contextmanager
-def reading(model: nn.Module, bound: Sequence[BoundSite], take: Take) -> Iterator[Callable[[Any], None]]:
-    """For as long as the block lasts, ``take`` gets what a site's output projection reads whenever it runs.
+def reading(
+    model: nn.Module, bound: Sequence[BoundSite], take: Take
+) -> Iterator[Callable[[Any], None]]:
+    """For as long as the block lasts, ``take`` gets what a site's output projection reads whenever
+    it runs.
 
-    Contexts are ``[rows, tokens, heads * width]`` of the present heads, batch first, without a graph. A row is an
-    example; with windows it is a window, and those of an example follow one another. ``counted`` is True where a token
-    is no padding, None where nothing is known. A module that runs several times in a pass hands over each of its runs.
-    A layout without an output projection is read at its output.
+    Contexts are ``[rows, tokens, heads * width]`` of the present heads, batch first, without a
+    graph. A row is an example; with windows it is a window, and those of an example follow one
+    another. ``counted`` is True where a token is no padding, None where nothing is known. A module
+    that runs several times in a pass hands over each of its runs. A layout without an output
+    projection is read at its output.
 
     Yields:
-        A function that must be given each batch before the model runs on it: padding is told from it.
+        A function that must be given each batch before the model runs on it: padding is told from
+        it.
     """
 
     def seen(number: int, x: Tensor) -> None:
@@ -43,9 +50,12 @@ def reading(model: nn.Module, bound: Sequence[BoundSite], take: Take) -> Iterato
 
 
 @contextmanager
-def watched(bound: Sequence[BoundSite], see: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
-    """For as long as the block lasts, ``see(number of the site, x)`` gets what a site's output projection is given
-    whenever it runs, or what a module without one returns. A tensor that it returns takes the place of x."""
+def watched(
+    bound: Sequence[BoundSite], see: Callable[[int, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """For as long as the block lasts, ``see(number of the site, x)`` gets what a site's output
+    projection is given whenever it runs, or what a module without one returns. A tensor that it
+    returns takes the place of x."""
 
     def hook(number: int, b: BoundSite) -> Any:
         def given(module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -69,8 +79,13 @@ def watched(bound: Sequence[BoundSite], see: Callable[[int, Tensor], Tensor | No
 
 
 def counted(model: nn.Module, b: BoundSite, rows: Tensor, told: Told) -> Tensor | None:
-    """``[rows, tokens]``: True where a token of ``rows_of`` is no padding; None where nothing is known."""
-    return None if b.layout.windows else query_mask(model, b.site.kind, told, (rows.shape[0], rows.shape[1]))
+    """``[rows, tokens]``: True where a token of ``rows_of`` is no padding; None where nothing is
+    known."""
+    return (
+        None
+        if b.layout.windows
+        else query_mask(model, b.site.kind, told, (rows.shape[0], rows.shape[1]))
+    )
 
 
 def tokens_first(b: BoundSite) -> bool:
@@ -94,7 +109,8 @@ def rows_of(b: BoundSite, x: Tensor, batch: Any) -> Tensor:
 
 
 def _of_present_heads(module: nn.Module, out: Tensor) -> Tensor:
-    """Without an output projection a cut attention keeps its width: heads that have left put out zeros."""
+    """Without an output projection a cut attention keeps its width: heads that have left put out
+    zeros."""
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
     if state is None:
         return out

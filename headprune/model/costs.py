@@ -1,4 +1,5 @@
-"""What a model and each of its prune units cost: parameters, multiply-adds for any length, KV-cache bytes."""
+"""What a model and each of its prune units cost: parameters, multiply-adds for any length, KV-cache
+bytes."""
 
 from __future__ import annotations
 
@@ -67,13 +68,16 @@ def _counted(numbers: list[int], length: int) -> _Count:
     return _Count(fixed, sum(n // length for n in numbers if n % length == 0))
 
 
-def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Loss | None = None) -> CostTable:
+def measure_costs(
+    model: nn.Module, bound: list[BoundSite], batch: Any, loss: Loss | None = None
+) -> CostTable:
     """Runs the model once on ``batch`` and counts, from the shapes that pass through it.
 
-    Multiply-adds are those of linear layers (also Transformers' Conv1D), convolutions, and the two products inside
-    each located attention, ``heads * (head_dim + value_dim)`` a pair of tokens, causal ones counted whole. Element-wise
-    work, norms and embeddings count nothing. What runs on a multiple of the sequence length is counted a token, on a
-    multiple of its square a pair of tokens, and all else an example: windows of an image, the shorter of two inputs.
+    Multiply-adds are those of linear layers (also Transformers' Conv1D), convolutions, and the two
+    products inside each located attention, ``heads * (head_dim + value_dim)`` a pair of tokens,
+    causal ones counted whole. Element-wise work, norms and embeddings count nothing. What runs on a
+    multiple of the sequence length is counted a token, on a multiple of its square a pair of
+    tokens, and all else an example: windows of an image, the shorter of two inputs.
 
     Args:
         model: The model.
@@ -95,10 +99,15 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
     def linear(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         weight: Any = module.weight
         if weight.numel():
-            # Tables of positions pass once for all examples (DeBERTa, Swin v2), and so are not divided among them.
-            once = output.shape[0] == 1 and (output.ndim > 3 or (output.ndim == 3 and output.shape[1] != size))
+            # Tables of positions pass once for all examples (DeBERTa, Swin v2), and so are not
+            # divided among them.
+            once = output.shape[0] == 1 and (
+                output.ndim > 3 or (output.ndim == 3 and output.shape[1] != size)
+            )
             macs[id(module)] = weight.numel()
-            rows.setdefault(id(module), []).append(output.numel() // output.shape[-1] // (1 if once else size))
+            rows.setdefault(id(module), []).append(
+                output.numel() // output.shape[-1] // (1 if once else size)
+            )
 
     def convolution(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         weight: Any = module.weight
@@ -115,7 +124,9 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
                 n_keys, n_pairs = n_windows * length, n_windows * length**2
             else:
                 lengths.append(length)
-                n_keys = next((rows[id(v)][-1] for v in values if id(v) in rows), given.get(name, length))
+                n_keys = next(
+                    (rows[id(v)][-1] for v in values if id(v) in rows), given.get(name, length)
+                )
                 n_pairs = length * n_keys
             keys.setdefault(name, []).append(n_keys)
             pairs.setdefault(name, []).append(n_pairs)
@@ -134,7 +145,11 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
     handles += [
         s.module.register_forward_pre_hook(call_of(s), with_kwargs=True)
         for s in everywhere
-        if all(isinstance(lookup(s.module, slab.path), Tensor) for slab in s.slabs if "value" in slab.units)
+        if all(
+            isinstance(lookup(s.module, slab.path), Tensor)
+            for slab in s.slabs
+            if "value" in slab.units
+        )
     ]
     for module in unwrap(model).modules():
         if isinstance(module, nn.Linear) or is_conv1d(module):
@@ -147,7 +162,12 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
     finally:
         for handle in handles:
             handle.remove()
-    seen = _Seen(max(lengths, default=max((n for row in rows.values() for n in row), default=1)), rows, keys, pairs)
+    seen = _Seen(
+        max(lengths, default=max((n for row in rows.values() for n in row), default=1)),
+        rows,
+        keys,
+        pairs,
+    )
     units = tuple(unit_costs(s, seen) for s in everywhere)
     layers = [(macs[layer], _counted(numbers, seen.length)) for layer, numbers in rows.items()]
     heads = [(len(s.site.heads), _products(s, seen)) for s in everywhere]
@@ -157,14 +177,16 @@ def measure_costs(model: nn.Module, bound: list[BoundSite], batch: Any, loss: Lo
         macs_per_token=sum(n * c.per_token for n, c in (*layers, *heads)),
         macs_per_pair=sum(n * c.per_pair for n, c in heads),
         kv_bytes=sum(
-            _cache_bytes(s, len(s.site.heads), s.site.geometry.n_kv_heads) + _shared_bytes(s) for s in everywhere
+            _cache_bytes(s, len(s.site.heads), s.site.geometry.n_kv_heads) + _shared_bytes(s)
+            for s in everywhere
         ),
     )
     return CostTable(total, units[: len(bound)], seen.length)
 
 
 def _others(model: nn.Module, bound: list[BoundSite]) -> list[BoundSite]:
-    """The model's sites that were not asked for: their attention is a part of the whole model's cost."""
+    """The model's sites that were not asked for: their attention is a part of the whole model's
+    cost."""
     try:
         found = bind(model, find_sites(model))
     except UnsupportedModel:
@@ -174,11 +196,16 @@ def _others(model: nn.Module, bound: list[BoundSite]) -> list[BoundSite]:
 
 
 def _products(bound: BoundSite, seen: _Seen) -> _Count:
-    """Multiply-adds of one head that no linear layer does: with the keys, the values and the layout's ``products``."""
+    """Multiply-adds of one head that no linear layer does: with the keys, the values and the
+    layout's ``products``."""
     site, layout = bound.site, bound.layout
     width = site.head_dim + site.value_dim
     a_query, a_key = layout.products(bound.module) if layout.products else (0, 0)
-    pairs, keys, queries = seen.pairs_of(site.name), seen.keys_of(site.name), seen.rows_of(bound.gate)
+    pairs, keys, queries = (
+        seen.pairs_of(site.name),
+        seen.keys_of(site.name),
+        seen.rows_of(bound.gate),
+    )
     return _Count(
         pairs.fixed * width + queries.fixed * a_query + keys.fixed * a_key,
         pairs.per_token * width + queries.per_token * a_query + keys.per_token * a_key,
@@ -196,7 +223,8 @@ def _cache_bytes(bound: BoundSite, n_query_heads: int, n_kv_heads: int) -> int:
 
 
 def _shared_bytes(bound: BoundSite) -> int:
-    """Bytes a token that all heads of a site share in a cache, and that stay as long as one of them does."""
+    """Bytes a token that all heads of a site share in a cache, and that stay as long as one of them
+    does."""
     cached = _cached(bound)
     return cached * _element_size(bound) if isinstance(cached, int) and bound.site.heads else 0
 
@@ -214,9 +242,12 @@ def _element_size(bound: BoundSite) -> int:
 
 
 def _norms(projection: nn.Module, axis: object) -> int:
-    """Parameters that a row of a weight has beside it: the norm of torch's weight_norm, if it lies on that axis."""
+    """Parameters that a row of a weight has beside it: the norm of torch's weight_norm, if it lies
+    on that axis."""
     names = ("weight_g", "parametrizations.weight.original0")
-    return sum(p.numel() == p.shape[axis == "in"] for n, p in projection.named_parameters() if n in names)
+    return sum(
+        p.numel() == p.shape[axis == "in"] for n, p in projection.named_parameters() if n in names
+    )
 
 
 def unit_costs(bound: BoundSite, seen: _Seen | None = None) -> tuple[Cost, ...]:
@@ -229,7 +260,11 @@ def unit_costs(bound: BoundSite, seen: _Seen | None = None) -> tuple[Cost, ...]:
     seen = _Seen(1) if seen is None else seen
     site = bound.site
     products = _products(bound, seen)
-    narrow = [m for m in (lookup(bound.module, p) for p in bound.layout.per_head) if isinstance(m, nn.Linear)]
+    narrow = [
+        m
+        for m in (lookup(bound.module, p) for p in bound.layout.per_head)
+        if isinstance(m, nn.Linear)
+    ]
     costs = []
     for unit in site.units:
         positions = [site.heads.index(h) for h in unit]
@@ -240,7 +275,10 @@ def unit_costs(bound: BoundSite, seen: _Seen | None = None) -> tuple[Cost, ...]:
             if isinstance(target, nn.ModuleList):
                 leaving = [p for h in positions for p in target[h].parameters()]
                 params += sum(p.numel() for p in leaving)
-                count, macs = seen.rows_of(target[positions[0]]), sum(p.numel() for p in leaving if p.ndim == 2)
+                count, macs = (
+                    seen.rows_of(target[positions[0]]),
+                    sum(p.numel() for p in leaving if p.ndim == 2),
+                )
                 fixed, per_token = fixed + macs * count.fixed, per_token + macs * count.per_token
                 continue
             n_rows = len(kept_rows(site.geometry, slab.units, slab.packing, positions, groups))
@@ -252,14 +290,26 @@ def unit_costs(bound: BoundSite, seen: _Seen | None = None) -> tuple[Cost, ...]:
             for part in projections(target, slab.axis, slab.path):  # type: ignore[arg-type]
                 weight: Any = part.weight  # with weight_norm not a parameter, but computed from two
                 macs, count = n_rows * weight.numel() // length, seen.rows_of(part)
-                params, fixed = params + macs + n_rows * _norms(part, slab.axis), fixed + macs * count.fixed
+                params, fixed = (
+                    params + macs + n_rows * _norms(part, slab.axis),
+                    fixed + macs * count.fixed,
+                )
                 per_token += macs * count.per_token
         for layer in narrow:  # sees every head as a row of its own
             numbers = [n // len(site.heads) for n in seen.rows.get(id(layer), [])]
             count, macs = _counted(numbers, seen.length), len(unit) * layer.weight.numel()
             fixed, per_token = fixed + macs * count.fixed, per_token + macs * count.per_token
-        fixed, per_token = fixed + len(unit) * products.fixed, per_token + len(unit) * products.per_token
+        fixed, per_token = (
+            fixed + len(unit) * products.fixed,
+            per_token + len(unit) * products.per_token,
+        )
         costs.append(
-            Cost(params, fixed, per_token, len(unit) * products.per_pair, _cache_bytes(bound, len(unit), len(groups)))
+            Cost(
+                params,
+                fixed,
+                per_token,
+                len(unit) * products.per_pair,
+                _cache_bytes(bound, len(unit), len(groups)),
+            )
         )
     return tuple(costs)

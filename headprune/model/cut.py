@@ -1,7 +1,9 @@
-"""Applies a plan's slabs to the tensors of a model: every new tensor is computed first, then all are put in place.
+"""Applies a plan's slabs to the tensors of a model: every new tensor is computed first, then all
+are put in place.
 
-Parameters are replaced, never resized: an optimizer or a graph made before the cut keeps the old ones. Parameters that
-are shared between projections stay shared; one that is shared with something that is not cut is refused.
+Parameters are replaced, never resized: an optimizer or a graph made before the cut keeps the old
+ones. Parameters that are shared between projections stay shared; one that is shared with something
+that is not cut is refused.
 """
 
 from __future__ import annotations
@@ -67,10 +69,12 @@ class Shortened:
 
 @dataclass
 class Undo:
-    """Everything that a model's modules hold, to be put back as it was; of tensors, the numbers of those that are
-    kept. Of a cut, also what was shortened."""
+    """Everything that a model's modules hold, to be put back as it was; of tensors, the numbers of
+    those that are kept. Of a cut, also what was shortened."""
 
-    modules: list[tuple[nn.Module, type, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    modules: list[tuple[nn.Module, type, dict[str, Any], dict[str, Any]]] = field(
+        default_factory=list
+    )
     parameters: list[tuple[nn.Parameter, bool, Tensor | None]] = field(default_factory=list)
     numbers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     hooks: list[tuple[Any, Mapping[str, Tensor]]] = field(default_factory=list)
@@ -78,8 +82,8 @@ class Undo:
     shortened: list[Shortened] = field(default_factory=list)
 
     def remember(self, module: nn.Module) -> None:
-        """Notes tensors, attributes, children, hooks, mode and class of a module and of those in it; call before any
-        change."""
+        """Notes tensors, attributes, children, hooks, mode and class of a module and of those in
+        it; call before any change."""
         for part in module.modules():
             held = dict(part.__dict__)
             # Tensors, children and hooks lie in mappings of torch's own, to which handles refer.
@@ -88,7 +92,8 @@ class Undo:
         self.parameters += [(p, p.requires_grad, p.grad) for p in module.parameters()]
 
     def keep(self, *tensors: Tensor) -> None:
-        """Notes the numbers of tensors; call before they are changed in place. What is changed together should be given
+        """Notes the numbers of tensors; call before they are changed in place. What is changed
+        together should be given
         together: whether there is room on the device is asked for all of it (``copies``)."""
         self.numbers += zip(tensors, copies(tensors), strict=True)
 
@@ -132,8 +137,8 @@ class _Cut:
         return target
 
     def tensors(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-        """The modules whose tensors change, each with its new tensors by name; nothing is changed. A list of modules
-        has none: see ``shorten_``."""
+        """The modules whose tensors change, each with its new tensors by name; nothing is changed.
+        A list of modules has none: see ``shorten_``."""
         if isinstance(self.target, nn.ModuleList):
             return
         if isinstance(self.target, nn.Module):
@@ -141,17 +146,24 @@ class _Cut:
                 yield part, cut_features(part, axis, self.rows, self.where)
             return
         owner, name = self._owner()
-        check_plain(self.target, self.where, kind=nn.Parameter if name in owner._parameters else Tensor)
+        check_plain(
+            self.target, self.where, kind=nn.Parameter if name in owner._parameters else Tensor
+        )
         index = sent(self.rows, self.target.device, torch.long)
         yield owner, {name: self.target.detach().index_select(int(self.slab.axis), index)}
 
     def dimensions(self) -> Iterator[tuple[nn.Module, dict[str, int]]]:
-        """The modules whose tensors change, each with the dimension of its tensors that is cut, by name."""
+        """The modules whose tensors change, each with the dimension of its tensors that is cut, by
+        name."""
         if isinstance(self.target, nn.ModuleList):
             hint = "Load the model and cut it with prune_."
-            raise UnsupportedModel(self.where, "a tensor that is cut along one dimension", "a list of modules", hint)
+            raise UnsupportedModel(
+                self.where, "a tensor that is cut along one dimension", "a list of modules", hint
+            )
         if isinstance(self.target, nn.Module):
-            yield from ((part, feature_dimensions(part, axis)) for part, axis in self._projections())
+            yield from (
+                (part, feature_dimensions(part, axis)) for part, axis in self._projections()
+            )
             return
         owner, name = self._owner()
         yield owner, {name: int(self.slab.axis)}
@@ -187,8 +199,8 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
         What puts the model back.
 
     Raises:
-        UnsupportedModel: a projection that cannot be cut, a parameter shared with one that is not cut, a site that
-            must keep a head, or what ``check_cut`` refuses.
+        UnsupportedModel: a projection that cannot be cut, a parameter shared with one that is not
+            cut, a site that must keep a head, or what ``check_cut`` refuses.
     """
     work, cuts = _planned(bound, mask)
     check_cut(model, [(c.bound, c.slab.path) for c in cuts])
@@ -216,7 +228,11 @@ def cut_(model: nn.Module, bound: Iterable[BoundSite], mask: HeadMask) -> Undo:
                 _empty(b)
             _say_heads(b, keep)
         if shortenings:
-            check_fetched(unwrap(model), ((module, inside) for module, _, _, inside in undo.modules), shortenings)
+            check_fetched(
+                unwrap(model),
+                ((module, inside) for module, _, _, inside in undo.modules),
+                shortenings,
+            )
     except BaseException:
         undo.restore()
         raise
@@ -234,18 +250,22 @@ def _empty(b: BoundSite) -> None:
 
 
 def _say_heads(b: BoundSite, keep: tuple[int, ...]) -> None:
-    """Makes a state dict say which heads the module has: in a buffer, where its weights alone do not decide what it
-    computes; in the metadata otherwise, so that a model that was built as small takes them."""
+    """Makes a state dict say which heads the module has: in a buffer, where its weights alone do
+    not decide what it computes; in the metadata otherwise, so that a model that was built as small
+    takes them."""
     ours = isinstance(b.module, MultiHeadAttention)
     corrected = any(isinstance(part, Mixin) for part in b.module.modules())
-    fetched = any(hook.offload_buffers for hook in offloaders(b.module))  # from where there is no such buffer
+    fetched = any(
+        hook.offload_buffers for hook in offloaders(b.module)
+    )  # from where there is no such buffer
     store_heads_(b.module, bool(keep) and (ours or corrected or not _in_state(b)) and not fetched)
     if not ours:
         watch_heads_(b.module)
 
 
 def _in_state(b: BoundSite) -> bool:
-    """Whether all that is cut is in state dicts: tables may be plain attributes, or buffers that are not stored."""
+    """Whether all that is cut is in state dicts: tables may be plain attributes, or buffers that
+    are not stored."""
     stored = b.module.state_dict(keep_vars=True)
     tables = [slab.path for slab in b.slabs if isinstance(lookup(b.module, slab.path), Tensor)]
     return all(path in stored for path in tables)
@@ -273,7 +293,8 @@ def kept_rows_of(
     """What ``cut_`` would do, for tensors that lie elsewhere; nothing is changed.
 
     Returns:
-        By name of every tensor that a cut shortens, the dimension and the positions along it that stay.
+        By name of every tensor that a cut shortens, the dimension and the positions along it that
+        stay.
 
     Raises:
         UnsupportedModel: as ``cut_``; also for heads that are modules of a list.
@@ -292,7 +313,8 @@ def kept_rows_of(
 def _planned(
     bound: Iterable[BoundSite], mask: HeadMask
 ) -> tuple[list[tuple[BoundSite, tuple[int, ...], HeadGeometry]], list[_Cut]]:
-    """The sites that change, with their heads and geometry afterwards; and every slab that is cut."""
+    """The sites that change, with their heads and geometry afterwards; and every slab that is
+    cut."""
     work: list[tuple[BoundSite, tuple[int, ...], HeadGeometry]] = []
     cuts: list[_Cut] = []
     for b in bound:
@@ -312,7 +334,8 @@ def _planned(
 
 
 def _rows(slab: HeadSlab, geometry: HeadGeometry, positions: list[int]) -> tuple[int, ...]:
-    """The indices of a slab's axis that stay with the heads at these positions; of a list, the modules."""
+    """The indices of a slab's axis that stay with the heads at these positions; of a list, the
+    modules."""
     groups = used_groups(geometry, positions)
     if slab.axis == "list":
         return tuple(groups if slab.units[0] in ("key", "value", "kv_head") else positions)
@@ -320,7 +343,8 @@ def _rows(slab: HeadSlab, geometry: HeadGeometry, positions: list[int]) -> tuple
 
 
 def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """Every new tensor, with shared parameters made once; checks that no parameter is shared beyond the cuts."""
+    """Every new tensor, with shared parameters made once; checks that no parameter is shared beyond
+    the cuts."""
     references: dict[int, list[str]] = {}
     for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
         references.setdefault(id(parameter), []).append(name)
@@ -331,14 +355,18 @@ def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, di
         planned = plan.setdefault(id(owner), (owner, {}))[1]
         if not planned.keys().isdisjoint(tensors):
             hint = "Untie the projections first, for example by a deep copy of one."
-            raise UnsupportedModel(cut.where, "a projection of its own", "one shared with another slab", hint)
+            raise UnsupportedModel(
+                cut.where, "a projection of its own", "one shared with another slab", hint
+            )
         for name, tensor in tensors.items():
             old = getattr(owner, name)
             key = (cut.slab.axis, cut.rows)
             if isinstance(old, nn.Parameter):
                 before = made.get(id(old))
                 if before is not None and before[0] != key:
-                    raise UnsupportedModel(f"{cut.where}.{name}", "cut in one way", "shared and cut in two ways")
+                    raise UnsupportedModel(
+                        f"{cut.where}.{name}", "cut in one way", "shared and cut in two ways"
+                    )
                 new = before[1] if before else nn.Parameter(tensor, requires_grad=old.requires_grad)
                 if before is None:
                     new.__dict__.update(old.__dict__)
@@ -348,10 +376,14 @@ def _new_tensors(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Module, di
     for identity, (_, _, owners) in made.items():
         used = {n.rpartition(".")[0] for n in references.get(identity, [])}
         beyond = sorted(used - {names.get(o, "") for o in owners})
-        aliases = {id(m) for n, m in unwrap(model).named_modules(remove_duplicate=False) if n in beyond}
+        aliases = {
+            id(m) for n, m in unwrap(model).named_modules(remove_duplicate=False) if n in beyond
+        }
         if aliases - owners:
             hint = "Untie it first: give one of the two a parameter of its own."
-            raise UnsupportedModel("a parameter of the attention", "its own", f"one shared with {beyond}", hint)
+            raise UnsupportedModel(
+                "a parameter of the attention", "its own", f"one shared with {beyond}", hint
+            )
     return list(plan.values())
 
 
@@ -374,7 +406,9 @@ def _mark(bound: BoundSite, keep: tuple[int, ...], now: HeadGeometry) -> None:
         "query_width": now.n_query_heads * now.head_dim,
         "value_width": now.n_query_heads * now.value_dim,
     }
-    known = any(callable(w) for w in (bound.layout.head_dim, bound.layout.value_dim, bound.layout.key_dim))
+    known = any(
+        callable(w) for w in (bound.layout.head_dim, bound.layout.value_dim, bound.layout.key_dim)
+    )
     given = (site.head_dim, site.value_dim, site.key_dim) if known else None  # of the uncut module
     state = HeadState(site.n_query_heads, site.n_kv_heads, keep, given, site.layout)
     for path, count in bound.layout.counts:

@@ -1,4 +1,5 @@
-"""Layouts in words: where the gate is, which tensors are cut, what else a cut changes. For tables, not for code."""
+"""Layouts in words: where the gate is, which tensors are cut, what else a cut changes. For tables,
+not for code."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def slab_words(slab: HeadSlab) -> str:
     >>> slab_words(HeadSlab("qkv", "out", ("query", "key"), "grouped"))
     'rows of `qkv` (queries, keys; head by head)'
     """
-    axis = {"out": "rows of ", "in": "columns of ", "list": "modules of "}.get(str(slab.axis), f"axis {slab.axis} of ")
+    axis = {"out": "rows of ", "in": "columns of ", "list": "modules of "}.get(
+        str(slab.axis), f"axis {slab.axis} of "
+    )
     packing = ""
     if len(slab.units) > 1:
         packing = "; head by head" if slab.packing == "grouped" else "; one after the other"
@@ -45,7 +48,8 @@ def gate_words(layout: AttentionLayout) -> str:
 
 
 def patch_words(layout: AttentionLayout) -> list[str]:
-    """Everything a cut changes besides weights: attributes, and code through ``adapt`` and ``exposed``."""
+    """Everything a cut changes besides weights: attributes, and code through ``adapt`` and
+    ``exposed``."""
     counts = [f"`{path}` ({_COUNTS[count]})" for path, count in layout.counts]
     found = [f"kept true: {', '.join(counts)}"] if counts else []
     found += [_first(layout.adapt)] if layout.adapt is not None else []
@@ -54,5 +58,7 @@ def patch_words(layout: AttentionLayout) -> list[str]:
 
 def _first(documented: Any) -> str:
     """The first paragraph of a docstring, on one line."""
-    text = inspect.getdoc(getattr(documented, "func", documented)) or str(getattr(documented, "__name__", ""))
+    text = inspect.getdoc(getattr(documented, "func", documented)) or str(
+        getattr(documented, "__name__", "")
+    )
     return " ".join(text.partition("\n\n")[0].split())

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from headprune.core.errors import InvalidValue
-from headprune.model.losses import inputs_of, is_causal_lm, is_encoder_decoder, problem_type, reads_next
+from headprune.model.losses import (
+    inputs_of,
+    is_causal_lm,
+    is_encoder_decoder,
+    problem_type,
+    reads_next,
+)
 from headprune.model.masks import token_mask, unmasked
 from headprune.model.padding import output_mask
 from headprune.model.running import ANSWERS, batch_size, call, tensors
@@ -25,8 +31,8 @@ class Distributions:
     """A model's output as ``positions`` distributions an example.
 
     Args:
-        kind: ``single_label_classification`` (a softmax over the last axis), ``multi_label_classification`` (a
-            sigmoid each) or ``regression``.
+        kind: ``single_label_classification`` (a softmax over the last axis),
+            ``multi_label_classification`` (a sigmoid each) or ``regression``.
         logits: ``[batch, positions, classes]``, with their graph.
         counted: ``[batch, positions]``, on the CPU: which positions the default loss averages over.
         by_token: Whether there is one for every token, or end of an answer, and not one an example.
@@ -38,7 +44,8 @@ class Distributions:
     by_token: bool = True
 
     def numbers(self) -> Tensor:
-        """``[batch]``: a number an example that all of its counted logits are in, each with a weight of its own."""
+        """``[batch]``: a number an example that all of its counted logits are in, each with a
+        weight of its own."""
         counted = sent(self.counted, self.logits.device).unsqueeze(-1)
         logits = self.logits.masked_fill(~counted, 0).flatten(1)
         weights = torch.arange(logits.shape[1], device=logits.device, dtype=torch.float32).cos()
@@ -46,7 +53,9 @@ class Distributions:
 
     def logits_counted(self) -> Tensor:
         """``[counted positions, classes]``: those that count, example after example."""
-        examples, positions = (sent(index, self.logits.device) for index in self.counted.nonzero(as_tuple=True))
+        examples, positions = (
+            sent(index, self.logits.device) for index in self.counted.nonzero(as_tuple=True)
+        )
         return self.logits[examples, positions]
 
 
@@ -59,17 +68,23 @@ def distributions(
         model: The model.
         batch: A batch on its device.
         where: What the batch is called in messages.
-        given: The same batch as the user gave it; default ``batch``. A mask that is in main memory there need not be
-            copied from the device, for which Python would wait.
-        shifted: Whether labels of tokens are those of the next token; None goes by the model's class.
+        given: The same batch as the user gave it; default ``batch``. A mask that is in main memory
+            there need not be copied from the device, for which Python would wait.
+        shifted: Whether labels of tokens are those of the next token; None goes by the model's
+            class.
 
     Raises:
         InvalidValue: an output that is no logits, or a batch that the model itself does not take.
     """
     try:
         output = call(model, inputs_of(model, batch))
-    except TypeError as error:  # a batch with targets in it that only a loss of the user's can take apart
-        hint = "The model itself is called here, not your loss: give batches without targets, or another scorer."
+    except (
+        TypeError
+    ) as error:  # a batch with targets in it that only a loss of the user's can take apart
+        hint = (
+            "The model itself is called here, not your loss: give batches without targets, or"
+            " another scorer."
+        )
         raise InvalidValue(
             where, f"what {type(model).__name__} takes", f"a batch that it refuses: {error}", hint
         ) from error
@@ -77,7 +92,12 @@ def distributions(
 
 
 def distributions_of(
-    model: nn.Module, batch: Any, output: Any, where: str, given: Any = None, shifted: bool | None = None
+    model: nn.Module,
+    batch: Any,
+    output: Any,
+    where: str,
+    given: Any = None,
+    shifted: bool | None = None,
 ) -> Distributions:
     """Reads a model's output for a batch; see ``distributions``."""
     mapping = batch if isinstance(batch, Mapping) else {}
@@ -86,17 +106,34 @@ def distributions_of(
     if isinstance(output, Mapping) and "start_logits" in output:
         return _ends(torch.stack([output["start_logits"], output["end_logits"]], 1), mask)
     logits = output.get("logits") if isinstance(output, Mapping) else output
-    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or not logits.is_floating_point():
-        got = f"a {type(output).__name__}" if not isinstance(logits, Tensor) else f"a tensor {list(logits.shape)}"
+    if (
+        not isinstance(logits, Tensor)
+        or logits.ndim not in (2, 3)
+        or not logits.is_floating_point()
+    ):
+        got = (
+            f"a {type(output).__name__}"
+            if not isinstance(logits, Tensor)
+            else f"a tensor {list(logits.shape)}"
+        )
         hint = "Use fisher with a loss of your own, or a model with a head."
         raise InvalidValue(
-            f"the model's output for {where}", "logits [batch, classes] or [batch, tokens, ...]", got, hint
+            f"the model's output for {where}",
+            "logits [batch, classes] or [batch, tokens, ...]",
+            got,
+            hint,
         )
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if logits.ndim == 2:
         labels = mapping.get("labels")
-        kind = problem_type(model, labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long), logits)
-        return Distributions(kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False)
+        kind = problem_type(
+            model,
+            labels if isinstance(labels, Tensor) else torch.zeros(0, dtype=torch.long),
+            logits,
+        )
+        return Distributions(
+            kind, logits.unsqueeze(1), torch.ones(len(logits), 1, dtype=torch.bool), False
+        )
     known = given if isinstance(given, Mapping) else mapping
     by_next = reads_next(model) if shifted is None else shifted
     by_next = by_next or (known.get("labels") is None and is_causal_lm(model))
@@ -112,9 +149,11 @@ def _ends(logits: Tensor, mask: Any) -> Distributions:
     return Distributions("single_label_classification", logits, counted)
 
 
-def _tokens(model: nn.Module, logits: Tensor, batch: Mapping[str, Any], by_next: bool) -> Distributions:
-    """A distribution for every token; where it is that of the next token, the last one, and any after padding, predicts
-    nothing."""
+def _tokens(
+    model: nn.Module, logits: Tensor, batch: Mapping[str, Any], by_next: bool
+) -> Distributions:
+    """A distribution for every token; where it is that of the next token, the last one, and any
+    after padding, predicts nothing."""
     shape, labels = logits.shape[:2], batch.get("labels")
     counted = torch.ones(shape, dtype=torch.bool)
     found = output_mask(model, batch, (shape[0], shape[1]))
@@ -128,7 +167,8 @@ def _tokens(model: nn.Module, logits: Tensor, batch: Mapping[str, Any], by_next:
 
 
 def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
-    """A seed an example from what it contains, padding left out: the model's main input, or all tensors but answers.
+    """A seed an example from what it contains, padding left out: the model's main input, or all
+    tensors but answers.
 
     Give the batch as the user gave it: one on an accelerator has to be copied back.
     """
@@ -137,7 +177,11 @@ def content_seeds(model: nn.Module, batch: Any, seed: int) -> list[int]:
     mask = mapping.get("attention_mask")
     size = batch_size(batch)
     others = {k: v for k, v in mapping.items() if k not in ANSWERS} if mapping else batch
-    parts = [main] if isinstance(main, Tensor) else [t for t in tensors(others) if t.ndim and len(t) == size]
+    parts = (
+        [main]
+        if isinstance(main, Tensor)
+        else [t for t in tensors(others) if t.ndim and len(t) == size]
+    )
     parts = [part.detach().cpu() for part in parts]
     here = unmasked(mask.cpu()) if isinstance(mask, Tensor) else None
     seeds = []

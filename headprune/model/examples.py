@@ -9,8 +9,8 @@ from headprune.model.losses import is_encoder_decoder
 
 
 def example_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """A small made-up batch of tokens (one row padded), or of images or waves in the weights' dtype; None for a model
-    that takes something else."""
+    """A small made-up batch of tokens (one row padded), or of images or waves in the weights'
+    dtype; None for a model that takes something else."""
     config = getattr(model, "config", None)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     takes = getattr(model, "main_input_name", "input_ids")

@@ -1,4 +1,5 @@
-"""Makes output projections callable where a module's own code passes by them (``torch.nn.MultiheadAttention``)."""
+"""Makes output projections callable where a module's own code passes by them
+(``torch.nn.MultiheadAttention``)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from headprune.model.sites import BoundSite
 
 @contextmanager
 def exposed(bound: Iterable[BoundSite]) -> Iterator[None]:
-    """For as long as the block lasts, every site's output projection is called as a module, so that gates and hooks
-    on it take effect. Costs nothing where that is so anyway; see ``AttentionLayout.exposed``."""
+    """For as long as the block lasts, every site's output projection is called as a module, so that
+    gates and hooks on it take effect. Costs nothing where that is so anyway; see
+    ``AttentionLayout.exposed``."""
     with ExitStack() as stack:
         for b in bound:
             if b.layout.exposed is not None and mix_in(b.module, b.layout.exposed):

@@ -1,4 +1,5 @@
-"""Fingerprints: is this the model a plan was made for (structure), and does it have the same weights?"""
+"""Fingerprints: is this the model a plan was made for (structure), and does it have the same
+weights?"""
 
 from __future__ import annotations
 
@@ -23,28 +24,39 @@ _SAMPLES = 1024
 Sampler = Callable[[str, Tensor], bytes]
 
 
-def fingerprint(model: nn.Module, sites: Iterable[AttentionSite], sampled: Sampler | None = None) -> ModelFingerprint:
+def fingerprint(
+    model: nn.Module, sites: Iterable[AttentionSite], sampled: Sampler | None = None
+) -> ModelFingerprint:
     """Tells models apart.
 
-    ``structure`` covers the model's class and its sites with their ORIGINAL head counts, so that a cut leaves it as
-    it is. ``weights`` covers the name, type and shape of every tensor and up to 1024 evenly spaced values of each:
-    any training changes it, a change of single values that fall between the samples does not.
+    ``structure`` covers the model's class and its sites with their ORIGINAL head counts, so that a
+    cut leaves it as it is. ``weights`` covers the name, type and shape of every tensor and up to
+    1024 evenly spaced values of each: any training changes it, a change of single values that fall
+    between the samples does not.
 
     Args:
         model: The model.
         sites: Its sites.
-        sampled: ``sampled_bytes`` of tensors that lie elsewhere, where the model has no memory for them.
+        sampled: ``sampled_bytes`` of tensors that lie elsewhere, where the model has no memory for
+            them.
     """
     model = unwrap(model)
     parts = [own_class(model).__name__]
-    parts += [f"{s.name} {s.layout} {s.n_query_heads} {s.n_kv_heads} {s.head_dim} {s.value_dim}" for s in sites]
+    parts += [
+        f"{s.name} {s.layout} {s.n_query_heads} {s.n_kv_heads} {s.head_dim} {s.value_dim}"
+        for s in sites
+    ]
     structure = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     weights, away = hashlib.sha256(), offloaded(model)
-    tensors = {name: tensor for name, tensor in weights_of(model).items() if isinstance(tensor, Tensor)}
+    tensors = {
+        name: tensor for name, tensor in weights_of(model).items() if isinstance(tensor, Tensor)
+    }
     if sampled is not None:
         values = [sampled(name, tensor) for name, tensor in tensors.items()]
     else:
-        values = sampled_bytes(away[name].read() if name in away else tensor for name, tensor in tensors.items())
+        values = sampled_bytes(
+            away[name].read() if name in away else tensor for name, tensor in tensors.items()
+        )
     for (name, tensor), some in zip(tensors.items(), values, strict=True):
         weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         weights.update(some)
@@ -66,8 +78,9 @@ def weights_digest(model: nn.Module) -> str:
 def sampled_bytes(tensors: Iterable[Tensor]) -> list[bytes]:
     """Up to 1024 evenly spaced values of each tensor.
 
-    What lies on an accelerator is picked there, and all of it comes in one copy: Python waits for every copy. Each
-    tensor is read when its turn comes, so that offloaded and sharded ones are in memory one at a time.
+    What lies on an accelerator is picked there, and all of it comes in one copy: Python waits for
+    every copy. Each tensor is read when its turn comes, so that offloaded and sharded ones are in
+    memory one at a time.
     """
     picked: list[Tensor] = []  # bytes
     positions: dict[tuple[int, torch.device], Tensor] = {}
@@ -99,7 +112,10 @@ def sample_positions(count: int) -> list[int]:
 
 
 def check_plan(
-    model: nn.Module, sites: Iterable[AttentionSite], plan: PruningPlan | HeadMask, sampled: Sampler | None = None
+    model: nn.Module,
+    sites: Iterable[AttentionSite],
+    plan: PruningPlan | HeadMask,
+    sampled: Sampler | None = None,
 ) -> list[str]:
     """Checks that a plan is for a model of this structure; returns what a user should know besides.
 
@@ -110,7 +126,10 @@ def check_plan(
     mask = plan.mask if isinstance(plan, PruningPlan) else plan
     have = {s.name: s.n_query_heads for s in sites}
     want = {r.site: r.n_heads for r in mask.rows}
-    hint = "Score and select on this model, or load the model that the plan was made for; if it was made for some sites"
+    hint = (
+        "Score and select on this model, or load the model that the plan was made for; if it was"
+        " made for some sites"
+    )
     hint += " only, pass the same sites=."
     if have != want:
         differing = [k for k in have.keys() | want.keys() if have.get(k) != want.get(k)]
@@ -123,7 +142,9 @@ def check_plan(
         return []
     here = fingerprint(model, sites, sampled)
     if here.structure != plan.model.structure:
-        raise PlanMismatch("plan", "for a model of this structure", "one for another class or head width", hint)
+        raise PlanMismatch(
+            "plan", "for a model of this structure", "one for another class or head width", hint
+        )
     if here.weights != plan.model.weights:
         return ["the plan was made for a model of the same structure with other weights"]
     return []

@@ -29,7 +29,11 @@ def lookup(module: nn.Module, path: str) -> Any:
 
 def slabs_of(layout: AttentionLayout, module: nn.Module) -> tuple[HeadSlab, ...]:
     """The slabs of a layout that a module has: all but optional ones that are not there."""
-    return tuple(s for s in layout.slabs if not s.optional or isinstance(lookup(module, s.path), (Tensor, nn.Module)))
+    return tuple(
+        s
+        for s in layout.slabs
+        if not s.optional or isinstance(lookup(module, s.path), (Tensor, nn.Module))
+    )
 
 
 def reason_against(layout: AttentionLayout, module: nn.Module) -> str | None:
@@ -65,12 +69,16 @@ def fitted(layout: AttentionLayout, module: nn.Module) -> HeadGeometry | str:
         if not _under(name, accounted):
             return f"its parameter {name!r} is not accounted for"
         if _under(name, layout.per_head) and not _of_one_head(module, name, now.head_dim):
-            return f"{name!r} has shape {list(parameter.shape)}, more than one head's width: cutting is not exact"
+            return (
+                f"{name!r} has shape {list(parameter.shape)}, more than one head's width: cutting"
+                " is not exact"
+            )
     return now
 
 
 def _of_one_head(module: nn.Module, name: str, head_dim: int) -> bool:
-    """Whether a parameter is a norm's of one head's width, or a linear layer's that takes one head at a time."""
+    """Whether a parameter is a norm's of one head's width, or a linear layer's that takes one head
+    at a time."""
     owner = module.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.Linear):
         return owner.in_features == head_dim
@@ -87,13 +95,17 @@ def slab_length(module: nn.Module, slab: HeadSlab) -> int:
     where = f"HeadSlab({slab.path!r}).axis"
     if (slab.axis == "list") != isinstance(target, nn.ModuleList):
         raise InvalidValue(
-            where, "'list' for a ModuleList, and only for one", f"{slab.axis!r} of a {type(target).__name__}"
+            where,
+            "'list' for a ModuleList, and only for one",
+            f"{slab.axis!r} of a {type(target).__name__}",
         )
     if isinstance(target, nn.ModuleList):
         return len(target)
     if isinstance(target, Tensor):
         if isinstance(slab.axis, str) or not -target.ndim <= slab.axis < target.ndim:
-            raise InvalidValue(where, f"a dimension of the tensor {list(target.shape)}", repr(slab.axis))
+            raise InvalidValue(
+                where, f"a dimension of the tensor {list(target.shape)}", repr(slab.axis)
+            )
         return target.shape[slab.axis]
     if not isinstance(slab.axis, str):
         raise InvalidValue(where, "'in' or 'out', because it is a projection", repr(slab.axis))
@@ -114,7 +126,12 @@ def geometry(layout: AttentionLayout, module: nn.Module) -> HeadGeometry:
     sizes = []
     for slab in slabs_of(layout, module):
         length = slab_length(module, slab)
-        sizes.append((slab.units, length * sum(map(one.width, slab.units)) if slab.axis == "list" else length))
+        sizes.append(
+            (
+                slab.units,
+                length * sum(map(one.width, slab.units)) if slab.axis == "list" else length,
+            )
+        )
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
 
     def share(n_query: int, n_kv: int) -> tuple[int, ...] | None:
@@ -131,7 +148,10 @@ def _sharing(layout: AttentionLayout, n_query: int, n_kv: int) -> tuple[int, ...
     """The key/value head of every query head of an uncut module."""
     if not n_kv or n_query % n_kv:
         raise InvalidValue("n_kv_heads", f"a divisor of the {n_query} query heads", n_kv)
-    return tuple(h // (n_query // n_kv) if layout.grouping == "contiguous" else h % n_kv for h in range(n_query))
+    return tuple(
+        h // (n_query // n_kv) if layout.grouping == "contiguous" else h % n_kv
+        for h in range(n_query)
+    )
 
 
 def widths(layout: AttentionLayout, module: nn.Module) -> tuple[int, int, int | None]:
@@ -142,12 +162,20 @@ def widths(layout: AttentionLayout, module: nn.Module) -> tuple[int, int, int | 
 
     def width(given: Width | None) -> int | None:
         name = given if isinstance(given, str) else layout.name
-        number = lookup(module, given) if isinstance(given, str) else given(module) if callable(given) else given
+        number = (
+            lookup(module, given)
+            if isinstance(given, str)
+            else given(module)
+            if callable(given)
+            else given
+        )
         if number is not None and (not isinstance(number, int) or number < 1):
             raise InvalidValue(f"{type(module).__name__}.{name}", "a head width >= 1", number)
         return number
 
     head_dim = width(layout.head_dim)
     if head_dim is None:
-        raise InvalidValue(f"{type(module).__name__}.{layout.head_dim}", "the width of a head", None)
+        raise InvalidValue(
+            f"{type(module).__name__}.{layout.head_dim}", "the width of a head", None
+        )
     return head_dim, width(layout.value_dim) or head_dim, width(layout.key_dim)

@@ -1,10 +1,12 @@
-"""The model inside what others wrap around it: torch.compile, several GPUs or processes, adapters of PEFT."""
+"""The model inside what others wrap around it: torch.compile, several GPUs or processes, adapters
+of PEFT."""
 
 from __future__ import annotations
 
 from torch import nn
 
-#: Classes that have the model in ``module``, by name: some of their packages are optional, others take long to import.
+#: Classes that have the model in ``module``, by name: some of their packages are optional, others
+#: take long to import.
 _AROUND = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 

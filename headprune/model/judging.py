@@ -1,4 +1,5 @@
-"""The loss of one call, looked at on its first batch: is it the model's own, and is the model judged as meant."""
+"""The loss of one call, looked at on its first batch: is it the model's own, and is the model
+judged as meant."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Judged:
 
 
 def judged(model: nn.Module, loss: Loss | None, batch: Any, asked: bool = True) -> Judged:
-    """Looks at a loss on the first batch of a call; the model and random states are left as they were.
+    """Looks at a loss on the first batch of a call; the model and random states are left as they
+    were.
 
     Args:
         model: The model, without gates and hooks of a measurement.
@@ -47,7 +49,8 @@ def judged(model: nn.Module, loss: Loss | None, batch: Any, asked: bool = True) 
 
 
 def _outputs(model: nn.Module, loss: Loss | None, batch: Any) -> list[Tensor]:
-    """What the model puts out; the user's loss, which may keep count, is asked only for a batch of its own form."""
+    """What the model puts out; the user's loss, which may keep count, is asked only for a batch of
+    its own form."""
     try:
         found = outputs(call(model, inputs_of(model, batch)))
     except Exception:  # such a batch is for the loss to take apart
@@ -69,7 +72,8 @@ class Judge:
         self._found: Judged | None = None
 
     def look(self, model: nn.Module, batch: Any) -> None:
-        """Looks at it on a batch, unless it did so before: outside of whatever listens to the model's passes.
+        """Looks at it on a batch, unless it did so before: outside of whatever listens to the
+        model's passes.
 
         Raises:
             InvalidValue: the default loss is not the model's own.

@@ -1,4 +1,5 @@
-"""Which keys masks hide from every query, whatever their form; nothing here waits for an accelerator."""
+"""Which keys masks hide from every query, whatever their form; nothing here waits for an
+accelerator."""
 
 from __future__ import annotations
 
@@ -7,21 +8,24 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-#: Scores below this were put there to hide a key: masks add -10,000 or less; trained models' scores are some hundreds.
+#: Scores below this were put there to hide a key: masks add -10,000 or less; trained models' scores
+#: are some hundreds.
 HIDDEN = -1000.0
 
-#: ``[rows or rows * heads, keys]``, or ``[1, keys]`` for all rows: True where some query may see a key. A number of
-#: keys where nothing is hidden.
+#: ``[rows or rows * heads, keys]``, or ``[1, keys]`` for all rows: True where some query may see a
+#: key. A number of keys where nothing is hidden.
 Visible: TypeAlias = Tensor | int
 
 
 def visible(pairs: Tensor) -> Tensor:
     """Which keys some query may see.
 
-    Where no query of a row may see itself, that hides keys too, or the row is hidden as a whole: all count then.
+    Where no query of a row may see itself, that hides keys too, or the row is hidden as a whole:
+    all count then.
 
     Args:
-        pairs: Booleans ``[rows, ..., queries or 1, keys]``, or without rows: True where a query may see a key.
+        pairs: Booleans ``[rows, ..., queries or 1, keys]``, or without rows: True where a query may
+            see a key.
 
     >>> import torch
     >>> causal = torch.ones(3, 3, dtype=torch.bool).tril()
@@ -42,9 +46,9 @@ def visible(pairs: Tensor) -> Tensor:
 def unmasked(mask: Any) -> Tensor | None:
     """Which keys count by an ``attention_mask`` of Transformers' models; None for anything else.
 
-    Two axes ``[batch, keys]``: those that are not 0. Three or four, ``[batch, (heads,) queries, keys]``: those that any
-    query may see, which booleans and integers say by 1, and floats, which are added to scores, by not being large and
-    negative.
+    Two axes ``[batch, keys]``: those that are not 0. Three or four,
+    ``[batch, (heads,) queries, keys]``: those that any query may see, which booleans and integers
+    say by 1, and floats, which are added to scores, by not being large and negative.
     """
     if not isinstance(mask, Tensor) or not 2 <= mask.ndim <= 4:
         return None
@@ -54,7 +58,8 @@ def unmasked(mask: Any) -> Tensor | None:
 
 
 def token_mask(batch: Any, shape: tuple[int, int]) -> Tensor | None:
-    """``[batch, tokens]``: True where a token is no padding, from ``attention_mask``; None where nothing is known."""
+    """``[batch, tokens]``: True where a token is no padding, from ``attention_mask``; None where
+    nothing is known."""
     mask: Any = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     found = unmasked(mask)
     if found is None or found.shape[1] != shape[1]:
@@ -65,8 +70,8 @@ def token_mask(batch: Any, shape: tuple[int, int]) -> Tensor | None:
 
 
 def unhidden(found: Sequence[Visible], shape: tuple[int, int]) -> tuple[bool, Tensor | None]:
-    """Whether any of what was found is of this shape; and ``[rows, keys]``, what none of those hides, None where
-    nothing is hidden."""
+    """Whether any of what was found is of this shape; and ``[rows, keys]``, what none of those
+    hides, None where nothing is hidden."""
     rows, n_keys = shape
     fits, whole = False, None
     for one in found:
@@ -75,5 +80,7 @@ def unhidden(found: Sequence[Visible], shape: tuple[int, int]) -> tuple[bool, Te
         elif one.shape[1] == n_keys and (len(one) == 1 or len(one) % rows == 0):
             by_row = one.expand(rows, -1) if len(one) == 1 else one.reshape(rows, -1, n_keys).any(1)
             fits, whole = True, by_row if whole is None else whole & by_row
-    nothing = whole is not None and whole.device.type == "cpu" and bool(whole.all())  # elsewhere a look would wait
+    nothing = (
+        whole is not None and whole.device.type == "cpu" and bool(whole.all())
+    )  # elsewhere a look would wait
     return fits, None if nothing else whole

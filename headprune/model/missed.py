@@ -1,4 +1,5 @@
-"""Attention that no layout takes: which modules a person would call attention, and what each of them lacks."""
+"""Attention that no layout takes: which modules a person would call attention, and what each of
+them lacks."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ _ALL_THREE = re.compile(r"qkv|kqv|query_key_value", re.IGNORECASE)
 def attention_like(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that a person would call attention.
 
-    By their class name, with parameters; by parts or tensors that are named like queries, keys and values; or by a
-    projection of a width to three times as much beside one that keeps it, as queries, keys and values in one and the
-    output have them.
+    By their class name, with parameters; by parts or tensors that are named like queries, keys and
+    values; or by a projection of a width to three times as much beside one that keeps it, as
+    queries, keys and values in one and the output have them.
     """
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -41,7 +42,11 @@ def attention_like(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_roles(module: nn.Module) -> bool:
-    names = [name for name, part in (*module._modules.items(), *module._parameters.items()) if _has_matrix(part)]
+    names = [
+        name
+        for name, part in (*module._modules.items(), *module._parameters.items())
+        if _has_matrix(part)
+    ]
     if any(_ALL_THREE.search(name) for name in names):
         return True
     queries, keys, values = ({name for name in names if role.search(name)} for role in _ROLES)
@@ -52,14 +57,16 @@ def _has_roles(module: nn.Module) -> bool:
 
 
 def _has_matrix(part: nn.Module | Tensor | None) -> bool:
-    """Whether a part can be a projection: norms and biases bear the names of queries and keys, too."""
+    """Whether a part can be a projection: norms and biases bear the names of queries and keys,
+    too."""
     tensors = part.parameters() if isinstance(part, nn.Module) else [] if part is None else [part]
     return any(tensor.ndim > 1 for tensor in tensors)
 
 
 def _has_sizes(module: nn.Module) -> bool:
-    """Whether a part maps some width to three times as much, another one keeps that width, and nothing else is there
-    that mixes features: no second half of a feed-forward layer, no convolution."""
+    """Whether a part maps some width to three times as much, another one keeps that width, and
+    nothing else is there that mixes features: no second half of a feed-forward layer, no
+    convolution."""
     sizes = {_features(part) for part in module._modules.values() if _has_matrix(part)}
     return any(sizes == {(n, 3 * n), (n, n)} for n, _ in sizes if n)
 
@@ -76,10 +83,11 @@ def _parts(module: nn.Module) -> list[str]:
 
 
 def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str:
-    """What a module lacks for the layout that it is nearest to, if one finds most of what it needs there.
+    """What a module lacks for the layout that it is nearest to, if one finds most of what it needs
+    there.
 
-    Nearest is the layout with the largest share of its needs; of equals the one with most slabs, then the one with
-    least that must not be there.
+    Nearest is the layout with the largest share of its needs; of equals the one with most slabs,
+    then the one with least that must not be there.
     """
 
     def missing(layout: AttentionLayout) -> list[str]:
@@ -88,7 +96,10 @@ def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str
     def nearness(layout: AttentionLayout) -> tuple[float, int, int, int]:
         slabs, without = _slabs(layout), missing(layout)
         share = 1 - len(without) / len((*slabs, *layout.requires))
-        odd = sum(lookup(module, path) is not None and lookup(module, path) is not False for path in layout.absent)
+        odd = sum(
+            lookup(module, path) is not None and lookup(module, path) is not False
+            for path in layout.absent
+        )
         return share, sum(path not in without for path in slabs), -odd, -len(layout.requires)
 
     best = max(layouts, key=nearness)
@@ -100,20 +111,27 @@ def closest_reason(module: nn.Module, layouts: Iterable[AttentionLayout]) -> str
     return f"nearest layout {best.name!r}: {reason}"
 
 
-def not_taken(model: nn.Module, taken: Collection[str], layouts: Iterable[AttentionLayout]) -> tuple[NotTaken, ...]:
-    """Attention-like modules apart from those at the names ``taken``, where no layout fits; alike ones together.
+def not_taken(
+    model: nn.Module, taken: Collection[str], layouts: Iterable[AttentionLayout]
+) -> tuple[NotTaken, ...]:
+    """Attention-like modules apart from those at the names ``taken``, where no layout fits; alike
+    ones together.
 
     What lies inside of a module that is taken, or around one, is none of its own.
     """
     layouts = list(layouts)
     inside = tuple(f"{name}." if name else "" for name in taken)
-    around = {name[:end] for name in taken for end in range(len(name)) if name[end] == "."} | ({""} if taken else set())
+    around = {name[:end] for name in taken for end in range(len(name)) if name[end] == "."} | (
+        {""} if taken else set()
+    )
     found: dict[tuple[str, str], list[str]] = {}
     for name, module in attention_like(model):
         if name in taken or name in around or name.startswith(inside):
             continue
         if all(reason_against(layout, module) is not None for layout in layouts):
-            found.setdefault((type(module).__name__, closest_reason(module, layouts)), []).append(name)
+            found.setdefault((type(module).__name__, closest_reason(module, layouts)), []).append(
+                name
+            )
     return tuple(NotTaken(tuple(names), kind, reason) for (kind, reason), names in found.items())
 
 
@@ -124,11 +142,26 @@ def _slabs(layout: AttentionLayout) -> list[str]:
 def nothing_found(model: nn.Module, layouts: list[AttentionLayout]) -> UnsupportedModel:
     """The error for a model without sites."""
     seen = list(attention_like(model))
-    lines = [f"{n or 'the model itself'} ({type(m).__name__}; {closest_reason(m, layouts)})" for n, m in seen[:_LISTED]]
+    lines = [
+        f"{n or 'the model itself'} ({type(m).__name__}; {closest_reason(m, layouts)})"
+        for n, m in seen[:_LISTED]
+    ]
     more = f" and {len(seen) - _LISTED} more" if len(seen) > _LISTED else ""
-    got = f"attention-like modules that fit no layout: {'; '.join(lines)}{more}" if seen else "no attention-like module"
-    hint = "Let headprune.propose_layouts(model, example) look for a layout and prove it, or describe your module with "
+    got = (
+        f"attention-like modules that fit no layout: {'; '.join(lines)}{more}"
+        if seen
+        else "no attention-like module"
+    )
+    hint = (
+        "Let headprune.propose_layouts(model, example) look for a layout and prove it, or describe"
+        " your module with "
+    )
     hint += "headprune.AttentionLayout; pass either as find_sites(model, layouts=[...])."
     if any(isinstance(m, nn.MultiheadAttention) for _, m in seen):
-        hint += " Or replace torch.nn.MultiheadAttention by headprune.MultiHeadAttention.from_torch(module)."
-    return UnsupportedModel(type(model).__name__, "a model with attention that headprune knows", got, hint)
+        hint += (
+            " Or replace torch.nn.MultiheadAttention by"
+            " headprune.MultiHeadAttention.from_torch(module)."
+        )
+    return UnsupportedModel(
+        type(model).__name__, "a model with attention that headprune knows", got, hint
+    )

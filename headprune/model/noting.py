@@ -1,6 +1,8 @@
-"""Hooks that only keep what they see: their code shows for certain that nothing which passes through is changed.
+"""Hooks that only keep what they see: their code shows for certain that nothing which passes
+through is changed.
 
-What a hook stores must go into things of its own, what it calls must be known to change nothing. All else is uncertain.
+What a hook stores must go into things of its own, what it calls must be known to change nothing.
+All else is uncertain.
 """
 
 from __future__ import annotations
@@ -21,28 +23,79 @@ from torch import Tensor, nn
 from headprune.layouts._code import LIBRARIES, from_libraries, function_of, functions_of
 
 #: Steps of Python that do nothing to values.
-_BETWEEN = frozenset({"CACHE", "COPY_FREE_VARS", "MAKE_CELL", "NOP", "NOT_TAKEN", "PRECALL", "RESUME"})
+_BETWEEN = frozenset(
+    {"CACHE", "COPY_FREE_VARS", "MAKE_CELL", "NOP", "NOT_TAKEN", "PRECALL", "RESUME"}
+)
 #: Steps that change something unseen, or hide what they change.
-_UNCERTAIN = ("CALL_FUNCTION_EX", "DELETE_ATTR", "DELETE_SUBSCR", "IMPORT_", "SEND", "STORE_SLICE", "YIELD_")
+_UNCERTAIN = (
+    "CALL_FUNCTION_EX",
+    "DELETE_ATTR",
+    "DELETE_SUBSCR",
+    "IMPORT_",
+    "SEND",
+    "STORE_SLICE",
+    "YIELD_",
+)
 _KEEPS = ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR")
 _NOTING = frozenset({"add", "append", "appendleft", "extend", "setdefault", "update"})
 _CONTAINERS = (list, dict, set, deque, str)
-#: What only reads, of tensors, containers and texts; NumPy's arrays are changed by some that tensors are not.
+#: What only reads, of tensors, containers and texts; NumPy's arrays are changed by some that
+#: tensors are not.
 _READING = {n for n in dir(Tensor) if not n.startswith("_")} - {"put", "resize", "sort"} | {
-    *("count", "endswith", "format", "get", "index", "items", "join", "keys", "startswith", "values")
+    *(
+        "count",
+        "endswith",
+        "format",
+        "get",
+        "index",
+        "items",
+        "join",
+        "keys",
+        "startswith",
+        "values",
+    )
 }
 _WRITING = (set(dir(np.ndarray)) - _READING) | {*dir(list), *dir(dict), *dir(set)} - _READING
 _BUILTINS = frozenset(
     {
-        *("abs", "all", "any", "bool", "dict", "enumerate", "float", "id", "int", "isinstance", "len", "list", "max"),
-        *("min", "print", "range", "repr", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "type", "zip"),
+        *(
+            "abs",
+            "all",
+            "any",
+            "bool",
+            "dict",
+            "enumerate",
+            "float",
+            "id",
+            "int",
+            "isinstance",
+            "len",
+            "list",
+            "max",
+        ),
+        *(
+            "min",
+            "print",
+            "range",
+            "repr",
+            "reversed",
+            "round",
+            "set",
+            "sorted",
+            "str",
+            "sum",
+            "tuple",
+            "type",
+            "zip",
+        ),
     }
 )
 _KNOWN_FILES = frozenset({"copy", "logging", "math", "time"})
 
 
 def only_notes(hook: Any, part: nn.Module) -> bool:
-    """Whether a hook of a module for certain returns nothing new and changes nothing that passes through."""
+    """Whether a hook of a module for certain returns nothing new and changes nothing that passes
+    through."""
     if function_of(hook) is None and not isinstance(hook, type):
         hook = getattr(hook, "__call__", None)  # noqa: B004
     function, named = _called(hook, [part])
@@ -52,7 +105,9 @@ def only_notes(hook: Any, part: nn.Module) -> bool:
     return reading.returns_nothing() and _changes_nothing(function, named, part, set())
 
 
-def _called(value: Any, given: list[Any], **named: Any) -> tuple[FunctionType | None, dict[str, Any]]:
+def _called(
+    value: Any, given: list[Any], **named: Any
+) -> tuple[FunctionType | None, dict[str, Any]]:
     """The function behind a method or a partial, and its arguments as far as they are known."""
     if isinstance(value, partial):
         return _called(value.func, [*value.args, *given], **{**value.keywords, **named})
@@ -63,7 +118,9 @@ def _called(value: Any, given: list[Any], **named: Any) -> tuple[FunctionType | 
     return value, {**dict(zip(value.__code__.co_varnames, given, strict=False)), **named}
 
 
-def _changes_nothing(function: FunctionType, named: Mapping[str, Any], part: Any, seen: set[Any]) -> bool:
+def _changes_nothing(
+    function: FunctionType, named: Mapping[str, Any], part: Any, seen: set[Any]
+) -> bool:
     """The same of a function and of those inside it; of others that it calls, once each."""
     this = (function, *[id(value) for value in named.values()])
     if this in seen:
@@ -102,7 +159,8 @@ class _Reading:
         self.cells = {name: cell for name, cell in free if name in code.co_freevars}
 
     def start(self, end: int, branches: bool = False) -> int:
-        """The step at which the expression begins that ends at a step; Python may come to it by one way alone.
+        """The step at which the expression begins that ends at a step; Python may come to it by one
+        way alone.
 
         Args:
             branches: Whether its arguments may be chosen (``x if y else z``).
@@ -114,7 +172,9 @@ class _Reading:
                 break
             total -= step.opname == "JUMP_FORWARD"  # it goes past the value of the other branch
             total += dis.stack_effect(step.opcode, step.arg, jump=False) + self._left_out(i)
-            if total == 1 or (total == 2 and step.opname == "LOAD_GLOBAL"):  # with an empty place, of what is called
+            if total == 1 or (
+                total == 2 and step.opname == "LOAD_GLOBAL"
+            ):  # with an empty place, of what is called
                 return i
         raise _Unknown
 
@@ -125,13 +185,19 @@ class _Reading:
         """What a call takes in a step of its own before it (Python 3.11)."""
         step = self.steps[i]
         precall = dis.opmap.get("PRECALL")
-        return dis.stack_effect(precall, step.arg) if precall is not None and step.opname == "CALL" else 0
+        return (
+            dis.stack_effect(precall, step.arg)
+            if precall is not None and step.opname == "CALL"
+            else 0
+        )
 
     def value(self, start: int, end: int) -> Any:
         """What names and attributes stand for now."""
         found = self._root(start)
         for step in self.steps[start + 1 : end + 1]:
-            if not step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) or step.argval.startswith("_"):
+            if not step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) or step.argval.startswith(
+                "_"
+            ):
                 raise _Unknown
             try:
                 found = getattr(found, step.argval)
@@ -178,14 +244,27 @@ class _Reading:
             return False
         if not made.opname.startswith("CALL"):
             return False
-        methods = [s.argval for s in self.steps[start:i] if s.opname.startswith(("LOAD_METHOD", "LOAD_ATTR"))]
-        notes = isinstance(root, (list, dict, set, deque)) and methods[:1] in (["append"], ["extend"], ["update"])
+        methods = [
+            s.argval
+            for s in self.steps[start:i]
+            if s.opname.startswith(("LOAD_METHOD", "LOAD_ATTR"))
+        ]
+        notes = isinstance(root, (list, dict, set, deque)) and methods[:1] in (
+            ["append"],
+            ["extend"],
+            ["update"],
+        )
         return notes or root is print
 
     def _output(self) -> str | None:
-        """The parameter that a hook may return as it is: its last one, where nothing else is stored under its name."""
+        """The parameter that a hook may return as it is: its last one, where nothing else is stored
+        under its name."""
         code = self.code
-        if code.co_flags & (CO_VARARGS | CO_VARKEYWORDS) or code.co_kwonlyargcount or self.function.__defaults__:
+        if (
+            code.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
+            or code.co_kwonlyargcount
+            or self.function.__defaults__
+        ):
             return None
         last = code.co_varnames[code.co_argcount - 1] if code.co_argcount else None
         return None if last in self.stored or last in self.named else last
@@ -201,7 +280,11 @@ class _Reading:
             return False
         try:
             counted = all(self._counts(i) for i in in_place)
-            return counted and (bool(in_place) or all(self._keeps(i) for i in kept)) and all(self._steps())
+            return (
+                counted
+                and (bool(in_place) or all(self._keeps(i) for i in kept))
+                and all(self._steps())
+            )
         except _Unknown:
             return False
 
@@ -240,10 +323,13 @@ class _Reading:
         if self.steps[i].opname.startswith("LOAD_ATTR"):
             return callable(self.value(self.start(i), i))
         root = self._root(i)
-        return callable(root) or (isinstance(root, ModuleType) and self.steps[i + 1].opname.startswith("LOAD_ATTR"))
+        return callable(root) or (
+            isinstance(root, ModuleType) and self.steps[i + 1].opname.startswith("LOAD_ATTR")
+        )
 
     def _reads(self, i: int) -> bool:
-        """Whether an attribute, or a method, is one that only reads, or that notes in something of its own."""
+        """Whether an attribute, or a method, is one that only reads, or that notes in something of
+        its own."""
         step, start = self.steps[i], self.start(i - 1) if i else 0
         name = step.argval
         if name in ("__class__", "__name__"):
@@ -259,15 +345,22 @@ class _Reading:
             return True
         if name in _NOTING:
             return self._own(self._root(start))
-        method = step.opname == "LOAD_METHOD" or (self._flagged() and bool(step.arg and step.arg & 1))
+        method = step.opname == "LOAD_METHOD" or (
+            self._flagged() and bool(step.arg and step.arg & 1)
+        )
         return not method and name not in _WRITING
 
     def _flagged(self) -> bool:
         return "LOAD_METHOD" not in dis.opmap or dis.opmap["LOAD_METHOD"] > 255
 
     def _of_torch(self, above: Any, found: Any) -> bool:
-        """Whether a function of PyTorch's, called by its module's name, changes none of its arguments."""
-        if not isinstance(above, ModuleType) or above.__name__ not in ("torch", "torch.linalg", "torch.nn.functional"):
+        """Whether a function of PyTorch's, called by its module's name, changes none of its
+        arguments."""
+        if not isinstance(above, ModuleType) or above.__name__ not in (
+            "torch",
+            "torch.linalg",
+            "torch.nn.functional",
+        ):
             return False
         function = function_of(found)
         return function is None or "inplace" not in function.__code__.co_varnames
@@ -299,17 +392,22 @@ class _Reading:
         key = self.start(i - 1)
         start = self.start(key - 1)
         if any("SUBSCR" in s.opname for s in self.steps[start:key]):
-            texts = self.steps[i - 1].opname == "LOAD_CONST" and isinstance(self.steps[i - 1].argval, str)
+            texts = self.steps[i - 1].opname == "LOAD_CONST" and isinstance(
+                self.steps[i - 1].argval, str
+            )
             return texts and isinstance(self._root(start), dict)
         return self._own(self.value(start, key - 1))
 
     def _own(self, value: Any) -> bool:
         """Whether a value is none that a model computes with."""
-        library = (value if isinstance(value, type) else type(value)).__module__.partition(".")[0] in LIBRARIES
+        library = (value if isinstance(value, type) else type(value)).__module__.partition(".")[
+            0
+        ] in LIBRARIES
         return not library and not isinstance(value, (Tensor, nn.Module, ModuleType, np.ndarray))
 
     def _takes(self, value: Any, name: str) -> bool:
-        """Whether an attribute is a note; on the hook's module, one that no code of its class reads."""
+        """Whether an attribute is a note; on the hook's module, one that no code of its class
+        reads."""
         if value is not self.part or value is None:
             return self._own(value)
         kind = type(value)
@@ -321,10 +419,16 @@ class _Reading:
         start = self.start(self.start(i - 1) - 1)
         if not self.steps[start].opname.startswith(("COPY", "DUP_TOP")):
             return isinstance(self.value(start, self.start(i - 1) - 1), Number)
-        left = [s for s in self.steps[start : self.start(i - 1)] if not s.opname.startswith(("COPY", "DUP_TOP"))]
+        left = [
+            s
+            for s in self.steps[start : self.start(i - 1)]
+            if not s.opname.startswith(("COPY", "DUP_TOP"))
+        ]
         if len(left) == 1 and left[0].opname.startswith("LOAD_ATTR"):
             above = self.value(self.start(start - 1), start - 1)
-            return self._takes(above, left[0].argval) and isinstance(getattr(above, left[0].argval, None), Number)
+            return self._takes(above, left[0].argval) and isinstance(
+                getattr(above, left[0].argval, None), Number
+            )
         key = self.start(start - 1)
         above = self.value(self.start(key - 1), key - 1)
         if not isinstance(above, (dict, list)):
@@ -341,4 +445,6 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _in_place(step: dis.Instruction) -> bool:
-    return step.opname.startswith("INPLACE_") or (step.opname == "BINARY_OP" and step.argrepr.endswith("="))
+    return step.opname.startswith("INPLACE_") or (
+        step.opname == "BINARY_OP" and step.argrepr.endswith("=")
+    )

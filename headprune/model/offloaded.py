@@ -1,5 +1,6 @@
-"""Weights that accelerate keeps elsewhere (``device_map``, ``cpu_offload``, ``disk_offload``): on the meta device
-between forwards, and fetched by a hook of the very module that holds them when that module runs."""
+"""Weights that accelerate keeps elsewhere (``device_map``, ``cpu_offload``, ``disk_offload``): on
+the meta device between forwards, and fetched by a hook of the very module that holds them when that
+module runs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from headprune.core.errors import UnsupportedModel
 
 
 def offloaders(module: nn.Module) -> list[Any]:
-    """Accelerate's hooks that fetch a module's own tensors; several, where the module is in several places."""
+    """Accelerate's hooks that fetch a module's own tensors; several, where the module is in several
+    places."""
     hook: Any = getattr(module, "_hf_hook", None)
     hooks: tuple[Any, ...] = getattr(hook, "hooks", (hook,))
     return [h for h in hooks if getattr(h, "offload", False) and h.weights_map is not None]
@@ -51,13 +53,15 @@ class Away:
         return self.like.dtype
 
     def read(self) -> Tensor:
-        """Its numbers, as the module gets them; they may be those in accelerate's keeping, not a copy."""
+        """Its numbers, as the module gets them; they may be those in accelerate's keeping, not a
+        copy."""
         value: Tensor = offloaders(self.module)[-1].weights_map[self.name]
         return value.detach().to(self.dtype)
 
 
 def offloaded(model: nn.Module) -> dict[str, Away]:
-    """Every tensor of a model that is elsewhere, by its name in the state dict; buffers that are in none, too."""
+    """Every tensor of a model that is elsewhere, by its name in the state dict; buffers that are in
+    none, too."""
     found = {}
     for home, module in model.named_modules(remove_duplicate=False):
         if offloaders(module):
@@ -68,10 +72,11 @@ def offloaded(model: nn.Module) -> dict[str, Away]:
 
 
 def tied(model: nn.Module, away: Mapping[str, Away]) -> dict[str, str]:
-    """By name of an offloaded tensor, the first name of what it is one with; names that come first are left out.
+    """By name of an offloaded tensor, the first name of what it is one with; names that come first
+    are left out.
 
-    Accelerate forgets what was one parameter. What shares memory or a place in a file still is; so are equal tensors of
-    which the model's class says that they are tied (Transformers).
+    Accelerate forgets what was one parameter. What shares memory or a place in a file still is; so
+    are equal tensors of which the model's class says that they are tied (Transformers).
     """
     first: dict[Any, str] = {}
     same: dict[str, str] = {}
@@ -106,7 +111,8 @@ def _place(tensor: Away) -> tuple[Any, ...] | None:
 
 
 def source_of(hook: Any, name: str) -> tuple[Any, str]:
-    """The mapping that a hook reads a module's tensor from, without prefixes, and the tensor's name there."""
+    """The mapping that a hook reads a module's tensor from, without prefixes, and the tensor's name
+    there."""
     from accelerate.utils import PrefixedDataset
 
     source, key = hook.weights_map, name
@@ -122,12 +128,15 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     if not away:
         return state
     same = tied(model, away)
-    read = {name: tensor.read() for name, tensor in away.items() if name in state and name not in same}
+    read = {
+        name: tensor.read() for name, tensor in away.items() if name in state and name not in same
+    }
     return {name: read.get(same.get(name, name), tensor) for name, tensor in state.items()}
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers in a model's parameters; one that several modules share counts once, also where it is offloaded."""
+    """Numbers in a model's parameters; one that several modules share counts once, also where it is
+    offloaded."""
     away = offloaded(model)
     again = tied(model, away) if away else {}
     return sum(p.numel() for name, p in model.named_parameters() if name not in again)
@@ -145,7 +154,9 @@ def check_in_memory(model: nn.Module, hint: str, known: bool = False) -> None:
         UnsupportedModel: a parameter on the meta device.
     """
     fine: Container[str] = offloaded(model) if known else ()
-    elsewhere = next((name for name, p in model.named_parameters() if p.is_meta and name not in fine), None)
+    elsewhere = next(
+        (name for name, p in model.named_parameters() if p.is_meta and name not in fine), None
+    )
     if elsewhere is not None:
         must = "one whose weights are in memory" + (
             ", or fetched for each module by a hook of its own" if known else ""
@@ -155,7 +166,8 @@ def check_in_memory(model: nn.Module, hint: str, known: bool = False) -> None:
 
 @contextmanager
 def fetched(module: nn.Module) -> Iterator[None]:
-    """For as long as the block lasts, a module and those in it have their weights, where they run."""
+    """For as long as the block lasts, a module and those in it have their weights, where they
+    run."""
     with ExitStack() as stack:
         for part in module.modules():
             if offloaders(part) and any(tensor.is_meta for tensor in own_tensors(part).values()):
@@ -169,20 +181,30 @@ def fetched(module: nn.Module) -> Iterator[None]:
 def sent_back(model: nn.Module) -> Iterator[None]:
     """Afterwards every offloaded tensor is away again, also where an error ended a forward.
 
-    Hooks put a new parameter on the meta device after each forward; the very ones from before take their places, with
-    what was asked of them and what they were shared with.
+    Hooks put a new parameter on the meta device after each forward; the very ones from before take
+    their places, with what was asked of them and what they were shared with.
     """
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules() if offloaders(m)]
     try:
         yield
     finally:
         for module, parameters, buffers in before:
-            if any(not now.is_meta for name, now in own_tensors(module).items() if _meta(name, parameters, buffers)):
+            if any(
+                not now.is_meta
+                for name, now in own_tensors(module).items()
+                if _meta(name, parameters, buffers)
+            ):
                 hook: Any = module._hf_hook
                 hook.post_forward(module, None)
             homes: Any = ((module._parameters, parameters), (module._buffers, buffers))
             for home, kept in homes:
-                home.update({name: tensor for name, tensor in kept.items() if tensor is not None and tensor.is_meta})
+                home.update(
+                    {
+                        name: tensor
+                        for name, tensor in kept.items()
+                        if tensor is not None and tensor.is_meta
+                    }
+                )
 
 
 def _meta(name: str, *homes: dict[str, Any]) -> bool:

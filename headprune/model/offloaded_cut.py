@@ -1,8 +1,9 @@
-"""Puts shorter tensors where accelerate keeps those that are offloaded: in its dictionary, or in its folder.
+"""Puts shorter tensors where accelerate keeps those that are offloaded: in its dictionary, or in
+its folder.
 
-Nothing that is there is changed: hooks get mappings of their own with the new tensors, and a folder gets new files
-beside the old ones. So another model that shares them, such as a copy that was kept as the teacher, stays whole, and
-what a cut has done is undone by the old mappings.
+Nothing that is there is changed: hooks get mappings of their own with the new tensors, and a folder
+gets new files beside the old ones. So another model that shares them, such as a copy that was kept
+as the teacher, stays whole, and what a cut has done is undone by the old mappings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from headprune.model.transfers import sent
 #: A tensor of a module, the dimension that is cut, and the positions along it that stay.
 Shortening: TypeAlias = tuple[Away, int, Sequence[int]]
 
-_HINT = "Load the model into memory, or offload it again with accelerate's own functions, and cut it then."
+_HINT = (
+    "Load the model into memory, or offload it again with accelerate's own functions, and cut it"
+    " then."
+)
 
 
 @dataclass
@@ -56,11 +60,12 @@ class Rehomed:
 
 
 def rehomed(model: nn.Module, shortenings: Iterable[Shortening]) -> Rehomed:
-    """Keeps the shorter tensors, one after the other, beside those that they come from; nothing is changed.
+    """Keeps the shorter tensors, one after the other, beside those that they come from; nothing is
+    changed.
 
     Raises:
-        UnsupportedModel: tensors that are kept in another way than ``accelerate`` does, on disk without a folder, or
-            shared with others by accelerate's own bookkeeping.
+        UnsupportedModel: tensors that are kept in another way than ``accelerate`` does, on disk
+            without a folder, or shared with others by accelerate's own bookkeeping.
     """
     done, made = Rehomed(), _Made()
     try:
@@ -92,7 +97,9 @@ def bring_home_(module: nn.Module) -> None:
 
 
 def check_fetched(
-    model: nn.Module, before: Iterable[tuple[nn.Module, Mapping[str, Mapping[str, Any]]]], done: Iterable[Shortening]
+    model: nn.Module,
+    before: Iterable[tuple[nn.Module, Mapping[str, Mapping[str, Any]]]],
+    done: Iterable[Shortening],
 ) -> None:
     """Checks after a cut that accelerate will fetch what every module has.
 
@@ -110,7 +117,9 @@ def check_fetched(
         held = old.get(id(module), {})
         for leaf, tensor in own_tensors(module).items():
             was = held.get(leaf)
-            as_before = was is not None and was.shape == tensor.shape and was.is_meta == tensor.is_meta
+            as_before = (
+                was is not None and was.shape == tensor.shape and was.is_meta == tensor.is_meta
+            )
             fetched = tensor.is_meta or (leaf in module._parameters and bool(offloaders(module)))
             if fetched and not as_before and (id(module), leaf) not in known:
                 must = "one whose cut leaves rows and columns away, because it is offloaded"
@@ -119,14 +128,17 @@ def check_fetched(
 
 @dataclass
 class _Made:
-    """New tensors by the mapping that they are for, and by what they were made of, so that a shared one stays so."""
+    """New tensors by the mapping that they are for, and by what they were made of, so that a shared
+    one stays so."""
 
     sources: dict[int, Any] = field(default_factory=dict)
     memory: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     disk: dict[int, dict[str, Any]] = field(default_factory=dict)
     known: dict[Any, Any] = field(default_factory=dict)
 
-    def add(self, hook: Any, away: Away, dimension: int, rows: Sequence[int], files: list[Path]) -> None:
+    def add(
+        self, hook: Any, away: Away, dimension: int, rows: Sequence[int], files: list[Path]
+    ) -> None:
         where = f"{type(away.module).__name__}.{away.name}"
         source, key = source_of(hook, away.name)
         in_memory = source if isinstance(source, dict) else getattr(source, "state_dict", None)
@@ -134,14 +146,21 @@ class _Made:
             must = "offloaded to a dictionary or an OffloadedWeightsLoader of accelerate"
             raise UnsupportedModel(where, must, f"a {type(source).__name__}", _HINT)
         self.sources[id(source)] = source
-        cut, addresses = (dimension, tuple(rows), away.dtype), getattr(hook, "tied_params_map", None) or {}
+        cut, addresses = (
+            (dimension, tuple(rows), away.dtype),
+            getattr(hook, "tied_params_map", None) or {},
+        )
         held = in_memory[key].data_ptr() in addresses if key in in_memory else False
         if held or away.name in getattr(hook, "tied_params_names", ()):
-            raise UnsupportedModel(where, "a parameter of its own", "one that accelerate offloads as tied", _HINT)
+            raise UnsupportedModel(
+                where, "a parameter of its own", "one that accelerate offloads as tied", _HINT
+            )
         if key in in_memory:
             old = in_memory[key]
             place: Any = (
-                ("memory", old.data_ptr(), old.shape, old.stride(), *cut) if old.numel() else ("key", key, *cut)
+                ("memory", old.data_ptr(), old.shape, old.stride(), *cut)
+                if old.numel()
+                else ("key", key, *cut)
             )
             if place not in self.known:
                 new = _shorter(old.detach().to(away.dtype), dimension, rows)
@@ -149,13 +168,21 @@ class _Made:
             self.memory.setdefault(id(source), {})[key] = self.known[place]
             return
         entry = source.index[key]
-        place = ("file", str(entry.get("safetensors_file") or key), entry.get("weight_name", key), *cut)
+        place = (
+            "file",
+            str(entry.get("safetensors_file") or key),
+            entry.get("weight_name", key),
+            *cut,
+        )
         if place not in self.known:
-            self.known[place] = _written(_shorter(away.read(), dimension, rows), key, source.save_folder, where, files)
+            self.known[place] = _written(
+                _shorter(away.read(), dimension, rows), key, source.save_folder, where, files
+            )
         self.disk.setdefault(id(source), {})[key] = self.known[place]
 
     def maps(self, model: nn.Module) -> list[tuple[Any, Mapping[str, Tensor]]]:
-        """For every hook that reads from a mapping of which a tensor is replaced, one that has the new tensor."""
+        """For every hook that reads from a mapping of which a tensor is replaced, one that has the
+        new tensor."""
         from accelerate.utils import PrefixedDataset
 
         new = {number: self._renewed(number) for number in self.sources}
@@ -170,12 +197,18 @@ class _Made:
     def _renewed(self, number: int) -> Any:
         from accelerate.utils import OffloadedWeightsLoader
 
-        source, memory, disk = self.sources[number], self.memory.get(number, {}), self.disk.get(number, {})
+        source, memory, disk = (
+            self.sources[number],
+            self.memory.get(number, {}),
+            self.disk.get(number, {}),
+        )
         if isinstance(source, dict):
             return {**source, **memory}
         settings = {"device": source.device} if getattr(source, "device", None) is not None else {}
         index = {**source.index, **disk}
-        return OffloadedWeightsLoader({**source.state_dict, **memory}, source.save_folder, index, **settings)
+        return OffloadedWeightsLoader(
+            {**source.state_dict, **memory}, source.save_folder, index, **settings
+        )
 
 
 def _shorter(tensor: Tensor, dimension: int, rows: Sequence[int]) -> Tensor:
@@ -184,22 +217,31 @@ def _shorter(tensor: Tensor, dimension: int, rows: Sequence[int]) -> Tensor:
 
 
 def _elsewhere_than(addresses: Container[int], tensor: Tensor) -> Tensor:
-    """The same numbers, not at one of these: accelerate would take them for a parameter that was there once."""
+    """The same numbers, not at one of these: accelerate would take them for a parameter that was
+    there once."""
     held = [tensor]
     while held[-1].data_ptr() in addresses:
         held.append(held[-1].clone())
     return held[-1]
 
 
-def _written(tensor: Tensor, key: str, folder: Any, where: str, files: list[Path]) -> dict[str, str]:
+def _written(
+    tensor: Tensor, key: str, folder: Any, where: str, files: list[Path]
+) -> dict[str, str]:
     """Writes a tensor into accelerate's folder under a new name; returns its entry in the index."""
     from safetensors.torch import save_file
 
     if folder is None:
         hint = "Give from_pretrained an offload_folder=, where the shorter tensors can be kept."
-        raise UnsupportedModel(where, "offloaded to a folder", "one that is read from its checkpoint", hint)
+        raise UnsupportedModel(
+            where, "offloaded to a folder", "one that is read from its checkpoint", hint
+        )
     path = Path(folder) / f"{key}.{secrets.token_hex(8)}.safetensors"
     with atomic_path(path) as temporary:
         save_file({key: tensor.cpu().contiguous()}, temporary)
     files.append(path)
-    return {"safetensors_file": str(path), "weight_name": key, "dtype": str(tensor.dtype).removeprefix("torch.")}
+    return {
+        "safetensors_file": str(path),
+        "weight_name": key,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }

@@ -1,7 +1,9 @@
-"""Code in an attention that its layout was not proven on: a ``forward`` of one's own, a hook, a patch.
+"""Code in an attention that its layout was not proven on: a ``forward`` of one's own, a hook, a
+patch.
 
-A layout is found by the parts of a module and their sizes. What the libraries' own classes do with them is run by the
-laws and the coverage record; what somebody else's code does with them shows on an example.
+A layout is found by the parts of a module and their sizes. What the libraries' own classes do with
+them is run by the laws and the coverage record; what somebody else's code does with them shows on
+an example.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 def own_code(bound: BoundSite) -> str | None:
     """Where other code than a library's runs in a site, in words; None where there is none.
 
-    Layouts that are not the package's own were written for such code, or have proven themselves on it. Those that run
-    a module's code before they take it (``AttentionLayout.proves``) know its class, not its hooks and projections.
+    Layouts that are not the package's own were written for such code, or have proven themselves on
+    it. Those that run a module's code before they take it (``AttentionLayout.proves``) know its
+    class, not its hooks and projections.
     """
     layout, module = bound.layout, bound.module
     if not registry.is_own(layout.name) or registry.get(layout.name) != layout:
         return None
     proven = layout.proves(module) if callable(layout.proves) else layout.proves
-    lists = tuple(f"{s.path}." for s in layout.slabs if s.axis == "list")  # whole modules leave with all their code
+    lists = tuple(
+        f"{s.path}." for s in layout.slabs if s.axis == "list"
+    )  # whole modules leave with all their code
     cut = {s.path for s in layout.slabs if s.axis in ("in", "out")}
     for path, part in module.named_modules():
         if path.startswith(lists):
@@ -49,7 +54,9 @@ def own_code(bound: BoundSite) -> str | None:
 def _on_instance(part: nn.Module) -> Iterator[str]:
     """Functions that an instance holds in place of its class's, and its hooks."""
     for name, value in part.__dict__.items():
-        in_place = name in FORWARDS or (callable(value) and callable(getattr(type(part), name, None)))
+        in_place = name in FORWARDS or (
+            callable(value) and callable(getattr(type(part), name, None))
+        )
         if in_place and not isinstance(value, (type, nn.Module)) and not from_libraries(value):
             yield f"a {name.lstrip('_')} put on one module ({_told(value)})"
     for hooks in _HOOKS:
@@ -65,7 +72,8 @@ def _of_class(kind: type) -> str | None:
 
 
 def _kernel(module: Any) -> str | None:
-    """The function by which Transformers computes attention, where somebody registered another one."""
+    """The function by which Transformers computes attention, where somebody registered another
+    one."""
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
     library: Any = sys.modules.get("transformers.modeling_utils")
     known: Callable[..., Any] | None = getattr(library, "ALL_ATTENTION_FUNCTIONS", {}).get(chosen)

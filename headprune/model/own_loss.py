@@ -1,4 +1,5 @@
-"""The default loss compared with the model's own ``loss``: it must judge what the model was trained to say."""
+"""The default loss compared with the model's own ``loss``: it must judge what the model was trained
+to say."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from headprune.model.transfers import in_main_memory
 
 _IGNORED = -100
 _HINT = "Pass loss=, a callable (model, batch) -> Tensor[batch] of per-example losses."
-#: How far two computations of one mean may be apart, relative; the other where a model computes its own in 16 bits.
+#: How far two computations of one mean may be apart, relative; the other where a model computes its
+#: own in 16 bits.
 _CLOSE, _NARROW = 2e-4, 2e-2
 _ATOL = 2e-5
 _NARROW_TYPES = (torch.float16, torch.bfloat16)
@@ -71,28 +73,34 @@ def shift_of(loss: Any) -> bool | None:
 
 
 def reading_of(model: nn.Module, batch: Any) -> Reading:
-    """How a model reads the labels of tokens, by its own loss on a batch where it gives one; else by its class.
+    """How a model reads the labels of tokens, by its own loss on a batch where it gives one; else
+    by its class.
 
-    The model runs once, in evaluation mode, with the labels. What its loss has beyond the labels is switched off for
-    that: weights of classes, smoothed labels, a router's share. One number is read from an accelerator.
+    The model runs once, in evaluation mode, with the labels. What its loss has beyond the labels is
+    switched off for
+    that: weights of classes, smoothed labels, a router's share. One number is read from an
+        accelerator.
 
     Args:
         model: The model; left as it was found.
         batch: On the model's device.
 
     Returns:
-        A loss. It refuses to be asked where the model's own loss agrees with no reading of the labels.
+        A loss. It refuses to be asked where the model's own loss agrees with no reading of the
+        labels.
     """
     by_class = Reading(reads_next(model))
     if not has_labels(batch) or not _takes_answers(model):
         return by_class
     plain = _Plain()
-    # A count of items over several batches, which the Trainer gives, would make the own loss a part of another mean.
+    # A count of items over several batches, which the Trainer gives, would make the own loss a part
+    # of another mean.
     given = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
     try:
         with undisturbed(model, frozen=False), torch.no_grad(), plain:
             output = call(model, {**given, **_without_router(model)})
-    except Exception as error:  # somebody else's forward; what is wrong with the batch shows again where it is needed
+    # The forward is not ours. What is wrong with the batch shows again where it is needed.
+    except Exception as error:
         return Reading(by_class.shifted, notes=(_not_compared(error),))
     own = output.get("loss") if isinstance(output, Mapping) else None
     if not isinstance(own, Tensor) or own.numel() != 1:
@@ -102,14 +110,30 @@ def reading_of(model: nn.Module, batch: Any) -> Reading:
             ours = _readings(model, batch, output)
     except Exception:  # no output or labels that the default loss takes: it says so itself  # nosec B110
         return by_class
-    numbers = iter(in_main_memory([own.detach().reshape(1).float(), *(torch.stack(means) for means in ours.values())]))
+    numbers = iter(
+        in_main_memory(
+            [own.detach().reshape(1).float(), *(torch.stack(means) for means in ours.values())]
+        )
+    )
     theirs = float(next(numbers))
     found = {shifted: next(numbers).tolist() for shifted in ours}
-    return _judged(model, by_class.shifted, theirs, found, _NARROW if own.dtype in _NARROW_TYPES else _CLOSE, plain)
+    return _judged(
+        model,
+        by_class.shifted,
+        theirs,
+        found,
+        _NARROW if own.dtype in _NARROW_TYPES else _CLOSE,
+        plain,
+    )
 
 
 def _judged(
-    model: nn.Module, by_class: bool, own: float, found: dict[bool, list[float]], close: float, plain: _Plain
+    model: nn.Module,
+    by_class: bool,
+    own: float,
+    found: dict[bool, list[float]],
+    close: float,
+    plain: _Plain,
 ) -> Reading:
     """The reading whose mean is the model's own loss.
 
@@ -130,13 +154,18 @@ def _judged(
     means = [f"{values[0]:.6g} {words[shifted]}" for shifted, values in found.items()]
     name = type(bare(model)).__name__
     got = " and ".join(means if len(found) > 1 else [f"{found[by_class][0]:.6g}"])
-    refusal = InvalidValue("the default loss", f"the own loss of {name}, {own:.6g} on the first batch", got, _HINT)
+    refusal = InvalidValue(
+        "the default loss", f"the own loss of {name}, {own:.6g} on the first batch", got, _HINT
+    )
     return Reading(by_class, refusal)
 
 
 def _not_compared(error: Exception) -> str:
     reason = str(error).strip().partition("\n")[0][:120]
-    return f"The default loss was not compared with the model's own, which failed: {type(error).__name__}: {reason}"
+    return (
+        "The default loss was not compared with the model's own, which failed:"
+        f" {type(error).__name__}: {reason}"
+    )
 
 
 def _takes_answers(model: nn.Module) -> bool:
@@ -158,7 +187,8 @@ def _without_router(model: nn.Module) -> dict[str, Any]:
 
 
 def _readings(model: nn.Module, batch: Mapping[str, Any], output: Any) -> dict[bool, list[Tensor]]:
-    """By reading of the labels what the mean of the default loss comes to, in all the ways to take it.
+    """By reading of the labels what the mean of the default loss comes to, in all the ways to take
+    it.
 
     Padding counts here as its labels say: the default loss leaves it out, a model's own need not.
     """
@@ -183,8 +213,11 @@ def _readings(model: nn.Module, batch: Mapping[str, Any], output: Any) -> dict[b
 
 
 def _token_means(logits: Tensor, labels: Tensor, mask: Tensor) -> Iterator[Tensor]:
-    """Means over tokens, over examples, and both without padding; sums, whose slopes are those of means."""
-    losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED)
+    """Means over tokens, over examples, and both without padding; sums, whose slopes are those of
+    means."""
+    losses = functional.cross_entropy(
+        logits.transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED
+    )
     counted = (labels != _IGNORED).to(losses)
     for counts in (counted, counted * (mask != 0)):
         sums, n = (losses * counts).sum(1), counts.sum(1)
@@ -245,7 +278,9 @@ class _Plain(TorchFunctionMode):
         if not self.switched_off:
             return ()
         extras = " and ".join(sorted(self.switched_off))
-        return (f"The model's own loss has {extras}; the default loss has not. Pass loss= for another.",)
+        return (
+            f"The model's own loss has {extras}; the default loss has not. Pass loss= for another.",
+        )
 
 
 _LOSSES: tuple[Callable[..., Any], ...] = (
@@ -254,4 +289,8 @@ _LOSSES: tuple[Callable[..., Any], ...] = (
     functional.binary_cross_entropy_with_logits,
 )
 #: By argument of a loss what it adds to the plain one.
-_EXTRAS = {"weight": "weights of classes", "pos_weight": "weights of classes", "label_smoothing": "smoothed labels"}
+_EXTRAS = {
+    "weight": "weights of classes",
+    "pos_weight": "weights of classes",
+    "label_smoothing": "smoothed labels",
+}

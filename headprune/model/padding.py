@@ -1,8 +1,9 @@
-"""Which positions are no padding: by what a batch says, and by what attention itself hides where it runs.
+"""Which positions are no padding: by what a batch says, and by what attention itself hides where it
+runs.
 
-A batch's mask need not be that of the tokens that attention sees: it may count samples where the states of a speech
-model count frames, or be another tower's. So the scores that reach a softmax and the masks that reach a kernel are
-seen at every site. Nothing here waits for an accelerator.
+A batch's mask need not be that of the tokens that attention sees: it may count samples where the
+states of a speech model count frames, or be another tower's. So the scores that reach a softmax and
+the masks that reach a kernel are seen at every site. Nothing here waits for an accelerator.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ class Told:
 
 
 def query_mask(model: nn.Module, kind: Kind, told: Any, shape: tuple[int, int]) -> Tensor | None:
-    """``[batch, queries]``: True where a query is no padding; None where nothing tells, or nothing is hidden.
+    """``[batch, queries]``: True where a query is no padding; None where nothing tells, or nothing
+    is hidden.
 
-    A query counts unless attention hides it, as a key, from all, and unless the batch says that it is padding: the
-    queries of an encoder-decoder's decoder (kinds ``causal`` and ``cross``) follow ``decoder_attention_mask``; without
-    one, labels of -100 are padding; with neither and no inputs of its own, the decoder reads the encoder's. All other
-    queries follow ``attention_mask``, if it is for their part of the model. A mask of another shape tells nothing.
+    A query counts unless attention hides it, as a key, from all, and unless the batch says that it
+    is padding: the queries of an encoder-decoder's decoder (kinds ``causal`` and ``cross``) follow
+    ``decoder_attention_mask``; without one, labels of -100 are padding; with neither and no inputs
+    of its own, the decoder reads the encoder's. All other queries follow ``attention_mask``, if it
+    is for their part of the model. A mask of another shape tells nothing.
 
     Args:
         model: Says whether there is a decoder.
@@ -83,7 +86,8 @@ def _said(model: nn.Module, kind: Kind, told: Told, shape: tuple[int, int]) -> T
 
 
 def key_mask(told: Any, shape: tuple[int, int]) -> Tensor | None:
-    """``[batch, keys]`` of another sequence: True where a key is no padding; None where nothing is hidden.
+    """``[batch, keys]`` of another sequence: True where a key is no padding; None where nothing is
+    hidden.
 
     By what attention hid, where it was seen to run; else by ``attention_mask``.
     """
@@ -93,15 +97,22 @@ def key_mask(told: Any, shape: tuple[int, int]) -> Tensor | None:
 
 
 def output_mask(model: nn.Module, batch: Any, shape: tuple[int, int]) -> Tensor | None:
-    """``[batch, positions]``: True where an output is not of padding; None where the batch does not tell.
+    """``[batch, positions]``: True where an output is not of padding; None where the batch does not
+    tell.
 
-    Outputs of an encoder-decoder are its decoder's. Where a mask counts samples of sound and outputs are frames, the
-    model itself says which frames they come to.
+    Outputs of an encoder-decoder are its decoder's. Where a mask counts samples of sound and
+    outputs are frames, the model itself says which frames they come to.
     """
     mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
     frames = getattr(unwrap(model), "_get_feature_vector_attention_mask", None)
     found = _said(model, "causal", Told(batch), shape)
-    if found is not None or frames is None or is_encoder_decoder(model) or not _is_mask(mask) or len(mask) != shape[0]:
+    if (
+        found is not None
+        or frames is None
+        or is_encoder_decoder(model)
+        or not _is_mask(mask)
+        or len(mask) != shape[0]
+    ):
         return found
     in_frames: Tensor = frames(shape[1], mask)
     return in_frames.bool()
@@ -128,7 +139,9 @@ class Inputs:
         self._masks = [batch[_MASK]] if self._tells else []
         self._called: set[str] = set()
         self._handed: set[str] = set()  # modules that were called with one of the masks
-        self._found: dict[str, _Found] = {}  # by site of attention to its own sequence, the latest first
+        self._found: dict[
+            str, _Found
+        ] = {}  # by site of attention to its own sequence, the latest first
         self._watch.forget()
 
     @property
@@ -136,7 +149,9 @@ class Inputs:
         """As of the attention that runs, or ran last."""
         same = _same_layer if self._kinds.get(self._last) == "cross" else _same_stack
         streams = (found.visible for name, found in self._found.items() if same(name, self._last))
-        return Told(self._batch, self._here, next(filter(None, streams), ()), self._watch.found.visible)
+        return Told(
+            self._batch, self._here, next(filter(None, streams), ()), self._watch.found.visible
+        )
 
     def called(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """A module around attention is called so, or attention itself."""
@@ -147,14 +162,18 @@ class Inputs:
             self._handed.add(name)
         inside = f"{name}." if name else ""
         if name not in self._kinds:  # what its attentions hid was of its call before
-            self._found = {site: found for site, found in self._found.items() if not site.startswith(inside)}
+            self._found = {
+                site: found for site, found in self._found.items() if not site.startswith(inside)
+            }
 
     def see(self, kwargs: Mapping[str, Any]) -> None:
         """A part of the model is called so: where the batch does not tell, that may."""
         if self._tells:
             return
         mask, away = kwargs.get(_MASK), kwargs.get("src_key_padding_mask")
-        if _is_mask(mask) and not mask.is_floating_point():  # one of floats is added to attention's scores
+        if (
+            _is_mask(mask) and not mask.is_floating_point()
+        ):  # one of floats is added to attention's scores
             self._batch = dict(kwargs)
             self._masks.append(mask)
         elif _is_mask(away) and away.dtype == torch.bool:
@@ -176,8 +195,9 @@ class Inputs:
     def _is_here(self, name: str) -> bool:
         """Whether the batch's mask is for a site.
 
-        It is not where the module that is the last one on the way to the site to be handed it has another part that
-        hands on masks, and calls the part with the site without it: a vision tower beside a text tower.
+        It is not where the module that is the last one on the way to the site to be handed it has
+        another part that hands on masks, and calls the part with the site without it: a vision
+        tower beside a text tower.
         """
         parts = name.split(".") if name else []
         path = [".".join(parts[:n]) for n in range(len(parts) + 1)]
@@ -211,7 +231,8 @@ class _Found:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees what attention hides while it runs: scores that reach a softmax, masks that reach a kernel.
+    """Sees what attention hides while it runs: scores that reach a softmax, masks that reach a
+    kernel.
 
     Args:
         batch_axes: By site, where its contexts have the examples.
@@ -257,7 +278,9 @@ class _Watch(TorchFunctionMode):
         if dim not in (-1, scores.ndim - 1):
             if self._batch_axis != 1 or scores.ndim != 4:
                 return None
-            scores = scores.movedim(dim, -1).movedim(1, 0).movedim(1, -2)  # from [queries, batch, heads, keys]
+            scores = (
+                scores.movedim(dim, -1).movedim(1, 0).movedim(1, -2)
+            )  # from [queries, batch, heads, keys]
         return visible(scores > HIDDEN)
 
     def _kernel(self, args: Any, kwargs: Mapping[str, Any]) -> Visible | None:
@@ -294,10 +317,11 @@ _NOTED: dict[str, Callable[[_Watch, Any, Mapping[str, Any]], Visible | None]] = 
 def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
     """Follows what tells the padding, for as long as the block lasts.
 
-    A batch with an ``attention_mask`` tells it, in the parts of the model that it is for. Others may hold the inputs of
-    inner models, such as those of an encoder that runs once for each of two sentences: there the last
-    ``attention_mask`` ``[batch, tokens]`` counts, or PyTorch's ``src_key_padding_mask``, by which a module around the
-    attention was called. In all of them attention tells what it hides.
+    A batch with an ``attention_mask`` tells it, in the parts of the model that it is for. Others
+    may hold the inputs of inner models, such as those of an encoder that runs once for each of two
+    sentences: there the last ``attention_mask`` ``[batch, tokens]`` counts, or PyTorch's
+    ``src_key_padding_mask``, by which a module around the attention was called. In all of them
+    attention tells what it hides.
     """
     bound = list(bound)
     sites = {b.site.name: b.module for b in bound}
@@ -317,7 +341,10 @@ def inputs_of(model: nn.Module, bound: Iterable[BoundSite]) -> Iterator[Inputs]:
 
     with ExitStack() as stack:
         stack.callback(inputs.leave)
-        for name, module in [*((name, model.get_submodule(name)) for name in around), *sites.items()]:
+        for name, module in [
+            *((name, model.get_submodule(name)) for name in around),
+            *sites.items(),
+        ]:
             hook = functools.partial(called, name)
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module in sites.values():
@@ -357,14 +384,18 @@ def _hands_on_masks(module: nn.Module) -> bool:
 
 
 def _same_stack(name: str, other: str) -> bool:
-    """Whether two sites are one, or the same part of two layers of a list: one without heads hides nothing itself."""
+    """Whether two sites are one, or the same part of two layers of a list: one without heads hides
+    nothing itself."""
     a, b = name.split("."), other.split(".")
     apart = [(x, y) for x, y in zip(a, b, strict=False) if x != y]
-    return len(a) == len(b) and (not apart or (len(apart) == 1 and all(part.isdigit() for part in apart[0])))
+    return len(a) == len(b) and (
+        not apart or (len(apart) == 1 and all(part.isdigit() for part in apart[0]))
+    )
 
 
 def _same_layer(name: str, other: str) -> bool:
-    """Whether two sites lie as deep in one layer, as a decoder's attention to itself and that to the encoder."""
+    """Whether two sites lie as deep in one layer, as a decoder's attention to itself and that to
+    the encoder."""
     a, b = name.split("."), other.split(".")
     n_common = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
     parent = n_common == len(a) - 1

@@ -1,4 +1,5 @@
-"""What TF32 and autocast do to products: how coarse they get, float32 throughout, no narrow copies of old weights."""
+"""What TF32 and autocast do to products: how coarse they get, float32 throughout, no narrow copies
+of old weights."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _STEPS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
 
 
 def product_eps(dtype: torch.dtype, device: torch.device) -> float:
-    """The relative step of the numbers that are multiplied in products of matrices of a type: that of the type, or a
-    wider one where autocast or TF32 rounds them before.
+    """The relative step of the numbers that are multiplied in products of matrices of a type: that
+    of the type, or a wider one where autocast or TF32 rounds them before.
 
     >>> product_eps(torch.float32, torch.device("cpu")) == 2**-23
     True
@@ -31,7 +32,8 @@ def product_eps(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _float32_products(device: torch.device) -> str:
-    """What a device takes float32 products in: ``tf32``, ``bf16``, or another name, which is float32 itself."""
+    """What a device takes float32 products in: ``tf32``, ``bf16``, or another name, which is
+    float32 itself."""
     backend: Any = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}.get(device.type)
     try:
         return str(backend.matmul.fp32_precision)
@@ -41,10 +43,12 @@ def _float32_products(device: torch.device) -> str:
 
 @contextmanager
 def weights_change() -> Iterator[None]:
-    """For as long as the block lasts, no narrow copies of weights are kept, and none from before are used afterwards.
+    """For as long as the block lasts, no narrow copies of weights are kept, and none from before
+    are used afterwards.
 
-    ``torch.autocast`` copies a weight once and keeps the copy until the outermost block is left. What changes a weight
-    inside of a caller's block would go on with the old numbers, and so would the caller.
+    ``torch.autocast`` copies a weight once and keeps the copy until the outermost block is left.
+    What changes a weight inside of a caller's block would go on with the old numbers, and so would
+    the caller.
 
     >>> layer, x = torch.nn.Linear(1, 1, bias=False), torch.ones(1, 1)
     >>> with torch.autocast("cpu", torch.bfloat16):
@@ -70,10 +74,12 @@ def weights_change() -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """For as long as the block lasts, float32 matrix products and convolutions take no TF32 and no bfloat16 inside.
+    """For as long as the block lasts, float32 matrix products and convolutions take no TF32 and no
+    bfloat16 inside.
 
-    TF32 rounds what is multiplied to 11 bits. Two sums of the same products in another order then differ by 1e-3, not
-    by 1e-6, and a proof of equality would refuse what is equal. The settings are as before afterwards.
+    TF32 rounds what is multiplied to 11 bits. Two sums of the same products in another order then
+    differ by 1e-3, not by 1e-6, and a proof of equality would refuse what is equal. The settings
+    are as before afterwards.
 
     >>> torch.set_float32_matmul_precision("high")
     >>> with full_precision():

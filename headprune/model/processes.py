@@ -1,7 +1,9 @@
-"""The processes of ``torch.distributed``, which share work: each makes its part, and all get everybody's parts.
+"""The processes of ``torch.distributed``, which share work: each makes its part, and all get
+everybody's parts.
 
-What is exchanged is tensors, over a gloo group that exists for this alone: it works beside every other backend, has a
-timeout of its own, and notices a process that is gone by its closed connection. Nothing is pickled.
+What is exchanged is tensors, over a gloo group that exists for this alone: it works beside every
+other backend, has a timeout of its own, and notices a process that is gone by its closed
+connection. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,25 +27,31 @@ from headprune.core.errors import InvalidValue, ProcessFailed
 
 #: The key of what a process says in place of tensors when it failed.
 _FAILED = "failed"
-_HINT = "Look for the first error among the processes' outputs; Processes(timeout=) is how long they wait."
+_HINT = (
+    "Look for the first error among the processes' outputs; Processes(timeout=) is how long they"
+    " wait."
+)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of an initialised ``torch.distributed`` group share the batches of ``hp.score``.
+    """The processes of an initialised ``torch.distributed`` group share the batches of
+    ``hp.score``.
 
-    Every process makes the same calls with the same model and the same, whole batches: batch i is run by process
-    ``i % processes``, the others only read it, so that every example counts once whatever the number of batches, and
-    every process returns what one process alone would have (numbers a row to the last bit, sums to rounding). So do
-    not let a loader deal out the data: no ``DistributedSampler``, no ``accelerator.prepare(loader)``. Both repeat
-    examples until all parts are equally long. Batches or weights that differ between processes are refused.
+    Every process makes the same calls with the same model and the same, whole batches: batch i is
+    run by process ``i % processes``, the others only read it, so that every example counts once
+    whatever the number of batches, and every process returns what one process alone would have
+    (numbers a row to the last bit, sums to rounding). So do not let a loader deal out the data: no
+    ``DistributedSampler``, no ``accelerator.prepare(loader)``. Both repeat examples until all parts
+    are equally long. Batches or weights that differ between processes are refused.
 
     Start the processes with ``torchrun`` or ``accelerate launch`` and call
-    ``torch.distributed.init_process_group("gloo")`` (any backend will do). Without a group there is one process.
+    ``torch.distributed.init_process_group("gloo")`` (any backend will do). Without a group there is
+    one process.
 
     Args:
-        timeout: Seconds that a process waits where all put together what they have; the slowest may need so much
-            longer than the fastest. One that is gone is noticed at once.
+        timeout: Seconds that a process waits where all put together what they have; the slowest may
+            need so much longer than the fastest. One that is gone is noticed at once.
 
     Raises:
         InvalidValue: a timeout that is none.
@@ -55,15 +63,22 @@ class Processes:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
-            raise InvalidValue("Processes.timeout", "a number of seconds above 0", repr(self.timeout))
+        if (
+            isinstance(self.timeout, bool)
+            or not isinstance(self.timeout, (int, float))
+            or not self.timeout > 0
+        ):
+            raise InvalidValue(
+                "Processes.timeout", "a number of seconds above 0", repr(self.timeout)
+            )
 
     @contextmanager
     def together(self) -> Iterator[Crew]:
         """For as long as the block lasts, a group of all processes; every process has to come here.
 
         Raises:
-            InvalidValue: several processes were started and nobody has initialised ``torch.distributed``.
+            InvalidValue: several processes were started and nobody has initialised
+                ``torch.distributed``.
             ProcessFailed: not all of them came in time.
         """
         if not (dist.is_available() and dist.is_initialized()):
@@ -71,7 +86,9 @@ class Processes:
             if started != "1":
                 must = "an initialised torch.distributed where several processes were started"
                 hint = "Call torch.distributed.init_process_group('gloo') before."
-                raise InvalidValue("processes", must, f"WORLD_SIZE={started} and no process group", hint)
+                raise InvalidValue(
+                    "processes", must, f"WORLD_SIZE={started} and no process group", hint
+                )
             yield Crew()
             return
         with in_words(self.timeout, "the process group"):
@@ -103,10 +120,12 @@ class Crew:
         return index % self.size == self.rank
 
     def exchanged(self, make: Callable[[], Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
-        """What ``make`` gives in every process, by rank, on the CPU; the only process's own as it is.
+        """What ``make`` gives in every process, by rank, on the CPU; the only process's own as it
+        is.
 
         Raises:
-            ProcessFailed: another process is gone, late, or raised an error, which the message quotes.
+            ProcessFailed: another process is gone, late, or raised an error, which the message
+                quotes.
         """
         if self.size == 1:
             return [make()]
@@ -134,7 +153,9 @@ class Crew:
             return
         for rank, part in enumerate(self.exchanged(lambda: {"said": _letters(said)})):
             if _words(part["said"]) != said:
-                raise InvalidValue(where, must, f"others in process {rank} than in process {self.rank}", hint)
+                raise InvalidValue(
+                    where, must, f"others in process {rank} than in process {self.rank}", hint
+                )
 
     def _gathered(self, parts: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
         flat = save({name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()})
@@ -143,7 +164,9 @@ class Crew:
             sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
             room = [own.new_empty(int(max(sizes))) for _ in sizes]
-            dist.all_gather(room, torch.cat([own, own.new_zeros(len(room[0]) - len(own))]), group=self.group)
+            dist.all_gather(
+                room, torch.cat([own, own.new_zeros(len(room[0]) - len(own))]), group=self.group
+            )
         found = [load(bytes(x[: int(n)].numpy())) for x, n in zip(room, sizes, strict=True)]
         for rank, other in enumerate(found):
             if _FAILED in other and rank != self.rank:
@@ -161,13 +184,16 @@ def _words(letters: Tensor) -> str:
 
 
 def copy_from_first_(model: nn.Module) -> None:
-    """Puts the tensors of process 0's model into those of all others, in place; over the default group, by gloo.
+    """Puts the tensors of process 0's model into those of all others, in place; over the default
+    group, by gloo.
 
     Raises:
         ProcessFailed: another process is gone.
     """
     for tensor in weights_of(model).values():
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # gloo knows not every type
+        flat = (
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        )  # gloo knows not every type
         with in_words(math.inf, "the other processes"):
             dist.broadcast(flat, 0)
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
@@ -183,5 +209,9 @@ def in_words(timeout: float, what: str, hint: str = _HINT) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = re.sub(r"^(\[\S*\]\s*)+", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
-        raise ProcessFailed(what, f"there, with an answer within {timeout:g} s", f"none ({said})", hint) from error
+        said = (
+            re.sub(r"^(\[\S*\]\s*)+", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
+        )
+        raise ProcessFailed(
+            what, f"there, with an answer within {timeout:g} s", f"none ({said})", hint
+        ) from error

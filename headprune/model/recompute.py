@@ -1,4 +1,5 @@
-"""Gradient checkpointing in evaluation mode; Transformers has it in training mode only, where dropout is on."""
+"""Gradient checkpointing in evaluation mode; Transformers has it in training mode only, where
+dropout is on."""
 
 from __future__ import annotations
 
@@ -17,17 +18,24 @@ from headprune.model.running import other_forwards
 
 @contextmanager
 def recomputed(model: nn.Module) -> Iterator[None]:
-    """For as long as the block lasts, layers that the user wants checkpoints of keep their inputs alone, and run again
-    in the backward pass, in the mode that they are in.
+    """For as long as the block lasts, layers that the user wants checkpoints of keep their inputs
+    alone, and run again in the backward pass, in the mode that they are in.
 
-    Those are the layers of Transformers for which ``model.gradient_checkpointing_enable()`` was called. Numbers stay as
-    they are; hooks inside of the layers run twice. As in training, layers get no cache.
+    Those are the layers of Transformers for which ``model.gradient_checkpointing_enable()`` was
+    called. Numbers stay as they are; hooks inside of the layers run twice. As in training, layers
+    get no cache.
     """
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and _is_layer(m)]
+    layers = [
+        m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and _is_layer(m)
+    ]
     with ExitStack() as stack:
-        if any(offloaders(m) for m in model.modules()):  # a pass that stops early leaves what its hooks have fetched
+        if any(
+            offloaders(m) for m in model.modules()
+        ):  # a pass that stops early leaves what its hooks have fetched
             stack.enter_context(set_checkpoint_early_stop(False))
-        stack.enter_context(other_forwards((layer, functools.partial(_twice, layer)) for layer in layers))
+        stack.enter_context(
+            other_forwards((layer, functools.partial(_twice, layer)) for layer in layers)
+        )
         yield
 
 
@@ -46,7 +54,9 @@ def _twice(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
         if not reads_only:  # a layer would write into its cache twice
             args = tuple(None if isinstance(value, Cache) else value for value in args)
-            kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+            kwargs = {
+                name: None if isinstance(value, Cache) else value for name, value in kwargs.items()
+            }
         unused = {"use_cache": False} if "use_cache" in kwargs else {}
         return checkpoint(forward, *args, use_reentrant=False, **{**kwargs, **unused})
 

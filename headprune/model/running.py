@@ -1,4 +1,5 @@
-"""Runs a model on batches without leaving a trace: calls, batch sizes, modes, gradients and random states."""
+"""Runs a model on batches without leaving a trace: calls, batch sizes, modes, gradients and random
+states."""
 
 from __future__ import annotations
 
@@ -22,16 +23,19 @@ from headprune.model.transfers import in_main_memory
 ANSWERS = ("labels", "start_positions", "end_positions")
 #: What to pass in place of batches ``(x, y)``.
 AS_MAPPING = (
-    "Give mappings, such as {'input_ids': x, 'labels': y}, or pass loss=, a callable (model, batch) that reads x and y."
+    "Give mappings, such as {'input_ids': x, 'labels': y}, or pass loss=, a callable (model, batch)"
+    " that reads x and y."
 )
 #: The attribute by which PyTorch's encoder packs padded batches.
 _PACKS = "use_nested_tensor"
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Calls a model with a batch: a mapping by keyword, a tuple or list by position, a tensor as it is.
+    """Calls a model with a batch: a mapping by keyword, a tuple or list by position, a tensor as it
+    is.
 
-    Answers that the model's ``forward`` has no parameter for are left out: a module of one's own need not take them.
+    Answers that the model's ``forward`` has no parameter for are left out: a module of one's own
+    need not take them.
     """
     if isinstance(batch, Mapping):
         return model(**_taken(model, batch))
@@ -42,7 +46,8 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def check_positions(model: nn.Module, batch: tuple[Any, ...] | list[Any]) -> None:
-    """Refuses labels in the place of a Transformers model's mask, which would be read as one without a word.
+    """Refuses labels in the place of a Transformers model's mask, which would be read as one
+    without a word.
 
     Raises:
         InvalidValue: a tensor where the model expects a mask, and which is none.
@@ -60,7 +65,9 @@ def check_positions(model: nn.Module, batch: tuple[Any, ...] | list[Any]) -> Non
         other = value.device.type == "cpu" and bool(((value != 0) & (value != 1)).any())
         if value.ndim < 2 or other:
             got = f"{value.dtype} of shape {list(value.shape)} in the place of {name}"
-            raise InvalidValue("batch", f"what {type(model).__name__}.forward takes by position", got, AS_MAPPING)
+            raise InvalidValue(
+                "batch", f"what {type(model).__name__}.forward takes by position", got, AS_MAPPING
+            )
 
 
 def _taken(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -69,7 +76,9 @@ def _taken(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = inspect.signature(bare(model).forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return batch
-    return {name: value for name, value in batch.items() if name not in ANSWERS or name in parameters}
+    return {
+        name: value for name, value in batch.items() if name not in ANSWERS or name in parameters
+    }
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -85,27 +94,45 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def outputs(value: Any) -> list[Tensor]:
-    """The floating-point tensors of a model's output, without caches and attention maps, whose shapes change."""
+    """The floating-point tensors of a model's output, without caches and attention maps, whose
+    shapes change."""
     if isinstance(value, Mapping):
-        skipped = ("past_key_values", "attentions", "cross_attentions", "decoder_attentions", "encoder_attentions")
+        skipped = (
+            "past_key_values",
+            "attentions",
+            "cross_attentions",
+            "decoder_attentions",
+            "encoder_attentions",
+        )
         value = [v for k, v in value.items() if k not in skipped]
     return [t for t in tensors(value) if t.is_floating_point()]
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model, or a module, takes its inputs; where its weights run, if accelerate offloads them."""
+    """Where a model, or a module, takes its inputs; where its weights run, if accelerate offloads
+    them."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    hook = next((h for m in model.modules() for h in offloaders(m)), None) if device.type == "meta" else None
-    return device if hook is None or hook.execution_device is None else torch.device(hook.execution_device)
+    hook = (
+        next((h for m in model.modules() for h in offloaders(m)), None)
+        if device.type == "meta"
+        else None
+    )
+    return (
+        device
+        if hook is None or hook.execution_device is None
+        else torch.device(hook.execution_device)
+    )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; containers are copied, other values pass through."""
+    """The batch with its tensors on ``device``; containers are copied, other values pass
+    through."""
     return over_tensors(batch, lambda t: t.to(device, non_blocking=True))
 
 
 def over_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with ``function`` of every tensor; containers are copied, other values pass through."""
+    """The batch with ``function`` of every tensor; containers are copied, other values pass
+    through."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -124,7 +151,9 @@ def batch_size(batch: Any, where: str = "batch") -> int:
     first = next((t for t in tensors(batch) if t.ndim), None)
     if first is None:
         hint = "Make tensors of it, as a DataLoader does."
-        raise InvalidValue(where, "made of tensors with the examples first", type(batch).__name__, hint)
+        raise InvalidValue(
+            where, "made of tensors with the examples first", type(batch).__name__, hint
+        )
     if not first.shape[0]:
         raise InvalidValue(where, "one with examples", "an empty batch", "Leave empty batches out.")
     return first.shape[0]
@@ -133,7 +162,8 @@ def batch_size(batch: Any, where: str = "batch") -> int:
 def some_examples(batch: Any, places: Tensor | slice) -> Any:
     """The batch of some of its examples: of everything with one entry per example those entries.
 
-    That is of tensors and arrays their rows, and of lists and tuples of plain values (texts, numbers) their items.
+    That is of tensors and arrays their rows, and of lists and tuples of plain values (texts,
+    numbers) their items.
 
     >>> some_examples({"x": torch.arange(3), "texts": ["a", "b", "c"]}, slice(2))
     {'x': tensor([0, 1]), 'texts': ['a', 'b']}
@@ -143,7 +173,11 @@ def some_examples(batch: Any, places: Tensor | slice) -> Any:
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value[places] if not value.is_nested and value.ndim and value.shape[0] == size else value
+            return (
+                value[places]
+                if not value.is_nested and value.ndim and value.shape[0] == size
+                else value
+            )
         if isinstance(value, np.ndarray):
             return value[numbers] if value.ndim and len(value) == size else value
         if isinstance(value, Mapping):
@@ -197,8 +231,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def without_fused_attention() -> Iterator[None]:
-    """PyTorch's encoders take no fused way: it reads weights past adapters, and packs sentences of unlike lengths into
-    nested tensors."""
+    """PyTorch's encoders take no fused way: it reads weights past adapters, and packs sentences of
+    unlike lengths into nested tensors."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -209,12 +243,17 @@ def without_fused_attention() -> Iterator[None]:
 
 def packing(model: nn.Module) -> list[nn.Module]:
     """Encoders of PyTorch's that pack padded batches into nested tensors, where they may."""
-    return [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.__dict__.get(_PACKS)]
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.TransformerEncoder) and m.__dict__.get(_PACKS)
+    ]
 
 
 @contextmanager
 def nested_tensors(encoders: Iterable[nn.Module], made: bool) -> Iterator[None]:
-    """For as long as the block lasts, encoders that are ``packing`` make nested tensors, or none."""
+    """For as long as the block lasts, encoders that are ``packing`` make nested tensors, or
+    none."""
     encoders = list(encoders)
     before = [getattr(encoder, _PACKS) for encoder in encoders]
     try:
@@ -227,8 +266,11 @@ def nested_tensors(encoders: Iterable[nn.Module], made: bool) -> Iterator[None]:
 
 
 @contextmanager
-def other_forwards(instead: Iterable[tuple[nn.Module, Callable[[Callable[..., Any]], Any]]]) -> Iterator[None]:
-    """For as long as the block lasts, modules of pairs (module, make) are called by ``make(forward)``."""
+def other_forwards(
+    instead: Iterable[tuple[nn.Module, Callable[[Callable[..., Any]], Any]]],
+) -> Iterator[None]:
+    """For as long as the block lasts, modules of pairs (module, make) are called by
+    ``make(forward)``."""
     before: list[tuple[nn.Module, Any]] = []
     try:
         for module, make in instead:
@@ -247,14 +289,15 @@ def other_forwards(instead: Iterable[tuple[nn.Module, Callable[[Callable[..., An
 def undisturbed(
     model: nn.Module, frozen: bool = True, compiled: bool = False, packed: bool = False
 ) -> Iterator[nn.Module]:
-    """Evaluation mode and, if ``frozen``, weights that need no gradient; everything is put back afterwards.
+    """Evaluation mode and, if ``frozen``, weights that need no gradient; everything is put back
+    afterwards.
 
-    Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's random state, what
-    accelerate offloads, and the problem type that Transformers' classifiers write into their configuration when they
-    see labels. A model that
-    was compiled in place runs uncompiled, unless ``compiled``: compiled code ignores the hooks that measurements hang
-    on it. PyTorch's encoder makes no nested tensors of padded batches, whose parts have no shape to
-    be read, unless ``packed``.
+    Put back: each module's training flag, each parameter's ``requires_grad`` and ``grad``, torch's
+    random state, what accelerate offloads, and the problem type that Transformers' classifiers
+    write into their configuration when they see labels. A model that
+    was compiled in place runs uncompiled, unless ``compiled``: compiled code ignores the hooks that
+    measurements hang on it. PyTorch's encoder makes no nested tensors of padded batches, whose
+    parts have no shape to be read, unless ``packed``.
     """
     modes = [(m, m.training) for m in model.modules()]
     grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
@@ -262,7 +305,8 @@ def undisturbed(
     devices = [device.index or 0] if device.type == "cuda" else []
     config = getattr(bare(model), "config", None)
     problem_type = getattr(config, "problem_type", None)
-    # Setting the stance imports dynamo, which takes a second; nothing is compiled where nobody has imported it.
+    # Setting the stance imports dynamo, which takes a second; nothing is compiled where nobody has
+    # imported it.
     forced = "torch._dynamo" in sys.modules and not compiled
     eager = torch.compiler.set_stance("force_eager") if forced else nullcontext()
     plain = nested_tensors([] if packed else packing(model), made=False)

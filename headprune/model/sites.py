@@ -44,7 +44,8 @@ class Sites(tuple[AttentionSite, ...]):
 
     Attributes:
         layouts: The layouts that located them, by name.
-        not_taken: The model's attention that no layout takes, and why; empty where all of it is taken.
+        not_taken: The model's attention that no layout takes, and why; empty where all of it is
+            taken.
     """
 
     layouts: dict[str, AttentionLayout]
@@ -63,7 +64,11 @@ class Sites(tuple[AttentionSite, ...]):
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
-        return Sites(found, self.layouts.values(), self.not_taken) if isinstance(index, slice) else found
+        return (
+            Sites(found, self.layouts.values(), self.not_taken)
+            if isinstance(index, slice)
+            else found
+        )
 
     def __reduce__(self) -> Any:
         return Sites, (tuple(self), tuple(self.layouts.values()), self.not_taken)
@@ -105,7 +110,8 @@ def sites_of(bound: Iterable[BoundSite]) -> Sites:
 def not_taken(
     model: nn.Module, sites: Iterable[AttentionSite], layouts: Iterable[AttentionLayout] = ()
 ) -> tuple[NotTaken, ...]:
-    """The attention of a model that none of these sites is at, and that neither these layouts nor registered ones take.
+    """The attention of a model that none of these sites is at, and that neither these layouts nor
+    registered ones take.
 
     Sites that layouts would take, and that are not among these, are nobody's oversight.
     """
@@ -120,26 +126,31 @@ def unwrap(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group") -> Sites:
+def find_sites(
+    model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group"
+) -> Sites:
     """Finds every attention module whose heads can be pruned.
 
-    A module matches a layout when every slab of the layout is there, every length is explained by whole heads and
-    every parameter is accounted for. Layouts given here are tried before the registered ones.
+    A module matches a layout when every slab of the layout is there, every length is explained by
+    whole heads and every parameter is accounted for. Layouts given here are tried before the
+    registered ones.
 
     Args:
         model: Any module; one wrapped by ``torch.compile`` is looked at from inside.
         layouts: Layouts for your own attention modules.
-        policy: What may leave where query heads share a key/value head: ``group`` whole groups, so that the KV cache
-            shrinks; ``balanced`` the same number of query heads in every group that stays; ``free`` any query heads.
-            A single key/value head of all query heads (MQA) stays as long as one of them does, also with ``group``.
+        policy: What may leave where query heads share a key/value head: ``group`` whole groups, so
+            that the KV cache shrinks; ``balanced`` the same number of query heads in every group
+            that stays; ``free`` any query heads. A single key/value head of all query heads (MQA)
+            stays as long as one of them does, also with ``group``.
 
     Returns:
-        The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of your own. Their
-        ``not_taken`` says which other modules look like attention, and why no layout takes them.
+        The sites in model order. Pass them as ``sites=`` to the other verbs if you gave layouts of
+        your own. Their ``not_taken`` says which other modules look like attention, and why no
+        layout takes them.
 
     Raises:
-        UnsupportedModel: nothing was found; the message lists the attention-like modules and what each lacks. Or a
-            site whose layout does not allow ``policy``.
+        UnsupportedModel: nothing was found; the message lists the attention-like modules and what
+            each lacks. Or a site whose layout does not allow ``policy``.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
@@ -155,7 +166,9 @@ def find_sites(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy
     return Sites(found, found.layouts.values(), not_taken(model, found, layouts))
 
 
-def _located(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group") -> list[BoundSite]:
+def _located(
+    model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: Policy = "group"
+) -> list[BoundSite]:
     candidates = [*layouts, *(registry.get(name) for name in registry)]
     names: dict[int, list[str]] = {}
     for name, module in unwrap(model).named_modules(remove_duplicate=False):
@@ -169,7 +182,9 @@ def _located(model: nn.Module, layouts: Iterable[AttentionLayout] = (), policy: 
             now = fitted(layout, module)
             if not isinstance(now, str):
                 check_no_tensor_parallel(unwrap(model), name, module)
-                found.append(_bound(layout, module, now, name, tuple(names[id(module)][1:]), policy))
+                found.append(
+                    _bound(layout, module, now, name, tuple(names[id(module)][1:]), policy)
+                )
                 inside = (*inside, f"{name}." if name else "")
                 break
     if not found:
@@ -193,20 +208,25 @@ def bind(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> list
     for site in sites:
         if site.name not in modules:
             hint = did_you_mean(site.name, modules)
-            raise UnknownName("sites", f"modules of {type(unwrap(model)).__name__}", repr(site.name), hint)
+            raise UnknownName(
+                "sites", f"modules of {type(unwrap(model)).__name__}", repr(site.name), hint
+            )
         layout = own.get(site.layout) or registry.get(site.layout)
         now = fitted(layout, modules[site.name])
         if isinstance(now, str):
             must = f"an attention module of layout {site.layout!r}"
             raise UnsupportedModel(site.name, must, type(modules[site.name]).__name__, now)
         check_no_tensor_parallel(unwrap(model), site.name, modules[site.name])
-        bound.append(_bound(layout, modules[site.name], now, site.name, site.shared_with, site.policy))
+        bound.append(
+            _bound(layout, modules[site.name], now, site.name, site.shared_with, site.policy)
+        )
     _check_stored(bound)
     return bound
 
 
 def _check_stored(bound: Iterable[BoundSite]) -> None:
-    """Checks that nobody put weights of other heads into cut modules past ``load_state_dict``, as accelerate does.
+    """Checks that nobody put weights of other heads into cut modules past ``load_state_dict``, as
+    accelerate does.
 
     Raises:
         InvalidValue: the heads that came with the weights are not those of the module.
@@ -219,7 +239,12 @@ def _check_stored(bound: Iterable[BoundSite]) -> None:
 
 
 def _bound(
-    layout: AttentionLayout, module: nn.Module, now: HeadGeometry, name: str, shared: tuple[str, ...], policy: Policy
+    layout: AttentionLayout,
+    module: nn.Module,
+    now: HeadGeometry,
+    name: str,
+    shared: tuple[str, ...],
+    policy: Policy,
 ) -> BoundSite:
     state: HeadState | None = getattr(module, STATE_ATTRIBUTE, None)
     if state is None:
@@ -233,7 +258,9 @@ def _bound(
     elif state.n_kv_heads == 1 and policy == "group" and "balanced" in layout.policies:
         policy = "balanced"  # the one group is the whole layer
     elif policy not in layout.policies:
-        must = f"found with a policy that layout {layout.name!r} allows: {', '.join(layout.policies)}"
+        must = (
+            f"found with a policy that layout {layout.name!r} allows: {', '.join(layout.policies)}"
+        )
         raise UnsupportedModel(where, must, repr(policy))
     site = AttentionSite(
         name=name,

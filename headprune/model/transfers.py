@@ -1,4 +1,5 @@
-"""Copies between main memory and an accelerator: Python waits for the accelerator at most of them, so they are few."""
+"""Copies between main memory and an accelerator: Python waits for the accelerator at most of them,
+so they are few."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Copies of weights stay on a GPU that has room for so many: such a copy, gradients, Adam's two averages, and as much
-#: again for what a pass leaves behind.
+#: Copies of weights stay on a GPU that has room for so many: such a copy, gradients, Adam's two
+#: averages, and as much again for what a pass leaves behind.
 _TIMES = 5
 
 
@@ -37,10 +38,11 @@ def in_main_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def sent(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of Python's numbers, or of a tensor in main memory, on a device; Python goes on at once.
+    """A tensor of Python's numbers, or of a tensor in main memory, on a device; Python goes on at
+    once.
 
-    ``torch.tensor(values, device=device)`` would wait until the numbers have arrived, behind all work that the device
-    was given before.
+    ``torch.tensor(values, device=device)`` would wait until the numbers have arrived, behind all
+    work that the device was given before.
     """
     here = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     return here.to(device, dtype, non_blocking=True)
@@ -52,7 +54,8 @@ def in_fp64(x: Tensor) -> Tensor:
 
 
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copies of tensors: on the GPU where they lie if it has room for five of each, else in main memory.
+    """Copies of tensors: on the GPU where they lie if it has room for five of each, else in main
+    memory.
 
     A copy on the GPU is made without a wait, and at the pace of the GPU's own memory.
     """
@@ -61,7 +64,9 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     for tensor in found:
         needed[tensor.device] += tensor.numel() * tensor.element_size()
     stays = {device: _has_room(device, n_bytes) for device, n_bytes in needed.items()}
-    return [x.detach().clone() if stays[x.device] else x.detach().to("cpu", copy=True) for x in found]
+    return [
+        x.detach().clone() if stays[x.device] else x.detach().to("cpu", copy=True) for x in found
+    ]
 
 
 def _has_room(device: torch.device, n_bytes: int) -> bool:

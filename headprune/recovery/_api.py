@@ -42,25 +42,33 @@ def recover_(
     """Wins back what a cut cost, in place; on an error the model is as it was.
 
     Args:
-        model: The pruned model, or any model for a method that only trains. A compiled model is run uncompiled.
-        batches: Any iterable of what the model takes; a method that trains goes through it more than once.
-        method: A registered name, see ``hp.recovery.registry.names()``, or a configured method. The default trains
-            nothing and is the best of that kind without touching anything but attention (docs/pipelines.md).
-        teacher: The unpruned original, for methods that need one (``Recovery.needs_teacher``); left as it is.
-        loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads. A method that does
-            not train runs models through it, where a batch is not simply their arguments.
-        sites: Default ``find_sites(model)``; a method that looks at no heads only checks it against the model.
+        model: The pruned model, or any model for a method that only trains. A compiled model is run
+            uncompiled.
+        batches: Any iterable of what the model takes; a method that trains goes through it more
+            than once.
+        method: A registered name, see ``hp.recovery.registry.names()``, or a configured method. The
+            default trains nothing and is the best of that kind without touching anything but
+            attention (docs/pipelines.md).
+        teacher: The unpruned original, for methods that need one (``Recovery.needs_teacher``); left
+            as it is.
+        loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads.
+            A method that does not train runs models through it, where a batch is not simply their
+            arguments.
+        sites: Default ``find_sites(model)``; a method that looks at no heads only checks it against
+            the model.
         progress: Show a progress bar.
-        validation: Batches that a method judges its work by (``Recovery.needs_validation``); read several times.
-        folder: Where a method that trains leaves a checkpoint, and continues from the one that it finds there
-            (``Recovery.resumes``).
-        leave_checkpoint: Leave one there at the end, too, so that nothing is lost before the model is saved: the same
-            call, with the model as it was before, then gives the trained one at once. Take it away when it is saved.
+        validation: Batches that a method judges its work by (``Recovery.needs_validation``); read
+            several times.
+        folder: Where a method that trains leaves a checkpoint, and continues from the one that it
+            finds there (``Recovery.resumes``).
+        leave_checkpoint: Leave one there at the end, too, so that nothing is lost before the model
+            is saved: the same call, with the model as it was before, then gives the trained one at
+            once. Take it away when it is saved.
 
     Raises:
         UnknownName: no method of this name.
-        InvalidValue: no data; a teacher, or validation data, that the method needs and lacks, or has no use for; a
-            folder that it has no use for; a checkpoint to be left, and no folder.
+        InvalidValue: no data; a teacher, or validation data, that the method needs and lacks, or
+            has no use for; a folder that it has no use for; a checkpoint to be left, and no folder.
         CheckpointError: the folder holds the checkpoint of another training.
         UnsupportedModel: accelerate offloads weights of one of the two.
         PlanMismatch: the teacher is no model that ``model`` can have been cut from.
@@ -90,7 +98,8 @@ def recover_(
 
 
 def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
-    """Does a job by a method, called ``name``, once what it is given is what the method has a use for."""
+    """Does a job by a method, called ``name``, once what it is given is what the method has a use
+    for."""
     if job.teacher is not None or method.needs_teacher:
         job = replace(job, teacher=_checked_teacher(job.model, job.teacher, name, method))
     _check_use("validation", job.validation, method.needs_validation, name)
@@ -98,7 +107,9 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
     for one in (job.model, job.teacher):
         if one is not None and offloaded(one):
             hint = "Save the cut model, load it onto one device, and recover it there."
-            raise UnsupportedModel(f"the model for {name}", "in memory", "weights that accelerate offloads", hint)
+            raise UnsupportedModel(
+                f"the model for {name}", "in memory", "weights that accelerate offloads", hint
+            )
     batches = Batches.of(job.batches)
     job = replace(job, batches=batches)
     start = perf_counter()
@@ -124,7 +135,8 @@ def carry_out(name: str, method: Recovery, job: Job) -> RecoveryReport:
 
 
 def _looked_at(job: Job, method: Recovery) -> tuple[Job, tuple[str, ...]]:
-    """The job, and whether its model does something else in training mode; a method that trains looks itself."""
+    """The job, and whether its model does something else in training mode; a method that trains
+    looks itself."""
     if method.trains or not has_own_code(job.model):
         return job, ()
     batches = Batches.of(job.batches)
@@ -144,16 +156,24 @@ def _check_use(argument: str, value: object, used: bool, name: str) -> None:
         raise InvalidValue(argument, f"given to {name}, as it is set", "none")
 
 
-def _checked_teacher(model: nn.Module, teacher: nn.Module | None, name: str, method: Recovery) -> nn.Module:
+def _checked_teacher(
+    model: nn.Module, teacher: nn.Module | None, name: str, method: Recovery
+) -> nn.Module:
     hint = "Keep one before you cut: teacher = copy.deepcopy(model)."
     if not method.needs_teacher:
         got = f"a {type(teacher).__name__}"
         raise InvalidValue("teacher", f"left out: {name}, as it is set, does not read it", got)
     if not isinstance(teacher, nn.Module):
-        raise InvalidValue("teacher", f"the unpruned original, which {name} needs", repr(teacher), hint)
+        raise InvalidValue(
+            "teacher", f"the unpruned original, which {name} needs", repr(teacher), hint
+        )
     teacher = unwrap(teacher)
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     if teacher is model or any(id(p) in trained for p in teacher.parameters()):
-        got = "the model itself" if teacher is model else "one that shares trainable parameters with it"
+        got = (
+            "the model itself"
+            if teacher is model
+            else "one that shares trainable parameters with it"
+        )
         raise InvalidValue("teacher", "another model than the one that is recovered", got, hint)
     return teacher

@@ -1,4 +1,5 @@
-"""What every recovery is given (Job), what it is (Recovery), and what it answers (Outcome, RecoveryReport)."""
+"""What every recovery is given (Job), what it is (Recovery), and what it answers (Outcome,
+RecoveryReport)."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ class Job:
         validation: Data to judge the training by, if the method does.
         folder: Where a method that ``resumes`` keeps its checkpoint.
         leave_checkpoint: Whether it leaves one of its end there.
-        part: Steps that were done before and steps in all, where this is one part of a longer training: it says where
-            its learning rate begins.
-        undo: Puts the model back on an error; it has the modules, and a method gives it every tensor (``keep``) whose
-            numbers it changes in place.
+        part: Steps that were done before and steps in all, where this is one part of a longer
+            training: it says where its learning rate begins.
+        undo: Puts the model back on an error; it has the modules, and a method gives it every
+            tensor (``keep``) whose numbers it changes in place.
     """
 
     model: nn.Module
@@ -85,10 +86,11 @@ class RecoveryReport(Value):
         changed: Qualified names of the parameters that were changed or added.
         n_examples: Examples that were seen: repeats counted in training, else those of one pass.
         seconds: How long it took.
-        metrics: The method's own numbers: ``steps`` and final mean ``loss`` of training; without training, ``heads``
-            made good for, and of each output projection from the first cut on, by name, ``errors`` ``before`` and
-            ``after``: ``sum |T - S|² / sum |A - mean A|²`` over tokens, with T and S the teacher's and the model's
-            stream after it and A what the teacher's writes. ``error_before`` and ``error_after`` are their means.
+        metrics: The method's own numbers: ``steps`` and final mean ``loss`` of training; without
+            training, ``heads`` made good for, and of each output projection from the first cut on,
+            by name, ``errors`` ``before`` and ``after``: ``sum |T - S|² / sum |A - mean A|²`` over
+            tokens, with T and S the teacher's and the model's stream after it and A what the
+            teacher's writes. ``error_before`` and ``error_after`` are their means.
         notes: What a user should know.
     """
 
@@ -102,15 +104,22 @@ class RecoveryReport(Value):
 
     def __str__(self) -> str:
         single = {k: v for k, v in self.metrics.items() if not isinstance(v, Mapping)}
-        numbers = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in single.items()]
-        seen = f"{len(self.changed)} parameters changed, {self.n_examples} examples, {self.seconds:.1f} s"
+        numbers = [
+            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in single.items()
+        ]
+        seen = (
+            f"{len(self.changed)} parameters changed, {self.n_examples} examples,"
+            f" {self.seconds:.1f} s"
+        )
         return "\n  ".join([f"{self.method}: {', '.join([seen, *numbers])}", *self.notes])
 
 
 class Recovery(abc.ABC):
-    """Wins back what a cut cost. A concrete one is a frozen dataclass of its settings, which are JSON data."""
+    """Wins back what a cut cost. A concrete one is a frozen dataclass of its settings, which are
+    JSON data."""
 
-    #: Whether it trains; one that does not runs models through ``loss`` only where a batch is not their arguments.
+    #: Whether it trains; one that does not runs models through ``loss`` only where a batch is not
+    #: their arguments.
     trains: ClassVar[bool] = False
 
     #: Whether it can keep checkpoints in a folder and continue from them.
@@ -123,7 +132,8 @@ class Recovery(abc.ABC):
 
     @property
     def needs_validation(self) -> bool:
-        """Whether it judges its work by other examples; one that does not refuses ``validation=``."""
+        """Whether it judges its work by other examples; one that does not refuses
+        ``validation=``."""
         return False
 
     @abc.abstractmethod

@@ -1,4 +1,5 @@
-"""The layers of a model that hold its attention: what a residual stream passes through, one after the other."""
+"""The layers of a model that hold its attention: what a residual stream passes through, one after
+the other."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ class Block:
 def blocks_of(model: nn.Module, sites: Iterable[AttentionSite] | None) -> list[Block]:
     """The layers with attention, in model order, each once.
 
-    A site's layer is an item of a ``ModuleList`` or ``Sequential`` around it that can be called: of the outermost one
-    that has several items with sites, or else of the outermost one. The attention itself where there is none.
+    A site's layer is an item of a ``ModuleList`` or ``Sequential`` around it that can be called: of
+    the outermost one that has several items with sites, or else of the outermost one. The attention
+    itself where there is none.
 
     Raises:
         UnsupportedModel: no site is found.
@@ -58,7 +60,9 @@ def blocks_around(model: nn.Module, bound: Sequence[BoundSite]) -> list[Block]:
     found: dict[str, Block] = {}
     for b in bound:
         names = around[b.site.name]
-        name = next((n for n in names if rows[n.rpartition(".")[0]] > 1), names[0] if names else b.site.name)
+        name = next(
+            (n for n in names if rows[n.rpartition(".")[0]] > 1), names[0] if names else b.site.name
+        )
         before = found.get(name)
         kind = b.site.kind if before is None or before.kind == "self" else before.kind
         found[name] = Block(name, model.get_submodule(name), kind, int(tokens_first(b)))

@@ -1,4 +1,5 @@
-"""The checkpoint of a training: one file, written whole or not at all, that knows which training it belongs to."""
+"""The checkpoint of a training: one file, written whole or not at all, that knows which training it
+belongs to."""
 
 from __future__ import annotations
 
@@ -33,9 +34,16 @@ _HINT = "Give another folder, or take that file away to begin anew."
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a training changes: parameters that need a gradient, and buffers. The tensors themselves, no copies."""
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {k: v.detach() for k, v in weights_of(model).items() if isinstance(v, Tensor) and k not in frozen}
+    """What a training changes: parameters that need a gradient, and buffers. The tensors
+    themselves, no copies."""
+    frozen = {
+        name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
+    }
+    return {
+        k: v.detach()
+        for k, v in weights_of(model).items()
+        if isinstance(v, Tensor) and k not in frozen
+    }
 
 
 def load_weights_(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
@@ -45,21 +53,29 @@ def load_weights_(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
             tensor.copy_(saved[name])
 
 
-def identity(model: nn.Module, teacher: nn.Module | None, told: Mapping[str, Any]) -> dict[str, str]:
-    """What two trainings have in common if one can continue the other, each part as JSON or a digest.
+def identity(
+    model: nn.Module, teacher: nn.Module | None, told: Mapping[str, Any]
+) -> dict[str, str]:
+    """What two trainings have in common if one can continue the other, each part as JSON or a
+    digest.
 
     Args:
-        model: Its parameters' names, shapes and types count, and the values of those that are frozen.
+        model: Its parameters' names, shapes and types count, and the values of those that are
+            frozen.
         teacher: All of its values count.
         told: Settings and numbers.
     """
-    structure = [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    structure = [
+        (n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()
+    ]
     frozen = [p for p in model.parameters() if not p.requires_grad]
     return {
         **{name: json.dumps(value, sort_keys=True) for name, value in told.items()},
         "the model's structure": _sha256(json.dumps(structure).encode()),
         "the model's frozen weights": _sha256(*sampled_bytes(frozen)),
-        "the teacher": _sha256(*sampled_bytes(teacher.parameters())) if teacher is not None else "none",
+        "the teacher": _sha256(*sampled_bytes(teacher.parameters()))
+        if teacher is not None
+        else "none",
     }
 
 
@@ -81,7 +97,14 @@ class Keeper:
         leave: Whether one of the training's end is written, and stays.
     """
 
-    def __init__(self, folder: Path, every: int, own: Mapping[str, str], file: str = FILE, leave: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        every: int,
+        own: Mapping[str, str],
+        file: str = FILE,
+        leave: bool = False,
+    ) -> None:
         self.path, self.every, self.own, self.leave = folder / file, every, dict(own), leave
 
     def due(self, step: int, over: bool) -> bool:
@@ -117,8 +140,12 @@ class Keeper:
             theirs = dict(state["identity"])
         except _UNREADABLE as error:
             got = f"{type(error).__name__} on reading it"
-            raise CheckpointError(str(self.path), "a checkpoint that a training left there", got, _HINT) from error
-        differing = sorted(k for k in theirs.keys() | self.own.keys() if theirs.get(k) != self.own.get(k))
+            raise CheckpointError(
+                str(self.path), "a checkpoint that a training left there", got, _HINT
+            ) from error
+        differing = sorted(
+            k for k in theirs.keys() | self.own.keys() if theirs.get(k) != self.own.get(k)
+        )
         if differing:
             got = f"that of another, which differs in {', '.join(differing)}"
             raise CheckpointError(str(self.path), "the checkpoint of this training", got, _HINT)

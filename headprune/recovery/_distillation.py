@@ -25,7 +25,8 @@ Calls = Sequence[tuple[Any, Any, Any]]
 
 
 class Comparison:
-    """A model beside its teacher: listens while a loss runs the model, then asks the teacher the same.
+    """A model beside its teacher: listens while a loss runs the model, then asks the teacher the
+    same.
 
     Args:
         model: The model.
@@ -35,7 +36,8 @@ class Comparison:
         hidden: Compare hidden states: of ``all`` layers, or of the ``last`` one that runs.
 
     Raises:
-        UnsupportedModel: hidden states are wanted of a model without known attention, by which layers are found.
+        UnsupportedModel: hidden states are wanted of a model without known attention, by which
+            layers are found.
         InvalidValue: the two have another number of layers.
     """
 
@@ -49,9 +51,13 @@ class Comparison:
         hidden: str | None = None,
     ) -> None:
         self.model, self.teacher, self.logits, self.hidden = model, teacher, logits, hidden
-        self.blocks, self.their_blocks = [blocks_of(m, sites) if hidden else [] for m in (model, teacher)]
+        self.blocks, self.their_blocks = [
+            blocks_of(m, sites) if hidden else [] for m in (model, teacher)
+        ]
         if len(self.blocks) != len(self.their_blocks):
-            raise InvalidValue(_HIDDEN, f"used with a teacher of {len(self.blocks)} layers", len(self.their_blocks))
+            raise InvalidValue(
+                _HIDDEN, f"used with a teacher of {len(self.blocks)} layers", len(self.their_blocks)
+            )
         self.calls: list[tuple[Any, Any, Any]] = []
         self.states: list[tuple[int, Tensor]] = []
         self.inputs: list[Told] = []  # what told each state's padding
@@ -74,11 +80,14 @@ class Comparison:
             stack.callback(self.model.register_forward_pre_hook(begin, with_kwargs=True).remove)
             inputs = stack.enter_context(inputs_of(self.model, self.bound))
             stack.callback(self.model.register_forward_hook(end, with_kwargs=True).remove)
-            stack.enter_context(_recording(self.blocks, self.states, lambda: self.inputs.append(inputs.now)))
+            stack.enter_context(
+                _recording(self.blocks, self.states, lambda: self.inputs.append(inputs.now))
+            )
             yield
 
     def gaps(self) -> dict[str, Tensor]:
-        """What was asked for, one number each: ``distillation`` of the logits, ``hidden_states``."""
+        """What was asked for, one number each: ``distillation`` of the logits,
+        ``hidden_states``."""
         theirs: list[tuple[int, Tensor]] = []
         with _recording(self.their_blocks, theirs):
             target = answer(self.teacher, self.calls)
@@ -102,10 +111,11 @@ def hidden_gap(
     inputs: Sequence[Told],
     which: str,
 ) -> Tensor:
-    """Mean over layers of ``mean (h - h_teacher)² / var(h_teacher)``, over tokens that are no padding.
+    """Mean over layers of ``mean (h - h_teacher)² / var(h_teacher)``, over tokens that are no
+    padding.
 
-    The squared error is averaged over an example's tokens and features, then over examples; the variance (of the
-    population, about one mean) is that of all counted values of the batch.
+    The squared error is averaged over an example's tokens and features, then over examples; the
+    variance (of the population, about one mean) is that of all counted values of the batch.
 
     Args:
         model: Says whose padding mask is whose.
@@ -116,10 +126,14 @@ def hidden_gap(
         which: ``all``, or ``last``.
 
     Raises:
-        InvalidValue: no layer ran, other ones ran, or they returned no states or states of another shape.
+        InvalidValue: no layer ran, other ones ran, or they returned no states or states of another
+            shape.
     """
     if not ours or [n for n, _ in ours] != [n for n, _ in theirs]:
-        must = f"used where model and teacher run the same layers ({', '.join(b.name for b in blocks)})"
+        must = (
+            "used where model and teacher run the same layers"
+            f" ({', '.join(b.name for b in blocks)})"
+        )
         raise InvalidValue(_HIDDEN, must, f"{len(ours)} and {len(theirs)} states")
     pairs = list(zip(ours, theirs, inputs, strict=True))
     gaps = []
@@ -132,12 +146,18 @@ def hidden_gap(
     return torch.stack([gap.to(gaps[0].device) for gap in gaps]).mean()
 
 
-def _share_missed(model: nn.Module, block: Block, student: Tensor, teacher: Tensor, inputs: Told) -> Tensor:
+def _share_missed(
+    model: nn.Module, block: Block, student: Tensor, teacher: Tensor, inputs: Told
+) -> Tensor:
     kind = torch.promote_types(student.dtype, torch.float32)
     student, teacher = student.to(kind), teacher.to(kind)
     if block.batch_axis == 1 and student.ndim == 3:
         student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
-    mask = query_mask(model, block.kind, inputs, (student.shape[0], student.shape[1])) if student.ndim == 3 else None
+    mask = (
+        query_mask(model, block.kind, inputs, (student.shape[0], student.shape[1]))
+        if student.ndim == 3
+        else None
+    )
     if mask is None:
         return (student - teacher).square().mean() / teacher.var(correction=0)
     mask = mask.to(student.device)
@@ -149,7 +169,8 @@ def _share_missed(model: nn.Module, block: Block, student: Tensor, teacher: Tens
 
 
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
-    """Of all numbers of ``x`` ``[batch, tokens, features]`` where ``mask`` ``[batch, tokens]``, about one mean."""
+    """Of all numbers of ``x`` ``[batch, tokens, features]`` where ``mask`` ``[batch, tokens]``,
+    about one mean."""
     if x.device.type == "cpu":
         return x[mask].var(correction=0)
     # Elsewhere x[mask] would wait until the device has counted the tokens.
@@ -185,7 +206,9 @@ def _state(output: Any, name: str) -> Tensor:
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor) or not first.is_floating_point() or first.ndim < 2:
         hint = "Distil the logits alone, or give sites= whose layers return their states first."
-        raise InvalidValue(_HIDDEN, f"used where {name} returns hidden states first", type(output).__name__, hint)
+        raise InvalidValue(
+            _HIDDEN, f"used where {name} returns hidden states first", type(output).__name__, hint
+        )
     return first
 
 
@@ -203,11 +226,14 @@ def answer(teacher: nn.Module, calls: Calls) -> Any:
         return teacher(*to_device(args, device), **to_device(kwargs, device))
 
 
-def logits_gap(calls: Calls, target: Any, temperature: float, model: nn.Module | None = None) -> Tensor:
-    """``T² · KL(softmax(teacher / T) || softmax(model / T))`` of the last call of the model, one number an example.
+def logits_gap(
+    calls: Calls, target: Any, temperature: float, model: nn.Module | None = None
+) -> Tensor:
+    """``T² · KL(softmax(teacher / T) || softmax(model / T))`` of the last call of the model, one
+    number an example.
 
-    Logits of tokens are averaged over the tokens that are no padding; start and end logits of question answering
-    are distributions over the tokens, and are averaged.
+    Logits of tokens are averaged over the tokens that are no padding; start and end logits of
+    question answering are distributions over the tokens, and are averaged.
 
     Args:
         calls: The model's calls.
@@ -227,15 +253,25 @@ def logits_gap(calls: Calls, target: Any, temperature: float, model: nn.Module |
         must = f"used with a teacher of the same outputs, {[list(t.shape) for t in ours]}"
         raise InvalidValue(_WHERE, must, [list(t.shape) for t in theirs])
     pairs = zip(ours, theirs, strict=True)
-    return torch.stack([_divergence(s, t.to(s.device), kwargs, temperature, model) for s, t in pairs]).mean(0)
+    return torch.stack(
+        [_divergence(s, t.to(s.device), kwargs, temperature, model) for s, t in pairs]
+    ).mean(0)
 
 
 def _divergence(
-    student: Tensor, teacher: Tensor, inputs: Mapping[str, Any], temperature: float, model: nn.Module | None
+    student: Tensor,
+    teacher: Tensor,
+    inputs: Mapping[str, Any],
+    temperature: float,
+    model: nn.Module | None,
 ) -> Tensor:
     wide = torch.promote_types(student.dtype, torch.float32)
-    log_p, log_q = (nn.functional.log_softmax(x.to(wide) / temperature, dim=-1) for x in (teacher, student))
-    gaps = temperature**2 * nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    log_p, log_q = (
+        nn.functional.log_softmax(x.to(wide) / temperature, dim=-1) for x in (teacher, student)
+    )
+    gaps = temperature**2 * nn.functional.kl_div(
+        log_q, log_p, reduction="none", log_target=True
+    ).sum(-1)
     if gaps.ndim == 1:
         return gaps
     shape = (gaps.shape[0], gaps.shape[1])
@@ -250,13 +286,21 @@ def _logits(output: Any) -> list[Tensor]:
         names = ("logits",) if "logits" in output else ("start_logits", "end_logits")
         found: list[Any] = [output.get(name) for name in names]
     elif isinstance(output, (tuple, list)):
-        found = [t for t in output if isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 2][:1]
+        found = [
+            t for t in output if isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 2
+        ][:1]
     else:
         found = [output]
     tensors = [t for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.ndim >= 2]
     if not tensors or len(tensors) != len(found):
-        raise InvalidValue(_WHERE, "used with models that return logits [batch, ..., classes]", type(output).__name__)
+        raise InvalidValue(
+            _WHERE,
+            "used with models that return logits [batch, ..., classes]",
+            type(output).__name__,
+        )
     if any(t.shape[-1] < 2 for t in tensors):
         hint = "A regression has no distribution to distil; train it on the task loss alone."
-        raise InvalidValue(_WHERE, "used with logits of two classes or more", list(tensors[0].shape), hint)
+        raise InvalidValue(
+            _WHERE, "used with logits of two classes or more", list(tensors[0].shape), hint
+        )
     return tensors

@@ -1,9 +1,11 @@
-"""Follows what projections put out to where it has been added to something else: the stream after a sub-layer.
+"""Follows what projections put out to where it has been added to something else: the stream after a
+sub-layer.
 
-No architecture is known here. While a model runs, every operation is seen; one that only rearranges a projection's
-output is remembered with the way back, an addition makes the sum the tensor that is followed, and the first operation
-of another kind ends the trail. So a pre-norm block ends at its residual's addition, a post-norm block before its norm,
-a parallel block after both additions. A norm, a scale or a gate on the output itself ends it before any addition.
+No architecture is known here. While a model runs, every operation is seen; one that only rearranges
+a projection's output is remembered with the way back, an addition makes the sum the tensor that is
+followed, and the first operation of another kind ends the trail. So a pre-norm block ends at its
+residual's addition, a post-norm block before its norm, a parallel block after both additions. A
+norm, a scale or a gate on the output itself ends it before any addition.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ Back: TypeAlias = Callable[[Tensor], Tensor]
 
 _ATEN = torch.ops.aten
 _SUMS = {_ATEN.add, _ATEN.add_}
-_SAME = {_ATEN.alias, _ATEN.detach, _ATEN.clone, _ATEN._to_copy, _ATEN.expand, _ATEN.slice}  # if the shape stays
+_SAME = {
+    _ATEN.alias,
+    _ATEN.detach,
+    _ATEN.clone,
+    _ATEN._to_copy,
+    _ATEN.expand,
+    _ATEN.slice,
+}  # if the shape stays
 _RESHAPED = {_ATEN.view, _ATEN._unsafe_view, _ATEN._reshape_alias, _ATEN.unsqueeze, _ATEN.squeeze}
 
 
@@ -56,7 +65,8 @@ class Trail:
         return self._sum is not None
 
     def stream(self, summed: bool) -> Tensor:
-        """The sum, its tokens in the order of ``output``; the output itself where it is not ``summed``."""
+        """The sum, its tokens in the order of ``output``; the output itself where it is not
+        ``summed``."""
         if not summed:
             return self.output
         assert self._sum is not None
@@ -86,13 +96,16 @@ class _Follower(TorchDispatchMode):
     """Follows trails while it is active.
 
     Args:
-        expected: Leave the pass by ``_Reached`` when so many trails have ended; None runs it to its end.
-        biases: By identity the biases of projections that may not be called, for they read no heads: with the number
-            of the projection. What they are first added to is its output.
+        expected: Leave the pass by ``_Reached`` when so many trails have ended; None runs it to its
+            end.
+        biases: By identity the biases of projections that may not be called, for they read no
+            heads: with the number of the projection. What they are first added to is its output.
         inputs: Says what tells the padding.
     """
 
-    def __init__(self, expected: int | None, biases: Mapping[int, int], inputs: Callable[[], Any]) -> None:
+    def __init__(
+        self, expected: int | None, biases: Mapping[int, int], inputs: Callable[[], Any]
+    ) -> None:
         super().__init__()
         self.trails: list[Trail] = []
         self.inside = 0  # calls of followed projections that are running
@@ -109,9 +122,15 @@ class _Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         found = [a for t in tensors((args, kwargs)) for a in self._aliases.get(id(t), ())]
         for alias in found:
-            if sum(a.trail is alias.trail for a in found) > 1 or not _followed(func, alias.tensor, args, kwargs):
+            if sum(a.trail is alias.trail for a in found) > 1 or not _followed(
+                func, alias.tensor, args, kwargs
+            ):
                 self._end(alias.trail)
-            elif func.overloadpacket is _ATEN.add_ and args[0] is alias.tensor and not alias.trail.summed:
+            elif (
+                func.overloadpacket is _ATEN.add_
+                and args[0] is alias.tensor
+                and not alias.trail.summed
+            ):
                 alias.trail.output = alias.trail.output.clone()
         if func._schema.is_mutable:
             self._rescue(func, args, kwargs)
@@ -147,7 +166,9 @@ class _Follower(TorchDispatchMode):
         self._aliases.setdefault(id(tensor), []).append(_Alias(trail, tensor, back))
 
     def _forget(self, trail: Trail) -> None:
-        left = {i: [a for a in aliases if a.trail is not trail] for i, aliases in self._aliases.items()}
+        left = {
+            i: [a for a in aliases if a.trail is not trail] for i, aliases in self._aliases.items()
+        }
         self._aliases = {i: aliases for i, aliases in left.items() if aliases}
 
     def _end(self, trail: Trail) -> None:
@@ -158,9 +179,14 @@ class _Follower(TorchDispatchMode):
             raise _Reached
 
     def _rescue(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What has been followed to its end stays as it was then, though code goes on to change it in place."""
+        """What has been followed to its end stays as it was then, though code goes on to change it
+        in place."""
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        written = {
+            a.name
+            for a in func._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        }
         for tensor in tensors([v for n, v in named.items() if n in written]):
             for trail in self._ended:
                 trail.keep(_memory(tensor))
@@ -175,7 +201,11 @@ def _followed(func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool:
     packet = func.overloadpacket
     if packet in _SUMS:
         return isinstance(args[1], Tensor) and (args[0] is tensor or kwargs.get("alpha", 1) == 1)
-    known = packet in _SAME or packet in _RESHAPED or packet in (_ATEN.transpose, _ATEN.t, _ATEN.permute, _ATEN.roll)
+    known = (
+        packet in _SAME
+        or packet in _RESHAPED
+        or packet in (_ATEN.transpose, _ATEN.t, _ATEN.permute, _ATEN.roll)
+    )
     return known and args[0] is tensor
 
 
@@ -206,12 +236,19 @@ def follow(
 
     Args:
         run: The pass, without gradients.
-        projections: By their numbers. One that reads no heads may have its bias added by other code than its own.
+        projections: By their numbers. One that reads no heads may have its bias added by other code
+            than its own.
         expected: Leave the pass when so many calls have been followed to their end.
         inputs: Says what tells the padding of the call that is running.
     """
-    parameters = {n: (m._parameters.get("weight"), m._parameters.get("bias")) for n, m in projections.items()}
-    empty = {n: b for n, (w, b) in parameters.items() if w is not None and b is not None and not w.numel()}
+    parameters = {
+        n: (m._parameters.get("weight"), m._parameters.get("bias")) for n, m in projections.items()
+    }
+    empty = {
+        n: b
+        for n, (w, b) in parameters.items()
+        if w is not None and b is not None and not w.numel()
+    }
     follower = _Follower(expected, {id(bias): n for n, bias in empty.items()}, inputs)
 
     def called(module: nn.Module, args: Any) -> None:

@@ -27,11 +27,15 @@ def choices(intercept: bool, width: int) -> list[Choice]:
     return [NO_CHANGE, *[BIAS_ALONE] * intercept, *(RIDGES if width else ())]
 
 
-def held_out_errors(parts: Sequence[Normal], right: Callable[[Normal, float], Tensor], intercept: bool) -> Tensor:
-    """``[choices]``: the squared error of all parts, each of a fit to the other parts, by moments alone.
+def held_out_errors(
+    parts: Sequence[Normal], right: Callable[[Normal, float], Tensor], intercept: bool
+) -> Tensor:
+    """``[choices]``: the squared error of all parts, each of a fit to the other parts, by moments
+    alone.
 
-    Four choices of a ridge and four parts are sixteen factors. They are made in fp32, which is enough to compare:
-    with a ridge of 0.03 a matrix of 1,536 channels has a condition number of at most 51,200.
+    Four choices of a ridge and four parts are sixteen factors. They are made in fp32, which is
+    enough to compare: with a ridge of 0.03 a matrix of 1,536 channels has a condition number of at
+    most 51,200.
 
     Args:
         parts: Sums of at least two parts of the data.
@@ -58,7 +62,10 @@ def held_out_errors(parts: Sequence[Normal], right: Callable[[Normal, float], Te
 
 def best(errors: Sequence[float], of: Sequence[Choice]) -> Choice:
     """The choice with the least error; the more cautious of two that are equal."""
-    return min(zip(errors, of, strict=True), key=lambda pair: pair[0] if math.isfinite(pair[0]) else math.inf)[1]
+    return min(
+        zip(errors, of, strict=True),
+        key=lambda pair: pair[0] if math.isfinite(pair[0]) else math.inf,
+    )[1]
 
 
 def _solution(matrix: Tensor, right: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
@@ -69,7 +76,9 @@ def _solution(matrix: Tensor, right: Tensor, ridge: float) -> tuple[Tensor, Tens
     return torch.cholesky_solve(right, factor), failed
 
 
-def notes(chosen: dict[str, Choice], tokens: dict[str, tuple[int, int]], examples: int) -> list[str]:
+def notes(
+    chosen: dict[str, Choice], tokens: dict[str, tuple[int, int]], examples: int
+) -> list[str]:
     """What a user should know of choices.
 
     Args:
@@ -80,14 +89,17 @@ def notes(chosen: dict[str, Choice], tokens: dict[str, tuple[int, int]], example
     found = []
     given_up = [name for name, choice in chosen.items() if choice == NO_CHANGE]
     if given_up:
-        found.append(f"Not refitted, for no refit lowered the error on held-out examples: {', '.join(given_up)}.")
+        found.append(
+            "Not refitted, for no refit lowered the error on held-out examples:"
+            f" {', '.join(given_up)}."
+        )
     few = {name: (n, width) for name, (n, width) in tokens.items() if n < 2 * width}
     if few:
         name, (n, width) = min(few.items(), key=lambda item: item[1][0] / item[1][1])
         enough = math.ceil(2 * width * examples / max(n, 1))
         found.append(
-            f"Few examples for {len(few)} of {len(tokens)} projections: {name} reads {width} channels, and there are "
-            f"{n} tokens to fit it to. {enough} examples in place of {examples} would be twice as many tokens as "
-            "channels."
+            f"Few examples for {len(few)} of {len(tokens)} projections: {name} reads {width}"
+            f" channels, and there are {n} tokens to fit it to. {enough} examples in place of"
+            f" {examples} would be twice as many tokens as channels."
         )
     return found

@@ -1,4 +1,5 @@
-"""Refits output projections layer by layer: from what the recovered model writes so far to what the teacher has."""
+"""Refits output projections layer by layer: from what the recovered model writes so far to what the
+teacher has."""
 
 from __future__ import annotations
 
@@ -43,7 +44,15 @@ from headprune.recovery._side_by_side import (
     streams_of,
     summary,
 )
-from headprune.recovery._targets import Found, Pair, Run, Target, find, sites_as_targets, without_columns
+from headprune.recovery._targets import (
+    Found,
+    Pair,
+    Run,
+    Target,
+    find,
+    sites_as_targets,
+    without_columns,
+)
 from headprune.recovery._taught import Taught
 from headprune.recovery._teacher import paired
 
@@ -91,11 +100,12 @@ class Refits:
 
 
 class LayerwiseRecovery(Recovery):
-    """A recovery that changes one projection after the other by least squares, in the order of the network.
+    """A recovery that changes one projection after the other by least squares, in the order of the
+    network.
 
-    With T the teacher's stream after a sub-layer and S the model's, as recovered so far, a projection ``y = x W' + b``
-    that is added to the stream should be changed by ``E = T - S``, whatever it is added to. A subclass solves for the
-    change from the sums of products of x and E.
+    With T the teacher's stream after a sub-layer and S the model's, as recovered so far, a
+    projection ``y = x W' + b`` that is added to the stream should be changed by ``E = T - S``,
+    whatever it is added to. A subclass solves for the change from the sums of products of x and E.
     """
 
     #: The ridge; None is one chosen for each projection by the error on held-out examples.
@@ -123,16 +133,16 @@ class LayerwiseRecovery(Recovery):
         """What to add to a projection."""
 
     def right(self, target: Target, normal: Normal, ridge: float) -> Tensor:
-        """``[in, out]``: the right side of its normal equations, for the choice of a ridge; weights are drawn to what
-        they are."""
+        """``[in, out]``: the right side of its normal equations, for the choice of a ridge; weights
+        are drawn to what they are."""
         return normal.xe
 
     def recover_(self, job: Job) -> Outcome:
         """Raises:
         PlanMismatch: the teacher is not what the model was cut from.
         UnsupportedModel: see ``_targets.find``.
-        InvalidValue: no data, data that can be read only once, or numbers that are not finite. The model is as it was,
-            here as in every other case.
+        InvalidValue: no data, data that can be read only once, or numbers that are not finite. The
+            model is as it was, here as in every other case.
         """
         batches = repeatable(job.batches)
         job = replace(job, batches=batches)
@@ -141,7 +151,12 @@ class LayerwiseRecovery(Recovery):
         pairs = paired(model, job.teacher, job.sites)
         targets = sites_as_targets(pairs)
         if not any(t.gone for t in targets):
-            return Outcome((), 0, {"heads": 0}, ("Nothing to refit: the model lacks no head of its teacher's.",))
+            return Outcome(
+                (),
+                0,
+                {"heads": 0},
+                ("Nothing to refit: the model lacks no head of its teacher's.",),
+            )
         with Replaced(model, job.undo, self.adds_biases) as replaced:
             replaced.open_(t.ours for t in without_columns(targets))
             with quiet(model, job.teacher, pairs):
@@ -150,7 +165,9 @@ class LayerwiseRecovery(Recovery):
             with quiet(model, job.teacher, pairs):
                 taught = Taught(self.max_bytes)
                 before = errors(job, pairs, found.targets, run, taught, self.sensitive)
-                layers = [block.module for block in blocks_around(model, [ours for ours, _ in pairs])]
+                layers = [
+                    block.module for block in blocks_around(model, [ours for ours, _ in pairs])
+                ]
                 playback = Playback(layers, [t.ours for t in found.targets], self.max_bytes)
                 playback.learn(lambda: run(model, to_device(first(batches), device_of(model))))
                 known = Known(taught, playback)
@@ -159,7 +176,9 @@ class LayerwiseRecovery(Recovery):
                     after = errors(job, pairs, found.targets, run).errors
                 else:
                     remaining = in_main_memory(done.errors)
-                    after = [float(x) / scale for x, scale in zip(remaining, before.scales, strict=True)]
+                    after = [
+                        float(x) / scale for x, scale in zip(remaining, before.scales, strict=True)
+                    ]
             refitted = [t for t in found.targets if done.parts(t.name, self.adds_biases)]
             replaced.close_(refitted)
         metrics = {
@@ -179,7 +198,13 @@ class LayerwiseRecovery(Recovery):
         return Outcome(tuple(changed), before.examples, metrics, (*found.notes, *done.notes, *more))
 
     def _refit_(
-        self, job: Job, pairs: Sequence[Pair], found: Found, run: Run, replaced: Replaced, known: Known
+        self,
+        job: Job,
+        pairs: Sequence[Pair],
+        found: Found,
+        run: Run,
+        replaced: Replaced,
+        known: Known,
     ) -> Refits:
         """Changes one projection after the other."""
         done = Refits()
@@ -202,7 +227,12 @@ class LayerwiseRecovery(Recovery):
         return done
 
     def _chosen(
-        self, target: Target, parts: Sequence[Normal], normal: Normal, replaced: Replaced, done: Refits
+        self,
+        target: Target,
+        parts: Sequence[Normal],
+        normal: Normal,
+        replaced: Replaced,
+        done: Refits,
     ) -> Choice:
         """The ridge, or what takes its place; noted where it was chosen. One look at the device.
 
@@ -213,14 +243,20 @@ class LayerwiseRecovery(Recovery):
         if self.ridge is None:
             if len(parts) < 2:
                 hint = "Give more examples, or set a ridge: ridge=0.3."
-                raise InvalidValue("batches", "at least 2 examples, one to be held out, for ridge=None", "1", hint)
-            errors_of = held_out_errors(parts, functools.partial(self.right, target), self.adds_biases)
+                raise InvalidValue(
+                    "batches", "at least 2 examples, one to be held out, for ridge=None", "1", hint
+                )
+            errors_of = held_out_errors(
+                parts, functools.partial(self.right, target), self.adds_biases
+            )
             numbers += errors_of.to(normal.xx).unbind()
         finite, tokens, *held_out = torch.stack(numbers).tolist()
         if not finite:
             replaced.check()
             hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(f"what model and teacher write at {target.name}", "finite", "NaN or infinite", hint)
+            raise InvalidValue(
+                f"what model and teacher write at {target.name}", "finite", "NaN or infinite", hint
+            )
         if self.ridge is not None:
             return self.ridge
         width = len(normal.xx)
@@ -228,7 +264,9 @@ class LayerwiseRecovery(Recovery):
         done.chosen[target.name] = best(held_out, choices(self.adds_biases, width))
         return done.chosen[target.name]
 
-    def _gathered(self, job: Job, calls: Iterable[Call], target: Target, felt_mean: Tensor | None) -> list[Normal]:
+    def _gathered(
+        self, job: Job, calls: Iterable[Call], target: Target, felt_mean: Tensor | None
+    ) -> list[Normal]:
         """The sums over all tokens, in several parts where some are to be held out."""
         folds = 1 if self.ridge is not None else FOLDS
         moments: list[Moments] = []
@@ -242,7 +280,9 @@ class LayerwiseRecovery(Recovery):
             if folds == 1:
                 moments[0].add(x, e, counted, weights)
                 continue
-            examples = target.examples(one.mine.output, one.mine.inputs.batch, one.size) + one.begins
+            examples = (
+                target.examples(one.mine.output, one.mine.inputs.batch, one.size) + one.begins
+            )
             for fold, of_fold in enumerate(moments):
                 rows = sent((examples % folds == fold).nonzero()[:, 0], x.device)
                 if len(rows):
@@ -264,7 +304,11 @@ def _weights(felt: Tensor, mean: Tensor) -> Tensor:
 
 
 def check_ridge(where: str, ridge: object) -> None:
-    if not isinstance(ridge, (int, float)) or isinstance(ridge, bool) or not 0 <= ridge < float("inf"):
+    if (
+        not isinstance(ridge, (int, float))
+        or isinstance(ridge, bool)
+        or not 0 <= ridge < float("inf")
+    ):
         raise InvalidValue(where, "a share >= 0", repr(ridge))
 
 

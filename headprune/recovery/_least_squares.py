@@ -12,8 +12,8 @@ from torch import Tensor
 class Moments:
     """Streamed sums of what a projection reads, x, and of what its output should be changed by, e.
 
-    Nothing is read back from the device before ``done``. The first tokens' mean is taken from all tokens, so that
-    little is lost where a mean is large against what varies.
+    Nothing is read back from the device before ``done``. The first tokens' mean is taken from all
+    tokens, so that little is lost where a mean is large against what varies.
 
     Args:
         dtype: The type to add up in.
@@ -29,8 +29,11 @@ class Moments:
         """Whether anything was added."""
         return self._shifts is not None
 
-    def add(self, x: Tensor, e: Tensor, counted: Tensor | None, weights: Tensor | None = None) -> None:
-        """Adds tokens, ``[tokens, in]`` and ``[tokens, out]``, those that are ``counted``, ``[tokens]``.
+    def add(
+        self, x: Tensor, e: Tensor, counted: Tensor | None, weights: Tensor | None = None
+    ) -> None:
+        """Adds tokens, ``[tokens, in]`` and ``[tokens, out]``, those that are ``counted``,
+        ``[tokens]``.
 
         Args:
             x: What the projection reads.
@@ -41,7 +44,10 @@ class Moments:
         x, e = x.to(self._dtype), e.to(self._dtype)
         tokens = torch.full((), len(x), device=x.device) if counted is None else counted.sum()
         if self._shifts is None:
-            self._shifts = (_sum(x, counted) / tokens.clamp(min=1), _sum(e, counted) / tokens.clamp(min=1))
+            self._shifts = (
+                _sum(x, counted) / tokens.clamp(min=1),
+                _sum(e, counted) / tokens.clamp(min=1),
+            )
         x, e = (_zeroed(t - shift, counted) for t, shift in zip((x, e), self._shifts, strict=True))
         if weights is None:
             sums = [tokens, tokens, x.sum(0), e.sum(0), x.T @ x, x.T @ e, e.square().sum()]
@@ -97,11 +103,15 @@ class Normal:
 
     def to(self, dtype: torch.dtype) -> Normal:
         """The same in another type."""
-        means, sums = (self.x_mean.to(dtype), self.e_mean.to(dtype)), (self.xx.to(dtype), self.xe.to(dtype))
+        means, sums = (
+            (self.x_mean.to(dtype), self.e_mean.to(dtype)),
+            (self.xx.to(dtype), self.xe.to(dtype)),
+        )
         return Normal(self.tokens, self.n.to(dtype), *means, *sums, self.ee.to(dtype))
 
     def left(self, weight: Tensor, bias: Tensor) -> Tensor:
-        """What is left of ``total`` once ``x @ weight + bias`` is taken from e; ``[in, out]`` and ``[out]``."""
+        """What is left of ``total`` once ``x @ weight + bias`` is taken from e; ``[in, out]`` and
+        ``[out]``."""
         rest = self.ee - 2 * (weight * self.xe).sum() + (weight * (self.xx @ weight)).sum()
         shift = self.e_mean - self.x_mean @ weight - bias
         return rest.clamp(min=0) + self.n * shift.square().sum()
@@ -119,7 +129,8 @@ def pooled(parts: Sequence[Normal]) -> Normal:
     tokens, n = sum_of([p.tokens for p in parts]), sum_of([p.n for p in parts])
     x_mean = sum_of([p.n * p.x_mean for p in parts]) / _divisor(n)
     e_mean = sum_of([p.n * p.e_mean for p in parts]) / _divisor(n)
-    # Sums about a part's own mean come to sums about the common mean by what lies between the means.
+    # Sums about a part's own mean come to sums about the common mean by what lies between the
+    # means.
     weights = torch.stack([p.n for p in parts]).to(x_mean)[:, None]
     x_off = torch.stack([p.x_mean - x_mean for p in parts])  # [parts, in]
     e_off = torch.stack([p.e_mean - e_mean for p in parts])  # [parts, out]
@@ -138,22 +149,27 @@ def sum_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def solved(matrix: Tensor, right: Tensor, ridge: float) -> tuple[Tensor, bool]:
-    """The solution of ``(matrix + ridge * mean of its diagonal * I) solution = right``, and whether it is regular.
+    """The solution of ``(matrix + ridge * mean of its diagonal * I) solution = right``, and whether
+    it is regular.
 
-    Cholesky; a matrix that is singular in its precision is solved in the space of its eigenvalues above rounding, by
-    the shortest of its solutions.
+    Cholesky; a matrix that is singular in its precision is solved in the space of its eigenvalues
+    above rounding, by the shortest of its solutions.
     """
     size = len(matrix)
     if not size or not right.numel():
         return right, True
-    added = ridge * matrix.diagonal().mean() * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    added = (
+        ridge * matrix.diagonal().mean() * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    )
     factor, failed = torch.linalg.cholesky_ex(matrix + added)
     smallest = torch.finfo(matrix.dtype).eps * size * matrix.diagonal().max()
     if bool((failed == 0) & (factor.diagonal().min().square() > smallest)):
         return torch.cholesky_solve(right, factor), True
     values, vectors = torch.linalg.eigh(matrix + added)
     kept = values > torch.finfo(matrix.dtype).eps * size * values[-1].clamp(min=0)
-    inverse = torch.where(kept, 1 / torch.where(kept, values, torch.ones_like(values)), torch.zeros_like(values))
+    inverse = torch.where(
+        kept, 1 / torch.where(kept, values, torch.ones_like(values)), torch.zeros_like(values)
+    )
     return vectors @ (inverse[:, None] * (vectors.T @ right)), False
 
 

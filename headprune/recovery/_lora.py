@@ -1,4 +1,5 @@
-"""Low-rank adapters for the length of a training: put around projections with PEFT, merged into them at the end."""
+"""Low-rank adapters for the length of a training: put around projections with PEFT, merged into
+them at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from typing import Any
 from torch import nn
 
 from headprune.attention.linear import base_of, feature_count, is_conv1d
-from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, UnsupportedModel, did_you_mean
+from headprune.core.errors import (
+    HeadPruneError,
+    InvalidValue,
+    UnknownName,
+    UnsupportedModel,
+    did_you_mean,
+)
 from headprune.core.heads import AttentionSite
 from headprune.model.sites import bind
 from headprune.model.wrappers import check_unwrapped
@@ -43,7 +50,11 @@ class Adapters:
 
     def notes(self) -> tuple[str, ...]:
         """Adapters that learned nothing: B begins at 0, and stays there where no gradient comes."""
-        idle = [n for n in self.targets if not bool(self.model.get_parameter(f"{n}.lora_B.{_NAME}.weight").any())]
+        idle = [
+            n
+            for n in self.targets
+            if not bool(self.model.get_parameter(f"{n}.lora_B.{_NAME}.weight").any())
+        ]
         told = f"No gradient reached the adapters of {', '.join(idle)}: they changed nothing."
         return (told,) if idle else ()
 
@@ -56,7 +67,8 @@ def adapted(
     targets: tuple[str, ...] | None,
     sites: Iterable[AttentionSite] | None,
 ) -> Iterator[Adapters]:
-    """Inside of it only adapters need a gradient; they are merged at the end, or thrown away after an error.
+    """Inside of it only adapters need a gradient; they are merged at the end, or thrown away after
+    an error.
 
     Afterwards every module and parameter is the object that it was, with its ``requires_grad``.
 
@@ -64,24 +76,32 @@ def adapted(
         model: The model, changed in place.
         rank: Of the adapters.
         alpha: Their scale times the rank; None is the rank.
-        targets: Names or ends of names of projections; None takes every projection of the layers with attention.
+        targets: Names or ends of names of projections; None takes every projection of the layers
+            with attention.
         sites: Where the heads are; None finds them.
 
     Raises:
         InvalidValue: PEFT is not installed, or the model has adapters already.
         UnknownName: a target that names no module.
-        UnsupportedModel: a target that cannot have an adapter, or no layer with attention to look in; a wrapper that
-            would not average the adapters' gradients.
+        UnsupportedModel: a target that cannot have an adapter, or no layer with attention to look
+            in; a wrapper that would not average the adapters' gradients.
     """
     peft = _peft()
     if any(base_of(module) is not module for module in model.modules()):
-        hint = "Merge them first (PEFT: model.merge_and_unload()), or leave lora_rank out to train them."
-        raise InvalidValue("model", "one without adapters, for Finetune.lora_rank", "adapters", hint)
+        hint = (
+            "Merge them first (PEFT: model.merge_and_unload()), or leave lora_rank out to train"
+            " them."
+        )
+        raise InvalidValue(
+            "model", "one without adapters, for Finetune.lora_rank", "adapters", hint
+        )
     names = _named(model, targets) if targets is not None else _default(model, sites)
     check_unwrapped(model, names, "given adapters before it is wrapped")
     needed = [(p, p.requires_grad) for p in model.parameters()]
     pattern = "|".join(map(re.escape, names))
-    config = peft.LoraConfig(r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=pattern)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=rank if alpha is None else alpha, target_modules=pattern
+    )
     tuner = None
     try:
         with warnings.catch_warnings():
@@ -102,7 +122,9 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         hint = "Install it: pip install peft."
-        raise InvalidValue("Finetune.lora_rank", "left out where PEFT is not installed", str(error), hint) from error
+        raise InvalidValue(
+            "Finetune.lora_rank", "left out where PEFT is not installed", str(error), hint
+        ) from error
     return peft
 
 
@@ -113,7 +135,9 @@ def _default(model: nn.Module, sites: Iterable[AttentionSite] | None) -> tuple[s
         layers = [block.name for block in blocks_of(model, sites)]
     except UnsupportedModel as error:
         hint = f"Name the projections: lora_targets=(...). {error.hint}"
-        raise UnsupportedModel(_TARGETS, "given for a model without known attention", error.got, hint) from error
+        raise UnsupportedModel(
+            _TARGETS, "given for a model without known attention", error.got, hint
+        ) from error
     inside = [n for n, _ in model.named_modules() if any(_under(n, layer) for layer in layers)]
     # an attention may have small ones besides its projections: WavLM's that gates a position bias
     within = [n for n in inside if any(_under(n, b.site.name) for b in bound)]
@@ -122,7 +146,9 @@ def _default(model: nn.Module, sites: Iterable[AttentionSite] | None) -> tuple[s
     found = tuple(name for name in inside if _reason_against(model, name) is None)
     if not found:
         hint = "Train the weights themselves."
-        raise UnsupportedModel(_TARGETS, "given, or a model with projections in its layers", "none there", hint)
+        raise UnsupportedModel(
+            _TARGETS, "given, or a model with projections in its layers", "none there", hint
+        )
     return found
 
 
@@ -136,12 +162,18 @@ def _named(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
     for target in targets:
         those = [n for n in modules if n == target or n.endswith(f".{target}")]
         if not those:
-            hint = did_you_mean(target, {n.rpartition(".")[2] for n in modules if _reason_against(model, n) is None})
-            raise UnknownName(_TARGETS, f"names of projections of {type(model).__name__}", repr(target), hint)
+            hint = did_you_mean(
+                target, {n.rpartition(".")[2] for n in modules if _reason_against(model, n) is None}
+            )
+            raise UnknownName(
+                _TARGETS, f"names of projections of {type(model).__name__}", repr(target), hint
+            )
         for name in those:
             reason = _reason_against(model, name)
             if reason is not None:
-                raise UnsupportedModel(f"{_TARGETS}: {name}", "a projection that an adapter can be put around", reason)
+                raise UnsupportedModel(
+                    f"{_TARGETS}: {name}", "a projection that an adapter can be put around", reason
+                )
         found += those
     return tuple(dict.fromkeys(found))
 

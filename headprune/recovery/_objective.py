@@ -23,10 +23,11 @@ _LOOK = 4096
 
 
 class Objective(nn.Module):
-    """The model with its losses: a batch in, one number to minimise out. The Trainer sees only this.
+    """The model with its losses: a batch in, one number to minimise out. The Trainer sees only
+    this.
 
-    What the steps come to is read after the first one, before the training is judged or kept, and at its end: to read a
-    number waits for an accelerator.
+    What the steps come to is read after the first one, before the training is judged or kept, and
+    at its end: to read a number waits for an accelerator.
 
     Args:
         model: The model.
@@ -37,12 +38,20 @@ class Objective(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, loss: Judge, comparison: Comparison | None, settings: Finetune, before: int
+        self,
+        model: nn.Module,
+        loss: Judge,
+        comparison: Comparison | None,
+        settings: Finetune,
+        before: int,
     ) -> None:
         super().__init__()
         self.model = model
         self.weights = {"distillation": settings.distill, "hidden_states": settings.distill_hidden}
-        self.outside = (loss, comparison)  # in a tuple: modules, maybe, but no part of what is trained
+        self.outside = (
+            loss,
+            comparison,
+        )  # in a tuple: modules, maybe, but no part of what is trained
         self.examples = 0
         self.told: dict[str, list[float]] = {"loss": []}
         self.before = before
@@ -57,7 +66,10 @@ class Objective(nn.Module):
         """Steps, and means over the last pass of ``length`` batches."""
         self.read()
         last = min(length, self.steps)
-        return {"steps": self.steps, **{name: sum(values[-last:]) / last for name, values in self.told.items()}}
+        return {
+            "steps": self.steps,
+            **{name: sum(values[-last:]) / last for name, values in self.told.items()},
+        }
 
     def forward(self, batch: Any) -> Tensor:
         number = self.before + self.steps
@@ -82,7 +94,8 @@ class Objective(nn.Module):
         return total
 
     def read(self) -> None:
-        """Reads what the steps since the last call have come to; waits for an accelerator, once for all of them.
+        """Reads what the steps since the last call have come to; waits for an accelerator, once for
+        all of them.
 
         Raises:
             InvalidValue: a number that is not finite; the first such step is named.
@@ -105,7 +118,10 @@ class Objective(nn.Module):
         for name, gap in step.gaps.items():
             self.told.setdefault(name, []).append(float(gap))
             if not math.isfinite(float(step.totals[name])):
-                what = {"distillation": "the distillation loss", "hidden_states": "the distance of hidden states"}[name]
+                what = {
+                    "distillation": "the distillation loss",
+                    "hidden_states": "the distance of hidden states",
+                }[name]
                 raise InvalidValue(f"step {step.number + 1}: {what}", "finite", float(gap), HINT)
 
 
@@ -133,4 +149,6 @@ class _Step:
 
 
 def _at_step(step: int, error: InvalidValue) -> InvalidValue:
-    return InvalidValue(f"step {step}: {error.where}", error.must, error.got, f"{error.hint} {HINT}")
+    return InvalidValue(
+        f"step {step}: {error.where}", error.must, error.got, f"{error.hint} {HINT}"
+    )

@@ -29,7 +29,9 @@ class Replaced:
         self._model, self._undo, self._adds_biases = model, undo, adds_biases
         self._parameters: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._kept: set[int] = set()
-        self._finite: list[tuple[str, torch.dtype, Tensor]] = []  # of what was added: name, type, whether it is finite
+        self._finite: list[
+            tuple[str, torch.dtype, Tensor]
+        ] = []  # of what was added: name, type, whether it is finite
         self.added = 0
 
     def __enter__(self) -> Replaced:
@@ -42,7 +44,8 @@ class Replaced:
                 module._parameters.update(parameters)
 
     def open_(self, modules: Iterable[nn.Module]) -> None:
-        """Gives projections a bias of zeros where they have none; call it where weights need gradients as ever.
+        """Gives projections a bias of zeros where they have none; call it where weights need
+        gradients as ever.
 
         Raises:
             UnsupportedModel: a new bias in a wrapper that would not know of it.
@@ -50,7 +53,11 @@ class Replaced:
         modules = list(modules)
         if self._adds_biases:
             names = {id(module): name for name, module in self._model.named_modules()}
-            new = [names.get(id(module), "") for module in modules if module._parameters.get("bias") is None]
+            new = [
+                names.get(id(module), "")
+                for module in modules
+                if module._parameters.get("bias") is None
+            ]
             check_unwrapped(self._model, new, "given new biases before it is wrapped")
         for module in modules:
             if id(module) in self._parameters:
@@ -59,10 +66,13 @@ class Replaced:
             if module._parameters.get("bias") is None:
                 weight = module.get_parameter("weight")
                 width = weight.shape[0 if isinstance(module, nn.Linear) else 1]
-                module.bias = nn.Parameter(weight.new_zeros(width), requires_grad=weight.requires_grad)
+                module.bias = nn.Parameter(
+                    weight.new_zeros(width), requires_grad=weight.requires_grad
+                )
 
     def add_(self, target: Target, name: str, change: Tensor) -> Tensor:
-        """Adds ``[in, out]`` to a weight or ``[out]`` to a bias; returns what it came to after rounding.
+        """Adds ``[in, out]`` to a weight or ``[out]`` to a bias; returns what it came to after
+        rounding.
 
         Whether that is finite is tested here, and read in ``check``.
         """
@@ -88,7 +98,8 @@ class Replaced:
                 raise InvalidValue(name, f"within the range of {kind}", "an infinite value")
 
     def close_(self, targets: Iterable[Target]) -> None:
-        """Keeps the biases that were given to these projections, if it adds any, and notes what they hold.
+        """Keeps the biases that were given to these projections, if it adds any, and notes what
+        they hold.
 
         Raises:
             InvalidValue: see ``check``.

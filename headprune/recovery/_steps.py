@@ -1,4 +1,5 @@
-"""What happens between the steps of a training: the bar, evaluations, checkpoints; and, before it, a return to one."""
+"""What happens between the steps of a training: the bar, evaluations, checkpoints; and, before it,
+a return to one."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Steps(TrainerCallback):
         self._due = monotonic()
 
     def returned(self) -> bool:
-        """Goes back to the checkpoint, where there is one; whether it is one of the training's end."""
+        """Goes back to the checkpoint, where there is one; whether it is one of the training's
+        end."""
         saved = self._saved = self.keeper.load() if self.keeper is not None else None
         if saved is None:
             return False

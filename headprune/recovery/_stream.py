@@ -1,4 +1,5 @@
-"""Batches without end out of a loader, pass after pass, which can begin again in the middle of a pass."""
+"""Batches without end out of a loader, pass after pass, which can begin again in the middle of a
+pass."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from headprune.recovery._traces import random_states, set_random_states
 
 
 class Stream:
-    """The user's batches, pass after pass; each in a mapping, because the Trainer asks every batch for its labels.
+    """The user's batches, pass after pass; each in a mapping, because the Trainer asks every batch
+    for its labels.
 
-    It has no length, so the Trainer sees one long epoch, and passes are counted here: a training that goes on in the
-    middle of a pass draws that pass's order again and reads past what it has seen.
+    It has no length, so the Trainer sees one long epoch, and passes are counted here: a training
+    that goes on in the middle of a pass draws that pass's order again and reads past what it has
+    seen.
 
     Args:
         batches: The loader.
@@ -57,7 +60,8 @@ class Stream:
         yield from self._handed(batches, saved["taken"])
 
     def past(self, saved: dict[str, Any]) -> Iterator[Any]:
-        """Reads past what was taken when ``state`` said so: what is left of that pass, with the random states of then.
+        """Reads past what was taken when ``state`` said so: what is left of that pass, with the
+        random states of then.
 
         Raises:
             CheckpointError: the batches are others.
@@ -68,7 +72,9 @@ class Stream:
         for number, batch in enumerate(islice(batches, saved["taken"])):
             if number == 0 and digest_of(batch) != saved["first"]:
                 must = "the ones that the checkpoint's training had, in the same order"
-                raise CheckpointError("batches", must, "others", "Give another folder for another training.")
+                raise CheckpointError(
+                    "batches", must, "others", "Give another folder for another training."
+                )
         set_random_states(saved["now"], self.generators)
         return batches
 

@@ -1,4 +1,5 @@
-"""What a layer-wise recovery refits: output projections of attention, and of feed-forwards, in the order they run."""
+"""What a layer-wise recovery refits: output projections of attention, and of feed-forwards, in the
+order they run."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Target:
         kind: What its queries are, which tells their padding.
         bound: The site; None for a feed-forward.
         gone: Heads that the teacher has and the model lacks.
-        summed: Whether what it is added to was found, in both models; else its own outputs are compared.
+        summed: Whether what it is added to was found, in both models; else its own outputs are
+            compared.
         tokens_first: Whether a feed-forward's states have the tokens before the examples.
     """
 
@@ -54,7 +56,10 @@ class Target:
     def heads(self) -> list[list[int]]:
         """The columns of every head that is left."""
         assert self.bound is not None
-        site, slab = self.bound.site, next(s for s in self.bound.layout.slabs if s.path == self.bound.layout.gate)
+        site, slab = (
+            self.bound.site,
+            next(s for s in self.bound.layout.slabs if s.path == self.bound.layout.gate),
+        )
         heads = range(len(site.heads))
         return [columns_of(site.geometry, slab.units, slab.packing, "context", [h]) for h in heads]
 
@@ -65,14 +70,17 @@ class Target:
         return weight if isinstance(self.ours, nn.Linear) else weight.T  # Conv1D keeps [in, out]
 
     def tokens(self, x: Tensor, batch: Any) -> Tensor:
-        """``[tokens, width]`` of what the projection reads or of what has the order of its output."""
-        return x.flatten(0, -2) if self.bound is None else rows_of(self.bound, x, batch).flatten(0, 1)
+        """``[tokens, width]`` of what the projection reads or of what has the order of its
+        output."""
+        return (
+            x.flatten(0, -2) if self.bound is None else rows_of(self.bound, x, batch).flatten(0, 1)
+        )
 
     def examples(self, x: Tensor, batch: Any, size: int) -> Tensor:
         """``[tokens]``, in main memory: which of ``size`` examples a row of ``tokens(x)`` is of.
 
-        The first axis is taken for the examples, or for parts of them that follow one another; where it is not a
-        multiple of their number, each of its places stands for itself.
+        The first axis is taken for the examples, or for parts of them that follow one another;
+        where it is not a multiple of their number, each of its places stands for itself.
         """
         if self.bound is not None:
             rows, each = rows_of(self.bound, x, batch).shape[:2]
@@ -87,13 +95,21 @@ class Target:
         if self.bound is not None:
             mask = counted(model, self.bound, rows_of(self.bound, x, told.batch), told)
         elif x.ndim == 3:
-            mask = None if self.tokens_first else query_mask(model, self.kind, told, (x.shape[0], x.shape[1]))
+            mask = (
+                None
+                if self.tokens_first
+                else query_mask(model, self.kind, told, (x.shape[0], x.shape[1]))
+            )
             if mask is None:
                 mask = query_mask(model, self.kind, told, (x.shape[1], x.shape[0]))
                 mask = None if mask is None else mask.T
         else:
             rows, examples = x.shape[:-1].numel(), batch_size(told.batch)
-            mask = None if rows % examples else query_mask(model, self.kind, told, (examples, rows // examples))
+            mask = (
+                None
+                if rows % examples
+                else query_mask(model, self.kind, told, (examples, rows // examples))
+            )
         return None if mask is None else mask.reshape(-1).to(x.device)
 
 
@@ -104,7 +120,8 @@ def _spread(rows: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """What is to be refitted, in the order of the network, and what a user should know about the rest."""
+    """What is to be refitted, in the order of the network, and what a user should know about the
+    rest."""
 
     targets: tuple[Target, ...]
     notes: tuple[str, ...] = ()
@@ -117,15 +134,20 @@ def sites_as_targets(pairs: Iterable[Pair]) -> list[Target]:
         gone = tuple(h for h in theirs.site.heads if h not in ours.site.heads)
         if not ours.layout.gate:
             if gone:
-                raise UnsupportedModel(ours.site.name, "an attention with an output projection", "one without")
+                raise UnsupportedModel(
+                    ours.site.name, "an attention with an output projection", "one without"
+                )
             continue
         name = f"{ours.site.name}.{ours.layout.gate}".lstrip(".")
-        targets.setdefault(id(ours.gate), Target(name, ours.gate, theirs.gate, ours.site.kind, ours, gone))
+        targets.setdefault(
+            id(ours.gate), Target(name, ours.gate, theirs.gate, ours.site.kind, ours, gone)
+        )
     return list(targets.values())
 
 
 def without_columns(targets: Iterable[Target]) -> list[Target]:
-    """Those whose last heads have left: other code may add their biases, and is seen by that alone."""
+    """Those whose last heads have left: other code may add their biases, and is seen by that
+    alone."""
     return [t for t in targets if t.gone and not feature_count(t.ours, "in", t.name)]
 
 
@@ -150,13 +172,16 @@ def find(
         refit: Whether they are to be changed; else they are only looked at.
 
     Raises:
-        UnsupportedModel: a projection that is no plain one, that shares its parameters with another module, or that
-            lost heads and does not run.
+        UnsupportedModel: a projection that is no plain one, that shares its parameters with another
+            module, or that lost heads and does not run.
     """
     targets = sites_as_targets(pairs)
     extra = _linear(model, teacher, pairs) if feed_forward else []
     everything = [*targets, *extra]
-    seen = [_dry_run(m, everything, own, batch, run) for m, own in ((model, "ours"), (teacher, "theirs"))]
+    seen = [
+        _dry_run(m, everything, own, batch, run)
+        for m, own in ((model, "ours"), (teacher, "theirs"))
+    ]
     _check_reached(model, targets, seen)
     order = list(dict.fromkeys(t.number for t in seen[0]))
     known = [_as_seen(everything[n], n, seen) for n in order if any(t.number == n for t in seen[1])]
@@ -181,7 +206,8 @@ def find(
 
 
 def _linear(model: nn.Module, teacher: nn.Module, pairs: Sequence[Pair]) -> list[Target]:
-    """Every plain linear layer outside of the attentions, with the teacher's of the same name and shape."""
+    """Every plain linear layer outside of the attentions, with the teacher's of the same name and
+    shape."""
     inside = {id(m) for ours, _ in pairs for m in ours.module.modules()}
     named = dict(teacher.named_modules())
     targets = []
@@ -191,22 +217,32 @@ def _linear(model: nn.Module, teacher: nn.Module, pairs: Sequence[Pair]) -> list
             continue
         weight = module._parameters.get("weight")
         theirs = None if other is None else other._parameters.get("weight")
-        if other is not None and type(weight) is type(theirs) is nn.Parameter and weight.shape == theirs.shape:
+        if (
+            other is not None
+            and type(weight) is type(theirs) is nn.Parameter
+            and weight.shape == theirs.shape
+        ):
             targets.append(Target(name, module, other))
     return targets
 
 
-def _dry_run(model: nn.Module, targets: Sequence[Target], side: str, batch: Any, run: Run) -> list[Trail]:
+def _dry_run(
+    model: nn.Module, targets: Sequence[Target], side: str, batch: Any, run: Run
+) -> list[Trail]:
     batch = to_device(batch, device_of(model))
     return follow(lambda: run(model, batch), {n: getattr(t, side) for n, t in enumerate(targets)})
 
 
-def _check_reached(model: nn.Module, targets: Sequence[Target], seen: Sequence[Sequence[Trail]]) -> None:
+def _check_reached(
+    model: nn.Module, targets: Sequence[Target], seen: Sequence[Sequence[Trail]]
+) -> None:
     for number, target in enumerate(targets):
         calls = [sum(t.number == number for t in trails) for trails in seen]
         if target.gone and (not calls[0] or calls[0] != calls[1]):
             must = f"a module that runs when {type(model).__name__} does, as often as the teacher's"
-            raise UnsupportedModel(target.name, must, f"{calls[0]} runs in a pass, the teacher's {calls[1]}")
+            raise UnsupportedModel(
+                target.name, must, f"{calls[0]} runs in a pass, the teacher's {calls[1]}"
+            )
 
 
 def _as_seen(target: Target, number: int, seen: Sequence[Sequence[Trail]]) -> Target:
@@ -214,13 +250,18 @@ def _as_seen(target: Target, number: int, seen: Sequence[Sequence[Trail]]) -> Ta
     return replace(target, summed=all(t.added for trails in mine for t in trails))
 
 
-def _adds(target: Target, everything: Sequence[Target], seen: Sequence[Sequence[Trail]], width: int) -> bool:
-    """Whether a linear layer's output is of the model's width and is added to activations, in both models."""
+def _adds(
+    target: Target, everything: Sequence[Target], seen: Sequence[Sequence[Trail]], width: int
+) -> bool:
+    """Whether a linear layer's output is of the model's width and is added to activations, in both
+    models."""
     calls = _calls(target, everything, seen)
     return all(t.added and t.output.shape[-1] == width for t in calls)
 
 
-def _calls(target: Target, everything: Sequence[Target], seen: Sequence[Sequence[Trail]]) -> list[Trail]:
+def _calls(
+    target: Target, everything: Sequence[Target], seen: Sequence[Sequence[Trail]]
+) -> list[Trail]:
     """A target's calls in both models."""
     return [t for trails in seen for t in trails if everything[t.number].ours is target.ours]
 
@@ -244,23 +285,40 @@ def _check_own(model: nn.Module, teacher: nn.Module, targets: Sequence[Target]) 
     check_apart(teacher, targets)
 
 
-def check_own_parameters(model: nn.Module, target: Target, names: Sequence[str] = ("weight", "bias")) -> None:
-    """Refuses a projection whose parameters belong to another module too, which would change with it."""
+def check_own_parameters(
+    model: nn.Module, target: Target, names: Sequence[str] = ("weight", "bias")
+) -> None:
+    """Refuses a projection whose parameters belong to another module too, which would change with
+    it."""
     for name in names:
         parameter = target.ours._parameters.get(name)
-        owners = [n for n, m in model.named_modules() if any(p is parameter for p in m._parameters.values())]
+        owners = [
+            n
+            for n, m in model.named_modules()
+            if any(p is parameter for p in m._parameters.values())
+        ]
         if parameter is not None and len(owners) > 1:
-            must, hint = f"the {name} of one projection", f"Give each of them a {name} of its own first."
+            must, hint = (
+                f"the {name} of one projection",
+                f"Give each of them a {name} of its own first.",
+            )
             raise UnsupportedModel(f"{target.name}.{name}", must, f"shared by {owners}", hint)
 
 
-def check_apart(teacher: nn.Module, targets: Iterable[Target], names: Sequence[str] = ("weight", "bias")) -> None:
+def check_apart(
+    teacher: nn.Module, targets: Iterable[Target], names: Sequence[str] = ("weight", "bias")
+) -> None:
     """Refuses parameters that the teacher has too: it would change with the model."""
     theirs = {id(p) for p in teacher.parameters()}
     for target in targets:
         if any(id(target.ours._parameters.get(name)) in theirs for name in names):
             hint = "Keep a teacher of its own before you cut: teacher = copy.deepcopy(model)."
-            raise InvalidValue("teacher", f"without the parameters of the model's {target.name}", "one with them", hint)
+            raise InvalidValue(
+                "teacher",
+                f"without the parameters of the model's {target.name}",
+                "one with them",
+                hint,
+            )
 
 
 def _notes(targets: Sequence[Target], left: Sequence[str], feed_forward: bool) -> tuple[str, ...]:
@@ -268,8 +326,8 @@ def _notes(targets: Sequence[Target], left: Sequence[str], feed_forward: bool) -
     apart = [t.name for t in targets if not t.summed]
     if apart:
         notes.append(
-            f"{_listed(apart)}: compared with the teacher's at the projection's own output, for that passes something "
-            "else before it is added to the stream."
+            f"{_listed(apart)}: compared with the teacher's at the projection's own output, for"
+            " that passes something else before it is added to the stream."
         )
     alone = _without_feed_forward(targets) if feed_forward else []
     if alone:
@@ -281,7 +339,8 @@ def _notes(targets: Sequence[Target], left: Sequence[str], feed_forward: bool) -
 
 
 def _without_feed_forward(targets: Sequence[Target]) -> list[str]:
-    """Attentions after which none comes before the next attention of a layer; one to another sequence is its second."""
+    """Attentions after which none comes before the next attention of a layer; one to another
+    sequence is its second."""
     alone: list[str] = []
     open_: list[str] = []
     for target in targets:

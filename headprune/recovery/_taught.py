@@ -1,4 +1,5 @@
-"""What one pass of model and teacher over all batches found out, so that the many passes after it do less."""
+"""What one pass of model and teacher over all batches found out, so that the many passes after it
+do less."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ Hidden: TypeAlias = tuple[Visible, ...]
 class Taught:
     """The teacher's streams after each target, and how often each target runs, by batch.
 
-    A batch is known by its contents, not by its place: a loader may shuffle. Streams, and how much the teacher's output
-    feels their tokens, are not kept where there is no room, and the teacher runs again for them.
+    A batch is known by its contents, not by its place: a loader may shuffle. Streams, and how much
+    the teacher's output feels their tokens, are not kept where there is no room, and the teacher
+    runs again for them.
 
     Args:
         room: Bytes that they may take.
@@ -30,7 +32,9 @@ class Taught:
         self._streams: dict[int, dict[str, list[Tensor]]] = {}
         self._hidden: dict[str, list[list[Hidden]]] = {}
         self._felt: dict[int, dict[str, list[Tensor]]] = {}
-        self.felt_means: list[Tensor] = []  # by target: of how much a token is felt, over all tokens
+        self.felt_means: list[
+            Tensor
+        ] = []  # by target: of how much a token is felt, over all tokens
 
     def learn(
         self,
@@ -39,8 +43,9 @@ class Taught:
         hidden: Sequence[list[Hidden]] = (),
         felt: Sequence[list[Tensor]] = (),
     ) -> None:
-        """Notes the streams of a batch, for every target those of its calls, what attention hid at them, and how much
-        the output feels their tokens, which takes longer to find and less room."""
+        """Notes the streams of a batch, for every target those of its calls, what attention hid at
+        them, and how much the output feels their tokens, which takes longer to find and less
+        room."""
         if key is None or key in self._calls:
             return
         self._calls[key] = [len(of_target) for of_target in streams]
@@ -62,11 +67,13 @@ class Taught:
         return self._streams.get(number, {}).get(key) if key is not None else None
 
     def hidden(self, key: str | None, number: int) -> list[Hidden]:
-        """What the teacher's attention hid at a target's calls on a batch whose streams are kept."""
+        """What the teacher's attention hid at a target's calls on a batch whose streams are
+        kept."""
         return self._hidden[key or ""][number]
 
     def felt(self, key: str | None, number: int) -> list[Tensor] | None:
-        """How much the teacher's output feels the tokens of a target's calls; None where that was not kept."""
+        """How much the teacher's output feels the tokens of a target's calls; None where that was
+        not kept."""
         return self._felt.get(number, {}).get(key) if key is not None else None
 
     def felt_mean(self, number: int) -> Tensor | None:

@@ -34,7 +34,10 @@ def paired(
         theirs = bind(teacher, sites)
     except HeadPruneError as error:
         raise PlanMismatch("teacher", _MUST, f"a {type(teacher).__name__} ({error})") from error
-    structure = [fingerprint(m, [b.site for b in bound]).structure for m, bound in ((model, ours), (teacher, theirs))]
+    structure = [
+        fingerprint(m, [b.site for b in bound]).structure
+        for m, bound in ((model, ours), (teacher, theirs))
+    ]
     if structure[0] != structure[1]:
         got = f"one of another structure: {_words(teacher, theirs)} against {_words(model, ours)}"
         raise PlanMismatch("teacher", _MUST, got)
@@ -43,12 +46,17 @@ def paired(
         lacking = sorted(set(our.site.heads) - set(their.site.heads))
         if lacking:
             hint = "Are teacher and model swapped?"
-            raise PlanMismatch("teacher", _MUST, f"one without heads {lacking} of {our.site.name}", hint)
+            raise PlanMismatch(
+                "teacher", _MUST, f"one without heads {lacking} of {our.site.name}", hint
+            )
     return pairs
 
 
 def _words(model: nn.Module, bound: Sequence[BoundSite]) -> str:
-    return f"{type(model).__name__} with {sum(b.site.n_query_heads for b in bound)} heads at {len(bound)} sites"
+    return (
+        f"{type(model).__name__} with {sum(b.site.n_query_heads for b in bound)} heads at"
+        f" {len(bound)} sites"
+    )
 
 
 def mean_contexts(
@@ -82,7 +90,9 @@ def mean_contexts(
         columns = sent(wanted[number][1], x.device, torch.long)
         tokens = x.flatten(0, 1).index_select(1, columns).to(wide(x))
         if counted is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
-            tokens = torch.where(counted.to(x.device).flatten()[:, None], tokens, torch.zeros_like(tokens))
+            tokens = torch.where(
+                counted.to(x.device).flatten()[:, None], tokens, torch.zeros_like(tokens)
+            )
         total = tokens.sum(0)
         before = totals[number]
         totals[number] = total if before is None else before + total
@@ -92,7 +102,9 @@ def mean_contexts(
     examples = 0
     bound = [b for b, _ in wanted]
     with undisturbed(teacher), torch.no_grad(), reading(teacher, bound, take) as begin:
-        for number, batch in enumerate(tqdm(batches, desc="teacher", disable=not progress, leave=False)):
+        for number, batch in enumerate(
+            tqdm(batches, desc="teacher", disable=not progress, leave=False)
+        ):
             examples += batch_size(batch, f"batch {number}")
             batch = to_device(batch, device)
             begin(batch)
@@ -105,10 +117,14 @@ def mean_contexts(
     for b, some, fine in zip(bound, reached, finite, strict=True):
         name = b.site.name
         if not bool(some):
-            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
+            raise InvalidValue(
+                "batches", "with a token that is no padding", f"only padding at {name}"
+            )
         if not bool(fine):
             hint = "Look for NaN or infinite values in the batches."
-            raise InvalidValue(f"the teacher's mean head output at {name}", "finite", "NaN or infinite", hint)
+            raise InvalidValue(
+                f"the teacher's mean head output at {name}", "finite", "NaN or infinite", hint
+            )
     return [mean for mean, _ in means], examples
 
 
@@ -118,5 +134,9 @@ def _mean(bound: BoundSite, total: Tensor | None, count: int | Tensor) -> tuple[
     if total is None:
         must = f"a module that runs when {type(bound.module).__name__} does"
         raise UnsupportedModel(f"{name}.{bound.layout.gate}", must, "one that no batch reached")
-    n_tokens = torch.full((), count, device=total.device) if isinstance(count, int) else count.to(total.device)
+    n_tokens = (
+        torch.full((), count, device=total.device)
+        if isinstance(count, int)
+        else count.to(total.device)
+    )
     return total / n_tokens, n_tokens

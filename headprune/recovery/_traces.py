@@ -1,4 +1,5 @@
-"""What a training touches besides the parameters, put back: modes, random states, accelerate's global state."""
+"""What a training touches besides the parameters, put back: modes, random states, accelerate's
+global state."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ RandomStates: TypeAlias = dict[str, Any]
 
 
 def random_states(generators: Iterable[torch.Generator] = ()) -> RandomStates:
-    """Where Python's, NumPy's, torch's generators and some more stand; a GPU that was never used is not woken."""
+    """Where Python's, NumPy's, torch's generators and some more stand; a GPU that was never used is
+    not woken."""
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -42,13 +44,15 @@ def set_random_states(states: RandomStates, generators: Iterable[torch.Generator
 
 @contextmanager
 def no_trace(model: nn.Module) -> Iterator[None]:
-    """Puts back what a Trainer changes outside of the parameters: modes, random states, accelerate's global state.
+    """Puts back what a Trainer changes outside of the parameters: modes, random states,
+    accelerate's global state.
 
     Inside, accelerate knows of no precision that an Accelerator outside was made for.
     """
     modes = [(m, m.training) for m in model.modules()]
     states = [
-        (kind._shared_state, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState, GradientState)
+        (kind._shared_state, dict(kind._shared_state))
+        for kind in (PartialState, AcceleratorState, GradientState)
     ]
     before = random_states()
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else None

@@ -33,12 +33,16 @@ from headprune.recovery.finetune import Finetune
 class _Trainer(Trainer):
     """Takes the batches as they are and leaves model and batches where they are."""
 
-    def __init__(self, objective: Objective, args: TrainingArguments, stream: Stream, part: tuple[int, int]) -> None:
+    def __init__(
+        self, objective: Objective, args: TrainingArguments, stream: Stream, part: tuple[int, int]
+    ) -> None:
         self.stream, self.part = stream, part
         super().__init__(model=objective, args=args)
         self.remove_callback(PrinterCallback)
         self.accelerator.device_placement = False
-        args._n_gpu = min(args.n_gpu, 1)  # the Trainer would use DataParallel wherever it sees two GPUs
+        args._n_gpu = min(
+            args.n_gpu, 1
+        )  # the Trainer would use DataParallel wherever it sees two GPUs
 
     def get_train_dataloader(self) -> Stream:  # type: ignore[override,unused-ignore]
         return self.stream
@@ -49,9 +53,13 @@ class _Trainer(Trainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Tensor:
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any
+    ) -> Tensor:
         loss: Tensor = model(**inputs)
-        return loss.to(self.args.device)  # the Trainer adds losses up on the first GPU, wherever the model is
+        return loss.to(
+            self.args.device
+        )  # the Trainer adds losses up on the first GPU, wherever the model is
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule of the whole training, from where this part of it begins."""
@@ -59,7 +67,9 @@ class _Trainer(Trainer):
         scheduler = super().create_scheduler(whole, optimizer)
         if before:
             # all groups of parameters follow one rate
-            self.lr_scheduler = LambdaLR(scheduler.optimizer, lambda step: scheduler.lr_lambdas[0](step + before))
+            self.lr_scheduler = LambdaLR(
+                scheduler.optimizer, lambda step: scheduler.lr_lambdas[0](step + before)
+            )
         return self.lr_scheduler
 
 
@@ -80,19 +90,35 @@ def train_(settings: Finetune, job: Job, steps: int) -> Outcome:
         job.undo.keep(*(weights(model).values() if settings.lora_rank is None else model.buffers()))
         adapters = _adapters(settings, job, stack)
         if adapters is not None:
-            job.undo.keep(*(base_of(model.get_submodule(name)).weight for name in adapters.targets))  # merged into
+            job.undo.keep(
+                *(base_of(model.get_submodule(name)).weight for name in adapters.targets)
+            )  # merged into
         _check_precision(settings, model)
-        changed = adapters.changed if adapters else tuple(n for n, p in model.named_parameters() if p.requires_grad)
+        changed = (
+            adapters.changed
+            if adapters
+            else tuple(n for n, p in model.named_parameters() if p.requires_grad)
+        )
         part = job.part or (0, steps)
         keeper = _keeper(settings, job, length, steps, part)
         stream = Stream(job.batches, length, watched=keeper is not None)
         loss = Judge(job.loss)
-        watch = Watch(model, loss, job.validation, settings.patience) if job.validation is not None else None
+        watch = (
+            Watch(model, loss, job.validation, settings.patience)
+            if job.validation is not None
+            else None
+        )
         objective = Objective(model, loss, comparison, settings, part[0])
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="headprune-"))
-        bar = stack.enter_context(tqdm(total=steps, desc="finetune", disable=not job.progress, leave=False))
-        trainer = _Trainer(objective, _arguments(settings, folder, steps, part[1], device_of(model)), stream, part)
-        callback = Steps(trainer, objective, stream, bar, watch, settings.eval_every or length, keeper, loss)
+        bar = stack.enter_context(
+            tqdm(total=steps, desc="finetune", disable=not job.progress, leave=False)
+        )
+        trainer = _Trainer(
+            objective, _arguments(settings, folder, steps, part[1], device_of(model)), stream, part
+        )
+        callback = Steps(
+            trainer, objective, stream, bar, watch, settings.eval_every or length, keeper, loss
+        )
         trainer.add_callback(callback)
         if not callback.returned():
             trainer.train()
@@ -106,11 +132,15 @@ def train_(settings: Finetune, job: Job, steps: int) -> Outcome:
 
 
 def _check_finite(model: nn.Module, step: int) -> None:
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     fine = in_main_memory(torch.isfinite(parameter).all() for parameter in trained.values())
     for name, flag in zip(trained, fine, strict=True):
         if not bool(flag):
-            raise InvalidValue(f"{name} after step {step}", "finite", "NaN or infinite values", HINT)
+            raise InvalidValue(
+                f"{name} after step {step}", "finite", "NaN or infinite values", HINT
+            )
 
 
 def _comparison(settings: Finetune, job: Job) -> Comparison | None:
@@ -135,18 +165,29 @@ def _check_precision(settings: Finetune, model: nn.Module) -> None:
     device = device_of(model).type
     if settings.precision == "fp16" and device == "cpu":
         hint = "On a CPU take bf16."
-        raise InvalidValue("Finetune.precision", "bf16, or used with a model on a GPU", "fp16 on the CPU", hint)
+        raise InvalidValue(
+            "Finetune.precision", "bf16, or used with a model on a GPU", "fp16 on the CPU", hint
+        )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
-            hint = "Mixed precision trains float32 weights: model.float() first, or leave precision out."
+            hint = (
+                "Mixed precision trains float32 weights: model.float() first, or leave precision"
+                " out."
+            )
             raise InvalidValue(f"{name}, for Finetune.precision", "float32", parameter.dtype, hint)
 
 
-def _keeper(settings: Finetune, job: Job, length: int, steps: int, part: tuple[int, int]) -> Keeper | None:
+def _keeper(
+    settings: Finetune, job: Job, length: int, steps: int, part: tuple[int, int]
+) -> Keeper | None:
     if job.folder is None:
         return None
     told = {k: v for k, v in settings.settings.items() if k != "checkpoint_every"}
-    numbers = {"settings": told, "the number of batches": length, "the number of steps": [steps, *part]}
+    numbers = {
+        "settings": told,
+        "the number of batches": length,
+        "the number of steps": [steps, *part],
+    }
     own = identity(job.model, job.teacher, numbers)
     return Keeper(job.folder, settings.checkpoint_every or length, own, leave=job.leave_checkpoint)
 
@@ -163,7 +204,9 @@ def _notes(
     return notes
 
 
-def _arguments(settings: Finetune, folder: str, steps: int, whole: int, device: torch.device) -> TrainingArguments:
+def _arguments(
+    settings: Finetune, folder: str, steps: int, whole: int, device: torch.device
+) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder,
         use_cpu=device.type == "cpu",
@@ -171,7 +214,9 @@ def _arguments(settings: Finetune, folder: str, steps: int, whole: int, device: 
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
         warmup_steps=math.ceil(settings.warmup_ratio * whole),
-        lr_scheduler_type="constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
+        lr_scheduler_type=(
+            "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
+        ),
         max_grad_norm=settings.max_grad_norm or 0.0,
         optim="adamw_torch",
         seed=settings.seed,

@@ -28,8 +28,15 @@ class Watch:
         patience: Evaluations without a lower loss until it says stop; None never does.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, batches: Iterable[Any], patience: int | None) -> None:
-        self.model, self.loss, self.batches, self.patience = model, loss, Batches.of(batches), patience
+    def __init__(
+        self, model: nn.Module, loss: Loss, batches: Iterable[Any], patience: int | None
+    ) -> None:
+        self.model, self.loss, self.batches, self.patience = (
+            model,
+            loss,
+            Batches.of(batches),
+            patience,
+        )
         self.losses: list[tuple[int, float]] = []
         self.best_step = 0
         self.best: dict[str, Tensor] = {}
@@ -89,5 +96,10 @@ def mean_loss(model: nn.Module, batches: Iterable[Any], loss: Loss, where: str) 
     finally:
         set_random_states(before)
     if not found:
-        raise InvalidValue("validation", "batches that can be read several times", "none", "list(batches), for example")
+        raise InvalidValue(
+            "validation",
+            "batches that can be read several times",
+            "none",
+            "list(batches), for example",
+        )
     return sum(float(losses.double().sum()) for losses in found) / sum(map(len, found))

@@ -1,4 +1,5 @@
-"""Multiplies every kept head by the factor that brings the stream nearest to the teacher's; needs no training."""
+"""Multiplies every kept head by the factor that brings the stream nearest to the teacher's; needs
+no training."""
 
 from __future__ import annotations
 
@@ -26,19 +27,22 @@ INTERCEPTS = ("fold", "drop", "none")
 
 @dataclass(frozen=True)
 class HeadRescale(LayerwiseRecovery):
-    """Multiplies every kept head by the factor that brings the stream nearest to the teacher's; needs no training.
+    """Multiplies every kept head by the factor that brings the stream nearest to the teacher's;
+    needs no training.
 
     In the order of the network, from the first attention on that lost heads:
-    ``min over a, b of  mean_t |T_t - R_t - Σ_h a_h W_h x_{t,h} - b|² + λ |a - 1|²`` with x, R and T as in `Lstsq`, one
-    factor a head, folded into the head's columns of the output projection.
+    ``min over a, b of  mean_t |T_t - R_t - Σ_h a_h W_h x_{t,h} - b|² + λ |a - 1|²`` with x, R and T
+    as in `Lstsq`, one factor a head, folded into the head's columns of the output projection.
 
-    Source: mask tuning, Kwon et al. 2022. Their code fits an intercept and drops it: ``intercept="drop"``.
+    Source: mask tuning, Kwon et al. 2022. Their code fits an intercept and drops it:
+    ``intercept="drop"``.
 
     Args:
         intercept: ``fold`` b into the bias; fit it and ``drop`` it; or ``none``.
         ridge: λ as a share of the mean square of what a head writes.
         precision: The type to add up in, ``float64`` or ``float32``.
-        max_bytes: Of the teacher's streams that are kept, and again of layers' outputs; 0 keeps none, and takes longer.
+        max_bytes: Of the teacher's streams that are kept, and again of layers' outputs; 0 keeps
+            none, and takes longer.
 
     >>> HeadRescale(intercept="drop").settings["intercept"]
     'drop'
@@ -52,7 +56,9 @@ class HeadRescale(LayerwiseRecovery):
     def __post_init__(self) -> None:
         check_ridge("HeadRescale.ridge", self.ridge)
         if self.intercept not in INTERCEPTS:
-            raise InvalidValue("HeadRescale.intercept", f"one of {', '.join(INTERCEPTS)}", repr(self.intercept))
+            raise InvalidValue(
+                "HeadRescale.intercept", f"one of {', '.join(INTERCEPTS)}", repr(self.intercept)
+            )
         check_precision("HeadRescale.precision", self.precision)
         check_max_bytes("HeadRescale.max_bytes", self.max_bytes)
 
@@ -68,7 +74,13 @@ class HeadRescale(LayerwiseRecovery):
         between = heads.T @ (normal.xx * (weight @ weight.T)) @ heads
         towards = heads.T @ (normal.xe * weight).sum(1, keepdim=True)
         factors, regular = solved(between, towards, ridge)
-        note = "" if regular else "its heads write multiples of each other; the smallest change of factors was taken."
+        note = (
+            ""
+            if regular
+            else (
+                "its heads write multiples of each other; the smallest change of factors was taken."
+            )
+        )
         return Change((heads @ factors) * weight, note)
 
 

@@ -1,4 +1,5 @@
-"""Folds the mean output of the removed heads into the output projection's bias; needs no training."""
+"""Folds the mean output of the removed heads into the output projection's bias; needs no
+training."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from headprune.recovery._teacher import mean_contexts, paired
 
 @dataclass(frozen=True)
 class _Fold:
-    """One output projection of the model, with the heads to fold and the teacher's site that has them."""
+    """One output projection of the model, with the heads to fold and the teacher's site that has
+    them."""
 
     target: Target
     teacher: BoundSite
@@ -40,21 +42,25 @@ class _Fold:
 
 @dataclass(frozen=True)
 class MeanFold(Recovery):
-    """Folds the mean output of the removed heads into the output projection's bias; needs no training.
+    """Folds the mean output of the removed heads into the output projection's bias; needs no
+    training.
 
-    ``b_o += W_O[:, removed] · mean(ctx[removed])`` with the teacher's weights and the mean of the teacher's head
-    outputs over every token that is no padding (``attention_mask``). What remains equals the teacher whose removed
-    heads always give their mean: a mean ablation. The bias compensation of FLAP (An et al. 2024).
+    ``b_o += W_O[:, removed] · mean(ctx[removed])`` with the teacher's weights and the mean of the
+    teacher's head outputs over every token that is no padding (``attention_mask``). What remains
+    equals the teacher whose removed heads always give their mean: a mean ablation. The bias
+    compensation of FLAP (An et al. 2024).
 
-    A projection without a bias gets one, an ordinary parameter named ``bias``. A head is folded once: a projection
-    remembers what it holds, also in our checkpoints, so that cut, fold, cut, fold works with one teacher. What `Lstsq`
-    and `HeadRescale` made good counts as folded, too; heads that leave afterwards are folded as the teacher has them,
-    so `Lstsq` once more is the better end there.
+    A projection without a bias gets one, an ordinary parameter named ``bias``. A head is folded
+    once: a projection remembers what it holds, also in our checkpoints, so that cut, fold, cut,
+    fold works with one teacher. What `Lstsq` and `HeadRescale` made good counts as folded, too;
+    heads that leave afterwards are folded as the teacher has them, so `Lstsq` once more is the
+    better end there.
 
     Cost: a pass of the teacher, and two of model and teacher for the report.
 
     Args:
-        measure: Report the error at each projection before and after; takes batches that can be read more than once.
+        measure: Report the error at each projection before and after; takes batches that can be
+            read more than once.
 
     >>> MeanFold().needs_teacher
     True
@@ -69,26 +75,46 @@ class MeanFold(Recovery):
     def recover_(self, job: Job) -> Outcome:
         """Raises:
         PlanMismatch: the teacher is not what the model was cut from.
-        UnsupportedModel: no output projection, one that is no plain one, or one whose bias belongs to another module.
+        UnsupportedModel: no output projection, one that is no plain one, or one whose bias belongs
+            to another module.
         InvalidValue: no data; the model is as it was, here as in every other case.
         """
         job = replace(job, batches=Batches.of(job.batches))
         assert job.teacher is not None
         pairs = paired(job.model, job.teacher, job.sites)
         folds, held = _folds(job.model, pairs)
-        notes = (f"{held} removed heads had been folded before and were not folded again.",) if held else ()
+        notes = (
+            (f"{held} removed heads had been folded before and were not folded again.",)
+            if held
+            else ()
+        )
         if not folds:
-            return Outcome((), 0, {"heads": 0}, (*notes, "Nothing to fold: the model lacks no other head."))
+            return Outcome(
+                (), 0, {"heads": 0}, (*notes, "Nothing to fold: the model lacks no other head.")
+            )
         check_apart(job.teacher, [f.target for f in folds], ("bias",))
         wanted = [(f.teacher, f.columns) for f in folds]
-        means, examples = mean_contexts(job.teacher, wanted, job.batches, job.loss or call, job.progress)
+        means, examples = mean_contexts(
+            job.teacher, wanted, job.batches, job.loss or call, job.progress
+        )
         changes = [_change(fold, mean) for fold, mean in zip(folds, means, strict=True)]
         with Replaced(job.model, job.undo, adds_biases=True) as replaced:
-            replaced.open_(t.ours for t in (*without_columns(sites_as_targets(pairs)), *(f.target for f in folds)))
-            measured, more = self._folded_(job, pairs, replaced, list(zip(folds, changes, strict=True)))
+            replaced.open_(
+                t.ours
+                for t in (*without_columns(sites_as_targets(pairs)), *(f.target for f in folds))
+            )
+            measured, more = self._folded_(
+                job, pairs, replaced, list(zip(folds, changes, strict=True))
+            )
             replaced.close_(f.target for f in folds)
-        metrics = {"heads": sum(len(f.heads) for f in folds), "biases_added": replaced.added, **measured}
-        return Outcome(tuple(f"{f.target.name}.bias" for f in folds), examples, metrics, (*notes, *more))
+        metrics = {
+            "heads": sum(len(f.heads) for f in folds),
+            "biases_added": replaced.added,
+            **measured,
+        }
+        return Outcome(
+            tuple(f"{f.target.name}.bias" for f in folds), examples, metrics, (*notes, *more)
+        )
 
     def _folded_(
         self, job: Job, pairs: list[Pair], replaced: Replaced, changes: list[tuple[_Fold, Tensor]]

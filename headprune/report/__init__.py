@@ -1,4 +1,5 @@
-"""Reports: a RunRecord in; one self-contained HTML page and a Markdown twin out; or several, compared.
+"""Reports: a RunRecord in; one self-contained HTML page and a Markdown twin out; or several,
+compared.
 
 Both are drawn from one set of formatted values (`view`), so that they cannot disagree.
 """

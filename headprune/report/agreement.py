@@ -1,4 +1,5 @@
-"""The picture of an Agreement: every pair a row, every measure a panel, intervals as lines; drawn with matplotlib."""
+"""The picture of an Agreement: every pair a row, every measure a panel, intervals as lines; drawn
+with matplotlib."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ def draw_agreement(agreement: Agreement, path: str | Path) -> Path:
     known = sorted(figure.canvas.get_supported_filetypes())
     kind = path.suffix.removeprefix(".").lower()
     if kind not in known:
-        raise InvalidValue(str(path), f"a picture that ends in one of {', '.join(known)}", repr(path.suffix))
-    with matplotlib.rc_context({"text.usetex": False}):  # names out of files are no commands to LaTeX
+        raise InvalidValue(
+            str(path), f"a picture that ends in one of {', '.join(known)}", repr(path.suffix)
+        )
+    with matplotlib.rc_context(
+        {"text.usetex": False}
+    ):  # names out of files are no commands to LaTeX
         figure.suptitle(plot.plain(agreement.title), fontsize=10)
         plot.agreement(agreement, axes=figure.subplots(1, len(MEASURES), sharey=True))
         with atomic_path(path) as temporary:

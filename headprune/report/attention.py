@@ -1,4 +1,5 @@
-"""What heads attend to, as the page and its twin show it: data for the pictures, and words about every head."""
+"""What heads attend to, as the page and its twin show it: data for the pictures, and words about
+every head."""
 
 from __future__ import annotations
 
@@ -76,7 +77,16 @@ def attention_view(record: RunRecord, pictures: AttentionPictures | None) -> Att
         for head, pattern in zip(site.heads, site.patterns, strict=True):
             if pattern is not None:
                 share, chance = (f"{fixed(100 * v, 0)} %" for v in (pattern.share, pattern.chance))
-                heads.append(HeadLine(site.site, head, states[HeadId(site.site, head)], pattern.name, share, chance))
+                heads.append(
+                    HeadLine(
+                        site.site,
+                        head,
+                        states[HeadId(site.site, head)],
+                        pattern.name,
+                        share,
+                        chance,
+                    )
+                )
     return AttentionView(
         data=_script_safe(_data(pictures, states)),
         titles=tuple(example.title for example in pictures.examples),
@@ -98,8 +108,14 @@ def _state(record: RunRecord, head: HeadId) -> str:
 
 def _counted(heads: Sequence[HeadLine]) -> list[PatternLine]:
     every = Counter(line.name for line in heads)
-    by_state = {state: Counter(line.name for line in heads if line.state == state) for state in ("kept", "removed")}
-    return [PatternLine(name, n, by_state["kept"][name], by_state["removed"][name]) for name, n in every.most_common()]
+    by_state = {
+        state: Counter(line.name for line in heads if line.state == state)
+        for state in ("kept", "removed")
+    }
+    return [
+        PatternLine(name, n, by_state["kept"][name], by_state["removed"][name])
+        for name, n in every.most_common()
+    ]
 
 
 def _remark(pictures: AttentionPictures) -> str:
@@ -129,7 +145,11 @@ def _queries(pictures: AttentionPictures) -> list[str]:
 
 def _data(pictures: AttentionPictures, states: dict[HeadId, str]) -> dict[str, Any]:
     kinds = by_kind({site.site: site.kind for site in pictures.sites})
-    places = [(group, *named) for group, names in kinds for named in zip(names, short_names(names)[1], strict=True)]
+    places = [
+        (group, *named)
+        for group, names in kinds
+        for named in zip(names, short_names(names)[1], strict=True)
+    ]
     sites = {site.site: site for site in pictures.sites}
     return {
         "image": pictures.image,
@@ -158,7 +178,13 @@ def _data(pictures: AttentionPictures, states: dict[HeadId, str]) -> dict[str, A
 def _example(example: ShownExample) -> dict[str, Any]:
     tokens, targets = ([_visible(t) for t in words] for words in (example.tokens, example.targets))
     size = (example.height, example.width)
-    return {"title": clean(example.title), "tokens": tokens, "targets": targets, "pixels": example.pixels, "size": size}
+    return {
+        "title": clean(example.title),
+        "tokens": tokens,
+        "targets": targets,
+        "pixels": example.pixels,
+        "size": size,
+    }
 
 
 def _visible(token: str) -> str:

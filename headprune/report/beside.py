@@ -15,7 +15,8 @@ class Beside:
 
     Args:
         pictures: What every head attends to in a few examples.
-        scores: Other scores of the same model; the head map switches between them and the record's own.
+        scores: Other scores of the same model; the head map switches between them and the record's
+            own.
         agreement: How alike the scores order the heads.
     """
 

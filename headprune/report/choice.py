@@ -36,10 +36,15 @@ def choice_table(record: RunRecord) -> ChoiceTable | None:
         return None
     refit = f" and refitted by {choice.refit}" if choice.refit else ""
     above = (
-        f"Each candidate's plan ({choice.budget}) was cut{refit}, and judged by the loss of {choice.n_examples:,} rows "
+        f"Each candidate's plan ({choice.budget}) was cut{refit}, and judged by the loss of"
+        f" {choice.n_examples:,} rows "
     )
-    above += f"that its refit had not seen. The whole model's loss there is {fixed(choice.whole, 4)}."
-    return ChoiceTable(above, tuple(_line(choice, one) for one in choice.candidates), tuple(_below(choice)))
+    above += (
+        f"that its refit had not seen. The whole model's loss there is {fixed(choice.whole, 4)}."
+    )
+    return ChoiceTable(
+        above, tuple(_line(choice, one) for one in choice.candidates), tuple(_below(choice))
+    )
 
 
 def _line(choice: Choice, one: Candidate) -> CandidateLine:
@@ -52,5 +57,8 @@ def _line(choice: Choice, one: Candidate) -> CandidateLine:
 
 def _below(choice: Choice) -> list[str]:
     confidence = f"{100 * choice.confidence:g} % confidence"
-    lines = [f"The best candidate's loss is at most {fixed(choice.margin, 4)} below the chosen one's ({confidence})."]
+    lines = [
+        f"The best candidate's loss is at most {fixed(choice.margin, 4)} below the chosen one's"
+        f" ({confidence})."
+    ]
     return [*lines, *([choice.doubt] if choice.doubt else []), *choice.notes]

@@ -1,4 +1,5 @@
-"""Several records side by side: a column a record, rows of what they measured and where they differ."""
+"""Several records side by side: a column a record, rows of what they measured and where they
+differ."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class ComparedCurve:
 
 @dataclass(frozen=True)
 class FateCell:
-    """One head: which of the records keep it, in their order; None for a head that a record never had."""
+    """One head: which of the records keep it, in their order; None for a head that a record never
+    had."""
 
     head: int
     kept: tuple[bool | None, ...]
@@ -116,7 +118,9 @@ class ComparisonView:
     agreement: Agreement | None
 
 
-def comparison_view(compared: Sequence[Compared], agreement: Agreement | None = None) -> ComparisonView:
+def comparison_view(
+    compared: Sequence[Compared], agreement: Agreement | None = None
+) -> ComparisonView:
     """Formats records.
 
     Raises:
@@ -124,15 +128,29 @@ def comparison_view(compared: Sequence[Compared], agreement: Agreement | None = 
     """
     names = [column.name for column in compared]
     if len(compared) < 2 or len(set(names)) != len(names):
-        raise InvalidValue("comparison", "of two records or more, each with a name of its own", ", ".join(names))
+        raise InvalidValue(
+            "comparison", "of two records or more, each with a name of its own", ", ".join(names)
+        )
     records = [column.record for column in compared]
     sections = (
-        ComparedSection("Quality", "The difference is from the original model of the same run.", _quality(records)),
-        ComparedSection("Size", "After the cut, and the change from the original model.", _size(records)),
-        ComparedSection("Speed", "Original over pruned: above 1 the pruned model is faster.", _speed(records)),
+        ComparedSection(
+            "Quality",
+            "The difference is from the original model of the same run.",
+            _quality(records),
+        ),
+        ComparedSection(
+            "Size", "After the cut, and the change from the original model.", _size(records)
+        ),
+        ComparedSection(
+            "Speed", "Original over pruned: above 1 the pruned model is faster.", _speed(records)
+        ),
         ComparedSection("Proof", "The cut model equals the gated one.", _proof(records)),
         ComparedSection("What was done", "", _methods(records)),
-        ComparedSection("Where the recipes differ", "Keys that are the same in all are left out.", _recipes(records)),
+        ComparedSection(
+            "Where the recipes differ",
+            "Keys that are the same in all are left out.",
+            _recipes(records),
+        ),
         ComparedSection("Where the surroundings differ", "", _surroundings(records)),
     )
     fates = _fates(compared)
@@ -151,7 +169,11 @@ def _curves(compared: Sequence[Compared]) -> tuple[ComparedCurve, ...]:
     groups = comparable(((column.name, column.record) for column in compared), "test")
     drawn = [(group.names, curve(group.points, "test")) for group in groups]
     every = len(groups) == 1
-    return tuple(ComparedCurve("" if every else ", ".join(names), found) for names, found in drawn if found is not None)
+    return tuple(
+        ComparedCurve("" if every else ", ".join(names), found)
+        for names, found in drawn
+        if found is not None
+    )
 
 
 def _row(label: str, cells: Iterable[ComparedCell | None]) -> ComparedRow:
@@ -176,7 +198,9 @@ def _quality_cell(group: QualityGroup | None, role: str) -> ComparedCell | None:
         return None
     unit = " points" if group.delta_header == "points" else ""
     note = f"{line.delta}{unit}" if line.delta else f"{group.n_examples} examples"
-    return ComparedCell(f"{line.value} {line.spread}".strip(), note, line.tone if line.delta else "plain")
+    return ComparedCell(
+        f"{line.value} {line.spread}".strip(), note, line.tone if line.delta else "plain"
+    )
 
 
 def _size(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
@@ -190,11 +214,16 @@ def _size(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
 
 
 def _speed(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    found = [{(row.batch, row.length): speed_line(row) for row in record.speed} for record in records]
+    found = [
+        {(row.batch, row.length): speed_line(row) for row in record.speed} for record in records
+    ]
     rows = []
     for batch, length in sorted({at for lines in found for at in lines}):
         lines = [each.get((batch, length)) for each in found]
-        cells = [None if line is None else ComparedCell(line.ratio, line.interval, line.tone) for line in lines]
+        cells = [
+            None if line is None else ComparedCell(line.ratio, line.interval, line.tone)
+            for line in lines
+        ]
         rows.append(_row(f"batch {batch:,} × {length:,} tokens", cells))
     return tuple(rows)
 
@@ -220,10 +249,16 @@ def _methods(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
         ("examples scored on", lambda r: f"{r.scores.n_examples:,}" if r.scores else ""),
         ("selector", lambda r: r.plan.selector if r.plan else ""),
         ("budget", lambda r: (r.plan.wanted or "by hand") if r.plan else ""),
-        ("heads kept", lambda r: f"{r.plan.mask.n_kept:,} of {r.plan.mask.n_heads:,}" if r.plan else ""),
+        (
+            "heads kept",
+            lambda r: f"{r.plan.mask.n_kept:,} of {r.plan.mask.n_heads:,}" if r.plan else "",
+        ),
         ("seconds in all", _seconds),
     )
-    return tuple(_row(label, (ComparedCell(tell(r)) if tell(r) else None for r in records)) for label, tell in named)
+    return tuple(
+        _row(label, (ComparedCell(tell(r)) if tell(r) else None for r in records))
+        for label, tell in named
+    )
 
 
 def _seconds(record: RunRecord) -> str:
@@ -238,37 +273,55 @@ def _recipes(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
 
 
 def _surroundings(records: Sequence[RunRecord]) -> tuple[ComparedRow, ...]:
-    parts = ([*flat(r.versions), *flat(r.hardware), ("commit", r.git_commit or "")] for r in records)
+    parts = (
+        [*flat(r.versions), *flat(r.hardware), ("commit", r.git_commit or "")] for r in records
+    )
     return _differing([dict(pairs) for pairs in parts])
 
 
 def _differing(tables: Sequence[dict[str, str]]) -> tuple[ComparedRow, ...]:
     keys = dict.fromkeys(key for table in tables for key in table)
     differing = [key for key in keys if len({table.get(key) for table in tables}) > 1]
-    return tuple(_row(key, (ComparedCell(t[key]) if t.get(key) else None for t in tables)) for key in differing)
+    return tuple(
+        _row(key, (ComparedCell(t[key]) if t.get(key) else None for t in tables))
+        for key in differing
+    )
 
 
 def _fates(compared: Sequence[Compared]) -> tuple[FateRow, ...]:
     """Every head's fate in every record; empty where not all have plans for the same sites."""
     masks = [column.record.plan.mask for column in compared if column.record.plan is not None]
-    if len(masks) < len(compared) or len({tuple((r.site, r.n_heads) for r in mask.rows) for mask in masks}) > 1:
+    if (
+        len(masks) < len(compared)
+        or len({tuple((r.site, r.n_heads) for r in mask.rows) for mask in masks}) > 1
+    ):
         return ()
     present = [_present(column.record) for column in compared]
     names = [column.name for column in compared]
     labels = short_names([row.site for row in masks[0].rows])[1]
     return tuple(
-        FateRow(row.site, label, tuple(map(partial(_fate, masks, present, names, row.site), range(row.n_heads))))
+        FateRow(
+            row.site,
+            label,
+            tuple(map(partial(_fate, masks, present, names, row.site), range(row.n_heads))),
+        )
         for row, label in zip(masks[0].rows, labels, strict=True)
     )
 
 
 def _present(record: RunRecord) -> set[HeadId] | None:
     """Heads that were there before the cut; None where nothing says so."""
-    return {HeadId(s.name, h) for s in record.scores.sites for h in s.heads} if record.scores else None
+    return (
+        {HeadId(s.name, h) for s in record.scores.sites for h in s.heads} if record.scores else None
+    )
 
 
 def _fate(
-    masks: Sequence[HeadMask], present: Sequence[set[HeadId] | None], names: Sequence[str], site: str, head: int
+    masks: Sequence[HeadMask],
+    present: Sequence[set[HeadId] | None],
+    names: Sequence[str],
+    site: str,
+    head: int,
 ) -> FateCell:
     place = HeadId(site, head)
     had = [there is None or place in there for there in present]
@@ -288,7 +341,11 @@ def _plan_differences(compared: Sequence[Compared]) -> list[str]:
         found = plan_difference(first.record.plan, other.record.plan, (first.name, other.name))
         mine, theirs, both = len(found.only_first), len(found.only_second), found.both_keep
         either = mine + theirs + both
-        alike = f"{fixed(100 * both / either, 0)} % of the heads that either keeps" if either else "none"
+        alike = (
+            f"{fixed(100 * both / either, 0)} % of the heads that either keeps"
+            if either
+            else "none"
+        )
         only = f"{mine:,} kept by {first.name} alone, {theirs:,} by {other.name} alone"
         lines.append(f"{first.name} and {other.name} both keep {both:,} heads ({alike}); {only}.")
     return lines

@@ -1,4 +1,5 @@
-"""Geometry of the trade-off curve of records or of a sweep: quality against heads kept, spread and the random band."""
+"""Geometry of the trade-off curve of records or of a sweep: quality against heads kept, spread and
+the random band."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class CurveLine:
-    """A method: ``band`` is the outline of one standard deviation around chance, empty for others."""
+    """A method: ``band`` is the outline of one standard deviation around chance, empty for
+    others."""
 
     name: str
     role: str
@@ -67,18 +69,23 @@ class _Scale:
         return cls(low - room, high + room, start, end)
 
     def at(self, value: float) -> float:
-        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
+        return round(
+            self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1
+        )
 
     def ticks(self) -> list[float]:
         """Four to eight round numbers."""
         step = 10.0 ** math.floor(math.log10(self.high - self.low))
-        step = next(step * f for f in (1, 0.5, 0.2, 0.1) if (self.high - self.low) / (step * f) >= 4)
+        step = next(
+            step * f for f in (1, 0.5, 0.2, 0.1) if (self.high - self.low) / (step * f) >= 4
+        )
         first = math.ceil(self.low / step)
         return [round(step * i, 12) for i in range(first, math.floor(self.high / step) + 1)]
 
 
 def curve(points: Iterable[Point], split: str) -> Curve | None:
-    """The curve of the first metric among points of a split; None where all sizes are the same, or without any."""
+    """The curve of the first metric among points of a split; None where all sizes are the same, or
+    without any."""
     points = [p for p in points if math.isfinite(p.value) and math.isfinite(p.spread)]
     points = [p for p in points if p.metric == points[0].metric]
     cut = {p.kept for p in points if p.method != "base"}
@@ -89,7 +96,9 @@ def curve(points: Iterable[Point], split: str) -> Curve | None:
     x = _Scale.over([p.kept for p in points], _LEFT, WIDTH - _RIGHT)
     y = _Scale.over(ends, HEIGHT - _BOTTOM, _TOP)
     methods = [s.method for s in found if s.role == "method"]
-    lines = tuple(_line(s, methods.index(s.method) if s.role == "method" else 0, x, y) for s in found)
+    lines = tuple(
+        _line(s, methods.index(s.method) if s.role == "method" else 0, x, y) for s in found
+    )
     metric = points[0].metric
     return Curve(
         lines=tuple(sorted(lines, key=lambda line: ("random", "base", "method").index(line.role))),
@@ -98,7 +107,8 @@ def curve(points: Iterable[Point], split: str) -> Curve | None:
         metric=metric,
         split=split,
         direction="lower is better" if is_one_of(metric, (*RATIO, *LOWER)) else "",
-        title=f"{metric} on {split} rows against heads kept; " + "; ".join(_words(s) for s in found),
+        title=f"{metric} on {split} rows against heads kept; "
+        + "; ".join(_words(s) for s in found),
     )
 
 
@@ -106,8 +116,15 @@ def _line(series: Series, number: int, x: _Scale, y: _Scale) -> CurveLine:
     places = [(x.at(kept), y.at(value)) for kept, value, _ in series.points]
     edges = [(x.at(kept), y.at(v - s), y.at(v + s)) for kept, v, s in series.points]
     points = tuple(
-        CurvePoint(px, py, (low, high) if spread else None, f"{series.method}: {_value(kept, value, spread)}")
-        for (px, py), (_, low, high), (kept, value, spread) in zip(places, edges, series.points, strict=True)
+        CurvePoint(
+            px,
+            py,
+            (low, high) if spread else None,
+            f"{series.method}: {_value(kept, value, spread)}",
+        )
+        for (px, py), (_, low, high), (kept, value, spread) in zip(
+            places, edges, series.points, strict=True
+        )
     )
     outline = [(px, high) for px, _, high in edges] + [(px, low) for px, low, _ in reversed(edges)]
     return CurveLine(

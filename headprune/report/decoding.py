@@ -1,4 +1,5 @@
-"""The generation table: tokens a second in prompt and decoding, and the cache's bytes, before and after the cut."""
+"""The generation table: tokens a second in prompt and decoding, and the cache's bytes, before and
+after the cut."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class DecodingLine:
 
 
 def decoding_lines(record: RunRecord) -> tuple[DecodingLine, ...]:
-    """The rows that ``bench.compare_decoding`` left in a record's metrics; none where something else has that name."""
+    """The rows that ``bench.compare_decoding`` left in a record's metrics; none where something
+    else has that name."""
     rows = record.metrics.get("decoding", ())
     try:
         return tuple(_line(row) for row in rows)

@@ -1,4 +1,5 @@
-"""Geometry of the inline SVG figures, in percent of their width; the templates draw it, and escape."""
+"""Geometry of the inline SVG figures, in percent of their width; the templates draw it, and
+escape."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class _Axis:
 
 
 def bars(group: QualityGroup) -> BarChart | None:
-    """The bar chart of one accuracy table: change from the original model, or plain values where there is none."""
+    """The bar chart of one accuracy table: change from the original model, or plain values where
+    there is none."""
     rows = [r for r in group.rows if r.amount is not None and math.isfinite(r.amount)]
     if len(rows) < 2:
         return None
@@ -91,7 +93,8 @@ def intervals(rows: Sequence[SpeedRow]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class AgreementDot:
-    """One measure of one pair of scores: in words, and on an axis from the measure's lowest value to 1."""
+    """One measure of one pair of scores: in words, and on an axis from the measure's lowest value
+    to 1."""
 
     words: str
     middle: float | None
@@ -102,8 +105,12 @@ class AgreementDot:
 
 def agreement_dots(found: Agreement) -> list[tuple[str, list[AgreementDot]]]:
     """For every pair of scores, its dots in the order of ``MEASURES``; all on one axis."""
-    pairs = [(found.label(pair), [getattr(pair, name) for name in MEASURES]) for pair in found.pairs]
-    axis = _Axis.over([v for _, row in pairs for m in row for v in (m.value, m.low or 0.0)] + [1.0], 0.0)
+    pairs = [
+        (found.label(pair), [getattr(pair, name) for name in MEASURES]) for pair in found.pairs
+    ]
+    axis = _Axis.over(
+        [v for _, row in pairs for m in row for v in (m.value, m.low or 0.0)] + [1.0], 0.0
+    )
     return [(label, [_dot(measure, axis) for measure in row]) for label, row in pairs]
 
 

@@ -42,7 +42,9 @@ def significant(value: float, digits: int = 4) -> str:
     """
     if not math.isfinite(value):
         return fixed(value, 0)
-    mantissa, _, exponent = f"{value:.{digits}g}".replace("-", "−", 1 if value < 0 else 0).partition("e")
+    mantissa, _, exponent = f"{value:.{digits}g}".replace(
+        "-", "−", 1 if value < 0 else 0
+    ).partition("e")
     return f"{mantissa}×{power(int(exponent))}" if exponent else mantissa
 
 

@@ -20,7 +20,11 @@ N_STEPS = 9
 
 State = Literal["kept", "removed", "gone"]
 _KINDS = {"self": "Self-attention", "causal": "Causal self-attention", "cross": "Cross-attention"}
-_TOWERS = {"self": "Encoder: self-attention", "causal": "Decoder: causal self-attention", "cross": "Cross-attention"}
+_TOWERS = {
+    "self": "Encoder: self-attention",
+    "causal": "Decoder: causal self-attention",
+    "cross": "Cross-attention",
+}
 _WORD = {"kept": "kept", "removed": "removed", "gone": "removed before this run"}
 
 
@@ -61,8 +65,8 @@ class HeatRow:
 
 @dataclass(frozen=True)
 class HeatGroup:
-    """The sites of one kind of attention; ``title`` is empty where the model has one kind alone, ``pattern`` is what
-    the names of its sites share."""
+    """The sites of one kind of attention; ``title`` is empty where the model has one kind alone,
+    ``pattern`` is what the names of its sites share."""
 
     title: str
     pattern: str
@@ -91,7 +95,8 @@ class HeatMap:
         return tuple(row for group in self.groups for row in group.rows)
 
     def label_width(self, most: float) -> float:
-        """Width of the row labels in rem, ``most`` at most; longer labels are broken at their dots."""
+        """Width of the row labels in rem, ``most`` at most; longer labels are broken at their
+        dots."""
         longest = max((len(row.label) for row in self.rows), default=0)
         return round(min(max(0.5 * longest + 0.8, 1.6), most), 2)
 
@@ -135,8 +140,11 @@ def short_names(names: Sequence[str]) -> tuple[str, list[str]]:
     return ".".join([*parts[0][:head], "*", *parts[0][len(parts[0]) - tail :]]), left
 
 
-def _blocks(site: AttentionSite | None, n_heads: int, kept: set[int] | None) -> list[tuple[int, ...]]:
-    """Which heads are drawn as one cell: neighbours that are one unit and have one fate, else single heads."""
+def _blocks(
+    site: AttentionSite | None, n_heads: int, kept: set[int] | None
+) -> list[tuple[int, ...]]:
+    """Which heads are drawn as one cell: neighbours that are one unit and have one fate, else
+    single heads."""
     if site is None or site.policy != "group" or site.bundles is not None:
         return [(h,) for h in range(n_heads)]
     present = set(site.heads)
@@ -171,7 +179,9 @@ def heat_map(
     values = [u.value for u in scores.units()] if scores else []
     scale = _Scale.fit(values)
     exponent = _exponent(values)
-    ranks = {(u.site, u.unit): i + 1 for i, u in enumerate(reversed(scores.ranked()))} if scores else {}
+    ranks = (
+        {(u.site, u.unit): i + 1 for i, u in enumerate(reversed(scores.ranked()))} if scores else {}
+    )
 
     def cell(name: str, block: tuple[int, ...], kept: set[int] | None) -> HeatCell:
         site, unit = sites[name], units.get(HeadId(name, block[0]))
@@ -208,18 +218,22 @@ def heat_map(
         groups=tuple(groups),
         n_columns=max(widths.values(), default=0),
         unit="" if exponent == 0 else f"× {power(exponent)}",
-        low=("≤ " if scale.logarithmic and min(values) < scale.low else "") + significant(scale.low, 3),
+        low=("≤ " if scale.logarithmic and min(values) < scale.low else "")
+        + significant(scale.low, 3),
         high=significant(scale.high, 3),
         logarithmic=scale.logarithmic,
         scored=bool(values),
         planned=plan is not None,
         grouped=any(s is not None and s.group_size > 1 for s in sites.values()),
-        any_gone=any(c.state == "gone" for group in groups for row in group.rows for c in row.cells),
+        any_gone=any(
+            c.state == "gone" for group in groups for row in group.rows for c in row.cells
+        ),
     )
 
 
 def by_kind(sites: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    """Names of sites by kind of attention, each kind with a title; one untitled group where there is one kind.
+    """Names of sites by kind of attention, each kind with a title; one untitled group where there
+    is one kind.
 
     Args:
         sites: The kind of every site, by its name; empty where it is not known.
@@ -234,7 +248,8 @@ def by_kind(sites: Mapping[str, str]) -> list[tuple[str, list[str]]]:
 
 
 def _exponent(values: Sequence[float]) -> int:
-    """The power of ten that brings the largest score to 1..999, a multiple of three; 0 where none is needed."""
+    """The power of ten that brings the largest score to 1..999, a multiple of three; 0 where none
+    is needed."""
     largest = max((abs(v) for v in values), default=0.0)
     if largest == 0 or 0.1 <= largest < 1000:
         return 0
@@ -250,11 +265,22 @@ def _heads_text(site: str, block: tuple[int, ...]) -> str:
 def _habits(site: str, block: tuple[int, ...], pictures: AttentionPictures | None) -> list[str]:
     """What the heads of a cell mostly attend to; of several it is said whose habit it is."""
     found = {h: pictures.pattern(HeadId(site, h)) for h in block} if pictures else {}
-    return [f"{f'head {h} ' if len(block) > 1 else ''}mostly {pattern}" for h, pattern in found.items() if pattern]
+    return [
+        f"{f'head {h} ' if len(block) > 1 else ''}mostly {pattern}"
+        for h, pattern in found.items()
+        if pattern
+    ]
 
 
 def _score_words(unit: ScoredUnit | None, ranks: dict[tuple[int, int], int]) -> list[str]:
     if unit is None:
         return []
-    error = "" if unit.standard_error is None else f" ± {significant(unit.standard_error, 2)} (standard error)"
-    return [f"score {significant(unit.value)}{error}", f"rank {ranks[unit.site, unit.unit]} of {len(ranks)}"]
+    error = (
+        ""
+        if unit.standard_error is None
+        else f" ± {significant(unit.standard_error, 2)} (standard error)"
+    )
+    return [
+        f"score {significant(unit.value)}{error}",
+        f"rank {ranks[unit.site, unit.unit]} of {len(ranks)}",
+    ]

@@ -1,4 +1,5 @@
-"""The HTML report: one file that loads nothing and opens offline; the one script that it runs is known by its hash."""
+"""The HTML report: one file that loads nothing and opens offline; the one script that it runs is
+known by its hash."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: clean(value) if type(value) is str else value,
     )
-    script = "\n" + (files("headprune.report") / "templates" / "report.js").read_text(encoding="utf-8")
+    script = "\n" + (files("headprune.report") / "templates" / "report.js").read_text(
+        encoding="utf-8"
+    )
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page_script = Markup(script)  # a file of this package  # nosec B704
     environment.globals.update(script=page_script, script_hash=allowed, measures=list(MEASURES))
@@ -51,16 +54,18 @@ def _agreement(found: Agreement | None) -> Any:
 def render_html(record: RunRecord, beside: Beside = NOTHING) -> str:
     """The report as one HTML page.
 
-    All data is escaped, and a content security policy forbids every load and every script but the page's own, which
-    only sorts, switches and draws: without it the page says the same, pictures of attention left out. Missing parts
-    of the record are left out and named at the end; a failed or interrupted run shows its stage, its error and
-    whatever it had measured.
+    All data is escaped, and a content security policy forbids every load and every script but the
+    page's own, which only sorts, switches and draws: without it the page says the same, pictures of
+    attention left out. Missing parts of the record are left out and named at the end; a failed or
+    interrupted run shows its stage, its error and whatever it had measured.
 
     Args:
         record: The record.
         beside: What else is shown.
 
-    >>> record = RunRecord("demo", "failed", "score", "2026-01-01T00:00:00Z", error="no <script> in data")
+    >>> record = RunRecord(
+    ...     "demo", "failed", "score", "2026-01-01T00:00:00Z", error="no <script> in data"
+    ... )
     >>> page = render_html(record)
     >>> "no &lt;script&gt; in data" in page, page.count("<script")
     (True, 1)
@@ -69,7 +74,10 @@ def render_html(record: RunRecord, beside: Beside = NOTHING) -> str:
     seen = view(record, beside)
     charts = [bars(group) for group in seen.quality]
     return template.render(
-        view=seen, charts=charts, intervals=intervals(record.speed), agreement=_agreement(seen.agreement)
+        view=seen,
+        charts=charts,
+        intervals=intervals(record.speed),
+        agreement=_agreement(seen.agreement),
     )
 
 
@@ -85,11 +93,14 @@ def render_comparison_html(compared: Sequence[Compared], agreement: Agreement | 
     """
     template = _environment().get_template("comparison.html.j2")
     seen = comparison_view(compared, agreement)
-    return template.render(view=seen, size={"width": WIDTH, "height": HEIGHT}, agreement=_agreement(agreement))
+    return template.render(
+        view=seen, size={"width": WIDTH, "height": HEIGHT}, agreement=_agreement(agreement)
+    )
 
 
 def render_sweep_html(table: SweepTable, folder: str | Path = ".") -> str:
-    """A sweep as one page: its trade-off on validation and on test rows, and the settings to look at.
+    """A sweep as one page: its trade-off on validation and on test rows, and the settings to look
+    at.
 
     Args:
         table: The sweep's table.
@@ -99,4 +110,6 @@ def render_sweep_html(table: SweepTable, folder: str | Path = ".") -> str:
     drawn = (curve(points_of_sweep(table, split), split) for split in ("validation", "test"))
     curves = [found for found in drawn if found is not None]
     size = {"width": WIDTH, "height": HEIGHT}
-    return template.render(view=sweep_view(table), curves_drawn=curves, size=size, folder=shlex.quote(str(folder)))
+    return template.render(
+        view=sweep_view(table), curves_drawn=curves, size=size, folder=shlex.quote(str(folder))
+    )

@@ -1,4 +1,5 @@
-"""The table of layers: heads, parameters, multiply-adds and cache of every site's heads, before and after."""
+"""The table of layers: heads, parameters, multiply-adds and cache of every site's heads, before and
+after."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from headprune.report.heatmap import by_kind, short_names
 
 @dataclass(frozen=True)
 class LayerLine:
-    """One formatted row: a site, or the sum of all; pairs are before and after, ``share`` the percent that stays."""
+    """One formatted row: a site, or the sum of all; pairs are before and after, ``share`` the
+    percent that stays."""
 
     label: str
     kind: str
@@ -45,9 +47,11 @@ class _Side:
 
 
 def layer_table(record: RunRecord) -> LayerTable | None:
-    """What the heads of every layer cost before and after the plan; None without a plan or without costs.
+    """What the heads of every layer cost before and after the plan; None without a plan or without
+    costs.
 
-    A head's cost is what leaves the model with it, as the scores counted it; what heads share is in no row.
+    A head's cost is what leaves the model with it, as the scores counted it; what heads share is in
+    no row.
     """
     scores, plan = record.scores, record.plan
     if scores is None or plan is None or scores.costs is None:
@@ -57,11 +61,16 @@ def layer_table(record: RunRecord) -> LayerTable | None:
     for site, units in zip(scores.sites, costs, strict=True):
         kept = set(plan.mask.kept(site.name)) if site.name in plan.mask.sites else set(site.heads)
         stays = [cost for heads, cost in zip(site.units, units, strict=True) if set(heads) <= kept]
-        sides[site.name] = _Side(len(site.heads), len(kept & set(site.heads)), Cost.sum(units), Cost.sum(stays))
+        sides[site.name] = _Side(
+            len(site.heads), len(kept & set(site.heads)), Cost.sum(units), Cost.sum(stays)
+        )
     lines = []
     for kind, names in by_kind({site.name: site.kind for site in scores.sites}):
         labels = short_names(names)[1]
-        lines += [_line(label, kind, sides[name], length) for name, label in zip(names, labels, strict=True)]
+        lines += [
+            _line(label, kind, sides[name], length)
+            for name, label in zip(names, labels, strict=True)
+        ]
     every = list(sides.values())
     whole = _Side(
         sum(side.heads for side in every),

@@ -27,12 +27,14 @@ def block(text: str) -> str:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(  # Markdown has its own escapes: every value passes through `md` or `block`
-        loader=PackageLoader("headprune.report"),
-        autoescape=False,  # no HTML is made here  # nosec B701
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    environment = (
+        Environment(  # Markdown has its own escapes: every value passes through `md` or `block`
+            loader=PackageLoader("headprune.report"),
+            autoescape=False,  # no HTML is made here  # nosec B701
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
     )
     environment.filters.update(md=escape, block=block)
     return environment
@@ -41,13 +43,19 @@ def _environment() -> Environment:
 def render_markdown(record: RunRecord, beside: Beside = NOTHING) -> str:
     """The report as GitHub-flavoured Markdown.
 
-    >>> print(render_markdown(RunRecord("demo", "running", "score", "2026-01-01T00:00:00Z")).splitlines()[0])
+    >>> print(
+    ...     render_markdown(
+    ...         RunRecord("demo", "running", "score", "2026-01-01T00:00:00Z")
+    ...     ).splitlines()[0]
+    ... )
     # demo: running
     """
     return _rendered("report.md.j2", view=view(record, beside))
 
 
-def render_comparison_markdown(compared: Sequence[Compared], agreement: Agreement | None = None) -> str:
+def render_comparison_markdown(
+    compared: Sequence[Compared], agreement: Agreement | None = None
+) -> str:
     """Several records as GitHub-flavoured Markdown, a column each.
 
     Raises:

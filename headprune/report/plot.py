@@ -1,13 +1,13 @@
 """Pictures for notebooks and papers: matplotlib axes in and out, without titles of our own.
 
-    hp.plot.head_map(scores, plan)              # heads of every layer, by importance; cut heads are hatched
-    hp.plot.attention(maps, example=2)          # what every head attends to in one example
+    hp.plot.head_map(scores, plan)              # heads of every layer, by importance; cut heads are
+    hatched hp.plot.attention(maps, example=2)          # what every head attends to in one example
     hp.plot.attention(maps, hp.HeadId(site, 3)) # one head, with the tokens beside it
     hp.plot.tradeoff(records)                   # quality against heads kept, of runs or of a sweep
     hp.plot.agreement(hp.agreement(a, b))       # how alike scores order the heads
 
-Every function draws on the axes that it is given; without any it opens a figure with pyplot, as matplotlib's own calls
-do. ``picture.figure.savefig("heads.pdf")`` writes it.
+Every function draws on the axes that it is given; without any it opens a figure with pyplot, as
+matplotlib's own calls do. ``picture.figure.savefig("heads.pdf")`` writes it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,14 @@ _DARK, _LIGHT = "#08306b", "#2171b5"
 
 
 def head_map(
-    scores: HeadScores | None = None, plan: PruningPlan | None = None, *, ax: Axes | None = None, values: bool = False
+    scores: HeadScores | None = None,
+    plan: PruningPlan | None = None,
+    *,
+    ax: Axes | None = None,
+    values: bool = False,
 ) -> Axes:
-    """Layers by heads: colour is importance, hatching what the plan takes out, empty what was gone before.
+    """Layers by heads: colour is importance, hatching what the plan takes out, empty what was gone
+    before.
 
     Args:
         scores: Importance; None shows the plan alone.
@@ -67,10 +72,15 @@ def head_map(
         by_site = _by_head(scores)
         rows = [(site.name, site.n_query_heads, by_site[site.name]) for site in scores.sites]
         if kept is not None and (strange := [name for name, _, _ in rows if name not in kept]):
-            raise InvalidValue("head_map(plan=)", "a plan for the sites of the scores", f"none for {strange[0]}")
+            raise InvalidValue(
+                "head_map(plan=)", "a plan for the sites of the scores", f"none for {strange[0]}"
+            )
     else:
         assert plan is not None
-        rows = [(row.site, row.n_heads, dict.fromkeys(range(row.n_heads), (math.nan, None))) for row in plan.mask.rows]
+        rows = [
+            (row.site, row.n_heads, dict.fromkeys(range(row.n_heads), (math.nan, None)))
+            for row in plan.mask.rows
+        ]
     grid = np.full((len(rows), max(n for _, n, _ in rows)), np.nan)
     for y, (_, _, found) in enumerate(rows):
         for x, (value, _) in found.items():
@@ -84,16 +94,30 @@ def head_map(
             if kept is not None and x not in kept[name]:
                 ax.add_patch(_hatched(Rectangle, x, y))
             elif scores is None:
-                ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="#9ecae1", edgecolor="white"))
+                ax.add_patch(
+                    Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="#9ecae1", edgecolor="white")
+                )
             if values and not math.isnan(value):
-                text = significant(value, 2) + ("" if error is None else f"\n±{significant(error, 1)}")
-                ax.text(x, y, text, ha="center", va="center", fontsize=6, color="white" if value > dark else "black")
+                text = significant(value, 2) + (
+                    "" if error is None else f"\n±{significant(error, 1)}"
+                )
+                ax.text(
+                    x,
+                    y,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    color="white" if value > dark else "black",
+                )
     ax.set_xticks(range(grid.shape[1]))
     ax.set_yticks(range(grid.shape[0]), [plain(name) for name, _, _ in rows])
     ax.tick_params(length=0, labelsize=8)
     ax.set_xlabel("head")
     if scores is not None:
-        bar = ax.figure.colorbar(picture, ax=ax, label=plain(scores.scorer), fraction=0.046, pad=0.02)
+        bar = ax.figure.colorbar(
+            picture, ax=ax, label=plain(scores.scorer), fraction=0.046, pad=0.02
+        )
         _no_tex(bar.ax)
     _no_tex(ax)
     return ax
@@ -109,15 +133,17 @@ def attention(
     ax: Axes | None = None,
     axes: Any = None,
 ) -> Any:
-    """What heads attend to in one example: rows are queries, columns are keys, darker is more weight.
+    """What heads attend to in one example: rows are queries, columns are keys, darker is more
+    weight.
 
     Args:
         maps: What ``hp.attention_maps`` returned.
-        head: One head, large, with tokens beside it; a site's name, all of its heads; None, every head, small.
+        head: One head, large, with tokens beside it; a site's name, all of its heads; None, every
+            head, small.
         plan: Of several heads, those that it removes get a dashed frame and a cross.
         example: Its number in the batch.
-        query: Of maps that know the image's patches, the query whose weights are laid out as the image; None takes
-            the first. Text ignores it.
+        query: Of maps that know the image's patches, the query whose weights are laid out as the
+            image; None takes the first. Text ignores it.
         ax: Where to draw one head.
         axes: An array of axes for several, one row a site.
 
@@ -161,9 +187,13 @@ def attention(
 
 
 def tradeoff(
-    records: RunRecord | Iterable[RunRecord] | SweepTable, *, split: str = "test", ax: Axes | None = None
+    records: RunRecord | Iterable[RunRecord] | SweepTable,
+    *,
+    split: str = "test",
+    ax: Axes | None = None,
 ) -> Axes:
-    """Quality against heads kept, of several runs or of a sweep: a line a method, a grey band for chance.
+    """Quality against heads kept, of several runs or of a sweep: a line a method, a grey band for
+    chance.
 
     Args:
         records: Runs of one model and metric, each with its budget; or the table of a sweep.
@@ -171,7 +201,8 @@ def tradeoff(
         ax: Where to draw.
 
     Raises:
-        InvalidValue: nothing measured on those rows, several metrics, or runs of several tasks, models or data.
+        InvalidValue: nothing measured on those rows, several metrics, or runs of several tasks,
+            models or data.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -188,26 +219,34 @@ def tradeoff(
     if len(groups) > 1:
         got = "; ".join(", ".join(group.names) for group in groups)
         hint = "Draw them one by one, on axes of their own: ax=."
-        raise InvalidValue("plot.tradeoff(records)", "of one task, model and data", f"several: {got}", hint)
+        raise InvalidValue(
+            "plot.tradeoff(records)", "of one task, model and data", f"several: {got}", hint
+        )
     ax = ax or _axes(5.2, 3.6)
     for series in series_of(points):
         kept, means, spreads = zip(*series.points, strict=True)
         if series.role == "base":
             ax.axhline(means[-1], color="0.4", linestyle="--", linewidth=1, label="all heads")
         elif series.role == "random":
-            low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
+            low, high = (
+                [m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1)
+            )
             ax.fill_between(kept, low, high, color="0.85", linewidth=0)
             ax.plot(kept, means, color="0.6", linestyle=":", marker=".", label=plain(series.method))
         else:
             name = plain(series.method)
-            ax.errorbar(kept, means, spreads, marker="o", markersize=4, capsize=2, linewidth=1.2, label=name)
+            ax.errorbar(
+                kept, means, spreads, marker="o", markersize=4, capsize=2, linewidth=1.2, label=name
+            )
     metric = metrics.pop()
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("heads kept")
     lower = is_one_of(metric, (*RATIO, *LOWER))
     ax.set_ylabel(f"{plain(metric)} on {split} rows" + (", lower is better" if lower else ""))
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8, loc="upper right" if lower else "lower right")  # where many heads seldom end; no search
+    ax.legend(
+        fontsize=8, loc="upper right" if lower else "lower right"
+    )  # where many heads seldom end; no search
     _no_tex(ax)
     return ax
 
@@ -229,7 +268,11 @@ def agreement(found: Agreement, *, axes: Any = None) -> Any:
         left = 0.0  # agreement worse than chance widens the axis
         for y, pair in enumerate(found.pairs):
             measure = getattr(pair, name)
-            left = min(left, *(v for v in (measure.value, measure.low) if v is not None and not math.isnan(v)), 0.0)
+            left = min(
+                left,
+                *(v for v in (measure.value, measure.low) if v is not None and not math.isnan(v)),
+                0.0,
+            )
             if measure.low is not None and measure.high is not None:
                 panel.plot([measure.low, measure.high], [y, y], color=_LIGHT, linewidth=2)
             if not math.isnan(measure.value):
@@ -243,7 +286,8 @@ def agreement(found: Agreement, *, axes: Any = None) -> Any:
     return axes
 
 
-# ---------------------------------------------------------------------------------------------- parts
+# ----------------------------------------------------------------------------------------------
+# parts
 
 
 def _axes(width: float, height: float) -> Axes:
@@ -251,18 +295,24 @@ def _axes(width: float, height: float) -> Axes:
     return axes
 
 
-def _panels(rows: int, columns: int, size: tuple[float, float] | None = None, sharey: bool = False) -> Any:
+def _panels(
+    rows: int, columns: int, size: tuple[float, float] | None = None, sharey: bool = False
+) -> Any:
     """Fresh axes ``[rows, columns]``; ``size`` is that of one panel, in inches."""
     import matplotlib.pyplot as plt
 
     width, height = size or (0.8, 0.85)
     asked = {"squeeze": False, "layout": "constrained", "sharey": sharey}
-    return plt.subplots(rows, columns, figsize=(width * columns + (0 if size else 1.5), height * rows), **asked)[1]
+    return plt.subplots(
+        rows, columns, figsize=(width * columns + (0 if size else 1.5), height * rows), **asked
+    )[1]
 
 
 def _by_head(scores: HeadScores) -> dict[str, dict[int, tuple[float, float | None]]]:
     """Score and standard error of every head of every site."""
-    found: dict[str, dict[int, tuple[float, float | None]]] = {site.name: {} for site in scores.sites}
+    found: dict[str, dict[int, tuple[float, float | None]]] = {
+        site.name: {} for site in scores.sites
+    }
     for unit in scores.units():
         found[unit.name].update(dict.fromkeys(unit.heads, (unit.value, unit.standard_error)))
     return found
@@ -279,10 +329,20 @@ def _threshold(grid: NDArray[np.float64]) -> float:
 
 
 def _hatched(rectangle: Any, x: int, y: int) -> Any:
-    return rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=(1, 1, 1, 0.55), edgecolor="0.55", hatch="////", linewidth=0)
+    return rectangle(
+        (x - 0.5, y - 0.5),
+        1,
+        1,
+        facecolor=(1, 1, 1, 0.55),
+        edgecolor="0.55",
+        hatch="////",
+        linewidth=0,
+    )
 
 
-def _grid(maps: AttentionMaps, head: HeadId, example: int, query: int | None) -> NDArray[np.float32]:
+def _grid(
+    maps: AttentionMaps, head: HeadId, example: int, query: int | None
+) -> NDArray[np.float32]:
     """What is drawn of a head: its map; of an image, one query's weights over the patches."""
     shown = maps.shown(head, example)
     if maps.image is None:
@@ -295,18 +355,22 @@ def _grid(maps: AttentionMaps, head: HeadId, example: int, query: int | None) ->
 
 
 def _map(ax: Axes, grid: NDArray[np.float32]) -> None:
-    ax.imshow(grid, cmap=_COLOURS, vmin=0.0, vmax=max(float(grid.max()), 1e-12), interpolation="nearest")
+    ax.imshow(
+        grid, cmap=_COLOURS, vmin=0.0, vmax=max(float(grid.max()), 1e-12), interpolation="nearest"
+    )
     ax.set_xticks([])
     ax.set_yticks([])
 
 
 def plain(text: str) -> str:
-    """Text that matplotlib draws letter by letter: ``$`` begins a formula, control characters have no picture."""
+    """Text that matplotlib draws letter by letter: ``$`` begins a formula, control characters have
+    no picture."""
     return "".join(c for c in text if c.isprintable()).replace("$", r"\$")
 
 
 def _no_tex(ax: Axes) -> None:
-    """Labels without LaTeX, whatever ``text.usetex`` says: names out of files would be commands to it."""
+    """Labels without LaTeX, whatever ``text.usetex`` says: names out of files would be commands to
+    it."""
     from matplotlib.text import Text
 
     for part in filter(None, (ax.xaxis, ax.yaxis, ax.get_legend())):

@@ -29,7 +29,10 @@ def provenance(record: RunRecord) -> tuple[tuple[str, Pairs], ...]:
 
 
 def _timings(timings: Mapping[str, Any]) -> Pairs:
-    return [(k, duration(float(v)) if isinstance(v, (int, float)) else str(v)) for k, v in timings.items()]
+    return [
+        (k, duration(float(v)) if isinstance(v, (int, float)) else str(v))
+        for k, v in timings.items()
+    ]
 
 
 def _methods(record: RunRecord) -> Pairs:

@@ -1,4 +1,5 @@
-"""The accuracy table: rows beside the original model, in points or as a ratio, and what they say in words."""
+"""The accuracy table: rows beside the original model, in points or as a ratio, and what they say in
+words."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def _role(row: QualityRow, scorer: str | None) -> Role:
     if first == "base":
         return "base"
     if row.trained or first == "recovered":
-        return "recovered" if first == "recovered" or row.name.startswith(scorer or "\0") else "other"
+        return (
+            "recovered" if first == "recovered" or row.name.startswith(scorer or "\0") else "other"
+        )
     if scorer is not None and row.name == scorer:
         return "chosen"
     return "random" if first == "random" else "magnitude" if first == "magnitude" else "other"
@@ -74,8 +77,14 @@ def quality_groups(record: RunRecord) -> tuple[QualityGroup, ...]:
     groups: dict[tuple[str, str], list[QualityRow]] = {}
     for row in record.quality:
         groups.setdefault((row.metric, row.split), []).append(row)
-    scorer = record.plan.scorer if record.plan and record.plan.scorer else record.scores and record.scores.scorer
-    return tuple(_group(metric, split, rows, scorer or None) for (metric, split), rows in groups.items())
+    scorer = (
+        record.plan.scorer
+        if record.plan and record.plan.scorer
+        else record.scores and record.scores.scorer
+    )
+    return tuple(
+        _group(metric, split, rows, scorer or None) for (metric, split), rows in groups.items()
+    )
 
 
 def _group(metric: str, split: str, rows: Sequence[QualityRow], scorer: str | None) -> QualityGroup:
@@ -143,7 +152,9 @@ def _line(row: QualityRow, role: Role, base: QualityRow | None) -> QualityLine:
         tone="base" if row is base else _tone(row.metric, amount, base),
         loss=fixed(row.loss, 4),
         amount=amount,
-        spread_amount=None if row.spread is None or not math.isfinite(scale) else row.spread * scale,
+        spread_amount=(
+            None if row.spread is None or not math.isfinite(scale) else row.spread * scale
+        ),
     )
 
 
@@ -156,7 +167,9 @@ def _tone(metric: str, amount: float | None, base: QualityRow | None) -> str:
     return "good" if (amount > 0) == higher else "bad"
 
 
-def _remarks(metric: str, rows: Sequence[QualityRow], roles: dict[int, Role], base: QualityRow | None) -> list[str]:
+def _remarks(
+    metric: str, rows: Sequence[QualityRow], roles: dict[int, Role], base: QualityRow | None
+) -> list[str]:
     chosen = next((r for r in rows if roles[id(r)] == "chosen"), None)
     drawn = next((r for r in rows if roles[id(r)] == "random"), None)
     remarks = []
@@ -165,26 +178,39 @@ def _remarks(metric: str, rows: Sequence[QualityRow], roles: dict[int, Role], ba
     budgets = {r.kept_heads for r in rows if r is not base}
     if len(budgets) > 1:
         kept = ", ".join(f"{b:,}" for b in sorted(budgets))
-        remarks.append(f"The rows do not all keep the same number of heads ({kept}); compare with care.")
-    if metric.lower() == "accuracy" and base is not None and base.n_examples > 0 and 0 <= base.value <= 1:
+        remarks.append(
+            f"The rows do not all keep the same number of heads ({kept}); compare with care."
+        )
+    if (
+        metric.lower() == "accuracy"
+        and base is not None
+        and base.n_examples > 0
+        and 0 <= base.value <= 1
+    ):
         margin = 196 * math.sqrt(base.value * (1 - base.value) / base.n_examples)
         remarks.append(
-            f"With {base.n_examples:,} examples one example is {fixed(100 / base.n_examples, 2)} points, and the "
-            f"original model's own accuracy is known to about ± {fixed(margin, 1)} points (95 %)."
+            f"With {base.n_examples:,} examples one example is {fixed(100 / base.n_examples, 2)}"
+            f" points, and the original model's own accuracy is known to about ± {fixed(margin, 1)}"
+            " points (95 %)."
         )
     return remarks
 
 
 def _against_random(metric: str, chosen: QualityRow, drawn: QualityRow) -> str:
     if chosen.kept_heads != drawn.kept_heads:
-        return f"{chosen.name} and random removal keep different numbers of heads; they are not compared."
+        return (
+            f"{chosen.name} and random removal keep different numbers of heads; they are not"
+            " compared."
+        )
     gain = chosen.value - drawn.value if _is(metric, _POINTS) else drawn.value - chosen.value
     scale, unit = (100, "points of " + metric) if _is(metric, _POINTS) else (1, metric)
     amount = f"{fixed(abs(gain) * scale, 2 if scale == 100 else 4)} {unit}"
     if drawn.spread is not None and abs(gain) <= drawn.spread:
         return (
-            f"{chosen.name} is no better and no worse than removing as many heads at random: they differ by {amount}, "
-            f"within one standard deviation of the {drawn.draws} draws."
+            f"{chosen.name} is no better and no worse than removing as many heads at random: they"
+            f" differ by {amount}, within one standard deviation of the {drawn.draws} draws."
         )
     word = "better" if gain > 0 else "worse"
-    return f"Before recovery, {chosen.name} is {amount} {word} than removing as many heads at random."
+    return (
+        f"Before recovery, {chosen.name} is {amount} {word} than removing as many heads at random."
+    )

@@ -1,4 +1,5 @@
-"""Speed in words and as a grid: a ratio and its interval a row, and batch by length with the line of break-even."""
+"""Speed in words and as a grid: a ratio and its interval a row, and batch by length with the line
+of break-even."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class SpeedCell:
         ratio: In words; empty where nothing was measured.
         tone: good, bad or plain, as in the table.
         title: Everything in words.
-        edges: Sides (``right``, ``bottom``) beyond which the verdict changes between faster and not faster.
+        edges: Sides (``right``, ``bottom``) beyond which the verdict changes between faster and not
+            faster.
     """
 
     ratio: str
@@ -94,12 +96,21 @@ def speed_grid(rows: Sequence[SpeedRow]) -> SpeedGrid | None:
         line = speed_line(found[at])
         beyond = {"right": (batches[y], lengths[x + 1]) if x + 1 < len(lengths) else None}
         beyond["bottom"] = (batches[y + 1], lengths[x]) if y + 1 < len(batches) else None
-        edges = [side for side, to in beyond.items() if to in tones and _faster(tones[at]) != _faster(tones[to])]
-        title = f"batch {line.batch} × {line.length} tokens: {line.verdict}, 95 % interval {line.interval}"
+        edges = [
+            side
+            for side, to in beyond.items()
+            if to in tones and _faster(tones[at]) != _faster(tones[to])
+        ]
+        title = (
+            f"batch {line.batch} × {line.length} tokens: {line.verdict}, 95 % interval"
+            f" {line.interval}"
+        )
         return SpeedCell(line.ratio, line.tone, title, tuple(edges))
 
     cells = tuple(tuple(cell(y, x) for x in range(len(lengths))) for y in range(len(batches)))
-    return SpeedGrid(tuple(f"{b:,}" for b in batches), tuple(f"{n:,}" for n in lengths), cells, _words(tones))
+    return SpeedGrid(
+        tuple(f"{b:,}" for b in batches), tuple(f"{n:,}" for n in lengths), cells, _words(tones)
+    )
 
 
 def _faster(tone: str) -> bool:
@@ -110,10 +121,16 @@ def _words(tones: dict[tuple[int, int], str]) -> str:
     """Where break-even is, in words."""
     faster = sum(map(_faster, tones.values()))
     if faster == len(tones):
-        return "The pruned model is faster everywhere that was measured; break-even lies outside of the grid."
+        return (
+            "The pruned model is faster everywhere that was measured; break-even lies outside of"
+            " the grid."
+        )
     if not faster:
-        return "The pruned model is surely faster nowhere that was measured; break-even lies outside of the grid."
+        return (
+            "The pruned model is surely faster nowhere that was measured; break-even lies outside"
+            " of the grid."
+        )
     return (
-        f"The pruned model is surely faster in {faster} of {len(tones)} places; the thick line is break-even, between "
-        "these and the others."
+        f"The pruned model is surely faster in {faster} of {len(tones)} places; the thick line is"
+        " break-even, between these and the others."
     )

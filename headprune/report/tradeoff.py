@@ -1,4 +1,5 @@
-"""The trade-off of a sweep: a SweepTable in; the Pareto curve as a picture, and what pages say of it, out."""
+"""The trade-off of a sweep: a SweepTable in; the Pareto curve as a picture, and what pages say of
+it, out."""
 
 from __future__ import annotations
 
@@ -18,14 +19,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SPLITS = ("validation", "test")
-_LABELS = {"heads": "heads", "params": "parameters", "macs": "multiply-adds", "kv": "KV-cache bytes a token"}
+_LABELS = {
+    "heads": "heads",
+    "params": "parameters",
+    "macs": "multiply-adds",
+    "kv": "KV-cache bytes a token",
+}
 
 
 def draw_tradeoff(table: SweepTable, path: str | Path, by: str = "heads") -> Path:
-    """Draws the drop against size, validation and test rows side by side; the file's ending says the format.
+    """Draws the drop against size, validation and test rows side by side; the file's ending says
+    the format.
 
-    One line a method, its mean over calibration draws with bars of one standard deviation; ``random`` is a band. The
-    ringed points are the Pareto curve of the validation rows, in both panels.
+    One line a method, its mean over calibration draws with bars of one standard deviation;
+    ``random`` is a band. The ringed points are the Pareto curve of the validation rows, in both
+    panels.
     """
     import matplotlib
     from matplotlib.figure import Figure  # never pyplot: it keeps figures and looks for a screen
@@ -42,7 +50,9 @@ def draw_tradeoff(table: SweepTable, path: str | Path, by: str = "heads") -> Pat
         figure.suptitle(f"{plain(table.name)}: {len(table.rows)} runs", fontsize=11)
         kind = path.suffix.removeprefix(".")
         with atomic_path(path) as temporary:
-            figure.savefig(temporary, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+            figure.savefig(
+                temporary, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None
+            )
     return path
 
 
@@ -64,9 +74,24 @@ def _panel(panel: Axes, table: SweepTable, front: Sequence[Setting], split: str,
             panel.plot(sizes, means, color="0.6", linestyle="--", label=plain(method))
         else:
             name = plain(method)
-            panel.errorbar(sizes, means, yerr=sds, marker="o", markersize=4, capsize=2, linewidth=1.2, label=name)
+            panel.errorbar(
+                sizes,
+                means,
+                yerr=sds,
+                marker="o",
+                markersize=4,
+                capsize=2,
+                linewidth=1.2,
+                label=name,
+            )
     places = [(s.size(by), scale * getattr(s, split).mean) for s in front]
-    ring: dict[str, Any] = {"facecolors": "none", "edgecolors": "black", "s": 90, "linewidths": 1.2, "zorder": 3}
+    ring: dict[str, Any] = {
+        "facecolors": "none",
+        "edgecolors": "black",
+        "s": 90,
+        "linewidths": 1.2,
+        "zorder": 3,
+    }
     panel.scatter(*zip(*places, strict=True), label="Pareto curve (validation)", **ring)
     panel.axhline(0, color="black", linewidth=0.6)
     panel.set_title(f"{split} rows", fontsize=10)
@@ -131,14 +156,19 @@ def sweep_view(table: SweepTable) -> SweepView:
         title=f"{table.name}: {len(table.rows)} runs of {len(table.settings())} settings",
         notes=(
             f"The uncut model: {table.metric} {values}; {counts}.",
-            "Drops are means over calibration draws, ± one standard deviation; below zero is better than the uncut "
-            "model.",
+            (
+                "Drops are means over calibration draws, ± one standard deviation; below zero is"
+                " better than the uncut model."
+            ),
             "Settings are ranked by validation rows; test rows are only reported.",
         ),
         header=("budget", "setting", *(_LABELS[s] for s in sizes), "validation drop", "test drop"),
         best=rows(table.best() if table.rows else ()),
         front=rows(table.front() if table.rows else ()),
-        failed=tuple(f"{words({k: v for k, v in f.items() if k != 'error'})}: {f['error']}" for f in table.failed),
+        failed=tuple(
+            f"{words({k: v for k, v in f.items() if k != 'error'})}: {f['error']}"
+            for f in table.failed
+        ),
     )
 
 
@@ -149,12 +179,18 @@ def _row(table: SweepTable, setting: Setting, sizes: Sequence[str]) -> SweepRow:
 
 
 def render_tradeoff(table: SweepTable) -> str:
-    """The summary as Markdown: the base, the best setting of every budget, the Pareto curve, what failed."""
+    """The summary as Markdown: the base, the best setting of every budget, the Pareto curve, what
+    failed."""
     view = sweep_view(table)
     lines = [f"# {escape(view.title)}", "", *map(escape, view.notes)]
     if table.rows:
         lines += ["", "## Best setting of every budget", "", *_rows(view, view.best)]
-        lines += ["", "## Pareto curve: heads against the validation drop", "", *_rows(view, view.front)]
+        lines += [
+            "",
+            "## Pareto curve: heads against the validation drop",
+            "",
+            *_rows(view, view.front),
+        ]
         lines += ["", "![Trade-off](tradeoff.svg)"]
     if view.failed:
         lines += ["", "## Failed", "", *(f"- {escape(failed)}" for failed in view.failed)]
@@ -164,5 +200,8 @@ def render_tradeoff(table: SweepTable) -> str:
 def _rows(view: SweepView, rows: Sequence[SweepRow]) -> list[str]:
     numbers = " ---: |" * (len(view.header) - 2)
     lines = ["| " + " | ".join([*view.header, "best plan"]) + " |", f"| --- | --- |{numbers} --- |"]
-    lines += ["| " + " | ".join([*map(escape, row.cells), f"[{row.plan[6:14]}]({row.plan})"]) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join([*map(escape, row.cells), f"[{row.plan[6:14]}]({row.plan})"]) + " |"
+        for row in rows
+    ]
     return lines

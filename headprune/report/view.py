@@ -114,7 +114,11 @@ def view(record: RunRecord, beside: Beside = NOTHING) -> View:
         proofs=proofs,
         provenance=provenance(record),
         measurements=flat({k: v for k, v in record.metrics.items() if k not in shown}),
-        recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100).strip() if recipe else "",
+        recipe=(
+            yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100).strip()
+            if recipe
+            else ""
+        ),
         command=command(record),
         python=python_lines(record),
         missing=tuple(name for name, part in parts.items() if not part),
@@ -137,7 +141,8 @@ def _removed(record: RunRecord) -> tuple[int, int] | None:
 
 
 def _plan_words(record: RunRecord) -> str:
-    """What stays and why; unlike ``PruningPlan.title`` it leaves out heads that were gone before."""
+    """What stays and why; unlike ``PruningPlan.title`` it leaves out heads that were gone
+    before."""
     plan, removed = record.plan, _removed(record)
     if plan is None or removed is None:
         return ""
@@ -153,8 +158,11 @@ def _headline_speed(record: RunRecord) -> SpeedRow | None:
 
 
 def _headline_quality(quality: Sequence[QualityGroup]) -> QualityGroup | None:
-    """The first table with the original model and something to compare, on test rows if there are any."""
-    full = [g for g in quality if len(g.rows) > 1 and g.find("base")] or [g for g in quality if g.rows]
+    """The first table with the original model and something to compare, on test rows if there are
+    any."""
+    full = [g for g in quality if len(g.rows) > 1 and g.find("base")] or [
+        g for g in quality if g.rows
+    ]
     return next((g for g in full if g.split == "test"), full[0] if full else None)
 
 
@@ -166,7 +174,10 @@ def _quality_words(group: QualityGroup) -> str:
     last = recovered or chosen
     if last:
         start = f"{base.short} → " if base else ""
-        return f"{group.metric} {start}{last.short} {'after recovery' if recovered else 'after the cut'}"
+        return (
+            f"{group.metric} {start}{last.short}"
+            f" {'after recovery' if recovered else 'after the cut'}"
+        )
     return f"{group.metric} {base.short} before the cut" if base else ""
 
 
@@ -201,20 +212,27 @@ def _size_line(row: SizeRow) -> SizeLine:
 
 def _proof_line(proof: Proof) -> ProofLine:
     passed = proof.max_difference <= proof.tolerance
-    verdict = "The pruned model equals the gated one" if passed else "The pruned model does NOT equal the gated one"
+    verdict = (
+        "The pruned model equals the gated one"
+        if passed
+        else "The pruned model does NOT equal the gated one"
+    )
     examples = f"{proof.n_examples:,} example{'' if proof.n_examples == 1 else 's'}"
     return ProofLine(
         what=proof.what,
         passed=passed,
         words=(
-            f"{verdict}: the largest difference of {proof.what} is {significant(proof.max_difference, 3)}, "
-            f"{'within' if passed else 'over'} the tolerance of {significant(proof.tolerance, 3)} "
-            f"({examples}, {proof.dtype}; the largest output is {significant(proof.scale, 3)})."
+            f"{verdict}: the largest difference of {proof.what} is"
+            f" {significant(proof.max_difference, 3)}, {'within' if passed else 'over'} the"
+            f" tolerance of {significant(proof.tolerance, 3)} ({examples}, {proof.dtype}; the"
+            f" largest output is {significant(proof.scale, 3)})."
         ),
     )
 
 
-def _facts(record: RunRecord, quality: Sequence[QualityGroup], proofs: Sequence[ProofLine]) -> list[Fact]:
+def _facts(
+    record: RunRecord, quality: Sequence[QualityGroup], proofs: Sequence[ProofLine]
+) -> list[Fact]:
     facts = []
     if removed := _removed(record):
         budget = (record.plan.wanted if record.plan else "") or "by hand"
@@ -222,13 +240,22 @@ def _facts(record: RunRecord, quality: Sequence[QualityGroup], proofs: Sequence[
     group = _headline_quality(quality)
     last = group and (group.find("recovered") or group.find("chosen"))
     if group and last:
-        unit = {"points": "points", "ratio": "the original", "difference": ""}.get(group.delta_header, "")
+        unit = {"points": "points", "ratio": "the original", "difference": ""}.get(
+            group.delta_header, ""
+        )
         change = f"{last.delta} {unit}".strip() if last.delta else last.note
         facts.append(Fact(f"{group.title}, {group.split}", last.short, change, last.tone))
     if speed := _headline_speed(record):
         line = speed_line(speed)
         note = f"{line.interval} at batch {line.batch}\u00a0×\u00a0{line.length}"
-        facts.append(Fact("Speed", line.ratio, note if line.tone != "plain" else f"not measurable: {note}", line.tone))
+        facts.append(
+            Fact(
+                "Speed",
+                line.ratio,
+                note if line.tone != "plain" else f"not measurable: {note}",
+                line.tone,
+            )
+        )
     for row in record.size:
         if "param" in row.name.lower():
             size = _size_line(row)
@@ -236,5 +263,7 @@ def _facts(record: RunRecord, quality: Sequence[QualityGroup], proofs: Sequence[
     if proofs:
         passed = all(p.passed for p in proofs)
         note = "pruned equals gated" if passed else "pruned differs from gated"
-        facts.append(Fact("Proof", "passed" if passed else "FAILED", note, "good" if passed else "bad"))
+        facts.append(
+            Fact("Proof", "passed" if passed else "FAILED", note, "good" if passed else "bad")
+        )
     return facts

@@ -1,4 +1,5 @@
-"""Puts reports into a folder: both forms of one record, of a comparison of several, or of a sweep."""
+"""Puts reports into a folder: both forms of one record, of a comparison of several, or of a
+sweep."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ COMPARISON = "comparison"
 SUMMARY = "summary.md"
 
 
-def write_report(record: RunRecord, folder: str | Path, beside: Beside = NOTHING) -> tuple[Path, Path]:
+def write_report(
+    record: RunRecord, folder: str | Path, beside: Beside = NOTHING
+) -> tuple[Path, Path]:
     """Writes ``report.html`` and ``report.md`` into ``folder`` and returns their paths.
 
     Each file is written whole or not at all; both are rendered before either is written.
@@ -48,12 +51,20 @@ def write_comparison(
     Raises:
         InvalidValue: fewer than two records, or names that are not different.
     """
-    html, markdown = render_comparison_html(compared, agreement), render_comparison_markdown(compared, agreement)
-    return _write(Path(folder) / f"{COMPARISON}.html", html, Path(folder) / f"{COMPARISON}.md", markdown)
+    html, markdown = (
+        render_comparison_html(compared, agreement),
+        render_comparison_markdown(compared, agreement),
+    )
+    return _write(
+        Path(folder) / f"{COMPARISON}.html", html, Path(folder) / f"{COMPARISON}.md", markdown
+    )
 
 
-def write_tradeoff(table: SweepTable, folder: str | Path, sweep: str | Path | None = None) -> list[Path]:
-    """Writes ``report.html``, ``summary.md``, ``tradeoff.svg`` and ``tradeoff.png`` of a sweep; returns their paths.
+def write_tradeoff(
+    table: SweepTable, folder: str | Path, sweep: str | Path | None = None
+) -> list[Path]:
+    """Writes ``report.html``, ``summary.md``, ``tradeoff.svg`` and ``tradeoff.png`` of a sweep;
+    returns their paths.
 
     Without a finished run there is nothing to draw, and only the page and the summary are written.
 
@@ -63,8 +74,17 @@ def write_tradeoff(table: SweepTable, folder: str | Path, sweep: str | Path | No
         sweep: The sweep's own folder, where that is another.
     """
     folder = Path(folder)
-    drawn = [draw_tradeoff(table, folder / f"tradeoff.{kind}") for kind in ("svg", "png")] if table.rows else []
-    pages = _write(folder / HTML_NAME, render_sweep_html(table, sweep or "."), folder / SUMMARY, render_tradeoff(table))
+    drawn = (
+        [draw_tradeoff(table, folder / f"tradeoff.{kind}") for kind in ("svg", "png")]
+        if table.rows
+        else []
+    )
+    pages = _write(
+        folder / HTML_NAME,
+        render_sweep_html(table, sweep or "."),
+        folder / SUMMARY,
+        render_tradeoff(table),
+    )
     return [*drawn, *pages]
 
 

@@ -24,9 +24,11 @@ _TASKS = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
-#: Keys of a configuration whose text PEFT searches for in names of modules, and text that is a name and no more.
+#: Keys of a configuration whose text PEFT searches for in names of modules, and text that is a name
+#: and no more.
 _SEARCHED, _NAME = re.compile("module|pattern|layer|target"), re.compile(r"[\w.-]*")
-#: Steps in one name: four `.*` with words between them, as in patterns of Unsloth; and what a list may take in all.
+#: Steps in one name: four `.*` with words between them, as in patterns of Unsloth; and what a list
+#: may take in all.
 _MOST, _MOST_LISTED = 4.0 * LONGEST**4, 4.0 * LONGEST**3
 
 
@@ -36,7 +38,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
-    """The base model of an adapter folder, in its own dtype, with the adapters added to its weights.
+    """The base model of an adapter folder, in its own dtype, with the adapters added to its
+    weights.
 
     Args:
         folder: The adapters.
@@ -44,12 +47,19 @@ def merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
         load: ``(class, path, where, **settings)``: loads the base.
 
     Raises:
-        InvalidValue: PEFT is not installed, the base cannot be had, or the adapters do not fit it or name code.
-        CheckpointError: their configuration is none, or has a pattern that takes too long to search for.
+        InvalidValue: PEFT is not installed, the base cannot be had, or the adapters do not fit it
+            or name code.
+        CheckpointError: their configuration is none, or has a pattern that takes too long to search
+            for.
     """
     if importlib.util.find_spec("peft") is None:
         hint = "Install it: pip install peft."
-        raise InvalidValue(where, "a model that the installed packages open", f"{str(folder)!r}, PEFT adapters", hint)
+        raise InvalidValue(
+            where,
+            "a model that the installed packages open",
+            f"{str(folder)!r}, PEFT adapters",
+            hint,
+        )
     import peft
     import transformers
 
@@ -57,17 +67,30 @@ def merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
     found = read_object(folder / "adapter_config.json", "a configuration of PEFT")
     _check_patterns(found, folder / "adapter_config.json")
     if found.get("megatron_config") is not None:
-        must = "adapters that need no Megatron"  # older versions of PEFT import the module that it names
+        must = (  # older versions of PEFT import the module that it names
+            "adapters that need no Megatron"
+        )
         raise InvalidValue(where, must, f"{str(folder)!r} with a megatron_config")
-    if str(found.get("peft_type")).upper() == "XLORA":  # it loads the folders that it names, wherever they are
-        raise InvalidValue(where, "adapters that can be merged", f"{str(folder)!r}, X-LoRA, a mixture of others")
+    if (
+        str(found.get("peft_type")).upper() == "XLORA"
+    ):  # it loads the folders that it names, wherever they are
+        raise InvalidValue(
+            where, "adapters that can be merged", f"{str(folder)!r}, X-LoRA, a mixture of others"
+        )
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
         named = class_named(str((config.auto_mapping or {}).get("base_model_class")))
         kind = named or getattr(transformers, _TASKS.get(str(config.task_type), "AutoModel"))
-        if not isinstance(config.base_model_name_or_path, str) or not config.base_model_name_or_path:
-            raise InvalidValue(where, "adapters that name their base model", "none in adapter_config.json")
-        if config.base_model_name_or_path.startswith("package:"):  # which packages to install is not theirs to say
+        if (
+            not isinstance(config.base_model_name_or_path, str)
+            or not config.base_model_name_or_path
+        ):
+            raise InvalidValue(
+                where, "adapters that name their base model", "none in adapter_config.json"
+            )
+        if config.base_model_name_or_path.startswith(
+            "package:"
+        ):  # which packages to install is not theirs to say
             must = "adapters whose base model is a folder or on the hub"
             raise InvalidValue(where, must, repr(config.base_model_name_or_path))
         base = load(kind, config.base_model_name_or_path, f"{where}: its base model", dtype="auto")
@@ -76,7 +99,9 @@ def merged(folder: Path, where: str, load: Callable[..., Any]) -> nn.Module:
         raise
     except Exception as error:  # what lies there breaks PEFT in any way it likes
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise InvalidValue(where, "adapters that fit their base model", f"{str(folder)!r} ({reason})") from error
+        raise InvalidValue(
+            where, "adapters that fit their base model", f"{str(folder)!r} ({reason})"
+        ) from error
     return model.eval()
 
 
@@ -90,7 +115,10 @@ def _check_patterns(config: dict[str, Any], path: Path) -> None:
             left -= 0 if _NAME.fullmatch(text) else work(text)
             if left < 0:
                 must = "names of modules, or patterns that are soon searched for"
-                hint = "Name the modules one by one, and repeat no group that repeats something itself, as (a+)+ does."
+                hint = (
+                    "Name the modules one by one, and repeat no group that repeats something"
+                    " itself, as (a+)+ does."
+                )
                 raise CheckpointError(f"{path}: {key}", must, repr(text[:200]), hint)
 
 

@@ -1,4 +1,5 @@
-"""The scorer of a run; `auto` judges its candidates by the run's own budget, selector and recoveries."""
+"""The scorer of a run; `auto` judges its candidates by the run's own budget, selector and
+recoveries."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _STAND_IN = RecoverStep(method="lstsq", settings={"feed_forward": True})
 
 @dataclass(frozen=True)
 class AutoOfRun(Auto):
-    """``auto`` where plans are those of a run, and cut models are refitted as the run will refit its own."""
+    """``auto`` where plans are those of a run, and cut models are refitted as the run will refit
+    its own."""
 
     subject: Subject | None = field(default=None, repr=False, compare=False)
 
@@ -76,17 +78,23 @@ class AutoOfRun(Auto):
         return f"up to {self.most_plans} plans, each {done} {self.folds} times"
 
     def judge_once(self, batches: list[Any]) -> None:
-        """Cuts half of the heads once, refits, and judges one fold of these batches: a sample to time.
+        """Cuts half of the heads once, refits, and judges one fold of these batches: a sample to
+        time.
 
-        The heads are random, because the run's own budget may ask for a latency table. The model is left as it was.
+        The heads are random, because the run's own budget may ask for a latency table. The model is
+        left as it was.
 
         Raises:
             InvalidValue: fewer rows than two per fold.
         """
         subject = self._run
-        mask = _half_of(score(subject.model, batches[:1], "random", sites=subject.sites, progress=False))
+        mask = _half_of(
+            score(subject.model, batches[:1], "random", sites=subject.sites, progress=False)
+        )
         with undisturbed(subject.model) as model:
-            problem = Problem(model, bind(model, subject.sites), batches, default_loss, progress=False)
+            problem = Problem(
+                model, bind(model, subject.sites), batches, default_loss, progress=False
+            )
             problem.judge()
             folds = Folds(problem, self.folds)
             try:
@@ -107,7 +115,8 @@ def _half_of(scores: HeadScores) -> HeadMask:
 def judged_after(recipe: Recipe) -> list[RecoverStep]:
     """The recoveries that a candidate's cut model gets before it is judged.
 
-    Those of the recipe that train nothing; where it only trains, ``lstsq`` stands in for the training.
+    Those of the recipe that train nothing; where it only trains, ``lstsq`` stands in for the
+    training.
     """
     alone = [step for step in recipe.recover if not recovery.registry.get(step.method).trains]
     trains = len(alone) < len(recipe.recover) or recipe.gradual is not None
@@ -115,7 +124,8 @@ def judged_after(recipe: Recipe) -> list[RecoverStep]:
 
 
 def scorer_of(subject: Subject) -> Scorer:
-    """The recipe's scorer, configured, with the run's seed; ``auto`` draws its random plans from that."""
+    """The recipe's scorer, configured, with the run's seed; ``auto`` draws its random plans from
+    that."""
     wanted = subject.recipe.score
     found: Scorer = seeded(scoring.registry, wanted.scorer, wanted.settings, subject.recipe.seed)
     if not isinstance(found, Auto):

@@ -1,4 +1,5 @@
-"""The base model of a sweep: trained or loaded once, kept in the sweep's folder, and proven to be the same one."""
+"""The base model of a sweep: trained or loaded once, kept in the sweep's folder, and proven to be
+the same one."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Base(Value):
     """What a base model is and how it is known again.
 
     Args:
-        made_of: Digest of what makes it: model, data, training and seed of the recipe, the rows and the model's files.
+        made_of: Digest of what makes it: model, data, training and seed of the recipe, the rows and
+            the model's files.
         files: SHA-256 of every file of the saved model.
         model: Fingerprint of the model in memory.
         rows: Which data rows are for what.
@@ -49,7 +51,9 @@ class Base(Value):
     def __post_init__(self) -> None:
         check_inside("Base.files", self.files)
         if not self.made_of.isalnum():
-            raise InvalidValue("Base.made_of", "a digest, which names a folder of the sweep", repr(self.made_of))
+            raise InvalidValue(
+                "Base.made_of", "a digest, which names a folder of the sweep", repr(self.made_of)
+            )
 
     @cached_property
     def identity(self) -> str:
@@ -62,7 +66,8 @@ class Base(Value):
 
 
 def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
-    """The sweep's base model: the one in its folder where it is made of the same, else loaded or trained now.
+    """The sweep's base model: the one in its folder where it is made of the same, else loaded or
+    trained now.
 
     A training that was interrupted goes on from its last pass over the rows.
 
@@ -73,17 +78,23 @@ def ready_base(recipe: Recipe, sweep: Path, say: Callable[[str], None]) -> Base:
     raw = load_rows(recipe)
     for split in SPLITS:
         if len(raw.splits[split]) < 2:  # said now, not when all is done
-            raise InvalidValue(f"data: {split}", "two or more rows, to compare models on", len(raw.splits[split]))
+            raise InvalidValue(
+                f"data: {split}", "two or more rows, to compare models on", len(raw.splits[split])
+            )
     made = made_of(recipe, raw.facts)
     folder = sweep / BASES / made[:16]
     if (folder / MARK).is_file():
         base = Base.load(folder / MARK)
         _check_files(base, folder)
         if base.made_of != made:
-            raise CheckpointError(str(folder), "made of what its name says", "another base model", _HINT)
+            raise CheckpointError(
+                str(folder), "made of what its name says", "another base model", _HINT
+            )
         return base
     training = folder.with_name(f".{folder.name}.training")
-    journal = Journal(recipe.name, recipe.model_dump(), None if recipe.train is None else training, say)
+    journal = Journal(
+        recipe.name, recipe.model_dump(), None if recipe.train is None else training, say
+    )
     subject = prepare_subject(recipe, journal)
     shutil.rmtree(folder, ignore_errors=True)  # without its mark
     with staged(folder) as place:
@@ -114,9 +125,13 @@ def open_base(base: Base, sweep: Path, recipe: Recipe) -> Subject:
     journal = Journal(recipe.name, recipe.model_dump(), None, lambda line: None, progress=False)
     subject = prepare_subject(recipe, journal, folder / _MODEL)
     if FrozenDict(facts_of(journal.record.rows)) != base.rows:
-        raise InvalidValue(recipe.data.path, "the data that the base model saw", "other rows", _HINT)
+        raise InvalidValue(
+            recipe.data.path, "the data that the base model saw", "other rows", _HINT
+        )
     if fingerprint(subject.model, subject.sites) != base.model:
-        raise CheckpointError(str(folder), "the model that was saved there", "one with another fingerprint", _HINT)
+        raise CheckpointError(
+            str(folder), "the model that was saved there", "one with another fingerprint", _HINT
+        )
     return subject
 
 
@@ -126,5 +141,9 @@ _HINT = "Give the sweep another folder with --out."
 def _check_files(base: Base, folder: Path) -> None:
     found = hashes(folder / _MODEL)
     if found != dict(base.files):
-        differing = sorted(k for k in found.keys() | base.files.keys() if found.get(k) != base.files.get(k))
-        raise CheckpointError(str(folder / _MODEL), "as it was saved", f"another {differing[0]}", _HINT)
+        differing = sorted(
+            k for k in found.keys() | base.files.keys() if found.get(k) != base.files.get(k)
+        )
+        raise CheckpointError(
+            str(folder / _MODEL), "as it was saved", f"another {differing[0]}", _HINT
+        )

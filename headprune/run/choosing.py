@@ -1,4 +1,5 @@
-"""Which heads stay in a run: the recipe's selector and budget, with the measurements that these ask for."""
+"""Which heads stay in a run: the recipe's selector and budget, with the measurements that these ask
+for."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from headprune.selection.global_topk import GlobalTopk
 
 
 def measure_table(subject: Subject) -> None:
-    """Measures the latency table of a budget of speed, and refuses one that no choice of heads can meet."""
+    """Measures the latency table of a budget of speed, and refuses one that no choice of heads can
+    meet."""
     table, folder = subject.latency, subject.journal.folder
     assert table is not None
     assert folder is not None
@@ -41,19 +43,25 @@ def measure_table(subject: Subject) -> None:
 def take_table(subject: Subject) -> None:
     """The latency table that an earlier run measured in this folder."""
     assert subject.journal.folder is not None
-    vars(subject)["latency"] = LatencyTable.load(subject.journal.folder / LATENCY)  # in the place of the cached one
+    vars(subject)["latency"] = LatencyTable.load(
+        subject.journal.folder / LATENCY
+    )  # in the place of the cached one
 
 
 def choose_heads(
-    subject: Subject, scores: HeadScores, baseline: bool = False, budget: Mapping[str, Budget] | None = None
+    subject: Subject,
+    scores: HeadScores,
+    baseline: bool = False,
+    budget: Mapping[str, Budget] | None = None,
 ) -> PruningPlan:
     """The plan that the recipe's selector and budget make of scores.
 
     Args:
         subject: With the recipe.
         scores: Of any scorer.
-        baseline: The scores are what the chosen ones are compared with. A selector that goes by more than scores would
-            make up for bad ones, so ``global_topk`` takes its place for these.
+        baseline: The scores are what the chosen ones are compared with. A selector that goes by
+            more than scores would make up for bad ones, so ``global_topk`` takes its place for
+            these.
         budget: Budgets in place of the recipe's.
     """
     wanted = subject.recipe.select
@@ -88,11 +96,14 @@ def _asked(subject: Subject, selector: Selector, scores: HeadScores) -> Mapping[
 
 
 def measure_speed(subject: Subject, pruned: nn.Module) -> None:
-    """How fast the cut model is where the latency table was measured, beside what was asked for and predicted."""
+    """How fast the cut model is where the latency table was measured, beside what was asked for and
+    predicted."""
     table = subject.latency
     if table is None:
         return
-    predicted = table.whole / table.predict({b.site.name: len(b.site.heads) for b in bind(pruned, subject.sites)})
+    predicted = table.whole / table.predict(
+        {b.site.name: len(b.site.heads) for b in bind(pruned, subject.sites)}
+    )
     row = compare_latency(
         subject.model,
         pruned,
@@ -104,7 +115,12 @@ def measure_speed(subject: Subject, pruned: nn.Module) -> None:
     )[0]
     wanted = subject.recipe.select
     asked = wanted.budget.amount if wanted.speedup is not None else None
-    found = {"predicted": round(predicted, 4), "measured": round(row.ratio, 4), "low": row.low, "high": row.high}
+    found = {
+        "predicted": round(predicted, 4),
+        "measured": round(row.ratio, 4),
+        "low": row.low,
+        "high": row.high,
+    }
     at = {"batch_size": table.batch_size, "length": table.length, "rounds": row.rounds}
     subject.journal.note(metrics={"speedup": {"asked": asked, **found, **at}}, speed=(row,))
     text = f"speed at batch {table.batch_size} x {table.length}: predicted {predicted:.3f}x, "

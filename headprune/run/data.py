@@ -37,12 +37,13 @@ class RawData:
         parts: The rows' numbers in the data, by purpose.
         warnings: What a reader of the record should know.
         columns: The columns of text, that of the translation last.
-        class_names: The label of every value of that column, where these are not the labels themselves: the data has
-            numbers and says what they are called, or names that the model spells another way.
+        class_names: The label of every value of that column, where these are not the labels
+            themselves: the data has numbers and says what they are called, or names that the model
+                spells another way.
         said: What the data itself calls its class numbers, where it does (``ClassLabel``).
         present: Values of the label column that some row has.
-        numbering: How labels got their numbers: by their ``name`` or ``number``, ``sorted``, or ``given``; empty
-            where a head is trained for them, which any order serves.
+        numbering: How labels got their numbers: by their ``name`` or ``number``, ``sorted``, or
+            ``given``; empty where a head is trained for them, which any order serves.
     """
 
     splits: dict[str, Any]
@@ -64,13 +65,17 @@ class RawData:
         return {value: numbers[name] for value, name in self.class_names.items()} or numbers
 
     def texts(self) -> list[str]:
-        """The texts of the train rows, column after column, that of the translation last: what a tokenizer learns."""
+        """The texts of the train rows, column after column, that of the translation last: what a
+        tokenizer learns."""
         train = self.splits["train"]
         return [text for name in self.columns for text in train[name]]
 
     def numbers(self) -> dict[str, Any]:
         """Every purpose's split and row numbers there, under the digest that the record has too."""
-        return {n: {"digest": p.digest, "from": p.source, "rows": list(p.rows)} for n, p in self.parts.items()}
+        return {
+            n: {"digest": p.digest, "from": p.source, "rows": list(p.rows)}
+            for n, p in self.parts.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class Data:
         examples: What the model reads.
         collate: Makes batches of them.
         seed: Of the order of batches.
-        targets: What a model's own words are compared with: true translations, or questions with their true answers.
+        targets: What a model's own words are compared with: true translations, or questions with
+            their true answers.
         warnings: What a reader of the record should know.
     """
 
@@ -110,16 +116,22 @@ class Data:
         return sorted(range(len(rows)), key=lambda i: len(rows[i].get("input_ids", ())))
 
     def loader(self, purpose: str, size: int) -> DataLoader[Any]:
-        """Batches in a new seeded order each time; where there are targets, of examples of like length."""
+        """Batches in a new seeded order each time; where there are targets, of examples of like
+        length."""
         order = torch.Generator().manual_seed(self.seed)
         rows: Any = self.examples[purpose]
         if self.targets:
-            like = LikeLengths([len(e["input_ids"]) + len(e.get("labels", ())) for e in rows], size, order)
+            like = LikeLengths(
+                [len(e["input_ids"]) + len(e.get("labels", ())) for e in rows], size, order
+            )
             return DataLoader(rows, batch_sampler=like, collate_fn=self.collate)
-        return DataLoader(rows, batch_size=size, shuffle=True, generator=order, collate_fn=self.collate)
+        return DataLoader(
+            rows, batch_size=size, shuffle=True, generator=order, collate_fn=self.collate
+        )
 
     def redrawn(self, calibration: int, seed: int) -> Data:
-        """The same with another draw of calibration rows out of the train rows, and another order of batches."""
+        """The same with another draw of calibration rows out of the train rows, and another order
+        of batches."""
         train = self.examples["train"]
         drawn = [train[i] for i in calibration_rows(len(train), calibration, seed)]
         return replace(self, examples={**self.examples, "calibration": drawn}, seed=seed)
@@ -139,7 +151,9 @@ def load_rows(recipe: Recipe) -> RawData:
     for rows in source.splits.values() if task == "image_classification" else ():
         check_pictures(rows, section.image)
     present = source.splits["train"].column_names
-    label = next((name for name in section.label_columns if name in present), section.label_columns[0])
+    label = next(
+        (name for name in section.label_columns if name in present), section.label_columns[0]
+    )
     for role, rows in source.splits.items():
         _check_columns(rows, section, task, role, label)
     keys = {role: _keys(rows, section, task, role) for role, rows in source.splits.items()}
@@ -150,14 +164,23 @@ def load_rows(recipe: Recipe) -> RawData:
     present = _present(source, label, task)
     labels = _labels(present, task)
     names = _class_names(source, label, task)
-    strata = list(source.splits["train"][label]) if task in CLASSIFICATIONS and task != "token_classification" else None
+    strata = (
+        list(source.splits["train"][label])
+        if task in CLASSIFICATIONS and task != "token_classification"
+        else None
+    )
     amounts = (section.holdout, section.test_holdout, section.calibration)
     parts = partition(keys, strata, *amounts, seed=recipe.seed)
     splits = {name: source.splits[part.source].select(part.rows) for name, part in parts.items()}
     columns = {"label": label} if task not in UNLABELLED else {}
-    said = {"rows": _digest(keys)}  # a table of paths stays as it is where the files that it names are replaced
+    said = {
+        "rows": _digest(keys)
+    }  # a table of paths stays as it is where the files that it names are replaced
     twice = given_twice(keys, parts)
-    facts = {"source": {**source.facts, **said, **columns}, **{name: part.facts for name, part in parts.items()}}
+    facts = {
+        "source": {**source.facts, **said, **columns},
+        **{name: part.facts for name, part in parts.items()},
+    }
     facts["overlap"] = {"given": twice}
     texts = (*section.text_columns, *([section.target] if section.target else []))
     order = tuple(names.values()) or labels
@@ -165,13 +188,20 @@ def load_rows(recipe: Recipe) -> RawData:
     return RawData(splits, label, order, facts, parts, warnings, texts, names, names, present)
 
 
-def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype: torch.dtype = torch.float32) -> Data:
-    """Encodes every row with the model's own tokenizer or processor; pixels and sound get the model's ``dtype``."""
+def encode_rows(
+    recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype: torch.dtype = torch.float32
+) -> Data:
+    """Encodes every row with the model's own tokenizer or processor; pixels and sound get the
+    model's ``dtype``."""
     section = recipe.data
     if recipe.task == "question_answering":
         return _encode_questions(recipe, raw, preparation)
     pixels = None
-    if recipe.task == "image_classification" and preparation.processor is None and section.normalise is not False:
+    if (
+        recipe.task == "image_classification"
+        and preparation.processor is None
+        and section.normalise is not False
+    ):
         pixels = pixel_statistics(raw.splits["train"][section.image])
     tools = (preparation.tokenizer, preparation.processor, pixels, preparation.start)
     encoder = Encoder(recipe.task, section, raw.label, raw.label_ids, *tools)
@@ -179,8 +209,14 @@ def encode_rows(recipe: Recipe, raw: RawData, preparation: Preparation, *, dtype
     for name, rows in examples.items():
         for i, example in enumerate(rows if recipe.task == "causal_lm" else ()):
             if len(example["input_ids"]) < 2:
-                raise InvalidValue(f"data: {name}, row {i}", "at least two tokens long", len(example["input_ids"]))
-    targets = {name: list(rows[section.target]) for name, rows in raw.splits.items()} if section.target else {}
+                raise InvalidValue(
+                    f"data: {name}, row {i}", "at least two tokens long", len(example["input_ids"])
+                )
+    targets = (
+        {name: list(rows[section.target]) for name, rows in raw.splits.items()}
+        if section.target
+        else {}
+    )
     return Data(examples, Collate(preparation.pad, dtype=dtype), recipe.seed, targets)
 
 
@@ -207,7 +243,10 @@ def _columns(section: DataSection, task: Task, label: str) -> dict[str, str]:
     elif section.tokens is not None:
         inputs = {"data.tokens": section.tokens}
     else:
-        inputs = {f"data.text.{i}" if i else "data.text": name for i, name in enumerate(section.text_columns)}
+        inputs = {
+            f"data.text.{i}" if i else "data.text": name
+            for i, name in enumerate(section.text_columns)
+        }
     if task == "translation":
         return {**inputs, "data.target": str(section.target)}
     return inputs if task == "causal_lm" else {**inputs, "data.label": label}
@@ -217,7 +256,9 @@ def _check_columns(rows: Any, section: DataSection, task: Task, role: str, label
     for key, column in _columns(section, task, label).items():
         if column not in rows.column_names:
             hint = did_you_mean(column, rows.column_names)
-            raise InvalidValue(key, f"a column of the {role} rows of {section.path}", repr(column), hint)
+            raise InvalidValue(
+                key, f"a column of the {role} rows of {section.path}", repr(column), hint
+            )
 
 
 def _keys(rows: Any, section: DataSection, task: Task, role: str) -> list[str]:
@@ -226,15 +267,28 @@ def _keys(rows: Any, section: DataSection, task: Task, role: str) -> list[str]:
         return [_image_key(image, f"{role} row {i}") for i, image in enumerate(rows[section.image])]
     if task == "audio_classification":
         folder = folder_of(section)
-        return [clip_of(value, f"data: {role}, row {i}", folder).key for i, value in enumerate(rows[section.audio])]
+        return [
+            clip_of(value, f"data: {role}, row {i}", folder).key
+            for i, value in enumerate(rows[section.audio])
+        ]
     columns = [rows[name] for name in (section.text_columns or [str(section.tokens)])]
     keys = []
     for i, values in enumerate(zip(*columns, strict=True)):
         for value in values:
-            if value is None or (not isinstance(value, str) and not isinstance(value, (list, tuple))) or not value:
+            if (
+                value is None
+                or (not isinstance(value, str) and not isinstance(value, (list, tuple)))
+                or not value
+            ):
                 must = "a list" if section.tokens or task == "token_classification" else "text"
-                raise InvalidValue(f"data: {role}, row {i}", f"{must} that is not empty", repr(value))
-        keys.append("\x1f".join(normalised(v) if isinstance(v, str) else normalised(_joined(v)) for v in values))
+                raise InvalidValue(
+                    f"data: {role}, row {i}", f"{must} that is not empty", repr(value)
+                )
+        keys.append(
+            "\x1f".join(
+                normalised(v) if isinstance(v, str) else normalised(_joined(v)) for v in values
+            )
+        )
     return keys
 
 
@@ -251,7 +305,9 @@ def _check_targets(source: Source, column: str) -> None:
     for role, rows in source.splits.items():
         for i, text in enumerate(rows[column]):
             if not isinstance(text, str) or not text:
-                raise InvalidValue(f"data: {role}, row {i}", "a translation that is not empty", repr(text))
+                raise InvalidValue(
+                    f"data: {role}, row {i}", "a translation that is not empty", repr(text)
+                )
 
 
 def _joined(items: Sequence[Any]) -> str:
@@ -283,9 +339,16 @@ def _labels(values: Sequence[Any], task: Task) -> tuple[Any, ...]:
     """Label values in the order of their numbers."""
     if task not in CLASSIFICATIONS:
         return ()
-    if all(isinstance(v, int) for v in values):  # numbers of classes already, some maybe without rows here
+    if all(
+        isinstance(v, int) for v in values
+    ):  # numbers of classes already, some maybe without rows here
         if min(values) < 0:
-            raise InvalidValue("data.label", "class numbers >= 0", min(values), "Rows without labels cannot be used.")
+            raise InvalidValue(
+                "data.label",
+                "class numbers >= 0",
+                min(values),
+                "Rows without labels cannot be used.",
+            )
         return tuple(range(max(values) + 1))
     if not all(isinstance(v, str) for v in values):
         raise InvalidValue("data.label", "all numbers or all names", "both")
@@ -305,7 +368,11 @@ def _class_names(source: Source, column: str, task: Task) -> dict[int, str]:
 
 def _check_label(value: Any, task: Task, where: str) -> None:
     if task == "regression":
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+        ):
             raise InvalidValue(where, "labelled with a finite number", repr(value))
     elif not isinstance(value, (int, str)) or value == "":
         raise InvalidValue(where, "labelled with a class number or name", repr(value))

@@ -1,4 +1,5 @@
-"""``headprune run --dry-run``: what a recipe would work on, and about how long and how much memory it would take."""
+"""``headprune run --dry-run``: what a recipe would work on, and about how long and how much memory
+it would take."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from headprune.scoring._learned import LearnedScorer
 
 @dataclass(frozen=True)
 class Estimate:
-    """A stage, about how long it takes, and what that was worked out from; None where nothing was."""
+    """A stage, about how long it takes, and what that was worked out from; None where nothing
+    was."""
 
     stage: str
     seconds: float | None
@@ -76,7 +78,10 @@ class DryRun(Value):
         lines = [
             f"{self.name}: {self.model}, {self.parameters:,} parameters on {self.device}",
             f"rows: {rows}",
-            f"{heads} heads in {units} units that go together, at {len(self.sites)} sites; {self.budget}",
+            (
+                f"{heads} heads in {units} units that go together, at {len(self.sites)} sites;"
+                f" {self.budget}"
+            ),
             *(f"  {site}" for site in self.sites),
             f"about {duration(self.seconds)}:",
         ]
@@ -89,9 +94,13 @@ class DryRun(Value):
 
 
 def dry_run(
-    recipe: str | Path | Recipe, settings: Iterable[str] = (), *, say: Callable[[str], None] = to_stderr
+    recipe: str | Path | Recipe,
+    settings: Iterable[str] = (),
+    *,
+    say: Callable[[str], None] = to_stderr,
 ) -> DryRun:
-    """Goes as far as data and model, and times one batch of what a run would do with them; writes nothing.
+    """Goes as far as data and model, and times one batch of what a run would do with them; writes
+    nothing.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
@@ -103,7 +112,9 @@ def dry_run(
     """
     chosen = resolved(recipe, settings, None)
     quiet()
-    subject = prepare_subject(chosen, Journal(chosen.name, chosen.model_dump(), None, say), train=False)
+    subject = prepare_subject(
+        chosen, Journal(chosen.name, chosen.model_dump(), None, say), train=False
+    )
     say("[estimate]")
     step = _Step(subject)
     budgets = {"": chosen.select.budget} if not chosen.select.sites else chosen.select.budgets
@@ -167,9 +178,14 @@ class _Step:
 
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         wanted = [p for p in model.parameters() if p.requires_grad]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
             loss = default_loss(model, to_device(batch, device_of(model))).mean()
-        torch.autograd.grad(loss, wanted, allow_unused=True)  # what would be trained keeps its .grad as it is
+        torch.autograd.grad(
+            loss, wanted, allow_unused=True
+        )  # what would be trained keeps its .grad as it is
         self.kept_bytes = sum(count for place, count in kept.items() if place not in weights)
 
     def of(self, rows: int) -> float:
@@ -178,11 +194,16 @@ class _Step:
 
 
 def _stages(subject: Subject, step: _Step) -> Iterable[Estimate]:
-    recipe, counts = subject.recipe, {name: len(rows) for name, rows in subject.data.examples.items()}
+    recipe, counts = (
+        subject.recipe,
+        {name: len(rows) for name, rows in subject.data.examples.items()},
+    )
     per_step = f"a batch of {step.rows} takes {1e3 * step.seconds:.0f} ms there and back"
     if recipe.train is not None:
         epochs = recipe.train.epochs
-        yield Estimate("train", step.of(round(epochs * counts["train"])), f"{epochs} epochs; {per_step}")
+        yield Estimate(
+            "train", step.of(round(epochs * counts["train"])), f"{epochs} epochs; {per_step}"
+        )
     yield from _scoring(subject, step)
     yield _evaluations(subject)
     for wanted in recipe.recover:
@@ -190,7 +211,9 @@ def _stages(subject: Subject, step: _Step) -> Iterable[Estimate]:
         name = f"recover ({wanted.method})"
         if method.trains and getattr(method, "epochs", None):
             rows = counts[wanted.rows or "train"]
-            yield Estimate(name, step.of(round(method.epochs * rows)), f"{method.epochs} epochs; {per_step}")
+            yield Estimate(
+                name, step.of(round(method.epochs * rows)), f"{method.epochs} epochs; {per_step}"
+            )
         else:
             yield Estimate(name, None, f"on {counts[wanted.rows or 'calibration']:,} rows")
     if recipe.select.timed:
@@ -198,7 +221,9 @@ def _stages(subject: Subject, step: _Step) -> Iterable[Estimate]:
     if recipe.bench is not None:
         cells = len(recipe.bench.batch_sizes) * len(recipe.bench.lengths or [0])
         cells *= 1 if recipe.bench.new_tokens is None else 3
-        yield Estimate("bench", cells * recipe.bench.seconds, f"{cells} cells, {recipe.bench.seconds:g} s each")
+        yield Estimate(
+            "bench", cells * recipe.bench.seconds, f"{cells} cells, {recipe.bench.seconds:g} s each"
+        )
 
 
 def _scoring(subject: Subject, step: _Step) -> Iterable[Estimate]:
@@ -235,17 +260,25 @@ def _one_scorer(subject: Subject, step: _Step, scorer: Scorer) -> tuple[float, s
         constant, words = _constant(subject, scorer)
         passes = scorer.only_passes()
     first = _timed(subject, passes, batches[:1], subject.sites)
-    each = 0.0 if len(batches) == 1 else max(_timed(subject, passes, batches[:2], subject.sites) - first, 0.2 * first)
+    each = (
+        0.0
+        if len(batches) == 1
+        else max(_timed(subject, passes, batches[:2], subject.sites) - first, 0.2 * first)
+    )
     return first + each * (len(batches) - 1) + constant, words
 
 
 def _choosing(subject: Subject, step: _Step, auto: AutoOfRun) -> Iterable[Estimate]:
-    """``auto``: its candidates, each as it is alone, then its plans, by one cut, refit and judging in small.
+    """``auto``: its candidates, each as it is alone, then its plans, by one cut, refit and judging
+    in small.
 
-    That is timed on a few rows and on twice as many, because solving takes as long for few rows as for many.
+    That is timed on a few rows and on twice as many, because solving takes as long for few rows as
+    for many.
     """
     scored = sum(_one_scorer(subject, step, candidate)[0] for candidate in auto.scorers)
-    yield Estimate("score", scored, f"{_named(subject)}: {len(auto.candidates)} scorers, one after the other")
+    yield Estimate(
+        "score", scored, f"{_named(subject)}: {len(auto.candidates)} scorers, one after the other"
+    )
     size = subject.recipe.score.batch_size
     batches = subject.data.batches("calibration", size)
     few = -(-2 * auto.folds // size)  # batches with at least two rows a fold
@@ -269,16 +302,22 @@ def _judged_in(auto: AutoOfRun, batches: list[Any]) -> float:
 
 
 def _constant(subject: Subject, scorer: ConstantWork) -> tuple[float, str]:
-    """Seconds of a scorer's work after its passes, and in words what they rest on: one run at the largest site."""
+    """Seconds of a scorer's work after its passes, and in words what they rest on: one run at the
+    largest site."""
     sites = [site for site in reversed(subject.sites) if site.heads]
-    widest = max(sites, key=lambda site: len(site.heads) * site.value_dim)  # of equals the last: gradients end there
+    widest = max(
+        sites, key=lambda site: len(site.heads) * site.value_dim
+    )  # of equals the last: gradients end there
     alone = Sites([widest], subject.sites.layouts.values())
     once: Any = replace(scorer, blocks=1)  # type: ignore[type-var]
     few = subject.data.batches("calibration", 2)[:1]
     whole, passes = (_timed(subject, s, few, alone) for s in (once, once.only_passes()))
     runs = 1 if scorer.blocks == 1 else scorer.blocks + 1
     seconds = max(whole - passes, 0.0) * runs * len(sites)
-    parts = f"one of {runs * len(sites)} equal parts was timed (the largest site, without a standard error)"
+    parts = (
+        f"one of {runs * len(sites)} equal parts was timed (the largest site, without a standard"
+        " error)"
+    )
     return seconds, f"; {duration(seconds)} of it after the passes, of which {parts}"
 
 
@@ -302,17 +341,24 @@ def _evaluations(subject: Subject) -> Estimate:
     little.evaluate(subject.model, "test", little.data.evaluation("test", EVALUATION_BATCH))
     per_row = (perf_counter() - start) / len(few["test"])
     seconds = per_row * (both * sum(counts.values()) + alone * counts["test"])
-    return Estimate("quality", seconds, f"{both} times on test and validation rows, {alone} more on test rows")
+    return Estimate(
+        "quality", seconds, f"{both} times on test and validation rows, {alone} more on test rows"
+    )
 
 
 def _memory(subject: Subject, step: _Step) -> dict[str, int]:
-    """Bytes that are there at the same time at the worst moment: training, or scoring beside the cut copy."""
+    """Bytes that are there at the same time at the worst moment: training, or scoring beside the
+    cut copy."""
     weights = sum(p.numel() * p.element_size() for p in subject.model.parameters())
     found = {"weights of the whole model and of its cut copy": 2 * weights}
     trains = subject.recipe.train is not None or subject.recipe.gradual is not None
-    trains = trains or any(configured(recovery.registry, s.method, s.settings).trains for s in subject.recipe.recover)
+    trains = trains or any(
+        configured(recovery.registry, s.method, s.settings).trains for s in subject.recipe.recover
+    )
     if trains:
-        trained = sum(p.numel() * p.element_size() for p in subject.model.parameters() if p.requires_grad)
+        trained = sum(
+            p.numel() * p.element_size() for p in subject.model.parameters() if p.requires_grad
+        )
         found["gradients and both moments of AdamW"] = 3 * trained
     found[f"what a batch of {step.rows} keeps for its gradients"] = step.kept_bytes
     return found

@@ -1,4 +1,5 @@
-"""A model of one's own, as ``recipes/custom-model.yaml`` imports it, with attention that no layout knows."""
+"""A model of one's own, as ``recipes/custom-model.yaml`` imports it, with attention that no layout
+knows."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ class RowAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, rows, width]`` to the same."""
         q, k, v = self.mix(x).view(*x.shape[:2], self.heads, 3, self.size).permute(3, 0, 2, 1, 4)
-        out: Tensor = self.end(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        out: Tensor = self.end(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
         return out
 
 
@@ -28,7 +31,10 @@ class RowAttention(nn.Module):
 LAYOUT = AttentionLayout(
     name="row_attention",
     gate="end",
-    slabs=(HeadSlab("mix", "out", ("query", "key", "value"), "grouped"), HeadSlab("end", "in", "context")),
+    slabs=(
+        HeadSlab("mix", "out", ("query", "key", "value"), "grouped"),
+        HeadSlab("end", "in", "context"),
+    ),
     head_dim="size",
     counts=(("heads", "n_query_heads"),),
     empty="refuse",
@@ -38,7 +44,9 @@ LAYOUT = AttentionLayout(
 class RowTransformer(nn.Module):
     """Reads an image row by row and tells its class."""
 
-    def __init__(self, width: int, n_heads: int, n_layers: int, n_labels: int, rows: int, columns: int) -> None:
+    def __init__(
+        self, width: int, n_heads: int, n_layers: int, n_labels: int, rows: int, columns: int
+    ) -> None:
         super().__init__()
         self.embed = nn.Linear(columns, width)
         self.position = nn.Parameter(torch.randn(rows, width) * 0.1)
@@ -56,7 +64,12 @@ class RowTransformer(nn.Module):
 
 
 def row_transformer(
-    width: int = 64, n_heads: int = 8, n_layers: int = 3, n_labels: int = 10, rows: int = 8, columns: int = 8
+    width: int = 64,
+    n_heads: int = 8,
+    n_layers: int = 3,
+    n_labels: int = 10,
+    rows: int = 8,
+    columns: int = 8,
 ) -> RowTransformer:
     """The model of scikit-learn's digits; the recipe's ``model.config`` are these arguments.
 

@@ -1,4 +1,5 @@
-"""Rows become what a model takes: tokens, pixels or sound with labels, and batches padded to their longest example."""
+"""Rows become what a model takes: tokens, pixels or sound with labels, and batches padded to their
+longest example."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Encoder:
         label_ids: Number of every label, for classification.
         tokenizer: For text.
         processor: A model's own image processor, or its feature extractor of sound.
-        pixels: Mean and standard deviation of the training images, where they are normalised by these.
+        pixels: Mean and standard deviation of the training images, where they are normalised by
+            these.
         start: The token that a decoder begins with.
     """
 
@@ -50,10 +52,14 @@ class Encoder:
     def encode(self, rows: Any) -> list[Example]:
         """One example a row, in order."""
         if self.task == "image_classification":
-            inputs: list[Example] = [{"pixel_values": self._pixels(image)} for image in rows[self.section.image]]
+            inputs: list[Example] = [
+                {"pixel_values": self._pixels(image)} for image in rows[self.section.image]
+            ]
         elif self.task == "audio_classification":
             section = self.section
-            inputs = Sounds(folder_of(section), self.processor, section.seconds).encode(rows[section.audio])
+            inputs = Sounds(folder_of(section), self.processor, section.seconds).encode(
+                rows[section.audio]
+            )
         elif self.task == "token_classification":
             return self._words(rows)
         elif self.task == "translation":
@@ -65,8 +71,12 @@ class Encoder:
         if self.task == "causal_lm":
             return inputs
         labels = rows[self.label]
-        numbers = labels if self.task == "regression" else [self.label_ids[label] for label in labels]
-        return [{**example, "labels": label} for example, label in zip(inputs, numbers, strict=True)]
+        numbers = (
+            labels if self.task == "regression" else [self.label_ids[label] for label in labels]
+        )
+        return [
+            {**example, "labels": label} for example, label in zip(inputs, numbers, strict=True)
+        ]
 
     def _text(self, rows: Any) -> list[Example]:
         columns = [list(rows[name]) for name in self.section.text_columns]
@@ -77,9 +87,12 @@ class Encoder:
         return [{name: encoded[name][i] for name in encoded} for i in range(len(columns[0]))]
 
     def _pairs(self, rows: Any) -> list[Example]:
-        """Sources, and translations as a decoder reads them (a token later) and as it should write them."""
+        """Sources, and translations as a decoder reads them (a token later) and as it should write
+        them."""
         limit = {"truncation": True, "max_length": self.section.max_length}
-        targets = self.tokenizer(text_target=list(rows[str(self.section.target)]), **limit)["input_ids"]
+        targets = self.tokenizer(text_target=list(rows[str(self.section.target)]), **limit)[
+            "input_ids"
+        ]
         return [
             {
                 **source,
@@ -97,13 +110,19 @@ class Encoder:
     def _words(self, rows: Any) -> list[Example]:
         """Words and a label for each; a word's label stands at its first piece."""
         words = [list(w) for w in rows[self.section.text_columns[0]]]
-        limit = {"truncation": True, "max_length": self.section.max_length, "is_split_into_words": True}
+        limit = {
+            "truncation": True,
+            "max_length": self.section.max_length,
+            "is_split_into_words": True,
+        }
         encoded = self.tokenizer(words, **limit)
         examples = []
         for i, labels in enumerate(rows[self.label]):
             places = encoded.word_ids(i)
             first = [p is not None and p not in places[:k] for k, p in enumerate(places)]
-            numbers = [self.label_ids[labels[p]] if f else -100 for p, f in zip(places, first, strict=True)]
+            numbers = [
+                self.label_ids[labels[p]] if f else -100 for p, f in zip(places, first, strict=True)
+            ]
             examples.append({**{name: encoded[name][i] for name in encoded}, "labels": numbers})
         return examples
 
@@ -117,7 +136,8 @@ class Encoder:
 
 
 def pixel_array(image: Any) -> np.ndarray:
-    """``[channels, height, width]`` in fp32; a picture's bytes are scaled to 0..1, numbers are left as they are."""
+    """``[channels, height, width]`` in fp32; a picture's bytes are scaled to 0..1, numbers are left
+    as they are."""
     scale = 255.0 if hasattr(image, "convert") else 1.0
     array = np.asarray(image, dtype=np.float32) / np.float32(scale)
     if array.ndim == 2:
@@ -156,6 +176,11 @@ class Collate:
             return found.to(self.dtype) if found.is_floating_point() else found
         if not isinstance(values[0], list):
             return torch.tensor(values)
-        longest, fill = max(map(len, values)), self.pad if name in _TOKENS else _PADDING.get(name, 0)
+        longest, fill = (
+            max(map(len, values)),
+            self.pad if name in _TOKENS else _PADDING.get(name, 0),
+        )
         gaps = [[fill] * (longest - len(v)) for v in values]
-        return torch.tensor([g + v if self.side == "left" else v + g for g, v in zip(gaps, values, strict=True)])
+        return torch.tensor(
+            [g + v if self.side == "left" else v + g for g, v in zip(gaps, values, strict=True)]
+        )

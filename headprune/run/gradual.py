@@ -95,23 +95,27 @@ def prune_gradually_(
     folder: str | Path | None = None,
     leave_checkpoint: bool = False,
 ) -> GradualReport:
-    """Cuts and trains in turn: n times the heads are scored, some leave, and a share of the steps is trained.
+    """Cuts and trains in turn: n times the heads are scored, some leave, and a share of the steps
+    is trained.
 
-    After stage i of n there stays ``final + (1 - final) (1 - i / n)³`` of the model that was given: the cubic schedule
-    of Zhu & Gupta 2017, equation 1, from 0 sparsity at t0 = 0. Much leaves early, while much can be spared, little
-    late, and the last share of the steps trains what the budget asks for. They mask single weights and keep the masked
-    ones; here heads leave for good, so what stays at a stage is a part of what stayed before.
+    After stage i of n there stays ``final + (1 - final) (1 - i / n)³`` of the model that was given:
+    the cubic schedule of Zhu & Gupta 2017, equation 1, from 0 sparsity at t0 = 0. Much leaves
+    early, while much can be spared, little late, and the last share of the steps trains what the
+    budget asks for. They mask single weights and keep the masked ones; here heads leave for good,
+    so what stays at a stage is a part of what stayed before.
 
-    The learning rate follows one schedule over all stages, and the data are read on from stage to stage. A cut
-    replaces parameters, so AdamW's averages begin anew at each stage. Stage i draws from ``finetune.seed + i``.
+    The learning rate follows one schedule over all stages, and the data are read on from stage to
+    stage. A cut replaces parameters, so AdamW's averages begin anew at each stage. Stage i draws
+    from ``finetune.seed + i``.
 
     Args:
         model: The model, changed in place.
         batches: Training data, as for ``recover_``.
         budget: What may stay of the model as it is given; any but ``speedup``.
         stages: n; there must be as many steps.
-        finetune: The training of all stages together; its teacher settings and adapters (merged at the end of each
-            stage) hold in every stage. Not with validation or checkpoints, which belong to one training.
+        finetune: The training of all stages together; its teacher settings and adapters (merged at
+            the end of each stage) hold in every stage. Not with validation or checkpoints, which
+            belong to one training.
         scorer: How heads are scored, at every stage anew.
         selector: Which leave.
         must_keep: Heads that stay; as for ``select``.
@@ -122,16 +126,17 @@ def prune_gradually_(
         sites: Default ``find_sites(model)``; they say under which policy heads leave.
         example: A batch the model takes. With it every cut is compared with the gated model.
         progress: Show progress bars.
-        folder: Where it leaves what it has after every stage; the same call with the model as it was before goes on
-            from there after it was killed, to the same weights bit for bit where the device computes the same. Taken
-            away at the end.
+        folder: Where it leaves what it has after every stage; the same call with the model as it
+            was before goes on from there after it was killed, to the same weights bit for bit where
+            the device computes the same. Taken away at the end.
         leave_checkpoint: Leave that of the last stage, as for ``recover_``.
 
     Raises:
         InvalidValue: fewer steps than stages; a budget or settings that make no sense here.
         CheckpointError: the folder holds the checkpoint of another call.
-        InfeasibleBudget: the selector cannot meet the budget; nothing has changed then, but for a selector that
-            measures losses or scores again, which is not asked twice: the model has what the stages before left.
+        InfeasibleBudget: the selector cannot meet the budget; nothing has changed then, but for a
+            selector that measures losses or scores again, which is not asked twice: the model has
+            what the stages before left.
 
     >>> import torch
     >>> from headprune import Budget, MultiHeadAttention
@@ -139,7 +144,14 @@ def prune_gradually_(
     >>> model, data = nn.Sequential(MultiHeadAttention(8, 4)), [torch.randn(4, 5, 8)]
     >>> square = lambda m, x: m(x).square().mean((1, 2))
     >>> report = prune_gradually_(
-    ...     model, data, Budget(keep_heads=1), stages=3, finetune=Finetune(steps=6), scorer="magnitude", loss=square)
+    ...     model,
+    ...     data,
+    ...     Budget(keep_heads=1),
+    ...     stages=3,
+    ...     finetune=Finetune(steps=6),
+    ...     scorer="magnitude",
+    ...     loss=square,
+    ... )
     >>> [stage.plan.mask.n_kept for stage in report.stages]
     [1, 1, 1]
     """
@@ -148,9 +160,13 @@ def prune_gradually_(
     if leave_checkpoint and folder is None:
         raise InvalidValue("prune_gradually_(leave_checkpoint=)", "given with folder", "no folder")
     _check(budget, stages, settings, steps)
-    sites = find_sites(model) if sites is None else sites if isinstance(sites, Sites) else tuple(sites)
+    sites = (
+        find_sites(model) if sites is None else sites if isinstance(sites, Sites) else tuple(sites)
+    )
     check_unwrapped(model, (site.name for site in sites), "cut before it is wrapped")
-    calibration = Batches.of(batches if calibration is None else calibration)  # read anew at every stage
+    calibration = Batches.of(
+        batches if calibration is None else calibration
+    )  # read anew at every stage
     calibration.keep()
     rules: dict[str, Any] = {"must_keep": _listed(must_keep), "must_remove": _listed(must_remove)}
     source, whole, before = _Source(batches), 0, 0
@@ -176,19 +192,46 @@ def prune_gradually_(
             whole = pose(scores, budget).whole
             budget = _fixed_length(scores, budget)
             if not extra:
-                select(scores, budget, selector, **rules)  # refuses what cannot be reached, before anything changes
+                select(
+                    scores, budget, selector, **rules
+                )  # refuses what cannot be reached, before anything changes
         wanted = stage_budget(budget, i, stages, whole)
-        plan = select(scores, _of_now(wanted, whole, _whole(scores, budget)), selector, **rules, **extra)
+        plan = select(
+            scores, _of_now(wanted, whole, _whole(scores, budget)), selector, **rules, **extra
+        )
         rules["must_remove"] = {}  # they have left
         cut = prune_(model, plan, example, sites)
         sites, after = cut.sites, steps * i // stages
-        share = replace(settings, epochs=1, steps=after - before, seed=(settings.seed + i - 1) % 2**32)
-        job = Job(model, _Share(source, after - before), teacher, loss, sites, progress, part=(before, steps))
-        done.append(GradualStage(replace(plan, budget=wanted), cut.proof, carry_out("finetune", share, job)))
+        share = replace(
+            settings, epochs=1, steps=after - before, seed=(settings.seed + i - 1) % 2**32
+        )
+        job = Job(
+            model,
+            _Share(source, after - before),
+            teacher,
+            loss,
+            sites,
+            progress,
+            part=(before, steps),
+        )
+        done.append(
+            GradualStage(replace(plan, budget=wanted), cut.proof, carry_out("finetune", share, job))
+        )
         before = after
         if keeper is not None and keeper.due(i, i == stages):
-            told = {"report": GradualReport(tuple(done)).to_json(), "whole": whole, "before": before}
-            keeper.save({**told, "length": budget.length, "weights": weights(model), "source": source.state()})
+            told = {
+                "report": GradualReport(tuple(done)).to_json(),
+                "whole": whole,
+                "before": before,
+            }
+            keeper.save(
+                {
+                    **told,
+                    "length": budget.length,
+                    "weights": weights(model),
+                    "source": source.state(),
+                }
+            )
     if keeper is not None:
         keeper.finish()
     return GradualReport(tuple(done))
@@ -221,15 +264,19 @@ def _with(budget: Budget, amount: float) -> Budget:
 
 
 def _fixed_length(scores: HeadScores, budget: Budget) -> Budget:
-    """A MAC budget at the length that the first scores were measured at: later ones must mean the same."""
+    """A MAC budget at the length that the first scores were measured at: later ones must mean the
+    same."""
     if budget.kind != "keep_macs" or budget.length is not None or scores.costs is None:
         return budget
     return replace(budget, length=scores.costs.length)
 
 
 def _whole(scores: HeadScores, budget: Budget) -> int:
-    """What the model costs now in the budget's currency; 0 where nothing is left that could be saved."""
-    caching = any(cost.kv_bytes for row in scores.costs.units for cost in row) if scores.costs else False
+    """What the model costs now in the budget's currency; 0 where nothing is left that could be
+    saved."""
+    caching = (
+        any(cost.kv_bytes for row in scores.costs.units for cost in row) if scores.costs else False
+    )
     return 0 if budget.kind == "keep_kv" and not caching else pose(scores, budget).whole
 
 
@@ -241,7 +288,9 @@ def _of_now(budget: Budget, whole: int, now: int) -> Budget:
         return budget
     if budget.kind == "keep_heads":
         count = allowance(budget.amount, whole)
-        return replace(budget, keep_heads=count) if count else budget  # less than a head: refused by its own words
+        return (
+            replace(budget, keep_heads=count) if count else budget
+        )  # less than a head: refused by its own words
     return _with(budget, min(1.0, budget.amount * whole / now))
 
 
@@ -260,7 +309,9 @@ def _callables(
     if "loss" in chosen.needs:
         asked["loss"] = loss_of(model, batches, loss=loss, sites=sites, progress=progress)
     if "rescore" in chosen.needs:
-        asked["rescore"] = rescorer(model, batches, scorer, loss=loss, sites=sites, progress=progress)
+        asked["rescore"] = rescorer(
+            model, batches, scorer, loss=loss, sites=sites, progress=progress
+        )
     return asked
 
 
@@ -271,12 +322,17 @@ def _check(budget: Budget, stages: int, settings: Finetune, steps: int) -> None:
     if not isinstance(stages, int) or isinstance(stages, bool) or not 1 <= stages <= steps:
         must = f"a count from 1 to the number of steps, {steps}"
         raise InvalidValue(
-            "prune_gradually_(stages=)", must, repr(stages), "Train for more steps, or take fewer stages."
+            "prune_gradually_(stages=)",
+            must,
+            repr(stages),
+            "Train for more steps, or take fewer stages.",
         )
     for name in ("patience", "eval_every", "checkpoint_every"):
         if getattr(settings, name) is not None:
             must = "left out: every stage is a training of its own"
-            raise InvalidValue(f"prune_gradually_(finetune=): {name}", must, getattr(settings, name))
+            raise InvalidValue(
+                f"prune_gradually_(finetune=): {name}", must, getattr(settings, name)
+            )
 
 
 def _listed(heads: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:
@@ -307,10 +363,15 @@ class _Source:
 
     def state(self) -> dict[str, Any]:
         """Where it stands."""
-        return {"begun": self.begun, "taken": self.taken, "now": random_states(self.generators)["generators"]}
+        return {
+            "begun": self.begun,
+            "taken": self.taken,
+            "now": random_states(self.generators)["generators"],
+        }
 
     def continue_from(self, state: dict[str, Any]) -> None:
-        """Draws the order of that pass again and reads past what was taken; other random states stay."""
+        """Draws the order of that pass again and reads past what was taken; other random states
+        stay."""
         outside = random_states()
         self.begun, self.taken = state["begun"], state["taken"]
         set_random_states(self.begun, self.generators)

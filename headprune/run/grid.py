@@ -1,4 +1,5 @@
-"""Grids: ``key=value,value`` become checked recipes, one a combination; every error is found before any work."""
+"""Grids: ``key=value,value`` become checked recipes, one a combination; every error is found before
+any work."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from headprune.run.recipe import BudgetSection, Recipe, ScoreSection, Section, S
 from headprune.run.sense import section_in
 from headprune.run.validate import RecipeError, check_recipe
 
-#: Short names of recipe keys. Any other key is a path into the recipe, such as ``score.settings.reduce``.
+#: Short names of recipe keys. Any other key is a path into the recipe, such as
+#: ``score.settings.reduce``.
 ALIASES = {
     "scorer": "score.scorer",
     "keep": "select.keep_heads",
@@ -26,21 +28,40 @@ ALIASES = {
     "recover": "recover",
     "calibration": "data.calibration",
 }
-_BUDGETS = frozenset(f"select.{n}" for n in BudgetSection.model_fields if n.startswith("keep_") or n == "speedup")
-_OF_BUDGETS = frozenset(f"select.{n}" for n in BudgetSection.model_fields) - _BUDGETS  # such as select.length
+_BUDGETS = frozenset(
+    f"select.{n}" for n in BudgetSection.model_fields if n.startswith("keep_") or n == "speedup"
+)
+_OF_BUDGETS = (
+    frozenset(f"select.{n}" for n in BudgetSection.model_fields) - _BUDGETS
+)  # such as select.length
 _SECTIONS: dict[str, type[Section]] = {"score": ScoreSection, "select": SelectSection}
 _TIMED = "a budget other than speedup: what is timed beside other processes is not true"
-_RECOVERIES = {"recover": (), "select.recover": ("select",)}  # paths whose values are lists of recoveries
-_OF_PRESETS = ("score.scorer", "score.settings", "select.selector", "select.settings", "select.recover", "recover")
+_RECOVERIES = {
+    "recover": (),
+    "select.recover": ("select",),
+}  # paths whose values are lists of recoveries
+_OF_PRESETS = (
+    "score.scorer",
+    "score.settings",
+    "select.selector",
+    "select.settings",
+    "select.recover",
+    "recover",
+)
 _UNUSED = ("score.magnitude", "score.random_draws")  # a sweep compares what is in the grid
-_SWITCHES = ("score.scorer", "select.selector", *sorted(_BUDGETS))  # what these replace goes before others are set
+_SWITCHES = (
+    "score.scorer",
+    "select.selector",
+    *sorted(_BUDGETS),
+)  # what these replace goes before others are set
 
 Grid = Mapping[str, Sequence[Any]] | Iterable[str]
 
 
 @dataclass(frozen=True)
 class Point:
-    """One combination: the grid's values as text or numbers, by key, and the recipe that they make."""
+    """One combination: the grid's values as text or numbers, by key, and the recipe that they
+    make."""
 
     values: FrozenDict
     recipe: Recipe
@@ -66,15 +87,16 @@ class Design:
 def lay_out(recipe: str | Path | Recipe, settings: Iterable[str], grid: Grid) -> Design:
     """The sweep of a recipe over a grid.
 
-    ``recover`` takes ``none``, a method, or several joined by ``+``; a method has the settings that the recipe gives
-    it, if it does. A scorer or selector other than the recipe's own starts from its defaults, and a budget replaces
-    the recipe's.
+    ``recover`` takes ``none``, a method, or several joined by ``+``; a method has the settings that
+    the recipe gives it, if it does. A scorer or selector other than the recipe's own starts from
+    its defaults, and a budget replaces the recipe's.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
         settings: ``dotted.key=value`` overrides, for a recipe that is no Recipe.
-        grid: ``key=value,value`` strings, or a mapping from keys to values. A key is a path into ``score``, ``select``,
-            ``recover`` or ``data.calibration``, one of ``ALIASES``, or ``preset``, whose ``none`` is the recipe itself.
+        grid: ``key=value,value`` strings, or a mapping from keys to values. A key is a path into
+            ``score``, ``select``, ``recover`` or ``data.calibration``, one of ``ALIASES``, or
+            ``preset``, whose ``none`` is the recipe itself.
 
     Raises:
         RecipeError: with every error that the grid and its combinations have.
@@ -82,13 +104,17 @@ def lay_out(recipe: str | Path | Recipe, settings: Iterable[str], grid: Grid) ->
     settings, source = list(settings), recipe.name if isinstance(recipe, Recipe) else str(recipe)
     if isinstance(recipe, Recipe):
         if settings:
-            raise InvalidValue("settings", "left out for a Recipe, which is checked already", settings)
+            raise InvalidValue(
+                "settings", "left out for a Recipe, which is checked already", settings
+            )
         raw = recipe.model_dump(exclude_unset=True)  # defaults may not be written beside any budget
     else:
         raw = override(read_raw(locate(recipe)), settings)
     problems: list[InvalidValue] = []
     if raw.get("gradual") is not None:
-        problems.append(InvalidValue("gradual", "left out of a sweep, which cuts at once", "a section"))
+        problems.append(
+            InvalidValue("gradual", "left out of a sweep, which cuts at once", "a section")
+        )
     axes = _axes(grid, raw, problems)
     keys = tuple(key for key, _, _ in axes)
     budgets = tuple(key for key, path, _ in axes if path in _BUDGETS)
@@ -104,7 +130,8 @@ def lay_out(recipe: str | Path | Recipe, settings: Iterable[str], grid: Grid) ->
             problems.append(error)
     if problems:
         raise RecipeError(f"{source} with this grid", {str(p): p for p in problems}.values())
-    # Without the grid's budget a recipe may have none, which is fine here: its first combination stands for it.
+    # Without the grid's budget a recipe may have none, which is fine here: its first combination
+    # stands for it.
     return Design(points[0].recipe, keys, budgets, tuple(points))
 
 
@@ -119,7 +146,8 @@ def _untimed(recipe: Recipe) -> Recipe:
 def _axes(
     grid: Grid, raw: Mapping[str, Any], problems: list[InvalidValue]
 ) -> list[tuple[str, str, list[tuple[Any, Any]]]]:
-    """``(key, path, [(as shown, as set)])`` of every key that is fit to be combined; the rest goes to ``problems``."""
+    """``(key, path, [(as shown, as set)])`` of every key that is fit to be combined; the rest goes
+    to ``problems``."""
     axes: list[tuple[str, str, list[tuple[Any, Any]]]] = []
     for key, values in _items(grid, problems):
         path, where = ALIASES.get(key, key), f"--grid {key}"
@@ -127,10 +155,14 @@ def _axes(
             problems.append(problem)
             continue
         if (other := next((k for k, p, _ in axes if p == path), None)) is not None:
-            problems.append(InvalidValue(where, "given once", "twice" if key == other else f"as {other} too"))
+            problems.append(
+                InvalidValue(where, "given once", "twice" if key == other else f"as {other} too")
+            )
             continue
         if not values:
-            problems.append(InvalidValue(where, "given values", "none", f"For example --grid {key}=a,b."))
+            problems.append(
+                InvalidValue(where, "given values", "none", f"For example --grid {key}=a,b.")
+            )
             continue
         spelt = [(_shown(v), _steps(v, raw, path) if path in _RECOVERIES else v) for v in values]
         if path == "preset":
@@ -138,7 +170,11 @@ def _axes(
         seen: dict[str, Any] = {}
         for shown, value in spelt:
             if (text := json.dumps(value, sort_keys=True, default=str)) in seen:
-                got = f"{shown!r} again" if shown == seen[text] else f"{shown!r}, which is {seen[text]!r} again"
+                got = (
+                    f"{shown!r} again"
+                    if shown == seen[text]
+                    else f"{shown!r}, which is {seen[text]!r} again"
+                )
                 problems.append(InvalidValue(where, "values that differ", got))
             seen.setdefault(text, shown)
         axes.append((key, path, spelt))
@@ -147,7 +183,11 @@ def _axes(
         must = "left out beside preset, which sets it"
         problems += [InvalidValue(f"--grid {key}", must, key) for key in beside]
     if not axes and not problems:
-        problems.append(InvalidValue("--grid", "given a key with values", "none", "For example --grid keep=0.75,0.5."))
+        problems.append(
+            InvalidValue(
+                "--grid", "given a key with values", "none", "For example --grid keep=0.75,0.5."
+            )
+        )
     return axes
 
 
@@ -159,7 +199,9 @@ def _items(grid: Grid, problems: list[InvalidValue]) -> list[tuple[str, list[Any
         key, equals, values = text.partition("=")
         if not equals or not key.strip():
             hint = "For example --grid scorer=taylor,fisher."
-            problems.append(InvalidValue(f"--grid {text}", "written key=value,value", repr(text), hint))
+            problems.append(
+                InvalidValue(f"--grid {text}", "written key=value,value", repr(text), hint)
+            )
             continue
         try:
             found.append((key.strip(), parse_yaml(f"[{values}]", f"--grid {key.strip()}")))
@@ -174,12 +216,24 @@ def _key_problem(path: str, where: str) -> InvalidValue | None:
     if path == "select.speedup":
         return InvalidValue(where, _TIMED, path)
     if path in _UNUSED:
-        return InvalidValue(where, "a key that a sweep uses", path, "Baselines are scorers: --grid scorer=...,random.")
+        return InvalidValue(
+            where,
+            "a key that a sweep uses",
+            path,
+            "Baselines are scorers: --grid scorer=...,random.",
+        )
     if steps[0] in ("score", "select", "recover") or path in ("data.calibration", "preset"):
-        return None if all(steps) and path not in ("score", "select") else InvalidValue(where, "a key of it", path)
+        return (
+            None
+            if all(steps) and path not in ("score", "select")
+            else InvalidValue(where, "a key of it", path)
+        )
     must = "a key of score, select, recover, or data.calibration, or preset"
     if steps[0] in Recipe.model_fields:
-        hint = "All runs of a sweep share one base model and its data: make a sweep for each, with --set."
+        hint = (
+            "All runs of a sweep share one base model and its data: make a sweep for each, with"
+            " --set."
+        )
         return InvalidValue(where, must, path, hint)
     return InvalidValue(where, must, repr(path), did_you_mean(path, known))
 
@@ -198,23 +252,37 @@ def _steps(value: Any, raw: Mapping[str, Any], path: str) -> Any:
         return value
     own = [step for step in raw.get("recover") or () if isinstance(step, Mapping)]
     names = [] if value == "none" else value.split("+")
-    return [next((dict(s) for s in own if s.get("method") == name.strip()), {"method": name.strip()}) for name in names]
+    return [
+        next((dict(s) for s in own if s.get("method") == name.strip()), {"method": name.strip()})
+        for name in names
+    ]
 
 
 def _combined(raw: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe's data with a combination put in."""
-    other = chosen.keys() & _BUDGETS - {f"select.{k}" for k, v in section_in(raw, "select").items() if v is not None}
+    other = chosen.keys() & _BUDGETS - {
+        f"select.{k}" for k, v in section_in(raw, "select").items() if v is not None
+    }
     replaced: dict[str, Any] = dict.fromkeys(_BUDGETS if chosen.keys() & _BUDGETS else ())
     replaced |= dict.fromkeys(_OF_BUDGETS if other else ())
-    for section, key, default in (("score", "scorer", "taylor"), ("select", "selector", "global_topk")):
+    for section, key, default in (
+        ("score", "scorer", "taylor"),
+        ("select", "selector", "global_topk"),
+    ):
         own = section_in(raw, section)
         if chosen.get(f"{section}.{key}", own.get(key, default)) != own.get(key, default):
             replaced[f"{section}.settings"] = {}
-            if section == "score" and own.get("until") is not None and not _reads_data(chosen["score.scorer"]):
+            if (
+                section == "score"
+                and own.get("until") is not None
+                and not _reads_data(chosen["score.scorer"])
+            ):
                 replaced["score.until"] = None
     order = sorted(chosen, key=lambda path: path not in _SWITCHES)
     changes = {**replaced, **{path: chosen[path] for path in order}}
-    return override(raw, [f"{path}={json.dumps(value, default=str)}" for path, value in changes.items()])
+    return override(
+        raw, [f"{path}={json.dumps(value, default=str)}" for path, value in changes.items()]
+    )
 
 
 def _reads_data(scorer: Any) -> bool:

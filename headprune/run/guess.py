@@ -1,4 +1,5 @@
-"""A recipe for a model and data that nobody wrote one for: the task by the model's class, columns by their contents."""
+"""A recipe for a model and data that nobody wrote one for: the task by the model's class, columns
+by their contents."""
 
 from __future__ import annotations
 
@@ -34,7 +35,18 @@ _BY_CLASS: dict[str, Task] = {
     "ForTranslation": "translation",
 }
 #: Columns that are the label where they are there, the likeliest first.
-_LABELS = ("label", "labels", "class", "category", "target", "coarse_label", "score", "similarity", "ner_tags", "tags")
+_LABELS = (
+    "label",
+    "labels",
+    "class",
+    "category",
+    "target",
+    "coarse_label",
+    "score",
+    "similarity",
+    "ner_tags",
+    "tags",
+)
 #: Columns of paths to sound.
 _SOUNDS = ("audio", "file", "path", "wav")
 #: Pairs of text columns, of which the second is no translation.
@@ -106,14 +118,16 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
         keep: Heads to keep: a count or a fraction.
 
     Raises:
-        InvalidValue: the model or the data cannot be had, task or columns cannot be told, or a recipe cannot hold a
-            name.
+        InvalidValue: the model or the data cannot be had, task or columns cannot be told, or a
+            recipe cannot hold a name.
     """
     _check_name(model, "--model", "folder")
     _check_name(data, "--data", "file or folder")
     tasks = get_args(Task)
     if task is not None and task not in tasks:
-        raise InvalidValue("--task", f"one of {', '.join(tasks)}", repr(task), did_you_mean(task, tasks))
+        raise InvalidValue(
+            "--task", f"one of {', '.join(tasks)}", repr(task), did_you_mean(task, tasks)
+        )
     section = DataSection(path=data)
     source = load_source(section)
     columns = _columns(source.splits["train"])
@@ -126,10 +140,16 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
         kind = repr(kind)
     chosen: Any = task or found or _task_of(columns, data)
     if chosen is None:
-        must = f"given: neither {kind} nor the columns of {data} ({', '.join(columns.names)}) say it"
+        must = (
+            f"given: neither {kind} nor the columns of {data} ({', '.join(columns.names)}) say it"
+        )
         raise InvalidValue("--task", must, "none", f"One of {', '.join(tasks)}.")
     lines, why = _data_lines(chosen, columns, data)
-    head = f"{kind} is a model for it" if found == chosen else f"{kind} has no head for it, so it is trained first"
+    head = (
+        f"{kind} is a model for it"
+        if found == chosen
+        else f"{kind} has no head for it, so it is trained first"
+    )
     about = [f"the task is {chosen}: {head}", *why]
     for line, note in _test_lines(source, parse_yaml("\n".join(lines), "the columns").get("label")):
         lines.append(_noted(line, note, 2))
@@ -142,7 +162,8 @@ def guess(model: str, data: str, *, task: str | None = None, keep: str = "0.5") 
 
 
 def _by_config(kind: str, config: Any) -> Task:
-    """What a class for whole sequences is for: Transformers has the same names for text and for sound."""
+    """What a class for whole sequences is for: Transformers has the same names for text and for
+    sound."""
     from transformers.models.auto import modeling_auto
 
     if kind in modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES.values():
@@ -159,7 +180,9 @@ def _columns(rows: Any) -> Columns:
         value = next((v for v in stored[name][:100] if v is not None), None)
         if isinstance(value, str):
             found["texts"].append(name)
-        elif hasattr(value, "convert") or (isinstance(value, list) and value and isinstance(value[0], list)):
+        elif hasattr(value, "convert") or (
+            isinstance(value, list) and value and isinstance(value[0], list)
+        ):
             found["images"].append(name)
         elif stored is not rows or (isinstance(value, Mapping) and "sampling_rate" in value):
             found["sounds"].append(name)
@@ -193,7 +216,9 @@ def _data_lines(task: Task, columns: Columns, data: str) -> tuple[list[str], lis
     if task == "image_classification":
         inputs = {"image": _only(columns.images, "image", "images", data)}
     elif task == "token_classification":
-        words = tuple(name for name in columns.words if name not in _LABELS)  # tags may be words too
+        words = tuple(
+            name for name in columns.words if name not in _LABELS
+        )  # tags may be words too
         inputs = {"text": _only(words, "text", "lists of words", data)}
     elif task == "causal_lm":
         if not columns.texts and len(columns.ids) >= 1:
@@ -206,7 +231,12 @@ def _data_lines(task: Task, columns: Columns, data: str) -> tuple[list[str], lis
         inputs = {"audio": _only(sounds, "audio", "sound, or of paths by the name of audio", data)}
     elif task == "question_answering":
         if not {"question", "context", "answers"} <= set(columns.names):
-            raise _unclear("text", "the columns question, context and answers, as SQuAD has them", columns.names, data)
+            raise _unclear(
+                "text",
+                "the columns question, context and answers, as SQuAD has them",
+                columns.names,
+                data,
+            )
         return ["text: [question, context]", "label: answers"], ["the columns are those of SQuAD"]
     elif task == "translation":
         if len(columns.texts) != 2:
@@ -231,7 +261,10 @@ def _labelled_text(columns: Columns, data: str, task: Task) -> tuple[list[str], 
         raise _unclear("text", "one column of text, or two of a pair", texts, data)
     shown = _quoted(texts[0]) if len(texts) == 1 else f"[{', '.join(map(_quoted, texts))}]"
     words = " and ".join(map(repr, texts))
-    return [f"text: {shown}", f"label: {_quoted(label)}"], [f"the text is in {words}", f"the labels are in {label!r}"]
+    return [f"text: {shown}", f"label: {_quoted(label)}"], [
+        f"the text is in {words}",
+        f"the labels are in {label!r}",
+    ]
 
 
 def _label(columns: Columns, taken: Sequence[str], data: str) -> str:
@@ -245,20 +278,34 @@ def _label(columns: Columns, taken: Sequence[str], data: str) -> str:
 
 
 def _test_lines(source: Source, label: str | None) -> list[tuple[str, str]]:
-    """Lines for data whose test rows have -1 or nothing in the place of a label, as those of a contest, and why."""
+    """Lines for data whose test rows have -1 or nothing in the place of a label, as those of a
+    contest, and why."""
     splits = source.splits
-    if label is None or not {"test", "validation"} <= splits.keys() or label not in splits["test"].column_names:
+    if (
+        label is None
+        or not {"test", "validation"} <= splits.keys()
+        or label not in splits["test"].column_names
+    ):
         return []
     lacking = {
-        role: [value is None or (isinstance(value, (int, float)) and value < 0) for value in rows[label]]
+        role: [
+            value is None or (isinstance(value, (int, float)) and value < 0)
+            for value in rows[label]
+        ]
         for role, rows in splits.items()
     }
     if not all(lacking["test"]) or any(lacking["train"]) or any(lacking["validation"]):
         return []
     names, n_train = source.facts["splits"], len(splits["train"])
     return [
-        (f"test_split: {_quoted(names['validation'])}", f"the rows of {names['test']} have no labels"),
-        (f"holdout: {0.1 if n_train <= 10_000 else 1000}", "so rows of train are the validation rows"),
+        (
+            f"test_split: {_quoted(names['validation'])}",
+            f"the rows of {names['test']} have no labels",
+        ),
+        (
+            f"holdout: {0.1 if n_train <= 10_000 else 1000}",
+            "so rows of train are the validation rows",
+        ),
     ]
 
 
@@ -269,8 +316,13 @@ def _only(names: tuple[str, ...], key: str, what: str, data: str) -> str:
 
 
 def _unclear(key: str, must: str, names: Sequence[str], data: str) -> InvalidValue:
-    hint = "Rename the columns, or write the recipe by hand: `headprune show trec-minilm` is a complete one."
-    return InvalidValue(f"data.{key}", f"told by {must} in {data}", ", ".join(names) or "none", hint)
+    hint = (
+        "Rename the columns, or write the recipe by hand: `headprune show trec-minilm` is a"
+        " complete one."
+    )
+    return InvalidValue(
+        f"data.{key}", f"told by {must} in {data}", ", ".join(names) or "none", hint
+    )
 
 
 def _check_name(name: str, where: str, what: str) -> None:
@@ -325,12 +377,19 @@ def _text(
         _noted("  calibration: 1024", "rows of train that heads are scored on"),
         *([] if trained else training),
         "score:",
-        _noted("  scorer: auto", "tries several on held-out rows; or one by name, see `headprune ls`"),
+        _noted(
+            "  scorer: auto", "tries several on held-out rows; or one by name, see `headprune ls`"
+        ),
         _noted("  random_draws: 3", "how chance would have chosen, beside it"),
         "select:",
-        _noted(f"  keep_heads: {keep}", "a fraction or a count; or keep_params, keep_macs, keep_kv, speedup"),
+        _noted(
+            f"  keep_heads: {keep}",
+            "a fraction or a count; or keep_params, keep_macs, keep_kv, speedup",
+        ),
         "recover:",
-        _noted("  - method: lstsq", "what is left is refitted, without labels and without training"),
+        _noted(
+            "  - method: lstsq", "what is left is refitted, without labels and without training"
+        ),
         "bench:",
         "  batch_sizes: [1, 32]",
         "  seconds: 2.0",

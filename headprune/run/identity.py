@@ -25,7 +25,8 @@ def digest(data: Any) -> str:
 
 
 def made_of(recipe: Recipe, rows: Mapping[str, Any]) -> str:
-    """Digest of what makes a base model: model, data, training and seed of the recipe, rows, and the model's files.
+    """Digest of what makes a base model: model, data, training and seed of the recipe, rows, and
+    the model's files.
 
     Args:
         recipe: The recipe.
@@ -33,18 +34,25 @@ def made_of(recipe: Recipe, rows: Mapping[str, Any]) -> str:
     """
     # How translations are made belongs to it, too: every outcome of a sweep is judged by them.
     parts = (*_PARTS, "decode") if recipe.task == "translation" else _PARTS
-    return digest([{name: _part(recipe, name) for name in parts}, facts_of(rows), _model_files(recipe)])
+    return digest(
+        [{name: _part(recipe, name) for name in parts}, facts_of(rows), _model_files(recipe)]
+    )
 
 
 def facts_of(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Which rows are for what, but for the calibration rows, which every draw has of its own, and what of rows is in
-    several parts, which follows."""
+    """Which rows are for what, but for the calibration rows, which every draw has of its own, and
+    what of rows is in several parts, which follows."""
     return {name: facts for name, facts in rows.items() if name not in ("calibration", "overlap")}
 
 
 def hashes(folder: Path, names: tuple[str, ...] = (".",)) -> dict[str, str]:
-    """SHA-256 of files, by their paths in a folder; a name is that of a file or of a folder with all that is in it."""
-    found = (p for name in names for p in ((folder / name).rglob("*") if (folder / name).is_dir() else [folder / name]))
+    """SHA-256 of files, by their paths in a folder; a name is that of a file or of a folder with
+    all that is in it."""
+    found = (
+        p
+        for name in names
+        for p in ((folder / name).rglob("*") if (folder / name).is_dir() else [folder / name])
+    )
     return {str(p.relative_to(folder)): sha256_file(p) for p in sorted(found) if p.is_file()}
 
 
@@ -66,15 +74,19 @@ def _part(recipe: Recipe, name: str) -> Any:
 
 
 def _model_files(recipe: Recipe) -> Any:
-    """What tells the model that the recipe starts from: hashes of a folder's files or of the code that builds it, or
-    the commit on the hub."""
+    """What tells the model that the recipe starts from: hashes of a folder's files or of the code
+    that builds it, or the commit on the hub."""
     if recipe.model.import_path is not None:
         return source_files(recipe.model)
     if recipe.model.path is None:
         return None
     folder = Path(resolve_path(recipe.model.path))
     if folder.is_dir():
-        return {p.name: sha256_file(p) for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")}
+        return {
+            p.name: sha256_file(p)
+            for p in sorted(folder.iterdir())
+            if p.is_file() and not p.name.startswith(".")
+        }
     try:
         return getattr(model_config(recipe.model.path), "_commit_hash", None)
     except HeadPruneError:

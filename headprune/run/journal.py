@@ -1,4 +1,5 @@
-"""The journal of a run: its record, written again after every stage, and a line a stage for who watches."""
+"""The journal of a run: its record, written again after every stage, and a line a stage for who
+watches."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class Journal:
         self._collected: RunRecord | None = None
 
     def begin(self) -> None:
-        """The record of an attempt takes the place of an earlier one's, whose lines in the history stay."""
+        """The record of an attempt takes the place of an earlier one's, whose lines in the history
+        stay."""
         self.write()
         self._tell_history()
 
@@ -93,7 +95,8 @@ class Journal:
             self.record.save(self.folder / RECORD)
 
     def note(self, **noted: Any) -> None:
-        """Sets fields of the record; tuples are added to, mappings are updated. A warning is noted once."""
+        """Sets fields of the record; tuples are added to, mappings are updated. A warning is noted
+        once."""
         self.record = _noted(self.record, noted)
         if self._collected is not None:
             self._collected = _noted(self._collected, noted)
@@ -123,7 +126,8 @@ class Journal:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage of the run: named in the record before it begins, timed, and written when it is through."""
+        """A stage of the run: named in the record before it begins, timed, and written when it is
+        through."""
         self.note(stage=name)
         self.write()
         self.say(f"[{name}]")

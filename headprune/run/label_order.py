@@ -1,4 +1,5 @@
-"""Whether a model's answers fit the numbers that labels were given, or another order of them far better."""
+"""Whether a model's answers fit the numbers that labels were given, or another order of them far
+better."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from headprune.run.data import Data, RawData
 #: Train rows that the model answers, half of them to find another order and half to judge it.
 _ROWS = 256
 _BATCH = 32
-#: Another order is far better where it is right on so many more of all labels, or on some more and leaves at most half
-#: of the errors; and where so many more rows speak for it than against it, that chance would do as well once in a
-#: million times.
+#: Another order is far better where it is right on so many more of all labels, or on some more and
+#: leaves at most half of the errors; and where so many more rows speak for it than against it, that
+#: chance would do as well once in a million times.
 _FAR, _SOME, _CHANCE = 0.2, 0.05, 1e-6
 _SHOWN = 8
 
@@ -66,31 +67,42 @@ class Fit:
 def mapping_words(raw: RawData) -> str:
     """Which label is which class of the model, in words."""
     ids = sorted(raw.label_ids.items(), key=lambda item: item[1])
-    shown = [f"{value!r} is class {number}{_called(raw, value, number)}" for value, number in ids[:_SHOWN]]
+    shown = [
+        f"{value!r} is class {number}{_called(raw, value, number)}"
+        for value, number in ids[:_SHOWN]
+    ]
     more = f", and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
     return f"labels: {', '.join(shown)}{more} ({_HOW[raw.numbering]})"
 
 
 def check_order(model: nn.Module, data: Data, raw: RawData) -> tuple[Fit, tuple[str, ...]]:
-    """Lets the model answer some train rows; returns how that fits, and what a reader should know of it.
+    """Lets the model answer some train rows; returns how that fits, and what a reader should know
+    of it.
 
     Raises:
-        InvalidValue: another order of labels fits far better, and neither names nor the recipe say which is which.
+        InvalidValue: another order of labels fits far better, and neither names nor the recipe say
+            which is which.
     """
     fit = measure(model, data, len(raw.labels))
     if not fit.order:
         guessed = raw.numbering in ("sorted", "number")
-        note = f"labels were numbered {_HOW[raw.numbering]}; so the model is {fit}, no more than who always says "
+        note = (
+            f"labels were numbered {_HOW[raw.numbering]}; so the model is {fit}, no more than who"
+            " always says "
+        )
         note += "the most frequent one. If its classes have another order, data.labels says so"
         return fit, (note,) if guessed and fit.at_chance else ()
     order = _in_order(raw, fit.order)
     got = f"numbered {_HOW[raw.numbering]}, where the model is {fit}; "
     got += f"in the order {order} it is on {fit.better:.1%}"
     if raw.numbering in ("name", "given"):
-        return fit, (f"labels are {got}. If that is the model's own order, data.labels: {order} says so",)
+        return fit, (
+            f"labels are {got}. If that is the model's own order, data.labels: {order} says so",
+        )
     must = "given, for another order of labels fits the model's answers far better"
     hint = (
-        f"Add data.labels: {order} (--set 'data.labels={order}'), the label of every class of the model in its order; "
+        f"Add data.labels: {order} (--set 'data.labels={order}'), the label of every class of the"
+        " model in its order; "
     )
     hint += "or your own order, which is then taken."
     raise InvalidValue("data.labels", must, f"labels {got}", hint)
@@ -126,7 +138,11 @@ def facts_of_labels(raw: RawData, fit: Fit) -> Mapping[str, Any]:
     """The same for the record."""
     facts: dict[str, Any] = {"numbered": raw.numbering, "rows": fit.rows, "accuracy": fit.accuracy}
     facts["classes"] = [str(label) for label in raw.labels]
-    return {**facts, "better order": _values(raw, fit.order), "its accuracy": fit.better} if fit.order else facts
+    return (
+        {**facts, "better order": _values(raw, fit.order), "its accuracy": fit.better}
+        if fit.order
+        else facts
+    )
 
 
 def _answers(model: nn.Module, data: Data, rows: list[Any], n_labels: int) -> np.ndarray[Any, Any]:
@@ -141,13 +157,16 @@ def _answers(model: nn.Module, data: Data, rows: list[Any], n_labels: int) -> np
             answers = answers.reshape(labels.shape)
             counted = (labels >= 0).long()
             places = labels.clamp(min=0) * n_labels + answers
-            counts = torch.zeros(len(labels), n_labels * n_labels, dtype=torch.long, device=labels.device)
+            counts = torch.zeros(
+                len(labels), n_labels * n_labels, dtype=torch.long, device=labels.device
+            )
             found.append(counts.scatter_add_(1, places, counted).view(-1, n_labels, n_labels))
     return torch.cat(in_main_memory(found)).numpy()
 
 
 def _best(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """For every label an answer of its own, so that most are right; of equal choices the one that changes least."""
+    """For every label an answer of its own, so that most are right; of equal choices the one that
+    changes least."""
     from scipy.optimize import linear_sum_assignment
 
     _, order = linear_sum_assignment(2 * counts + np.eye(len(counts)), maximize=True)
@@ -155,7 +174,8 @@ def _best(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _by_chance(wins: int, losses: int) -> float:
-    """Probability of so many wins or more out of all rows that differ, were both orders equally good."""
+    """Probability of so many wins or more out of all rows that differ, were both orders equally
+    good."""
     n = wins + losses
     return sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n
 
@@ -166,13 +186,18 @@ def _called(raw: RawData, value: Any, number: int) -> str:
 
 
 def _values(raw: RawData, order: tuple[int, ...]) -> list[Any]:
-    """The data's labels in the order of the classes that they fit; what the data lacks is called as the model does."""
+    """The data's labels in the order of the classes that they fit; what the data lacks is called as
+    the model does."""
     called = {number: raw.said.get(value, value) for value, number in raw.label_ids.items()}
-    by_class = {answer: called.get(number, raw.labels[number]) for number, answer in enumerate(order)}
+    by_class = {
+        answer: called.get(number, raw.labels[number]) for number, answer in enumerate(order)
+    }
     return [by_class[i] for i in range(len(order))]
 
 
 def _in_order(raw: RawData, order: tuple[int, ...]) -> str:
     """The same as a recipe has it."""
-    text: str = yaml.safe_dump(_values(raw, order), default_flow_style=True, allow_unicode=True, width=math.inf)
+    text: str = yaml.safe_dump(
+        _values(raw, order), default_flow_style=True, allow_unicode=True, width=math.inf
+    )
     return text.strip()

@@ -22,18 +22,20 @@ _SPELLINGS: tuple[Callable[[str], str], ...] = (
 
 
 def number_labels(recipe: Recipe, raw: RawData) -> RawData:
-    """The rows with their labels in the order in which the recipe's model numbers them, and how that was known.
+    """The rows with their labels in the order in which the recipe's model numbers them, and how
+    that was known.
 
-    The recipe's ``data.labels`` is that order where it is given. Else a freshly built model changes nothing. A model
-    that names its classes and has all names of the data, in capitals, with blanks for underscores or not, keeps its
-    numbering. Labels that are nothing but numbers, as text too, are the numbers of the classes of a model that is not
-    trained, and get their names. Where a model lacks some names, its head is trained anew, with the data's names; a
-    model that is not trained is taken at its numbers, where the data has numbers too.
+    The recipe's ``data.labels`` is that order where it is given. Else a freshly built model changes
+    nothing. A model that names its classes and has all names of the data, in capitals, with blanks
+    for underscores or not, keeps its numbering. Labels that are nothing but numbers, as text too,
+    are the numbers of the classes of a model that is not trained, and get their names. Where a
+    model lacks some names, its head is trained anew, with the data's names; a model that is not
+    trained is taken at its numbers, where the data has numbers too.
 
     Raises:
-        InvalidValue: the model has other names, the data nothing but names, and the recipe does not train it. Or
-            numbers that begin at 1 for a model that counts from 0; names that stand at other numbers of the model; an
-            order in ``data.labels`` that lacks labels of the data.
+        InvalidValue: the model has other names, the data nothing but names, and the recipe does not
+            train it. Or numbers that begin at 1 for a model that counts from 0; names that stand at
+            other numbers of the model; an order in ``data.labels`` that lacks labels of the data.
     """
     if not raw.labels:
         return raw
@@ -54,20 +56,29 @@ def number_labels(recipe: Recipe, raw: RawData) -> RawData:
         if trained:
             return raw
         if not raw.said and len(raw.labels) < len(names):
-            must = f"given: {path} has {len(names)} classes without names, so nothing says which of them "
+            must = (
+                f"given: {path} has {len(names)} classes without names, so nothing says which of"
+                " them "
+            )
             must += f"the {len(raw.labels)} labels of the data are"
-            hint = "List a label for every class, in the order of the classes; those that the data lacks by any name."
+            hint = (
+                "List a label for every class, in the order of the classes; those that the data"
+                " lacks by any name."
+            )
             raise InvalidValue("data.labels", must, "none", hint)
         how = "taken by their numbers" if raw.said else "numbered in sorted order"
         note = f"{path} does not name its classes; those of the data were {how}"
-        return replace(raw, warnings=(*raw.warnings, note), numbering="number" if raw.said else "sorted")
+        return replace(
+            raw, warnings=(*raw.warnings, note), numbering="number" if raw.said else "sorted"
+        )
     if trained:
         return replace(raw, warnings=(*raw.warnings, _trained_anew(path, raw, names)))
     return _other_names(path, raw, names)
 
 
 def _given(raw: RawData, order: Sequence[Any], names: Sequence[str]) -> RawData:
-    """The order of ``data.labels``; the classes are called as the model does, where it names them."""
+    """The order of ``data.labels``; the classes are called as the model does, where it names
+    them."""
     places = {str(label): i for i, label in enumerate(order)}
     called = raw.said or {value: value for value in raw.present}
     if lacking := [str(called[value]) for value in raw.present if str(called[value]) not in places]:
@@ -75,7 +86,9 @@ def _given(raw: RawData, order: Sequence[Any], names: Sequence[str]) -> RawData:
         raise InvalidValue("data.labels", must, list(order), did_you_mean(lacking[0], places))
     named = len(names) == len(order) and not all(_GENERIC.fullmatch(name) for name in names)
     labels = tuple(names) if named else tuple(map(str, order))
-    class_names = {value: labels[places[str(name)]] for value, name in called.items() if str(name) in places}
+    class_names = {
+        value: labels[places[str(name)]] for value, name in called.items() if str(name) in places
+    }
     return replace(raw, labels=labels, class_names=class_names, numbering="given")
 
 
@@ -93,19 +106,29 @@ def _same_names(raw: RawData, names: Sequence[str]) -> RawData | None:
 
 def _are_numbers(raw: RawData) -> bool:
     """Whether labels without names of their own are numbers, written as text."""
-    return not raw.said and all(label.isdecimal() and str(int(label)) == label for label in raw.labels)
+    return not raw.said and all(
+        label.isdecimal() and str(int(label)) == label for label in raw.labels
+    )
 
 
 def _by_number(raw: RawData, names: Sequence[str]) -> RawData:
-    """Labels as the numbers of the classes of a model that is not trained; it may have more of them."""
+    """Labels as the numbers of the classes of a model that is not trained; it may have more of
+    them."""
     numbers = {value: int(value) for value in raw.present}
     least, most = min(numbers.values()), max(numbers.values())
     if least >= 1 and most == len(names):
-        must = f"given, for the numbers of the data, {least} to {most}, are not those of the model's classes, "
+        must = (
+            f"given, for the numbers of the data, {least} to {most}, are not those of the model's"
+            " classes, "
+        )
         must += f"0 to {most - 1}"
-        hint = f"data.labels: {list(range(1, most + 1))} takes {least} for class {least - 1}, and so on."
+        hint = (
+            f"data.labels: {list(range(1, most + 1))} takes {least} for class {least - 1}, and"
+            " so on."
+        )
         raise InvalidValue("data.labels", must, "none", hint)
-    # More numbers than classes: a model of another task, or with too few outputs, which is refused when it is loaded.
+    # More numbers than classes: a model of another task, or with too few outputs, which is refused
+    # when it is loaded.
     labels: tuple[Any, ...] = tuple(names) if most < len(names) else tuple(range(most + 1))
     class_names: dict[Any, Any] = {value: labels[number] for value, number in numbers.items()}
     return replace(raw, labels=labels, class_names=class_names, numbering="number")
@@ -116,13 +139,19 @@ def _other_names(path: str, raw: RawData, names: Sequence[str]) -> RawData:
     if not raw.said:
         lacking = _lacking(raw, names)
         must = f"labels that {path} knows: {', '.join(names[:8])}"
-        hint = f"{did_you_mean(lacking[0], names)} Or say with data.labels which label each class is, in the order of "
+        hint = (
+            f"{did_you_mean(lacking[0], names)} Or say with data.labels which label each class is,"
+            " in the order of "
+        )
         hint += "the classes. Or add a train section."
         raise InvalidValue("data.label", must, ", ".join(map(repr, lacking[:3])), hint)
     folded = {_SPELLINGS[-1](name): number for number, name in enumerate(names)}
     for number, name in raw.said.items():
         if (there := folded.get(_SPELLINGS[-1](name), number)) != number:
-            must = f"given: class {number} of the data is {name!r}, which is class {there} of {path}, and other names "
+            must = (
+                f"given: class {number} of the data is {name!r}, which is class {there} of {path},"
+                " and other names "
+            )
             must += f"differ ({', '.join(names[:8])})"
             hint = "List the data's names in the order of the model's classes."
             raise InvalidValue("data.labels", must, "none", hint)
@@ -134,8 +163,9 @@ def _other_names(path: str, raw: RawData, names: Sequence[str]) -> RawData:
 def _trained_anew(path: str, raw: RawData, names: Sequence[str]) -> str:
     order = "their own order" if raw.said else "sorted order"
     return (
-        f"{path} names its classes {', '.join(names[:8])}, which lack {', '.join(_lacking(raw, names)[:3])} of the "
-        f"data: its head was trained anew, for the data's labels in {order}"
+        f"{path} names its classes {', '.join(names[:8])}, which lack"
+        f" {', '.join(_lacking(raw, names)[:3])} of the data: its head was trained anew, for the"
+        f" data's labels in {order}"
     )
 
 

@@ -1,4 +1,5 @@
-"""A run in several processes, as ``torchrun`` or ``accelerate launch`` start them: the first runs, all score."""
+"""A run in several processes, as ``torchrun`` or ``accelerate launch`` start them: the first runs,
+all score."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 _TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 #: Engines that split the model, which a run builds itself and whole.
 _ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-#: The first process comes to the others when it has trained its model. Whoever started them ends all if one fails.
+#: The first process comes to the others when it has trained its model. Whoever started them ends
+#: all if one fails.
 _PATIENCE = timedelta(days=30)
 _HINT = "Look for the first error among the processes' outputs."
 
@@ -41,10 +43,11 @@ class Launch:
 
     @contextmanager
     def met(self, model: nn.Module) -> Iterator[Processes | None]:
-        """A process group for as long as the block lasts, with the first process's weights in every ``model``.
+        """A process group for as long as the block lasts, with the first process's weights in every
+        ``model``.
 
-        There is none before and after, so that the Trainer of the first process trains alone. None where the first
-        process has called it off.
+        There is none before and after, so that the Trainer of the first process trains alone. None
+        where the first process has called it off.
         """
         from headprune.model.processes import Processes, copy_from_first_
 
@@ -54,7 +57,8 @@ class Launch:
             yield Processes() if wanted else None
 
     def call_off(self) -> None:
-        """Lets the others go, who wait for the first process: it has the scores of an earlier run."""
+        """Lets the others go, who wait for the first process: it has the scores of an earlier
+        run."""
         with self._meeting(wanted=False):
             pass
 
@@ -70,7 +74,10 @@ class Launch:
 
         from headprune.model.processes import in_words
 
-        with _with_variables(self.environment), in_words(_PATIENCE.total_seconds(), "the other processes", _HINT):
+        with (
+            _with_variables(self.environment),
+            in_words(_PATIENCE.total_seconds(), "the other processes", _HINT),
+        ):
             distributed.init_process_group("gloo", timeout=_PATIENCE)
         try:
             said = torch.tensor(wanted)
@@ -94,25 +101,34 @@ def check_alone(verb: str) -> None:
         InvalidValue: there are several.
     """
     if several():
-        hint = "Only headprune run shares its work among processes: start this one without the launcher."
-        raise InvalidValue(f"headprune {verb}", "started once", f"{os.environ['WORLD_SIZE']} processes", hint)
+        hint = (
+            "Only headprune run shares its work among processes: start this one without the"
+            " launcher."
+        )
+        raise InvalidValue(
+            f"headprune {verb}", "started once", f"{os.environ['WORLD_SIZE']} processes", hint
+        )
 
 
 def launched() -> Launch | None:
     """This process among several; None where it is the only one.
 
-    From now on the environment is that of a process of its own: Transformers and accelerate would else wait for the
-    others wherever they find a chance. Of several GPUs each process gets one.
+    From now on the environment is that of a process of its own: Transformers and accelerate would
+    else wait for the others wherever they find a chance. Of several GPUs each process gets one.
 
     Raises:
         InvalidValue: the launcher is set to an engine that splits the model.
     """
     if not several():
         return None
-    engine = next((name for name in _ENGINES if os.environ.get(name, "false").lower() == "true"), None)
+    engine = next(
+        (name for name in _ENGINES if os.environ.get(name, "false").lower() == "true"), None
+    )
     if engine is not None:
         hint = "Start it with accelerate launch --multi_gpu, or with torchrun."
-        raise InvalidValue("accelerate launch", "set to plain processes, which share the scoring", engine, hint)
+        raise InvalidValue(
+            "accelerate launch", "set to plain processes, which share the scoring", engine, hint
+        )
     environment = {name: os.environ.pop(name) for name in _TOLD if name in os.environ}
     import torch
 

@@ -1,4 +1,5 @@
-"""Models: of the recipe's task from a path, or freshly built; or whatever lies in a folder, for the other commands."""
+"""Models: of the recipe's task from a path, or freshly built; or whatever lies in a folder, for the
+other commands."""
 
 from __future__ import annotations
 
@@ -33,14 +34,17 @@ _AUTO = {
     "audio_classification": "AutoModelForAudioClassification",
 }
 
-_PROCESSORS = {"image_classification": "AutoImageProcessor", "audio_classification": "AutoFeatureExtractor"}
+_PROCESSORS = {
+    "image_classification": "AutoImageProcessor",
+    "audio_classification": "AutoFeatureExtractor",
+}
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What turns rows into a model's inputs: its tokenizer, or its processor of images or sound, its padding token, the
-    token that a decoder starts with, and what a freshly built model's configuration says of a tokenizer that was
-    trained for it."""
+    """What turns rows into a model's inputs: its tokenizer, or its processor of images or sound,
+    its padding token, the token that a decoder starts with, and what a freshly built model's
+    configuration says of a tokenizer that was trained for it."""
 
     tokenizer: Any = None
     processor: Any = None
@@ -69,12 +73,15 @@ def resolve_device(device: str) -> torch.device:
         InvalidValue: ``cuda`` without a GPU that torch can use.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidValue("device", "cpu or auto on this machine", "cuda", "torch sees no GPU here.")
+        raise InvalidValue(
+            "device", "cpu or auto on this machine", "cuda", "torch sees no GPU here."
+        )
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def resolve_path(path: str, where: str = "model.path") -> str:
-    """A folder or hub name; ``package:NAME/FOLDER`` becomes the folder inside that installed package.
+    """A folder or hub name; ``package:NAME/FOLDER`` becomes the folder inside that installed
+    package.
 
     Raises:
         InvalidValue: no such package, or no such folder.
@@ -89,10 +96,17 @@ def resolve_path(path: str, where: str = "model.path") -> str:
                 else "Give"
             )
             hint = f"{install} a folder: --set {where}=FOLDER."
-            raise InvalidValue(where, "a folder inside an installed package", f"{path!r}: no package {name!r}", hint)
+            raise InvalidValue(
+                where,
+                "a folder inside an installed package",
+                f"{path!r}: no package {name!r}",
+                hint,
+            )
         folder = Path(next(iter(spec.submodule_search_locations))) / inside
         if not folder.is_dir():
-            raise InvalidValue(where, "a folder inside an installed package", f"{path!r}: no folder {folder}")
+            raise InvalidValue(
+                where, "a folder inside an installed package", f"{path!r}: no folder {folder}"
+            )
         return str(folder)
     local = Path(path).expanduser()
     if local.is_dir():
@@ -102,7 +116,9 @@ def resolve_path(path: str, where: str = "model.path") -> str:
     return path
 
 
-def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, base: Path | None = None) -> Preparation:
+def prepare(
+    recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, base: Path | None = None
+) -> Preparation:
     """The tokenizer or processor of the recipe's model, where its task and data need one.
 
     Args:
@@ -122,7 +138,12 @@ def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, ba
     if section.path is None:
         if text:
             hint = "Or train one: data.tokenizer." if recipe.task in UNLABELLED else ""
-            raise InvalidValue("model.path", f"given, because {recipe.task} on text needs a tokenizer", "none", hint)
+            raise InvalidValue(
+                "model.path",
+                f"given, because {recipe.task} on text needs a tokenizer",
+                "none",
+                hint,
+            )
         return Preparation()
     import transformers
 
@@ -135,16 +156,24 @@ def prepare(recipe: Recipe, texts: Callable[[], Sequence[str]] | None = None, ba
             tool("a word", truncation=True)
     except Exception as error:  # a tokenizer loads with settings that it cannot work with
         must = "a folder with a tokenizer that reads text"
-        raise InvalidValue("model.path", must, f"{section.path!r} ({type(error).__name__}: {error})") from error
+        raise InvalidValue(
+            "model.path", must, f"{section.path!r} ({type(error).__name__}: {error})"
+        ) from error
     translates = recipe.task == "translation"
-    start = getattr(model_config(section.path), "decoder_start_token_id", None) if translates else None
+    start = (
+        getattr(model_config(section.path), "decoder_start_token_id", None) if translates else None
+    )
     if translates and start is None:
         must = "a model whose configuration has a decoder_start_token_id"
         raise InvalidValue("model.path", must, f"{section.path!r} without")
-    return Preparation(tool, pad=tool.pad_token_id if tool.pad_token_id is not None else 0, start=start or 0)
+    return Preparation(
+        tool, pad=tool.pad_token_id if tool.pad_token_id is not None else 0, start=start or 0
+    )
 
 
-def _trained(recipe: Recipe, texts: Callable[[], Sequence[str]] | None, base: Path | None) -> Preparation:
+def _trained(
+    recipe: Recipe, texts: Callable[[], Sequence[str]] | None, base: Path | None
+) -> Preparation:
     """A tokenizer trained on the train rows, and what the model has to know of it."""
     from transformers import PreTrainedTokenizerFast
 
@@ -153,22 +182,33 @@ def _trained(recipe: Recipe, texts: Callable[[], Sequence[str]] | None, base: Pa
         check_files(base)
         tool: Any = PreTrainedTokenizerFast.from_pretrained(str(base))
     elif texts is None:
-        raise InvalidValue("prepare(texts=)", "given for data.tokenizer, which is trained on train rows", "none")
+        raise InvalidValue(
+            "prepare(texts=)", "given for data.tokenizer, which is trained on train rows", "none"
+        )
     else:
         tool = train_tokenizer(str(wanted.tokenizer), texts(), wanted.vocabulary)
-    special = {f"{name}_token_id": getattr(tool, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    special = {
+        f"{name}_token_id": getattr(tool, f"{name}_token_id") for name in ("pad", "bos", "eos")
+    }
     begin = {"decoder_start_token_id": tool.bos_token_id} if recipe.task == "translation" else {}
     config = {"vocab_size": len(tool), **special, **begin}
-    return Preparation(tool, pad=tool.pad_token_id or 0, start=tool.bos_token_id or 0, config=config)
+    return Preparation(
+        tool, pad=tool.pad_token_id or 0, start=tool.bos_token_id or 0, config=config
+    )
 
 
-def build_model(recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None) -> nn.Module:
+def build_model(
+    recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None
+) -> nn.Module:
     """The recipe's model, in evaluation mode on the CPU; see ``load_model``."""
     return load_model(recipe, labels, preparation).model
 
 
-def load_model(recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None) -> Loaded:
-    """The recipe's model, in evaluation mode on the CPU; what it draws is drawn from the recipe's seed.
+def load_model(
+    recipe: Recipe, labels: Sequence[Any], preparation: Preparation | None = None
+) -> Loaded:
+    """The recipe's model, in evaluation mode on the CPU; what it draws is drawn from the recipe's
+    seed.
 
     Args:
         recipe: The recipe.
@@ -176,7 +216,8 @@ def load_model(recipe: Recipe, labels: Sequence[Any], preparation: Preparation |
         preparation: What prepares its inputs; needed where the recipe trains a tokenizer.
 
     Raises:
-        InvalidValue: the model cannot be had, its configuration is wrong, or it lacks more than a head for the task.
+        InvalidValue: the model cannot be had, its configuration is wrong, or it lacks more than a
+            head for the task.
         UnknownName: no such class.
         CheckpointError: a damaged folder of ours.
     """
@@ -187,10 +228,18 @@ def load_model(recipe: Recipe, labels: Sequence[Any], preparation: Preparation |
         if recipe.model.import_path is not None:
             loaded = Loaded(build_own(recipe.model))
         else:
-            loaded = Loaded(_fresh(recipe, labels, told)) if recipe.model.path is None else _from_path(recipe, labels)
+            loaded = (
+                Loaded(_fresh(recipe, labels, told))
+                if recipe.model.path is None
+                else _from_path(recipe, labels)
+            )
     finally:
         torch.random.set_rng_state(outside)
-    model = loaded.model if recipe.model.dtype is None else loaded.model.to(getattr(torch, recipe.model.dtype))
+    model = (
+        loaded.model
+        if recipe.model.dtype is None
+        else loaded.model.to(getattr(torch, recipe.model.dtype))
+    )
     return Loaded(model.eval(), (*loaded.warnings, *_precision_notes(recipe, model)))
 
 
@@ -201,7 +250,12 @@ def _precision_notes(recipe: Recipe, model: nn.Module) -> tuple[str, ...]:
     if dtype.itemsize > 2 or not trained:
         return ()
     name = str(dtype).removeprefix("torch.")
-    return (f"the weights are trained in {name}, where small steps are lost; model.dtype: float32 keeps them",)
+    return (
+        (
+            f"the weights are trained in {name}, where small steps are lost; model.dtype: float32"
+            " keeps them"
+        ),
+    )
 
 
 def model_config(path: str) -> Any:
@@ -219,7 +273,11 @@ def _head(task: Task, labels: Sequence[Any]) -> dict[str, Any]:
         return {}
     numbers: dict[str, Any] = {"id2label": {i: str(v) for i, v in enumerate(labels)}}
     numbers |= {"label2id": {str(v): i for i, v in enumerate(labels)}}
-    return {**numbers, "problem_type": "single_label_classification"} if "token" not in task else numbers
+    return (
+        {**numbers, "problem_type": "single_label_classification"}
+        if "token" not in task
+        else numbers
+    )
 
 
 def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
@@ -237,30 +295,46 @@ def _from_path(recipe: Recipe, labels: Sequence[Any]) -> Loaded:
     _refuse_remote_code(_loaded(transformers.AutoConfig, path, "model.path"), path, "model.path")
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.dtype else "auto"
     settings = {**_head(recipe.task, labels), **more, "dtype": dtype}
-    loaded: tuple[nn.Module, Any] = _loaded(kind, path, "model.path", output_loading_info=True, **settings)
+    loaded: tuple[nn.Module, Any] = _loaded(
+        kind, path, "model.path", output_loading_info=True, **settings
+    )
     model, info = loaded
     missing, mismatched = set(info["missing_keys"]), {key[0] for key in info["mismatched_keys"]}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    # A pooler belongs to the body by name only: models that were trained on masked tokens come without one.
-    body = {key for key in missing if key.startswith(prefix) and not key.startswith(f"{prefix}pooler.")}
+    # A pooler belongs to the body by name only: models that were trained on masked tokens come
+    # without one.
+    body = {
+        key for key in missing if key.startswith(prefix) and not key.startswith(f"{prefix}pooler.")
+    }
     body |= {key for key in mismatched if key.startswith(prefix)}
     if body:
-        got = f"{path!r}, where {len(body)} are missing or of another shape: {', '.join(sorted(body)[:3])}"
+        got = (
+            f"{path!r}, where {len(body)} are missing or of another shape:"
+            f" {', '.join(sorted(body)[:3])}"
+        )
         hint = "A model that was cut is loaded where headprune saved it, with its headprune.json."
-        raise InvalidValue("model.path", f"a folder with all weights of {type(model).__name__}", got, hint)
+        raise InvalidValue(
+            "model.path", f"a folder with all weights of {type(model).__name__}", got, hint
+        )
     untrained = sorted(missing | mismatched)
     if untrained and recipe.train is None:
         must = (
-            f"a model trained for {recipe.task} with {len(labels)} labels" if labels else f"trained for {recipe.task}"
+            f"a model trained for {recipe.task} with {len(labels)} labels"
+            if labels
+            else f"trained for {recipe.task}"
         )
         got = f"{path!r}, which lacks {', '.join(untrained[:3])}"
         raise InvalidValue("model.path", must, got, "Add a train section, or give another model.")
-    note = f"{path} has no weights for this task's {', '.join(untrained)}; they were newly initialised, then trained"
+    note = (
+        f"{path} has no weights for this task's {', '.join(untrained)}; they were newly"
+        " initialised, then trained"
+    )
     return Loaded(model, (note,) if untrained else ())
 
 
 def _cut_before(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:
-    """A model that headprune cut; it is taken as it is, so its head must fit the task and the labels."""
+    """A model that headprune cut; it is taken as it is, so its head must fit the task and the
+    labels."""
     from headprune.surgery.checkpoint import from_pretrained
 
     path = str(recipe.model.path)
@@ -268,7 +342,9 @@ def _cut_before(recipe: Recipe, labels: Sequence[Any], kind: Any) -> nn.Module:
     config: Any = getattr(model, "config", None)
     fitting: Any = kind._model_mapping.get(type(config), ())
     if not isinstance(model, fitting):
-        raise InvalidValue("model.path", f"a model for {recipe.task}", f"{path!r}, a cut {type(model).__name__}")
+        raise InvalidValue(
+            "model.path", f"a model for {recipe.task}", f"{path!r}, a cut {type(model).__name__}"
+        )
     wanted = 1 if recipe.task == "regression" else len(labels)
     if recipe.task in (*CLASSIFICATIONS, "regression") and config.num_labels != wanted:
         must = f"a cut model with as many outputs as the data has labels, {wanted}"
@@ -283,27 +359,38 @@ def _loaded(kind: Any, path: str, where: str, **settings: Any) -> Any:
     folder = resolve_path(path, where)
     if is_adapter(Path(folder)):
         hint = "Merge them first: headprune prune --merge-adapters does, and so does, in Python, "
-        hint += "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(merged)."
-        raise InvalidValue(where, "a folder with a whole model", f"{path!r}, PEFT adapters only", hint)
-    importlib.import_module("headprune.attention.transformer")  # makes itself known to the Auto classes
+        hint += (
+            "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(merged)."
+        )
+        raise InvalidValue(
+            where, "a folder with a whole model", f"{path!r}, PEFT adapters only", hint
+        )
+    importlib.import_module(
+        "headprune.attention.transformer"
+    )  # makes itself known to the Auto classes
     check_folder(Path(folder))
     check_weights(kind, Path(folder))
     try:
         with _panics_are_errors():
             # False, and not left out: then Transformers would ask who sits at the terminal.
             return kind.from_pretrained(folder, trust_remote_code=False, **settings)
-    except Exception as error:  # what lies there breaks readers and constructors in any way it likes
+    except (
+        Exception
+    ) as error:  # what lies there breaks readers and constructors in any way it likes
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         local = Path(folder).is_dir()
         must = "a local folder, or a hub model that can be reached"
-        hint = "Give a local folder" + (": --set model.path=FOLDER." if where == "model.path" else ".")
+        hint = "Give a local folder" + (
+            ": --set model.path=FOLDER." if where == "model.path" else "."
+        )
         must = f"a folder from which {kind.__name__} loads" if local else must
         raise InvalidValue(where, must, f"{path!r} ({reason})", "" if local else hint) from error
 
 
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
-    """A library in Rust that meets a file it did not expect raises what no ``except Exception`` sees."""
+    """A library in Rust that meets a file it did not expect raises what no ``except Exception``
+    sees."""
     try:
         yield
     except BaseException as error:
@@ -319,8 +406,12 @@ def _fresh(recipe: Recipe, labels: Sequence[Any], told: Mapping[str, Any]) -> nn
     kind: Any = class_named(str(section.class_name))
     family: Any = getattr(kind, "config_class", None)
     if family is None:
-        hint = did_you_mean(str(section.class_name), [*OWN, *(n for n in dir(transformers) if "For" in n)])
-        raise UnknownName("model.class_name", "a Transformers model class", repr(section.class_name), hint)
+        hint = did_you_mean(
+            str(section.class_name), [*OWN, *(n for n in dir(transformers) if "For" in n)]
+        )
+        raise UnknownName(
+            "model.class_name", "a Transformers model class", repr(section.class_name), hint
+        )
     known = {name for cls in family.__mro__ for name in getattr(cls, "__annotations__", ())}
     for key in section.config:
         if key not in known:
@@ -331,19 +422,27 @@ def _fresh(recipe: Recipe, labels: Sequence[Any], told: Mapping[str, Any]) -> nn
             raise InvalidValue(f"model.config.{key}", must, section.config[key])
     try:
         model: nn.Module = kind(family(**{**_head(recipe.task, labels), **told, **section.config}))
-    except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError, AttributeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+        ZeroDivisionError,
+        AttributeError,
+    ) as error:
         reason = " ".join(str(error).split())
         raise InvalidValue("model.config", f"a valid {family.__name__}", reason) from error
     return model
 
 
 def open_model(path: str, where: str = "MODEL") -> nn.Module:
-    """Any model in a folder or on the hub, in its own dtype: one that headprune cut, one that Transformers loads by its
-    own class, or PEFT adapters, merged into their base.
+    """Any model in a folder or on the hub, in its own dtype: one that headprune cut, one that
+    Transformers loads by its own class, or PEFT adapters, merged into their base.
 
     Raises:
         InvalidValue: no model there, or one that runs code of its own.
-        CheckpointError: a damaged folder of ours, or one with an index or a configuration that is not believed.
+        CheckpointError: a damaged folder of ours, or one with an index or a configuration that is
+            not believed.
     """
     import transformers
 
@@ -365,16 +464,24 @@ def open_model(path: str, where: str = "MODEL") -> nn.Module:
 
 
 def _refuse_remote_code(config: Any, path: str, where: str) -> None:
-    """Words for a folder that ``format="remote-code"`` wrote: the plain class would fail on its shapes."""
+    """Words for a folder that ``format="remote-code"`` wrote: the plain class would fail on its
+    shapes."""
     if getattr(config, "headprune_heads", None) is None:
         return
     named = vars(config).get("auto_map")
-    known = [n for n in named if n.startswith("AutoModelFor") and n.isidentifier()] if isinstance(named, dict) else []
+    known = (
+        [n for n in named if n.startswith("AutoModelFor") and n.isidentifier()]
+        if isinstance(named, dict)
+        else []
+    )
     auto = next((n for n in known if n != "AutoModelForPreTraining"), "AutoModel")
     hint = "headprune's commands run no code out of a folder. "
     hint += f"In Python: transformers.{auto}.from_pretrained({path!r}, trust_remote_code=True). "
     hint += "To go on cutting, keep a folder in the format 'headprune' too."
-    got = f"{path!r}, a checkpoint in the format 'remote-code', which runs the modelling file beside its weights"
+    got = (
+        f"{path!r}, a checkpoint in the format 'remote-code', which runs the modelling file beside"
+        " its weights"
+    )
     raise InvalidValue(where, "a model that Transformers or headprune opens by itself", got, hint)
 
 
@@ -384,6 +491,9 @@ def longest_input(model: nn.Module) -> int | None:
     if not isinstance(limit, int):
         return None
     for name, module in model.named_modules():  # RoBERTa's first positions stand for padding
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+        if (
+            name.endswith("position_embeddings")
+            and getattr(module, "padding_idx", None) is not None
+        ):
             return limit - int(module.padding_idx) - 1
     return limit

@@ -27,13 +27,14 @@ def prune_on_data(
     say: Callable[[str], None] = to_stderr,
     progress: bool | None = None,
 ) -> tuple[nn.Module, RunRecord]:
-    """Scores, cuts, refits and measures a model by the recipe that ``headprune init`` would write for it.
+    """Scores, cuts, refits and measures a model by the recipe that ``headprune init`` would write
+    for it.
 
     Args:
         model: A model folder, hub name or ``package:NAME/FOLDER``.
         data: A file, a folder with train/validation/test files, or a hub name.
-        folder: Of the run: record, report, plan, scores and the cut model. One that was killed there is gone on with;
-            one by the same recipe that came to its end is taken as it is.
+        folder: Of the run: record, report, plan, scores and the cut model. One that was killed
+            there is gone on with; one by the same recipe that came to its end is taken as it is.
         task: Where the model's class and the columns do not say it.
         settings: ``dotted.key=value`` overrides of that recipe.
         say: Takes lines of progress.
@@ -54,7 +55,8 @@ def prune_on_data(
 
 
 def _finished(recipe: Recipe, folder: Path) -> RunRecord | None:
-    """The record of such a run that came to its end, and whose model has not been taken from it yet."""
+    """The record of such a run that came to its end, and whose model has not been taken from it
+    yet."""
     if not (folder / MODEL).is_dir() or not (folder / RECORD).is_file():
         return None
     record = RunRecord.load(folder / RECORD)

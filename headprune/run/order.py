@@ -1,4 +1,5 @@
-"""The order of training batches where padding would cost most: sentences of like length together."""
+"""The order of training batches where padding would cost most: sentences of like length
+together."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.data import Sampler
 
-#: Batches whose sentences are sorted together: enough for little padding, few enough to keep batches at random.
+#: Batches whose sentences are sorted together: enough for little padding, few enough to keep
+#: batches at random.
 _POOL = 50
 
 
 class LikeLengths(Sampler[list[int]]):
     """Batches of rows of like length, in another order in every pass.
 
-    Rows are shuffled, sorted by length within pools of fifty batches, cut into batches, and these are shuffled.
+    Rows are shuffled, sorted by length within pools of fifty batches, cut into batches, and these
+    are shuffled.
 
     Args:
         lengths: Of every row.
@@ -35,7 +38,12 @@ class LikeLengths(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         rows = torch.randperm(len(self.lengths), generator=self.generator).tolist()
         step = self.size * _POOL
-        pools = (sorted(rows[i : i + step], key=self.lengths.__getitem__) for i in range(0, len(rows), step))
-        batches = [pool[i : i + self.size] for pool in pools for i in range(0, len(pool), self.size)]
+        pools = (
+            sorted(rows[i : i + step], key=self.lengths.__getitem__)
+            for i in range(0, len(rows), step)
+        )
+        batches = [
+            pool[i : i + self.size] for pool in pools for i in range(0, len(pool), self.size)
+        ]
         for number in torch.randperm(len(batches), generator=self.generator).tolist():
             yield batches[number]

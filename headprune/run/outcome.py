@@ -1,4 +1,5 @@
-"""Outcome: what one model made of every validation and test row, and how large it is; stored as safetensors."""
+"""Outcome: what one model made of every validation and test row, and how large it is; stored as
+safetensors."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Outcome:
     Args:
         metric: What ``amounts`` and ``counts`` make; see ``headprune.core.paired.Answers``.
         sizes: ``heads``, ``params``, ``macs`` and ``kv`` (None without a cache).
-        arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, a row an example, in one order for all models.
+        arrays: ``<split>.amounts``, ``.counts`` and ``.losses``, a row an example, in one order for
+            all models.
         notes: What recoveries had to say.
     """
 
@@ -52,7 +54,12 @@ class Outcome:
     def save(self, path: Path, key: str) -> Path:
         """Writes it, whole or not at all."""
         facts = {"metric": self.metric, "sizes": dict(self.sizes), "notes": self.notes}
-        marks = {"headprune": "Outcome", "key": key, "facts": json.dumps(facts), "sha256": self._sha256()}
+        marks = {
+            "headprune": "Outcome",
+            "key": key,
+            "facts": json.dumps(facts),
+            "sha256": self._sha256(),
+        }
         return write_atomic(path, packed(self.arrays, marks))
 
     @classmethod
@@ -69,8 +76,21 @@ class Outcome:
                     return None
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
             facts = json.loads(marks["facts"])
-            found = cls(str(facts["metric"]), FrozenDict(facts["sizes"]), arrays, tuple(map(str, facts["notes"])))
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError):
+            found = cls(
+                str(facts["metric"]),
+                FrozenDict(facts["sizes"]),
+                arrays,
+                tuple(map(str, facts["notes"])),
+            )
+        except (
+            OSError,
+            SafetensorError,
+            KeyError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ):
             return None
         whole = marks.get("key") == key and marks.get("sha256") == found._sha256()
         return found if whole and found._sound() else None
@@ -81,7 +101,9 @@ class Outcome:
             return False
         shapes = {name: array.shape for name, array in self.arrays.items()}
         losses = {s: shapes[f"{s}.losses"] for s in SPLITS}
-        alike = all(shapes[f"{s}.counts"] == losses[s] == shapes[f"{s}.amounts"][:1] for s in SPLITS)
+        alike = all(
+            shapes[f"{s}.counts"] == losses[s] == shapes[f"{s}.amounts"][:1] for s in SPLITS
+        )
         return alike and all(len(shape) == 1 and shape[0] for shape in losses.values())
 
     def _sha256(self) -> str:
@@ -91,11 +113,14 @@ class Outcome:
         return found.hexdigest()
 
 
-def judge(subject: Subject, model: nn.Module, batches: dict[str, list[Any]], notes: tuple[str, ...] = ()) -> Outcome:
+def judge(
+    subject: Subject, model: nn.Module, batches: dict[str, list[Any]], notes: tuple[str, ...] = ()
+) -> Outcome:
     """Evaluates a model on both splits and counts its sizes.
 
     Args:
-        subject: The base model's, for the metric, the sites and the example that sizes are counted on.
+        subject: The base model's, for the metric, the sites and the example that sizes are counted
+            on.
         model: It, or what is left of it.
         batches: The batches of every split.
         notes: Go into the outcome.
@@ -105,7 +130,10 @@ def judge(subject: Subject, model: nn.Module, batches: dict[str, list[Any]], not
     for split in SPLITS:
         quality = subject.evaluate(model, split, batches[split])
         metric = quality.metric
-        arrays |= {f"{split}.{name}": np.array(getattr(quality, name), dtype=np.float64) for name in _COLUMNS}
+        arrays |= {
+            f"{split}.{name}": np.array(getattr(quality, name), dtype=np.float64)
+            for name in _COLUMNS
+        }
     bound = bind(model, subject.sites)
     costs = measure_costs(model, bound, subject.example)
     sizes = {

@@ -1,4 +1,5 @@
-"""Rows of one part of the data that stand in another one, too: as they were given, and as the model reads them."""
+"""Rows of one part of the data that stand in another one, too: as they were given, and as the model
+reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from headprune.run.splits import Part
 #: How many rows of one part stand in other parts: ``{"test": {"train": 3}}``.
 Overlap = dict[str, dict[str, int]]
 #: What a model should answer, and what its decoder reads of that.
-_ANSWERS = ("labels", "decoder_input_ids", "decoder_attention_mask", "start_positions", "end_positions")
+_ANSWERS = (
+    "labels",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "start_positions",
+    "end_positions",
+)
 
 
 def given_twice(keys: Mapping[str, Sequence[str]], parts: Mapping[str, Part]) -> Overlap:
@@ -36,17 +43,29 @@ def given_twice(keys: Mapping[str, Sequence[str]], parts: Mapping[str, Part]) ->
 
 
 def read_twice(examples: Mapping[str, Sequence[Example]]) -> Overlap:
-    """How many test and validation rows a model reads exactly as rows of other parts, whatever their labels.
+    """How many test and validation rows a model reads exactly as rows of other parts, whatever
+    their labels.
 
-    A text that is cut off, or a tokenizer that knows no capitals, makes rows equal that were given as different ones.
-    Memory is that of a digest a test or validation row; other rows are looked at one by one.
+    A text that is cut off, or a tokenizer that knows no capitals, makes rows equal that were given
+    as different ones. Memory is that of a digest a test or validation row; other rows are looked at
+    one by one.
     """
-    judged = {name: [_digest(example) for example in examples[name]] for name in ("test", "validation")}
+    judged = {
+        name: [_digest(example) for example in examples[name]] for name in ("test", "validation")
+    }
     known = {digest for digests in judged.values() for digest in digests}
-    seen = {name: known.intersection(map(_digest, examples[name])) for name in ("train", "calibration")}
+    seen = {
+        name: known.intersection(map(_digest, examples[name])) for name in ("train", "calibration")
+    }
     seen["validation"] = set(judged["validation"])
-    wanted = {"test": ("train", "calibration", "validation"), "validation": ("train", "calibration")}
-    return {name: {other: _count(judged[name], seen[other]) for other in others} for name, others in wanted.items()}
+    wanted = {
+        "test": ("train", "calibration", "validation"),
+        "validation": ("train", "calibration"),
+    }
+    return {
+        name: {other: _count(judged[name], seen[other]) for other in others}
+        for name, others in wanted.items()
+    }
 
 
 def given_notes(found: Overlap, parts: Mapping[str, Part]) -> tuple[str, ...]:
@@ -54,11 +73,16 @@ def given_notes(found: Overlap, parts: Mapping[str, Part]) -> tuple[str, ...]:
     notes = []
     for name in ("test", "validation"):
         if count := found[name]["train"]:
-            among = f"{count} of {len(parts[name].rows)} {name} rows stood among the train rows, too"
+            among = (
+                f"{count} of {len(parts[name].rows)} {name} rows stood among the train rows, too"
+            )
             compared = "inputs compared; text without capitals and white space"
             notes.append(f"{among} ({compared}): those train rows were removed")
     if removed := found["validation"]["test"]:
-        notes.append(f"{removed} validation rows stood among the test rows, too: they were removed from validation")
+        notes.append(
+            f"{removed} validation rows stood among the test rows, too: they were removed from"
+            " validation"
+        )
     return tuple(notes)
 
 
@@ -68,8 +92,9 @@ def read_notes(found: Overlap, examples: Mapping[str, Sequence[Example]]) -> tup
     for name, others in found.items():
         if among := [f"{count} of {other}" for other, count in others.items() if count]:
             notes.append(
-                f"of {len(examples[name])} {name} rows the model reads some exactly as rows of other parts "
-                f"({', '.join(among)}): they stay, and may make it look better than it is"
+                f"of {len(examples[name])} {name} rows the model reads some exactly as rows of"
+                f" other parts ({', '.join(among)}): they stay, and may make it look better than"
+                " it is"
             )
     return tuple(notes)
 

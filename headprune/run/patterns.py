@@ -1,4 +1,5 @@
-"""How long a regular expression may search in the name of a module: those of other people's files are asked first."""
+"""How long a regular expression may search in the name of a module: those of other people's files
+are asked first."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ _ONE = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "CATEGORY", "GROUPREF", "FA
 
 
 def work(pattern: str) -> float:
-    """Steps that a search for a pattern takes at worst in a name of ``LONGEST`` characters, from above.
+    """Steps that a search for a pattern takes at worst in a name of ``LONGEST`` characters, from
+    above.
 
-    Every element counts once for every way in which those before it can match: 64 ways for each ``*`` or ``+``, which
-    multiply, and as many ways as a repeated group has for every repetition. Infinite for what cannot be read.
+    Every element counts once for every way in which those before it can match: 64 ways for each
+    ``*`` or ``+``, which multiply, and as many ways as a repeated group has for every repetition.
+    Infinite for what cannot be read.
 
     >>> work(r"(.*)layer(.*)") < 64**3, work("([a-z]+)+!") > 64**9, work("(")
     (True, True, inf)
@@ -66,7 +69,10 @@ def _of(kind: str, given: Any) -> tuple[float, float]:
 
 def _branches(branches: list[Any], ways: list[float]) -> float:
     """Of words only those can match in one place that begin alike; of anything else, all."""
-    words = [[chr(value).lower() for kind, value in b if str(kind) == "LITERAL" and value < 128] for b in branches]
+    words = [
+        [chr(value).lower() for kind, value in b if str(kind) == "LITERAL" and value < 128]
+        for b in branches
+    ]
     if any(len(word) != len(branch) for word, branch in zip(words, branches, strict=True)):
         return sum(ways)
     joined = sorted("".join(word) for word in words)

@@ -1,4 +1,5 @@
-"""``pick``: the smallest model of a sweep that surely loses no more than allowed; chosen on validation rows alone."""
+"""``pick``: the smallest model of a sweep that surely loses no more than allowed; chosen on
+validation rows alone."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _SUREST = 0.9999  # a bound beyond it takes more resamples than examples can tel
 
 @dataclass(frozen=True)
 class Looked:
-    """What became of one setting: the upper bound of its worst draw's validation drop, None if not looked at."""
+    """What became of one setting: the upper bound of its worst draw's validation drop, None if not
+    looked at."""
 
     setting: str
     size: float
@@ -53,7 +55,8 @@ class Pick(Value):
         setting: The picked combination and draw, in words.
         plan: The picked plan.
         size: Of its model, by ``by``.
-        validation, test: Its drops, each with its 95 % interval; the test rows took no part in the choice.
+        validation, test: Its drops, each with its 95 % interval; the test rows took no part in the
+        choice.
         test_bound: One-sided upper bound of the test drop at ``confidence``.
         looks: What became of every setting, in the order of the table.
     """
@@ -77,20 +80,33 @@ class Pick(Value):
         return self.test_bound is not None and self.test_bound <= self.max_drop
 
     def __str__(self) -> str:
-        allowed = f"{drop_words(self.metric, self.max_drop)} at {100 * self.confidence:g} % confidence"
+        allowed = (
+            f"{drop_words(self.metric, self.max_drop)} at {100 * self.confidence:g} % confidence"
+        )
         n_looks = sum(look.bound is not None for look in self.looks)
         looked = f"{n_looks} of {len(self.looks)} settings were looked at"
         if self.validation is None or self.test is None or self.test_bound is None:
             bounds = [(look.bound, look.setting) for look in self.looks if look.bound is not None]
-            best = [f"the least bound is {drop_words(self.metric, bound)}, of {of}" for bound, of in sorted(bounds)[:1]]
-            return f"no model of the sweep surely loses at most {allowed}; {', '.join([looked, *best])}"
+            best = [
+                f"the least bound is {drop_words(self.metric, bound)}, of {of}"
+                for bound, of in sorted(bounds)[:1]
+            ]
+            return (
+                f"no model of the sweep surely loses at most {allowed};"
+                f" {', '.join([looked, *best])}"
+            )
         confirmed = "confirm it" if self.confirmed else "do not confirm it"
         return "\n".join(
             [
-                f"{self.setting}: {self.size:,.0f} {self.by}, surely loses at most {allowed} ({looked})",
+                (
+                    f"{self.setting}: {self.size:,.0f} {self.by}, surely loses at most {allowed}"
+                    f" ({looked})"
+                ),
                 f"  validation rows: {_interval(self.metric, self.validation)}",
-                f"  test rows: {_interval(self.metric, self.test)}; they {confirmed} "
-                f"(bound {drop_words(self.metric, self.test_bound)})",
+                (
+                    f"  test rows: {_interval(self.metric, self.test)}; they {confirmed} "
+                    f"(bound {drop_words(self.metric, self.test_bound)})"
+                ),
             ]
         )
 
@@ -110,21 +126,26 @@ def pick(
     overwrite: bool = False,
     say: Callable[[str], None] = to_stderr,
 ) -> Pick:
-    """The smallest model of a sweep whose drop is at most ``max_drop``, at a confidence that many looks keep.
+    """The smallest model of a sweep whose drop is at most ``max_drop``, at a confidence that many
+    looks keep.
 
-    Decided on validation rows: the settings of every method are looked at from the largest to the smallest, until the
-    upper bound of one's drop, by the paired bootstrap over examples, is above ``max_drop``; methods share the error
-    (``headprune.core.picking`` says why this may be believed). A setting passes when the models of all its calibration
-    draws do, and of those the one with the smallest validation drop is taken. ``random`` is a baseline and is looked
-    at only where the sweep has nothing else. The test rows come last, and change nothing.
+    Decided on validation rows: the settings of every method are looked at from the largest to the
+    smallest, until the upper bound of one's drop, by the paired bootstrap over examples, is above
+    ``max_drop``; methods share the error (``headprune.core.picking`` says why this may be
+    believed). A setting passes when the models of all its calibration draws do, and of those the
+    one with the smallest validation drop is taken. ``random`` is a baseline and is looked at only
+    where the sweep has nothing else. The test rows come last, and change nothing.
 
     Args:
         sweep: The folder of a sweep, its ``table.json``, or what ``sweep`` returned.
-        max_drop: See ``headprune.core.metrics.drop``: 0.01 is one point of accuracy, or 1 % of perplexity.
+        max_drop: See ``headprune.core.metrics.drop``: 0.01 is one point of accuracy, or 1 % of
+            perplexity.
         by: What is to be small: ``heads``, ``params``, ``macs`` or ``kv``.
-        confidence: That the picked model loses no more on the data that the rows were drawn from; 0.9999 at most.
-        out: A folder for ``plan.json``, ``pick.json`` and the cut and recovered model (``model/``), which is made again
-            and must answer as it did in the sweep. Nothing is written where none is good enough.
+        confidence: That the picked model loses no more on the data that the rows were drawn from;
+            0.9999 at most.
+        out: A folder for ``plan.json``, ``pick.json`` and the cut and recovered model (``model/``),
+            which is made again and must answer as it did in the sweep. Nothing is written where
+            none is good enough.
         overwrite: Replace an earlier pick there.
         say: Takes lines of progress.
 
@@ -133,17 +154,29 @@ def pick(
         UnknownName: no such size.
         VerificationFailed: the model that was made again answers otherwise; nothing is written.
     """
-    if not isinstance(max_drop, (int, float)) or isinstance(max_drop, bool) or not math.isfinite(max_drop):
-        raise InvalidValue("pick(max_drop=)", "a number, such as 0.01 for one point", repr(max_drop))
+    if (
+        not isinstance(max_drop, (int, float))
+        or isinstance(max_drop, bool)
+        or not math.isfinite(max_drop)
+    ):
+        raise InvalidValue(
+            "pick(max_drop=)", "a number, such as 0.01 for one point", repr(max_drop)
+        )
     if not 0 < confidence <= _SUREST:
-        raise InvalidValue("pick(confidence=)", f"above 0 and at most {_SUREST}", confidence, "For example 0.95.")
+        raise InvalidValue(
+            "pick(confidence=)", f"above 0 and at most {_SUREST}", confidence, "For example 0.95."
+        )
     folder, table = _read(sweep)
     check_size(table.base, by, "pick(by=)")
     if out is not None and (Path(out) / PICK).exists() and not overwrite:
-        raise InvalidValue(str(out), "free", "an earlier pick", "Give another folder with --out, or --overwrite.")
+        raise InvalidValue(
+            str(out), "free", "an earlier pick", "Give another folder with --out, or --overwrite."
+        )
     settings = [s for s in table.settings() if not _is_random(s, folder)] or list(table.settings())
     if not settings:
-        raise InvalidValue(str(folder), "a sweep with a finished run", "none", "The table's failed runs say why.")
+        raise InvalidValue(
+            str(folder), "a sweep with a finished run", "none", "The table's failed runs say why."
+        )
     judged = _judged(folder, settings)
     verdicts = _verdicts(judged, settings, by, max_drop, confidence)
     empty = dict.fromkeys(("run", "plan", "size", "validation", "test", "test_bound"))
@@ -161,7 +194,8 @@ def pick(
 
 @dataclass(frozen=True)
 class _Judged:
-    """What the files of a sweep say: its base model, that one's outcome, and every run with its own."""
+    """What the files of a sweep say: its base model, that one's outcome, and every run with its
+    own."""
 
     base: Base
     whole: Outcome
@@ -187,13 +221,17 @@ def _verdicts(
     n_chains = len({setting.method for setting in settings})
     draws = max(_DRAWS, math.ceil(_TAIL * n_chains / (1 - confidence)))
     candidates = [candidate(setting) for setting in settings]
-    return fixed_sequence(judged.whole.answers("validation"), candidates, max_drop, confidence, draws)
+    return fixed_sequence(
+        judged.whole.answers("validation"), candidates, max_drop, confidence, draws
+    )
 
 
 def _filled(found: Pick, row: FrozenDict, judged: _Judged, folder: Path) -> Pick:
     """The answer with the picked run, and what the test rows say to it."""
     file, outcome, whole = judged.runs[row["run"]], judged.outcomes[row["run"]], judged.whole
-    drops = {split: paired_drops(whole.answers(split), [outcome.answers(split)])[0] for split in SPLITS}
+    drops = {
+        split: paired_drops(whole.answers(split), [outcome.answers(split)])[0] for split in SPLITS
+    }
     (bound,) = upper_bounds(whole.answers("test"), [outcome.answers("test")], found.confidence)
     return replace(
         found,
@@ -213,8 +251,12 @@ def _read(sweep: str | Path | SweepResult) -> tuple[Path, SweepTable]:
     path = Path(sweep)
     path = path / TABLE if path.is_dir() else path
     if not path.is_file():
-        hint = "`headprune sweep` makes one; a sweep that was stopped has no table yet: call it again."
-        raise InvalidValue(str(sweep), f"the folder of a finished sweep, with {TABLE}", "none", hint)
+        hint = (
+            "`headprune sweep` makes one; a sweep that was stopped has no table yet: call it again."
+        )
+        raise InvalidValue(
+            str(sweep), f"the folder of a finished sweep, with {TABLE}", "none", hint
+        )
     return path.parent.resolve(), SweepTable.load(path)
 
 
@@ -255,11 +297,17 @@ def _prove(again: Outcome, before: Outcome) -> None:
     """The same answers; losses may differ by what another number of threads rounds otherwise."""
     for name in (f"{split}.losses" for split in SPLITS):
         values = before.arrays[name]
-        difference, allowed = float(abs(again.arrays[name] - values).max()), 1e-3 * (1 + float(abs(values).max()))
+        difference, allowed = (
+            float(abs(again.arrays[name] - values).max()),
+            1e-3 * (1 + float(abs(values).max())),
+        )
         if difference > allowed:
             hint = "Recover on the device and with the versions of the sweep."
             raise VerificationFailed(
-                "the picked model", f"as in the sweep, {name} within {allowed:.1e}", difference, hint
+                "the picked model",
+                f"as in the sweep, {name} within {allowed:.1e}",
+                difference,
+                hint,
             )
 
 

@@ -26,7 +26,8 @@ _PIXELS = 32
 
 
 def draw_attention(subject: Subject) -> AttentionPictures | None:
-    """Pictures of the first test rows that are short enough; None, with a note, where the model shows no maps."""
+    """Pictures of the first test rows that are short enough; None, with a note, where the model
+    shows no maps."""
     rows = _chosen(subject)
     examples = [subject.data.examples["test"][row] for row in rows]
     batch = subject.data.collate(examples)
@@ -39,7 +40,9 @@ def draw_attention(subject: Subject) -> AttentionPictures | None:
             image=_grid(subject, batch),
         )
     except Exception as error:  # a picture is not worth a run
-        reason = str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
+        )
         subject.journal.note(warnings=(f"The report has no attention pictures: {reason}",))
         return None
     shown = [_shown(subject, row, example) for row, example in zip(rows, examples, strict=True)]
@@ -47,7 +50,8 @@ def draw_attention(subject: Subject) -> AttentionPictures | None:
 
 
 def _chosen(subject: Subject) -> list[int]:
-    """Numbers of test rows: the first ones of up to 48 tokens, else the shortest; as many as memory allows."""
+    """Numbers of test rows: the first ones of up to 48 tokens, else the shortest; as many as memory
+    allows."""
     lengths = [len(example.get("input_ids", ())) for example in subject.data.examples["test"]]
     short = [row for row, length in enumerate(lengths) if length <= _TOKENS]
     rows = short[:_EXAMPLES] or sorted(range(len(lengths)), key=lengths.__getitem__)[:_EXAMPLES]
@@ -58,7 +62,11 @@ def _chosen(subject: Subject) -> list[int]:
 
 def _image_tokens(subject: Subject) -> int:
     example = subject.data.examples["test"][0]
-    grid = _grid(subject, {"pixel_values": example["pixel_values"][None]}) if "pixel_values" in example else None
+    grid = (
+        _grid(subject, {"pixel_values": example["pixel_values"][None]})
+        if "pixel_values" in example
+        else None
+    )
     return grid[0] * grid[1] if grid else 0
 
 
@@ -78,7 +86,9 @@ def _shown(subject: Subject, row: int, example: Example) -> ShownExample:
     if isinstance(label, int) and label in names:
         title = f"{title}, label {names[label]}"
     pixels = example.get("pixel_values")
-    return ShownExample(title) if pixels is None else ShownExample(title, (), (), *_thumbnail(pixels))
+    return (
+        ShownExample(title) if pixels is None else ShownExample(title, (), (), *_thumbnail(pixels))
+    )
 
 
 def _thumbnail(pixels: Tensor) -> tuple[str, int, int]:
@@ -86,7 +96,18 @@ def _thumbnail(pixels: Tensor) -> tuple[str, int, int]:
     colours = pixels[:3].float() if len(pixels) >= 3 else pixels[:1].float().expand(3, -1, -1)
     height, width = colours.shape[1:]
     shrink = min(1.0, _PIXELS / max(height, width))
-    small = functional.adaptive_avg_pool2d(colours, (max(1, round(shrink * height)), max(1, round(shrink * width))))
+    small = functional.adaptive_avg_pool2d(
+        colours, (max(1, round(shrink * height)), max(1, round(shrink * width)))
+    )
     low, high = small.min(), small.max()
-    data = ((small - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8).permute(1, 2, 0)
-    return base64.b64encode(data.contiguous().numpy().tobytes()).decode(), data.shape[0], data.shape[1]
+    data = (
+        ((small - low) / (high - low).clamp_min(1e-12) * 255)
+        .round()
+        .to(torch.uint8)
+        .permute(1, 2, 0)
+    )
+    return (
+        base64.b64encode(data.contiguous().numpy().tobytes()).decode(),
+        data.shape[0],
+        data.shape[1],
+    )

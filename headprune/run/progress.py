@@ -1,7 +1,9 @@
-"""What of a run is done: a file a stage, which says by digests what the stage depends on and what it left.
+"""What of a run is done: a file a stage, which says by digests what the stage depends on and what
+it left.
 
-So a run that ended early, killed too, goes on where it was, and no file is taken for another's: a stage counts where
-its key is that of the recipe, the data and the versions of now, and its files are whole.
+So a run that ended early, killed too, goes on where it was, and no file is taken for another's: a
+stage counts where its key is that of the recipe, the data and the versions of now, and its files
+are whole.
 """
 
 from __future__ import annotations
@@ -53,8 +55,11 @@ class Progress:
         self._left: dict[str, str] = {}
         self._parts: tuple[Recipe, Mapping[str, Any], Any] | None = None
 
-    def begin(self, recipe: Recipe, rows: Mapping[str, Any], device: str, versions: Mapping[str, str]) -> None:
-        """Says what all stages depend on: the recipe, facts about the rows, the device, and versions."""
+    def begin(
+        self, recipe: Recipe, rows: Mapping[str, Any], device: str, versions: Mapping[str, str]
+    ) -> None:
+        """Says what all stages depend on: the recipe, facts about the rows, the device, and
+        versions."""
         if self.folder is not None:
             self._parts = recipe, rows, [made_of(recipe, rows), device, dict(versions)]
 
@@ -112,7 +117,9 @@ class Progress:
             left = FrozenDict(hashes(self.folder, tuple(files)))
             Finished(self.key(stage), left, noted()).save(_file(self.folder, stage))
             self._left[stage] = digest(dict(left))
-            shutil.rmtree(self._work(stage), ignore_errors=True)  # nobody goes on from there any more
+            shutil.rmtree(
+                self._work(stage), ignore_errors=True
+            )  # nobody goes on from there any more
         return made
 
     def work(self, stage: str) -> Path | None:
@@ -124,14 +131,18 @@ class Progress:
         return self.folder / WORK / f"{_plain(stage)}-{self.key(stage)[:16]}"
 
 
-def keys_of(recipe: Recipe, rows: Mapping[str, Any], start: Any, left: Mapping[str, str]) -> dict[str, str]:
-    """The key of every stage: a digest of the sections of the recipe that it depends on, and of the stages before it.
+def keys_of(
+    recipe: Recipe, rows: Mapping[str, Any], start: Any, left: Mapping[str, str]
+) -> dict[str, str]:
+    """The key of every stage: a digest of the sections of the recipe that it depends on, and of the
+    stages before it.
 
     Args:
         recipe: The recipe.
         rows: Facts about the data's rows.
         start: What everything depends on.
-        left: Digests of the files that the stages before left: made again, by a GPU or a clock, they may be others.
+        left: Digests of the files that the stages before left: made again, by a GPU or a clock,
+            they may be others.
     """
     part = recipe.model_dump()
     everything = [start, recipe.seed, part["decode"], part["threads"], facts_of(rows)]
@@ -159,12 +170,14 @@ def keys_of(recipe: Recipe, rows: Mapping[str, Any], start: Any, left: Mapping[s
 
 
 def take_folder(folder: Path, overwrite: bool, journal: Journal) -> None:
-    """Makes the folder of a run ready, which this process has locked: what an unfinished run finished there stays.
+    """Makes the folder of a run ready, which this process has locked: what an unfinished run
+    finished there stays.
 
     The run's own record comes first: killed at any moment from then on, it can be gone on with.
 
     Raises:
-        InvalidValue: a finished run, or files that are not a run's, are there and ``overwrite`` was not given.
+        InvalidValue: a finished run, or files that are not a run's, are there and ``overwrite`` was
+            not given.
     """
     hint = "Give another folder with --out, or --overwrite."
     present = [name for name in (*FILES, *FOLDERS) if (folder / name).exists()]
@@ -174,12 +187,16 @@ def take_folder(folder: Path, overwrite: bool, journal: Journal) -> None:
             status = RunRecord.load(folder / RECORD).status
         except HeadPruneError:
             must = "free for the files of a run"
-            raise InvalidValue(str(folder), must, f"{', '.join(present)} and no readable {RECORD}", hint) from None
+            raise InvalidValue(
+                str(folder), must, f"{', '.join(present)} and no readable {RECORD}", hint
+            ) from None
         if status == "done":
             shutil.rmtree(folder / WORK, ignore_errors=True)  # where a kill came just before that
             raise InvalidValue(str(folder), "free, or an unfinished run's", "a finished run", hint)
         # It holds no lock, so one that says that it is running was killed.
-        journal.say(f"going on with the {'killed' if status == 'running' else status} run in {folder}")
+        journal.say(
+            f"going on with the {'killed' if status == 'running' else status} run in {folder}"
+        )
         kept = {WORK, *_vouched(folder)}
     journal.begin()
     for name in FILES:

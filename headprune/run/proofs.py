@@ -1,4 +1,5 @@
-"""Two more proofs: the cut model generates what the gated one does, and comes back from disk as it was."""
+"""Two more proofs: the cut model generates what the gated one does, and comes back from disk as it
+was."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _NEW_TOKENS = 24
 def generation_proof(
     original: nn.Module, plan: PruningPlan, pruned: nn.Module, examples: Sequence[Example], pad: int
 ) -> Proof:
-    """Greedy generation with the KV cache from a left-padded batch of prompts: gated against pruned.
+    """Greedy generation with the KV cache from a left-padded batch of prompts: gated against
+    pruned.
 
     Args:
         original: The uncut model.
@@ -35,8 +37,9 @@ def generation_proof(
         pad: The padding token.
 
     Raises:
-        VerificationFailed: logits that differ by more than rounding, at any token that both have come to. (Where two
-            tokens are as likely up to rounding, as in bf16 they often are, each model may take another.)
+        VerificationFailed: logits that differ by more than rounding, at any token that both have
+            come to. (Where two tokens are as likely up to rounding, as in bf16 they often are, each
+            model may take another.)
     """
     prompts = [_prompt(e, n) for e, n in zip(examples, _PROMPTS, strict=False)]
     batch = Collate(pad, side="left")(prompts)
@@ -44,13 +47,25 @@ def generation_proof(
         tokens, logits = _generate(original, batch, pad)
     got_tokens, got_logits = _generate(pruned, batch, pad)
     reached = _reached(tokens, got_tokens, len(logits), len(got_logits))
-    seen, got = ([step[rows] for step, rows in zip(steps, reached, strict=False)] for steps in (logits, got_logits))
+    seen, got = (
+        [step[rows] for step, rows in zip(steps, reached, strict=False)]
+        for steps in (logits, got_logits)
+    )
     difference = compare(seen, got)
     if not difference.holds:
         must = f"what the gated model generates, up to {difference.tolerance:.1e}"
-        raise VerificationFailed("what the pruned model generates", must, f"a difference of {difference.maximum:.3e}")
+        raise VerificationFailed(
+            "what the pruned model generates", must, f"a difference of {difference.maximum:.3e}"
+        )
     dtype = str(logits[0].dtype).removeprefix("torch.")
-    return Proof("generation", difference.maximum, difference.scale, difference.tolerance, dtype, len(prompts))
+    return Proof(
+        "generation",
+        difference.maximum,
+        difference.scale,
+        difference.tolerance,
+        dtype,
+        len(prompts),
+    )
 
 
 def _prompt(example: Example, length: int) -> Example:
@@ -61,7 +76,12 @@ def _prompt(example: Example, length: int) -> Example:
 def _generate(model: nn.Module, batch: dict[str, Tensor], pad: int) -> tuple[Tensor, list[Tensor]]:
     """Tokens, and the logits of every step."""
     generate: Any = model.generate
-    settings = {"do_sample": False, "use_cache": True, "max_new_tokens": _NEW_TOKENS, "pad_token_id": pad}
+    settings = {
+        "do_sample": False,
+        "use_cache": True,
+        "max_new_tokens": _NEW_TOKENS,
+        "pad_token_id": pad,
+    }
     with undisturbed(model), torch.no_grad():
         inputs = to_device(batch, device_of(model))
         out = generate(**inputs, **settings, return_dict_in_generate=True, output_logits=True)
@@ -76,9 +96,14 @@ def _reached(tokens: Tensor, got: Tensor, n_steps: int, n_got: int) -> list[Tens
 
 
 def reload_proof(
-    model: nn.Module, folder: Any, batch: Any, whole: nn.Module | None = None, sites: Sites | None = None
+    model: nn.Module,
+    folder: Any,
+    batch: Any,
+    whole: nn.Module | None = None,
+    sites: Sites | None = None,
 ) -> Proof:
-    """The checkpoint in ``folder``, loaded, against the model that was saved: equal to the last bit.
+    """The checkpoint in ``folder``, loaded, against the model that was saved: equal to the last
+    bit.
 
     Args:
         model: The model that was saved.
@@ -91,7 +116,9 @@ def reload_proof(
         VerificationFailed: any difference.
     """
     expected = sample_outputs(model, batch)
-    loaded = from_pretrained(folder, whole, sites if whole is not None else None).to(device_of(model))
+    loaded = from_pretrained(folder, whole, sites if whole is not None else None).to(
+        device_of(model)
+    )
     difference = compare(expected, sample_outputs(loaded, batch))
     if difference.maximum != 0:
         got = f"a difference of {difference.maximum:.3e}"

@@ -1,4 +1,5 @@
-"""Questions about a text, rows as SQuAD has them: what is checked, and where an answer lies among the tokens."""
+"""Questions about a text, rows as SQuAD has them: what is checked, and where an answer lies among
+the tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from headprune.core.errors import InvalidValue
 from headprune.run.features import Example
 from headprune.run.recipe import DataSection
 
-#: Where an answer "stands" that was cut off: beyond every batch, so that the default loss leaves it out.
+#: Where an answer "stands" that was cut off: beyond every batch, so that the default loss leaves it
+#: out.
 BEYOND = 2**31 - 1
 
 #: Rows that are tokenised together: where tokens stand takes far more memory than the tokens.
@@ -32,9 +34,16 @@ def check_answers(rows: Any, section: DataSection, label: str, role: str) -> Non
             raise InvalidValue(where, must, repr(answers)[:80])
         for text, start in zip(texts, starts, strict=True):
             if not isinstance(text, str) or not text or not isinstance(start, int) or start < 0:
-                raise InvalidValue(where, "answered with a text and the number of its first character", repr(answers))
+                raise InvalidValue(
+                    where,
+                    "answered with a text and the number of its first character",
+                    repr(answers),
+                )
             if context[start : start + len(text)] != text:
-                must = f"an answer that stands in column {section.text_columns[1]!r} from character {start} on"
+                must = (
+                    f"an answer that stands in column {section.text_columns[1]!r} from character"
+                    f" {start} on"
+                )
                 hint = "data.text names the column of the question first, then that of the context."
                 raise InvalidValue(where, must, repr(text), hint)
 
@@ -47,17 +56,20 @@ def _list(answers: Any, key: str) -> Sequence[Any] | None:
 def encode_questions(
     rows: Any, section: DataSection, label: str, tokenizer: Any, unanswerable: bool
 ) -> Iterator[tuple[Example, Question]]:
-    """An example and a question for every row. A context that is too long is cut at its end: there is one window a row.
+    """An example and a question for every row. A context that is too long is cut at its end: there
+    is one window a row.
 
     Args:
         rows: The rows.
         section: Columns of the question and the context, and the longest length of both together.
         label: The column of answers.
         tokenizer: A fast one, which knows where its tokens stand in the text.
-        unanswerable: Whether some questions of the data have no answer; a model then says so at its ``[CLS]`` token.
+        unanswerable: Whether some questions of the data have no answer; a model then says so at its
+            ``[CLS]`` token.
 
     Raises:
-        InvalidValue: a tokenizer that cannot serve, or a question that leaves no room for its context.
+        InvalidValue: a tokenizer that cannot serve, or a question that leaves no room for its
+            context.
     """
     if not getattr(tokenizer, "is_fast", False):
         must = "a model with a fast tokenizer, which knows where its tokens stand in the text"
@@ -75,13 +87,20 @@ def _encoded(
     rows: Mapping[str, Any], section: DataSection, label: str, tokenizer: Any, unanswerable: bool
 ) -> Iterator[tuple[Example, Question]]:
     asked, contexts = (rows[name] for name in section.text_columns)
-    limit = {"truncation": "only_second", "max_length": section.max_length, "return_offsets_mapping": True}
+    limit = {
+        "truncation": "only_second",
+        "max_length": section.max_length,
+        "return_offsets_mapping": True,
+    }
     encoded = tokenizer(asked, contexts, **limit)
     offsets = encoded.pop("offset_mapping")
     for i, (context, answers) in enumerate(zip(contexts, rows[label], strict=True)):
         inputs = {name: encoded[name][i] for name in encoded}
         of_context = [part == 1 for part in encoded.sequence_ids(i)]
-        spans = tuple((a, b) if mine and b > a else None for (a, b), mine in zip(offsets[i], of_context, strict=True))
+        spans = tuple(
+            (a, b) if mine and b > a else None
+            for (a, b), mine in zip(offsets[i], of_context, strict=True)
+        )
         nothing = inputs["input_ids"].index(tokenizer.cls_token_id) if unanswerable else None
         first, last = _tokens(spans, answers, nothing)
         example = {**inputs, "start_positions": first, "end_positions": last}
@@ -106,7 +125,9 @@ def _tokens(
         return nothing, nothing
     start = answers["answer_start"][0]
     end = start + len(answers["text"][0])
-    inside = [i for i, span in enumerate(spans) if span is not None and span[1] > start and span[0] < end]
+    inside = [
+        i for i, span in enumerate(spans) if span is not None and span[1] > start and span[0] < end
+    ]
     covered = max((span[1] for span in spans if span is not None), default=0)
     return (inside[0], inside[-1]) if inside and covered >= end else (BEYOND, BEYOND)
 
@@ -117,7 +138,8 @@ def has_unanswerable(splits: Iterable[Any], label: str) -> bool:
 
 
 def cut_off(examples: Mapping[str, Sequence[Example]], max_length: int | None) -> tuple[str, ...]:
-    """What a reader should know of questions whose answer was cut off with the end of their context.
+    """What a reader should know of questions whose answer was cut off with the end of their
+    context.
 
     Raises:
         InvalidValue: no train row has its answer left.
@@ -126,8 +148,17 @@ def cut_off(examples: Mapping[str, Sequence[Example]], max_length: int | None) -
     for name, rows in examples.items():
         lost = sum(example["start_positions"] == BEYOND for example in rows)
         if name == "train" and lost == len(rows):
-            raise InvalidValue("data.max_length", "long enough for the answer of some train row", max_length)
+            raise InvalidValue(
+                "data.max_length", "long enough for the answer of some train row", max_length
+            )
         if lost:
-            text = f"{lost} of {len(rows)} {name} questions have their answer beyond data.max_length, {max_length} "
-            notes.append(text + "tokens: no loss is taken of them, and they count as any other in F1 and exact match")
+            text = (
+                f"{lost} of {len(rows)} {name} questions have their answer beyond data.max_length,"
+                f" {max_length} "
+            )
+            notes.append(
+                text
+                + "tokens: no loss is taken of them, and they count as any other in F1 and exact"
+                " match"
+            )
     return tuple(notes)

@@ -12,7 +12,9 @@ import yaml
 from headprune.core.errors import InvalidValue, UnknownName, did_you_mean
 from headprune.core.opening import NotAFile, check_file, read_text
 
-_FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")  # YAML 1.2; PyYAML alone takes 1e-3 for a string
+_FLOAT = re.compile(
+    r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"
+)  # YAML 1.2; PyYAML alone takes 1e-3 for a string
 
 
 #: Characters of a text, sections within sections, digits of a whole number: far above any recipe.
@@ -20,7 +22,8 @@ _LONGEST, _DEEPEST, _DIGITS = 200_000, 40, 100
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without tags that run code, with the numbers of YAML 1.2, and with an error on a repeated key.
+    """YAML without tags that run code, with the numbers of YAML 1.2, and with an error on a
+    repeated key.
 
     Aliases are refused: some lines of them can stand for any amount of data.
     """
@@ -30,7 +33,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read; write it out", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (*name) are not read; write it out", mark
+            )
         self.depth += 1
         if self.depth > _DEEPEST:
             mark = self.peek_event().start_mark
@@ -109,8 +114,12 @@ def locate(recipe: str | Path) -> Path:
     if path.is_dir():
         raise InvalidValue(str(recipe), "a recipe file or the name of a recipe", "a folder", hint)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise InvalidValue(str(recipe), "an existing recipe file or the name of a shipped recipe", "no file", hint)
-    raise UnknownName("recipe", "a recipe file or the name of a shipped recipe", repr(str(recipe)), hint)
+        raise InvalidValue(
+            str(recipe), "an existing recipe file or the name of a shipped recipe", "no file", hint
+        )
+    raise UnknownName(
+        "recipe", "a recipe file or the name of a shipped recipe", repr(str(recipe)), hint
+    )
 
 
 def read_raw(path: Path) -> dict[str, Any]:
@@ -132,7 +141,8 @@ def read_raw(path: Path) -> dict[str, Any]:
 
 
 def override(raw: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """A copy of ``raw`` with every ``dotted.path=value`` set; values are YAML, list items are numbers.
+    """A copy of ``raw`` with every ``dotted.path=value`` set; values are YAML, list items are
+    numbers.
 
     >>> override({"score": {"scorer": "taylor"}}, ["score.scorer=random", "select.keep_heads=0.5"])
     {'score': {'scorer': 'random'}, 'select': {'keep_heads': 0.5}}
@@ -146,7 +156,9 @@ def override(raw: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
         steps = path.strip().split(".")
         if not equals or not all(steps):
             hint = "For example --set score.scorer=random."
-            raise InvalidValue(f"--set {setting}", "written key=value, with a dotted key", repr(setting), hint)
+            raise InvalidValue(
+                f"--set {setting}", "written key=value, with a dotted key", repr(setting), hint
+            )
         _put(result, steps, parse_yaml(text, f"--set {path}"), path)
     return result
 
@@ -163,10 +175,14 @@ def _put(target: Any, steps: list[str], value: Any, path: str) -> None:
         key: Any = step
         if isinstance(target, list):
             if not step.isdigit() or int(step) >= len(target):
-                raise InvalidValue(f"--set {path}", f"an item of {here}, 0 to {len(target) - 1}", repr(step))
+                raise InvalidValue(
+                    f"--set {path}", f"an item of {here}, 0 to {len(target) - 1}", repr(step)
+                )
             key = int(step)
         elif not isinstance(target, dict):
-            raise InvalidValue(f"--set {path}", f"a key inside {here}", f"{here} is {target!r}, no section")
+            raise InvalidValue(
+                f"--set {path}", f"a key inside {here}", f"{here} is {target!r}, no section"
+            )
         if i == len(steps) - 1:
             target[key] = value
             return

@@ -1,4 +1,5 @@
-"""The recipe: what a run is, section by section; every key is known, and everything else is an error."""
+"""The recipe: what a run is, section by section; every key is known, and everything else is an
+error."""
 
 from __future__ import annotations
 
@@ -46,16 +47,21 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The model: from ``path``, or freshly built from ``class_name`` and ``config``, or by a function of one's own.
+    """The model: from ``path``, or freshly built from ``class_name`` and ``config``, or by a
+    function of one's own.
 
     Args:
-        path: A local folder, a hub name, or ``package:NAME/FOLDER``, a folder inside an installed package.
+        path: A local folder, a hub name, or ``package:NAME/FOLDER``, a folder inside an installed
+            package.
         class_name: A Transformers class, or our own ``TransformerForTranslation``.
-        import_path: ``package.module:function``, which builds a model of one's own: an ``nn.Module`` that takes what a
-            batch holds by name (``pixel_values`` or ``input_values``) and gives logits ``[batch, labels]``.
+        import_path: ``package.module:function``, which builds a model of one's own: an
+            ``nn.Module`` that takes what a batch holds by name (``pixel_values`` or
+            ``input_values``) and gives logits ``[batch, labels]``.
         config: Keyword arguments of that class's configuration, or of that function.
-        layouts: ``package.module:NAME`` of an ``AttentionLayout``, or a list of them, for attention of one's own.
-        dtype: Of the weights; where it is left out, that of the checkpoint, and float32 for a fresh model.
+        layouts: ``package.module:NAME`` of an ``AttentionLayout``, or a list of them, for attention
+            of one's own.
+        dtype: Of the weights; where it is left out, that of the checkpoint, and float32 for a fresh
+            model.
     """
 
     path: str | None = None
@@ -70,36 +76,45 @@ class DataSection(Section):
     """The data, and which rows are for what.
 
     Args:
-        path: A hub name, a local json, jsonl, csv, parquet or txt file, a folder with train/validation/test files, or
-            ``sklearn:digits``. A txt file is one row, column ``text``.
+        path: A hub name, a local json, jsonl, csv, parquet or txt file, a folder with
+            train/validation/test files, or ``sklearn:digits``. A txt file is one row, column
+            ``text``.
         subset, revision: Configuration and revision of a hub data set; local data has none.
-        train_split, validation_split, test_split: Names of the splits; one that is named for a purpose serves no other.
-        text: Column or columns with text (two columns make a pair); ``a.b`` is ``b`` inside of column ``a``. For token
-            classification, lists of words; for question answering the columns of the question and of the context that
-            its answer is a piece of.
-        target: Column with the translation of the text, or what else an encoder-decoder is to make of it.
-        prefix: Put before every text of a translation, for models that are told so what to do, as T5 is.
-        tokenizer: Trained on the train rows, for a freshly built model on text: ``bpe`` (byte pairs; of a translation,
-            one for both languages) or ``characters``, one token each.
+        train_split, validation_split, test_split: Names of the splits; one that is named for a
+        purpose serves no other.
+        text: Column or columns with text (two columns make a pair); ``a.b`` is ``b`` inside of
+            column ``a``. For token classification, lists of words; for question answering the
+            columns of the question and of the context that its answer is a piece of.
+        target: Column with the translation of the text, or what else an encoder-decoder is to make
+            of it.
+        prefix: Put before every text of a translation, for models that are told so what to do, as
+            T5 is.
+        tokenizer: Trained on the train rows, for a freshly built model on text: ``bpe`` (byte
+            pairs; of a translation, one for both languages) or ``characters``, one token each.
         vocabulary: Tokens of ``bpe`` at most.
-        block: Join the rows of each split and cut the text into rows of so many characters, for language models. Parts
-            for validation and test are then the end of the text, and no draw of rows.
+        block: Join the rows of each split and cut the text into rows of so many characters, for
+            language models. Parts for validation and test are then the end of the text, and no draw
+            of rows.
         tokens: Column with token numbers, for language models on data that is tokenised already.
         image: Column with images.
-        audio: Column with sound: paths (from the data's folder on), ``{bytes, path}`` as data sets on the hub have it,
-            or ``{array, sampling_rate}``. It is brought to the rate that the model's feature extractor asks for.
-        seconds: Of every clip: longer ones are cut, shorter ones filled with silence, so that none has padding.
-        label: Column with labels; of several names, the first that the train rows have. For question answering that
-            of SQuAD's answers, ``{text: [...], answer_start: [...]}``; without any text there is no answer, as in
-            SQuAD 2.
-        labels: The label of every class of the model, in the order of its class numbers, for a model that does not name
-            its classes, or otherwise than the data does.
-        max_length: Longer examples are cut to this many tokens; of a question and its context, the context is cut.
+        audio: Column with sound: paths (from the data's folder on), ``{bytes, path}`` as data sets
+            on the hub have it, or ``{array, sampling_rate}``. It is brought to the rate that the
+            model's feature extractor asks for.
+        seconds: Of every clip: longer ones are cut, shorter ones filled with silence, so that none
+            has padding.
+        label: Column with labels; of several names, the first that the train rows have. For
+            question answering that of SQuAD's answers, ``{text: [...], answer_start: [...]}``;
+            without any text there is no answer, as in SQuAD 2.
+        labels: The label of every class of the model, in the order of its class numbers, for a
+            model that does not name its classes, or otherwise than the data does.
+        max_length: Longer examples are cut to this many tokens; of a question and its context, the
+            context is cut.
         holdout: Rows (or fraction) of train that become validation rows where there are none.
         test_holdout: The same for test rows.
         calibration: Rows of train that heads are scored on; fewer where train is smaller.
-        normalise: Subtract the mean and divide by the standard deviation of the training images. A freshly built model
-            does so by default; a model from a path has an image processor of its own, and takes no other.
+        normalise: Subtract the mean and divide by the standard deviation of the training images. A
+            freshly built model does so by default; a model from a path has an image processor of
+            its own, and takes no other.
     """
 
     path: str
@@ -138,7 +153,8 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """Training before anything is scored, by the recovery ``finetune``, whose settings these are."""
+    """Training before anything is scored, by the recovery ``finetune``, whose settings these
+    are."""
 
     batch_size: Positive = 32
     epochs: Annotated[int | float, Field(gt=0)] = 1
@@ -167,7 +183,8 @@ class ScoreSection(Section):
         scorer: Registered name.
         settings: The scorer's settings.
         batch_size: Examples a batch; no score depends on it.
-        until: Read no more calibration rows than it takes to settle the set of the k lowest; all where left out.
+        until: Read no more calibration rows than it takes to settle the set of the k lowest; all
+            where left out.
         magnitude: Also cut by weight magnitude at the same budget.
         random_draws: Also cut at random, this often, at the same budget.
     """
@@ -194,7 +211,8 @@ class RecoverStep(Section):
         method: Registered name.
         settings: Its settings.
         batch_size: Examples a batch.
-        rows: ``calibration`` or ``train``; a method that trains takes ``train`` by default, others calibration rows.
+        rows: ``calibration`` or ``train``; a method that trains takes ``train`` by default, others
+            calibration rows.
     """
 
     method: str
@@ -220,7 +238,14 @@ class BudgetSection(Section):
         Raises:
             InvalidValue: none or several are given, or one that cannot be.
         """
-        return Budget(self.keep_heads, self.keep_params, self.keep_macs, self.keep_kv, self.speedup, self.length)
+        return Budget(
+            self.keep_heads,
+            self.keep_params,
+            self.keep_macs,
+            self.keep_kv,
+            self.speedup,
+            self.length,
+        )
 
 
 class LatencySection(Section):
@@ -238,19 +263,22 @@ class LatencySection(Section):
 
 
 class SelectSection(BudgetSection):
-    """Which heads stay: a selector, its settings, and one budget, or one for each of several groups of sites.
+    """Which heads stay: a selector, its settings, and one budget, or one for each of several groups
+    of sites.
 
     Args:
         selector: Registered name; ``knapsack`` where it is left out with a budget of speed.
         settings: The selector's settings.
-        recover: Recoveries of the copies on which the selector looks at the cut model while it chooses: between the
-            steps of ``iterative``, before each measurement of ``local_search``.
+        recover: Recoveries of the copies on which the selector looks at the cut model while it
+            chooses: between the steps of ``iterative``, before each measurement of
+                ``local_search``.
         must_keep: Heads that must stay, by the sites' names.
         must_remove: Heads that must go, by the sites' names.
         latency: Where latency is measured, with ``speedup``.
-        policy: Which heads may leave where several query heads share a key/value head (see ``headprune.find_sites``).
-        sites: Budgets by kind of attention (self, causal, cross) or by a pattern over the sites' names; each group
-            meets its own by itself, and sites that are not named keep every head.
+        policy: Which heads may leave where several query heads share a key/value head (see
+            ``headprune.find_sites``).
+        sites: Budgets by kind of attention (self, causal, cross) or by a pattern over the sites'
+            names; each group meets its own by itself, and sites that are not named keep every head.
     """
 
     selector: str = "global_topk"
@@ -267,7 +295,9 @@ class SelectSection(BudgetSection):
     def _default_selector(cls, data: Any) -> Any:
         groups = data.get("sites") if isinstance(data, dict) else None
         sections = [data, *(groups.values() if isinstance(groups, dict) else ())]
-        timed = any(isinstance(section, dict) and section.get("speedup") is not None for section in sections)
+        timed = any(
+            isinstance(section, dict) and section.get("speedup") is not None for section in sections
+        )
         return {"selector": "knapsack", **data} if timed else data
 
     @property
@@ -282,8 +312,8 @@ class SelectSection(BudgetSection):
 
 
 class GradualSection(Section):
-    """Heads leave in stages while the model is trained, see ``headprune.run.prune_gradually_``; budget and selector are
-    those of ``select``, and ``recover`` comes after.
+    """Heads leave in stages while the model is trained, see ``headprune.run.prune_gradually_``;
+    budget and selector are those of ``select``, and ``recover`` comes after.
 
     Args:
         stages: Cuts, each with a share of the steps after it.
@@ -301,9 +331,10 @@ class BenchSection(Section):
 
     Args:
         batch_sizes: Examples a call.
-        lengths: Tokens an example; images and sound have a length of their own, and others take that of the scored
-            examples where it is left out.
-        new_tokens: Of language models also time generation: each of these as a prompt, and so many tokens after it.
+        lengths: Tokens an example; images and sound have a length of their own, and others take
+            that of the scored examples where it is left out.
+        new_tokens: Of language models also time generation: each of these as a prompt, and so many
+            tokens after it.
         seconds: About how long each of these is timed.
     """
 
@@ -332,14 +363,15 @@ class Recipe(Section):
         name: Names the run and, where ``out`` is not given, its folder ``runs/<name>``.
         description: One line for ``headprune ls``.
         task: What the model does.
-        metric: Of a classification: ``accuracy``, which it is where left out, or ``matthews`` for Matthews correlation.
+        metric: Of a classification: ``accuracy``, which it is where left out, or ``matthews`` for
+            Matthews correlation.
         device: ``auto`` takes a GPU where there is one.
         seed: Of everything that is drawn.
         threads: CPU threads of torch; its own choice where left out.
         out: The folder of the run.
         report: Write ``report.html`` and ``report.md``.
-        preset: A published pipeline (``headprune ls`` names them), whose scorer, selector and recoveries take the place
-            of those that the recipe gives.
+        preset: A published pipeline (``headprune ls`` names them), whose scorer, selector and
+            recoveries take the place of those that the recipe gives.
     """
 
     name: Name

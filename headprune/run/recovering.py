@@ -31,16 +31,25 @@ def recover_once(
     method: Recovery = seeded(recovery.registry, step.method, step.settings, subject.recipe.seed)
     purpose = step.rows or ("train" if method.trains else "calibration")
     teacher = subject.model if method.needs_teacher else None
-    held = subject.data.evaluation("validation", EVALUATION_BATCH) if method.needs_validation else None
+    held = (
+        subject.data.evaluation("validation", EVALUATION_BATCH) if method.needs_validation else None
+    )
     loader, bars = subject.data.loader(purpose, step.batch_size), subject.journal.progress
     home = work if method.resumes else None
-    given: dict[str, Any] = {"validation": held, "folder": home, "leave_checkpoint": home is not None}
+    given: dict[str, Any] = {
+        "validation": held,
+        "folder": home,
+        "leave_checkpoint": home is not None,
+    }
     done = recover_(pruned, loader, method, teacher, sites=subject.sites, progress=bars, **given)
     return method, purpose, done
 
 
-def recoverer(subject: Subject, steps: Sequence[RecoverStep]) -> Callable[[nn.Module], object] | None:
-    """What recovers a cut copy of the model in place by all of these steps; None where there are none."""
+def recoverer(
+    subject: Subject, steps: Sequence[RecoverStep]
+) -> Callable[[nn.Module], object] | None:
+    """What recovers a cut copy of the model in place by all of these steps; None where there are
+    none."""
 
     def recover(small: nn.Module) -> None:
         for step in steps:
@@ -50,6 +59,7 @@ def recoverer(subject: Subject, steps: Sequence[RecoverStep]) -> Callable[[nn.Mo
 
 
 def seeded(registry: Registry, name: str, settings: Mapping[str, Any], seed: int) -> Any:
-    """The configured method; one that draws does so from the run's seed unless the recipe gives it another."""
+    """The configured method; one that draws does so from the run's seed unless the recipe gives it
+    another."""
     fields = getattr(registry.get(name), "__dataclass_fields__", {})
     return configured(registry, name, {**({"seed": seed} if "seed" in fields else {}), **settings})

@@ -13,9 +13,11 @@ from headprune.core.errors import InvalidValue, did_you_mean
 
 REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 
-#: Characters that all values with references come to together, and references in a chain: far above any recipe.
+#: Characters that all values with references come to together, and references in a chain: far above
+#: any recipe.
 _LONGEST, _LONGEST_CHAIN = 200_000, 40
-#: Characters of all dotted paths together: a long key at each level stands in the path of every value below it.
+#: Characters of all dotted paths together: a long key at each level stands in the path of every
+#: value below it.
 _LONGEST_PATHS = 2_000_000
 #: Problems that are reported, those of them with a hint, and keys that a hint is chosen from.
 _PROBLEMS, _HINTS, _HINTED_KEYS = 1_000, 50, 1_000
@@ -26,7 +28,8 @@ _Fault = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class _Expansion:
-    """What a text becomes, the references that follow each other in it at most, and what is wrong with them."""
+    """What a text becomes, the references that follow each other in it at most, and what is wrong
+    with them."""
 
     value: Any
     chain: int
@@ -34,13 +37,17 @@ class _Expansion:
 
 
 def interpolate(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[InvalidValue]]:
-    """A copy in which every ``${section.key}`` is replaced by that key's value, and what went wrong on the way.
+    """A copy in which every ``${section.key}`` is replaced by that key's value, and what went wrong
+    on the way.
 
-    >>> interpolate({"model": {"path": "a"}, "data": {"path": "${model.path}/rows.jsonl"}})[0]["data"]
+    >>> interpolate({"model": {"path": "a"}, "data": {"path": "${model.path}/rows.jsonl"}})[0][
+    ...     "data"
+    ... ]
     {'path': 'a/rows.jsonl'}
 
     Raises:
-        InvalidValue: the references stand for far more text than any recipe has, or form too long a chain.
+        InvalidValue: the references stand for far more text than any recipe has, or form too long a
+            chain.
     """
     problems: list[InvalidValue] = []
     texts = _Texts(raw)
@@ -55,7 +62,9 @@ def interpolate(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[InvalidVal
         if not isinstance(value, str) or not REFERENCE.search(value):
             return value
         found = texts.expanded(value, path)
-        total += _length(found.value)  # of every place: what is written out has the text in each of them
+        total += _length(
+            found.value
+        )  # of every place: what is written out has the text in each of them
         _check_length(total, path)
         room = _PROBLEMS - len(problems)
         problems.extend(InvalidValue(path, *fault) for fault in found.faults[:room])
@@ -65,13 +74,16 @@ def interpolate(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[InvalidVal
 
 
 class _Texts:
-    """Texts with references, each expanded once: a text that is needed twice costs no more than one."""
+    """Texts with references, each expanded once: a text that is needed twice costs no more than
+    one."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw = raw
         self._leaves: dict[str, Any] | None = None
         self._done: dict[str, _Expansion] = {}
-        self._open: list[str] = []  # texts that are being expanded, each of them referred to by the one before
+        self._open: list[
+            str
+        ] = []  # texts that are being expanded, each of them referred to by the one before
         self._hints = 0
 
     def expanded(self, text: str, path: str) -> _Expansion:
@@ -105,7 +117,9 @@ class _Texts:
         """The value of a key; empty where there is none."""
         known = self._known(path)
         if key not in known:
-            return _Expansion("", 0, (("a reference to another key", f"${{{key}}}", self._hint(key, known)),))
+            return _Expansion(
+                "", 0, (("a reference to another key", f"${{{key}}}", self._hint(key, known)),)
+            )
         value = known[key]
         if value is None:
             hint = f"Give it: --set {shlex.quote(f'{key}=...')}"
@@ -113,7 +127,9 @@ class _Texts:
         if not isinstance(value, str) or not REFERENCE.search(value):
             return _Expansion(value, 0)
         if value in self._open:
-            return _Expansion("", 0, (("free of circles", f"${{{key}}}, which refers back to itself", ""),))
+            return _Expansion(
+                "", 0, (("free of circles", f"${{{key}}}, which refers back to itself", ""),)
+            )
         return self.expanded(value, path)
 
     def _known(self, path: str) -> dict[str, Any]:
@@ -124,9 +140,12 @@ class _Texts:
                 length += len(key)
                 if length > _LONGEST_PATHS:
                     must = (
-                        f"in a recipe whose keys come to {_LONGEST_PATHS:,} characters, with the sections they are in"
+                        f"in a recipe whose keys come to {_LONGEST_PATHS:,} characters, with the"
+                        " sections they are in"
                     )
-                    raise InvalidValue(path, must, "more", "Use shorter keys, or fewer sections in each other.")
+                    raise InvalidValue(
+                        path, must, "more", "Use shorter keys, or fewer sections in each other."
+                    )
                 self._leaves[key] = value
         return self._leaves
 
@@ -146,7 +165,10 @@ def _length(value: Any) -> int:
 
 def _check_length(length: int, path: str) -> None:
     if length > _LONGEST:
-        must = f"at most {_LONGEST:,} characters, with all values that have references (${{...}}) written out"
+        must = (
+            f"at most {_LONGEST:,} characters, with all values that have references (${{...}})"
+            " written out"
+        )
         raise InvalidValue(path, must, "more", "Refer to other keys in fewer places.")
 
 
@@ -156,7 +178,13 @@ def _too_long_a_chain(path: str) -> InvalidValue:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    items = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else None
+    )
     if items is None:
         yield path, value
         return

@@ -16,7 +16,8 @@ from headprune.report.comparison import Compared
 from headprune.report.write import write_comparison, write_report, write_tradeoff
 from headprune.run.journal import ATTENTION, RECORD, TABLE, record_path
 
-#: Other scores of the run's model: ``scores-magnitude.json``, or what ``headprune score --out`` wrote there.
+#: Other scores of the run's model: ``scores-magnitude.json``, or what ``headprune score --out``
+#: wrote there.
 _SCORES = "scores-*.json"
 
 
@@ -49,17 +50,22 @@ def report_sweep(folder: Path, out: Path | None = None) -> list[Path]:
     Raises:
         InvalidValue: a table that cannot be read.
     """
-    return write_tradeoff(SweepTable.load(folder / TABLE), out or folder, sweep=folder if out else None)
+    return write_tradeoff(
+        SweepTable.load(folder / TABLE), out or folder, sweep=folder if out else None
+    )
 
 
 def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:
-    """Writes one page over several records; returns the paths of ``comparison.html`` and ``comparison.md``.
+    """Writes one page over several records; returns the paths of ``comparison.html`` and
+    ``comparison.md``.
 
     Raises:
         InvalidValue: a record that cannot be read, or the same one twice.
     """
     paths = [record_path(path) for path in paths]
-    twice = next((p for i, p in enumerate(paths) if p.resolve() in {q.resolve() for q in paths[:i]}), None)
+    twice = next(
+        (p for i, p in enumerate(paths) if p.resolve() in {q.resolve() for q in paths[:i]}), None
+    )
     if twice is not None:
         raise InvalidValue("records", "different from one another", f"{twice} twice")
     records = [RunRecord.load(path) for path in paths]
@@ -70,7 +76,9 @@ def compare_runs(paths: Sequence[Path], out: Path) -> tuple[Path, Path]:
 
 def beside(record: RunRecord, folder: Path) -> Beside:
     """What lies in a folder and belongs to the record's model."""
-    pictures = AttentionPictures.load(folder / ATTENTION) if (folder / ATTENTION).is_file() else None
+    pictures = (
+        AttentionPictures.load(folder / ATTENTION) if (folder / ATTENTION).is_file() else None
+    )
     if record.scores is None:
         return Beside(pictures)
     found = [HeadScores.load(path) for path in sorted(folder.glob(_SCORES))]
@@ -79,9 +87,11 @@ def beside(record: RunRecord, folder: Path) -> Beside:
 
 
 def agreement_of(records: Sequence[RunRecord], names: Sequence[str]) -> Agreement | None:
-    """How alike the scores of several records order the heads, where two or more scored the same sites of one
-    structure."""
-    scored = [(name, r.scores) for name, r in zip(names, records, strict=True) if r.scores is not None]
+    """How alike the scores of several records order the heads, where two or more scored the same
+    sites of one structure."""
+    scored = [
+        (name, r.scores) for name, r in zip(names, records, strict=True) if r.scores is not None
+    ]
     alike = [(name, scores) for name, scores in scored if _alike(scores, scored[0][1])]
     return _agreement([scores for _, scores in alike], [name for name, _ in alike])
 

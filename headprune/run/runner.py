@@ -1,4 +1,5 @@
-"""``run_recipe``: the whole line, from data to report; the only place where all the verbs are composed."""
+"""``run_recipe``: the whole line, from data to report; the only place where all the verbs are
+composed."""
 
 from __future__ import annotations
 
@@ -52,17 +53,19 @@ def run_recipe(
 ) -> RunRecord:
     """Runs a recipe and leaves everything in one folder.
 
-    The folder gets ``record.json`` (written again after every stage), ``recipe.yaml`` (the whole recipe, which runs
-    again as it is), ``rows.json``, ``scores.json`` with its samples beside it (``scores.samples.safetensors``),
-    ``scores-magnitude.json`` where the plan is compared with magnitude, ``plan.json``, the cut model in ``model/`` with
-    its tokenizer or image processor, ``attention.json`` (what heads attend to in some test rows), ``report.html`` and
-    ``report.md``, and, where the run trained it, the uncut model in ``base/``.
-    ``rows.json`` says which rows were used: for every purpose the split they come from and their numbers there, under
-    the same ``digest`` as in the record's ``rows``.
+    The folder gets ``record.json`` (written again after every stage), ``recipe.yaml`` (the whole
+    recipe, which runs again as it is), ``rows.json``, ``scores.json`` with its samples beside it
+    (``scores.samples.safetensors``), ``scores-magnitude.json`` where the plan is compared with
+    magnitude, ``plan.json``, the cut model in ``model/`` with its tokenizer or image processor,
+    ``attention.json`` (what heads attend to in some test rows), ``report.html`` and ``report.md``,
+    and, where the run trained it, the uncut model in ``base/``. ``rows.json`` says which rows were
+    used: for every purpose the split they come from and their numbers there, under the same
+        ``digest`` as in the record's ``rows``.
 
-    A folder is one process's at a time. A run that failed, was interrupted or killed there is gone on with: what it
-    finished is taken where it depends on nothing that has changed since (recipe, data, model, versions), trainings
-    continue from their last checkpoint, and the result is that of a run that nothing happened to.
+    A folder is one process's at a time. A run that failed, was interrupted or killed there is gone
+    on with: what it finished is taken where it depends on nothing that has changed since (recipe,
+    data, model, versions), trainings continue from their last checkpoint, and the result is that of
+    a run that nothing happened to.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
@@ -77,8 +80,8 @@ def run_recipe(
         The finished record.
 
     Raises:
-        HeadPruneError: bad input, a finished run or another process in the folder, or a proof that failed; the record
-            then says so, and how far the run came.
+        HeadPruneError: bad input, a finished run or another process in the folder, or a proof that
+            failed; the record then says so, and how far the run came.
     """
     chosen = resolved(recipe, settings, out)
     folder = Path(chosen.folder)
@@ -122,7 +125,8 @@ def score_recipe(
 
 
 def share_scoring(recipe: str | Path | Recipe, settings: Iterable[str], launch: Launch) -> None:
-    """What a process other than the first does in a run: its share of the scoring; it says and writes nothing.
+    """What a process other than the first does in a run: its share of the scoring; it says and
+    writes nothing.
 
     Raises:
         HeadPruneError: what the first process meets, too.
@@ -137,7 +141,9 @@ def share_scoring(recipe: str | Path | Recipe, settings: Iterable[str], launch: 
             stages.chosen_scores(subject, processes)
 
 
-def resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Path | None) -> Recipe:
+def resolved(
+    recipe: str | Path | Recipe, settings: Iterable[str], out: str | Path | None
+) -> Recipe:
     """The checked recipe, with ``out`` in place of its own folder.
 
     Raises:
@@ -146,7 +152,9 @@ def resolved(recipe: str | Path | Recipe, settings: Iterable[str], out: str | Pa
     settings = list(settings)
     if isinstance(recipe, Recipe):
         if settings:
-            raise InvalidValue("settings", "left out for a Recipe, which is checked already", settings)
+            raise InvalidValue(
+                "settings", "left out for a Recipe, which is checked already", settings
+            )
         chosen = recipe
     else:
         chosen = load_recipe(recipe, settings)
@@ -165,7 +173,10 @@ def _line(recipe: Recipe, journal: Journal, folder: Path, launch: Launch | None)
     if recipe.report:
         once("attention", lambda: _attention(subject, folder), _nothing, (ATTENTION,))
     scored = once(
-        "score", lambda: _score(subject, folder, progress.work("score")), lambda: _scores(subject, folder), _SCORES
+        "score",
+        lambda: _score(subject, folder, progress.work("score")),
+        lambda: _scores(subject, folder),
+        _SCORES,
     )
     plan = once("select", lambda: _select(subject, scored.chosen), lambda: _plan(journal))
     plan.save(folder / PLAN)
@@ -247,10 +258,16 @@ def _ending(journal: Journal) -> Iterator[None]:
         yield
         journal.close("done")
     except BaseException as error:
-        text = str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
+        text = (
+            str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
+        )
         stopped = isinstance(error, KeyboardInterrupt)
-        with suppress(OSError):  # no room for that either: then the record says how far it came, as after a kill
-            journal.close(*("interrupted", "interrupted by the user") if stopped else ("failed", text))
+        with suppress(
+            OSError
+        ):  # no room for that either: then the record says how far it came, as after a kill
+            journal.close(
+                *("interrupted", "interrupted by the user") if stopped else ("failed", text)
+            )
         raise
 
 
@@ -260,6 +277,7 @@ def _report(journal: Journal, folder: Path) -> None:
     journal.note(stage="report")
     journal.write()
     journal.say("[report]")
-    # The report shows the finished run, so it is not timed as a stage: drawn again from the record it is the same.
+    # The report shows the finished run, so it is not timed as a stage: drawn again from the record
+    # it is the same.
     for path in report_run(replace(journal.record, status="done"), folder):
         journal.tell(f"wrote {path}")

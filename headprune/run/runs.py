@@ -1,4 +1,5 @@
-"""The runs of a sweep: what each is, under which digests its pieces lie, and the file that says that it is done."""
+"""The runs of a sweep: what each is, under which digests its pieces lie, and the file that says
+that it is done."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ RUNS = "runs"
 
 @dataclass(frozen=True)
 class SweepRun(Value):
-    """The file of a run; it counts where it says ``done``, bears the digest of its settings, and its pieces are whole.
+    """The file of a run; it counts where it says ``done``, bears the digest of its settings, and
+    its pieces are whole.
 
     Args:
         settings: Everything that its result depends on, in full; its digest names the file.
@@ -56,7 +58,9 @@ class SweepRun(Value):
     def __post_init__(self) -> None:
         for name, key in (("base", self.base), ("plan", self.plan), ("outcome", self.outcome)):
             if key is not None and not key.isalnum():
-                raise InvalidValue(f"SweepRun.{name}", "a digest, which names a file of the sweep", repr(key))
+                raise InvalidValue(
+                    f"SweepRun.{name}", "a digest, which names a file of the sweep", repr(key)
+                )
 
 
 def recipe_of(run: SweepRun) -> Recipe:
@@ -65,7 +69,9 @@ def recipe_of(run: SweepRun) -> Recipe:
     Raises:
         RecipeError: with every error that it has.
     """
-    return check_recipe(json.loads(json.dumps(run.recipe, default=dict)), "the recipe of a run of the sweep")
+    return check_recipe(
+        json.loads(json.dumps(run.recipe, default=dict)), "the recipe of a run of the sweep"
+    )
 
 
 @dataclass(frozen=True)
@@ -109,11 +115,19 @@ class Run:
             found = SweepRun.load(self.path(sweep))
         except HeadPruneError:
             return None
-        if found.status != "done" or found.outcome is None or digest(dict(found.settings)) != self.key:
+        if (
+            found.status != "done"
+            or found.outcome is None
+            or digest(dict(found.settings)) != self.key
+        ):
             return None
         plan = load_plan(file_of(sweep, "plans", self.plan))
         whole = plan is not None and plan.digest == found.plan and plan.model == base.model
-        return found if whole and Outcome.find(file_of(sweep, "outcomes", found.outcome), found.outcome) else None
+        return (
+            found
+            if whole and Outcome.find(file_of(sweep, "outcomes", found.outcome), found.outcome)
+            else None
+        )
 
     def file(self, base: Base, **result: Any) -> SweepRun:
         """The file of it."""
@@ -125,7 +139,11 @@ def runs_of(design: Design, base: Base, seeds: int) -> list[Run]:
     """Every combination with every draw, the draw changing fastest."""
     device = resolve_device(design.recipe.device).type
     same = FrozenDict({"base": base.identity, "device": device, "versions": versions()})
-    return [_run(point.values, point.recipe, base, draw, same) for point in design.points for draw in range(seeds)]
+    return [
+        _run(point.values, point.recipe, base, draw, same)
+        for point in design.points
+        for draw in range(seeds)
+    ]
 
 
 def _run(values: FrozenDict, recipe: Recipe, base: Base, draw: int, same: FrozenDict) -> Run:
@@ -142,7 +160,10 @@ def _run(values: FrozenDict, recipe: Recipe, base: Base, draw: int, same: Frozen
         "policy": recipe.select.policy,
     }
     if wanted.scorer == "auto":  # it chooses by what comes after the scores
-        score["judged"] = {"select": recipe.select.model_dump(), "recover": recovered(recipe, seed, rows)}
+        score["judged"] = {
+            "select": recipe.select.model_dump(),
+            "recover": recovered(recipe, seed, rows),
+        }
     chosen = configured(selection.registry, recipe.select.selector, recipe.select.settings)
     select = {**recipe.select.model_dump(), "settings": dict(chosen.settings)}
     recover = recovered(recipe, seed, rows)
@@ -157,7 +178,9 @@ def recovered(recipe: Recipe, seed: int, rows: str) -> Any:
     """What a recovered model depends on besides its plan; nothing where nothing is recovered."""
     if not recipe.recover:
         return None
-    methods = [seeded(recovery.registry, step.method, step.settings, seed) for step in recipe.recover]
+    methods = [
+        seeded(recovery.registry, step.method, step.settings, seed) for step in recipe.recover
+    ]
     steps = [
         {**step.model_dump(), "settings": dict(method.settings)}
         for step, method in zip(recipe.recover, methods, strict=True)
@@ -166,7 +189,8 @@ def recovered(recipe: Recipe, seed: int, rows: str) -> Any:
 
 
 def outcome_key(run: Run | SweepRun, plan: PruningPlan | None) -> str:
-    """Of what a run's plan leaves of the model, recovered: runs that come to the same model share it.
+    """Of what a run's plan leaves of the model, recovered: runs that come to the same model share
+    it.
 
     Without a plan it is that of the base model, which all runs of a sweep share.
 
@@ -177,8 +201,12 @@ def outcome_key(run: Run | SweepRun, plan: PruningPlan | None) -> str:
     same = score.get("same") if isinstance(score, FrozenDict) else None
     if same is None:
         hint = "Call the sweep again."
-        raise InvalidValue("the settings of a run", "complete (with score.same)", "those of another version", hint)
+        raise InvalidValue(
+            "the settings of a run", "complete (with score.same)", "those of another version", hint
+        )
     if plan is None:
         return digest({"same": same, "mask": None})
     mask = [[row.site, list(row.kept)] for row in plan.mask.rows]
-    return digest({"same": same, "mask": mask, "policy": plan.policy, "recover": run.settings["recover"]})
+    return digest(
+        {"same": same, "mask": mask, "policy": plan.policy, "recover": run.settings["recover"]}
+    )

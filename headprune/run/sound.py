@@ -1,4 +1,5 @@
-"""Sound becomes what a model takes: clips out of files, bytes or numbers, at the model's rate and of one length."""
+"""Sound becomes what a model takes: clips out of files, bytes or numbers, at the model's rate and
+of one length."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from headprune.core.opening import read_bytes, reason
 Samples = NDArray[np.float32]
 
 
-#: Samples a second: above any recording, and what is asked for in memory when one is brought to another rate.
+#: Samples a second: above any recording, and what is asked for in memory when one is brought to
+#: another rate.
 _FASTEST = 1_000_000
 #: Bytes of a file of sound: what its format can say.
 _LARGEST = 1 << 32
@@ -52,7 +54,9 @@ class Clip:
         from scipy.signal import resample_poly
 
         common = gcd(rate, self.rate)
-        return np.asarray(resample_poly(self.samples, rate // common, self.rate // common), dtype=np.float32)
+        return np.asarray(
+            resample_poly(self.samples, rate // common, self.rate // common), dtype=np.float32
+        )
 
 
 def clip_of(value: Any, where: str, folder: Path) -> Clip:
@@ -69,13 +73,17 @@ def clip_of(value: Any, where: str, folder: Path) -> Clip:
     if isinstance(value, Mapping) and value.get("array") is not None:
         rate = value.get("sampling_rate")
         if not isinstance(rate, int) or not 1 <= rate <= _FASTEST:
-            raise InvalidValue(where, "an array with its sampling_rate, samples a second", repr(rate))
+            raise InvalidValue(
+                where, "an array with its sampling_rate, samples a second", repr(rate)
+            )
         samples = np.asarray(value["array"], dtype=np.float32)
         found = Clip(samples if samples.ndim == 1 else samples.mean(0), rate)
     else:
         found = _of_file(value, where, folder)
     if not found.samples.size or not np.isfinite(found.samples).all():
-        raise InvalidValue(where, "sound of finite samples, at least one", f"{found.samples.size} samples")
+        raise InvalidValue(
+            where, "sound of finite samples, at least one", f"{found.samples.size} samples"
+        )
     return found
 
 
@@ -84,7 +92,9 @@ def _of_file(value: Any, where: str, folder: Path) -> Clip:
     data = value.get("bytes") if isinstance(value, Mapping) else None
     if data is None:
         if not isinstance(path, str) or not path:
-            raise InvalidValue(where, "a path, or a mapping with an array or bytes", repr(value)[:80])
+            raise InvalidValue(
+                where, "a path, or a mapping with an array or bytes", repr(value)[:80]
+            )
         try:
             place = folder / Path(path).expanduser()
             data = read_bytes(place, _LARGEST)
@@ -97,12 +107,17 @@ def _of_file(value: Any, where: str, folder: Path) -> Clip:
             if not (1 <= width <= 4 and channels >= 1 and 1 <= rate <= _FASTEST):
                 raise wave.Error(f"{channels} channels of {width} bytes, {rate} samples a second")
             return Clip(_numbers(file.readframes(file.getnframes()), width, channels), rate)
-    except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: a chunk that says that it is longer
+    except (
+        wave.Error,
+        EOFError,
+        RuntimeError,
+    ) as error:  # RuntimeError: a chunk that says that it is longer
         return _by_soundfile(data, where, path, str(error))
 
 
 def _numbers(frames: bytes, width: int, channels: int) -> Samples:
-    """Whole numbers of ``width`` bytes as -1 to 1, the mean over channels; those of one byte have no sign."""
+    """Whole numbers of ``width`` bytes as -1 to 1, the mean over channels; those of one byte have
+    no sign."""
     whole = width * channels
     raw = np.frombuffer(frames[: len(frames) // whole * whole], dtype=np.uint8).reshape(-1, width)
     if width == 1:
@@ -118,7 +133,9 @@ def _by_soundfile(data: bytes, where: str, path: Any, reason: str) -> Clip:
     name = repr(path) if path else "bytes"
     if importlib.util.find_spec("soundfile") is None:
         hint = "Other sound is read by soundfile: pip install soundfile."
-        raise InvalidValue(where, "a wav file of whole numbers", f"{name} ({reason or 'no wav file'})", hint)
+        raise InvalidValue(
+            where, "a wav file of whole numbers", f"{name} ({reason or 'no wav file'})", hint
+        )
     import soundfile
 
     try:
@@ -146,20 +163,44 @@ class Sounds:
         """One example a clip, all of one shape.
 
         Raises:
-            InvalidValue: an extractor that takes no sound, or clips of unlike lengths without ``seconds``.
+            InvalidValue: an extractor that takes no sound, or clips of unlike lengths without
+                ``seconds``.
         """
         clips = [clip_of(value, f"data: row {i}", self.folder) for i, value in enumerate(values)]
-        rate = clips[0].rate if self.extractor is None else getattr(self.extractor, "sampling_rate", None)
+        rate = (
+            clips[0].rate
+            if self.extractor is None
+            else getattr(self.extractor, "sampling_rate", None)
+        )
         if rate is None:
             must = "a model of sound, whose feature extractor has a sampling_rate"
             raise InvalidValue("model.path", must, type(self.extractor).__name__)
         examples = [self._example(clip.at(rate), rate) for clip in clips]
-        if len({tuple(tensor.shape) for example in examples for tensor in list(example.values())[:1]}) > 1:
+        if (
+            len(
+                {
+                    tuple(tensor.shape)
+                    for example in examples
+                    for tensor in list(example.values())[:1]
+                }
+            )
+            > 1
+        ):
             shortest = min(len(clip.samples) / clip.rate for clip in clips)
-            must = "given, because clips differ in length: longer ones are cut, shorter ones filled with silence"
-            if self.seconds is not None:  # its features are no samples, that zeros could stand for silence
-                must = f"at most the shortest clip, {shortest:.3g}: {type(self.extractor).__name__} makes no silence"
-            raise InvalidValue("data.seconds", must, "none" if self.seconds is None else self.seconds)
+            must = (
+                "given, because clips differ in length: longer ones are cut, shorter ones filled"
+                " with silence"
+            )
+            if (
+                self.seconds is not None
+            ):  # its features are no samples, that zeros could stand for silence
+                must = (
+                    f"at most the shortest clip, {shortest:.3g}: {type(self.extractor).__name__}"
+                    " makes no silence"
+                )
+            raise InvalidValue(
+                "data.seconds", must, "none" if self.seconds is None else self.seconds
+            )
         return examples
 
     def _example(self, samples: Samples, rate: int) -> dict[str, Any]:
@@ -174,6 +215,7 @@ class Sounds:
 
 
 def _filled(tensor: torch.Tensor, length: int | None) -> torch.Tensor:
-    """Samples, or the mask of samples, with zeros at the end; features of another shape have a length of their own."""
+    """Samples, or the mask of samples, with zeros at the end; features of another shape have a
+    length of their own."""
     gap = 0 if length is None or tensor.ndim != 1 else max(0, length - len(tensor))
     return torch.cat([tensor, tensor.new_zeros(gap)]) if gap else tensor

@@ -1,4 +1,5 @@
-"""Where rows come from: hub data sets, local files, and scikit-learn's digits, all as ``datasets``."""
+"""Where rows come from: hub data sets, local files, and scikit-learn's digits, all as
+``datasets``."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _HINT = "Give a local copy with --set data.path=FOLDER."
 
 @dataclass(frozen=True)
 class Source:
-    """The raw splits by role (train, validation, test), what tells this data from other data, and what was not used."""
+    """The raw splits by role (train, validation, test), what tells this data from other data, and
+    what was not used."""
 
     splits: dict[str, Any]
     facts: dict[str, Any]
@@ -43,8 +45,13 @@ def load_source(section: DataSection) -> Source:
     elif path.exists():
         source = _local(path, section)
     elif path.suffix in _FORMATS or path.is_absolute() or section.path.startswith((".", "~")):
-        hint = "Give yours: --set data.path=..., or the key that the recipe makes it from, such as model.path."
-        raise InvalidValue("data.path", "an existing file or folder, or a hub name", repr(section.path), hint)
+        hint = (
+            "Give yours: --set data.path=..., or the key that the recipe makes it from, such as"
+            " model.path."
+        )
+        raise InvalidValue(
+            "data.path", "an existing file or folder, or a hub name", repr(section.path), hint
+        )
     else:
         source = _hub(section)
     if "train" not in source.splits:
@@ -52,19 +59,23 @@ def load_source(section: DataSection) -> Source:
         raise InvalidValue("data.train_split", f"a split of {section.path}", got)
     for name, rows in source.splits.items():
         if not len(rows):
-            raise InvalidValue(f"data: {name}", f"at least one row in {section.path}", "an empty split")
+            raise InvalidValue(
+                f"data: {name}", f"at least one row in {section.path}", "an empty split"
+            )
     source = _flat(source, section)
     return source if section.block is None else _blocked(source, section, section.block)
 
 
 def folder_of(section: DataSection) -> Path:
-    """Where paths in rows begin: the data's folder, or that of its file; of a hub data set, the working directory."""
+    """Where paths in rows begin: the data's folder, or that of its file; of a hub data set, the
+    working directory."""
     path = Path(os.path.expanduser(section.path))
     return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
 def undecoded(rows: Any, column: str) -> Any:
-    """The rows with sound as bytes and paths: ``datasets`` decodes with a package that we do without."""
+    """The rows with sound as bytes and paths: ``datasets`` decodes with a package that we do
+    without."""
     from datasets import Audio
 
     kept = isinstance(rows.features.get(column), Audio)
@@ -87,17 +98,25 @@ def check_pictures(rows: Any, column: str) -> None:
 
 
 def _flat(source: Source, section: DataSection) -> Source:
-    """The rows with nested columns as columns ``outer.inner`` of their own, where the recipe names one of these."""
-    wanted = {*section.text_columns, *([section.target] if section.target else []), *section.label_columns}
+    """The rows with nested columns as columns ``outer.inner`` of their own, where the recipe names
+    one of these."""
+    wanted = {
+        *section.text_columns,
+        *([section.target] if section.target else []),
+        *section.label_columns,
+    }
     splits = {
-        role: rows.flatten() if any("." in n and n not in rows.column_names for n in wanted) else rows
+        role: (
+            rows.flatten() if any("." in n and n not in rows.column_names for n in wanted) else rows
+        )
         for role, rows in source.splits.items()
     }
     return replace(source, splits=splits)
 
 
 def _blocked(source: Source, section: DataSection, size: int) -> Source:
-    """The same text in rows of ``size`` characters; parts that the data lacks are the end of the text.
+    """The same text in rows of ``size`` characters; parts that the data lacks are the end of the
+    text.
 
     Raises:
         InvalidValue: rows without text, or too little of it.
@@ -109,10 +128,14 @@ def _blocked(source: Source, section: DataSection, size: int) -> Source:
     for role, rows in source.splits.items():
         if column not in rows.column_names:
             hint = did_you_mean(column, rows.column_names)
-            raise InvalidValue("data.text", f"a column of the {role} rows of {section.path}", repr(column), hint)
+            raise InvalidValue(
+                "data.text", f"a column of the {role} rows of {section.path}", repr(column), hint
+            )
         texts = list(rows[column])
         if not all(isinstance(text, str) for text in texts):
-            raise InvalidValue(f"data: {role}", "rows of text, to be cut into blocks", "rows of something else")
+            raise InvalidValue(
+                f"data: {role}", "rows of text, to be cut into blocks", "rows of something else"
+            )
         text = "".join(texts)
         found[role] = [text[i : i + size] for i in range(0, len(text) - 1, size)]
     n_blocks = len(found["train"])
@@ -121,7 +144,9 @@ def _blocked(source: Source, section: DataSection, size: int) -> Source:
             amount = getattr(section, name)
             count = amount if isinstance(amount, int) else max(1, round(amount * n_blocks))
             if count >= len(found["train"]):
-                raise InvalidValue(f"data.{name}", f"fewer than the {len(found['train'])} blocks of train", amount)
+                raise InvalidValue(
+                    f"data.{name}", f"fewer than the {len(found['train'])} blocks of train", amount
+                )
             found["train"], found[role] = found["train"][:-count], found["train"][-count:]
     splits = {role: Dataset.from_dict({column: blocks}) for role, blocks in found.items()}
     return Source(splits, {**source.facts, "block": size}, source.warnings)
@@ -135,8 +160,13 @@ def _sklearn(path: str) -> Source:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    columns = {"image": (digits.images / 16).astype("float32").tolist(), "label": digits.target.tolist()}
-    return Source({"train": Dataset.from_dict(columns)}, {"path": path, "version": sklearn.__version__})
+    columns = {
+        "image": (digits.images / 16).astype("float32").tolist(),
+        "label": digits.target.tolist(),
+    }
+    return Source(
+        {"train": Dataset.from_dict(columns)}, {"path": path, "version": sklearn.__version__}
+    )
 
 
 def _local(path: Path, section: DataSection) -> Source:
@@ -150,7 +180,9 @@ def _local(path: Path, section: DataSection) -> Source:
     formats = {file.suffix for found in files.values() for file in found}
     if len(formats) != 1 or not formats <= _FORMATS.keys():
         must = f"files of one format out of {', '.join(_FORMATS)}"
-        raise InvalidValue("data.path", must, ", ".join(sorted(formats)) or f"none of the splits in {path}")
+        raise InvalidValue(
+            "data.path", must, ", ".join(sorted(formats)) or f"none of the splits in {path}"
+        )
     for file in (file for found in files.values() for file in found):
         if not file.stat().st_size:
             raise InvalidValue("data.path", "files with rows", f"{file}, which is empty")
@@ -158,12 +190,15 @@ def _local(path: Path, section: DataSection) -> Source:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    # A cache of its own: the shared one is keyed by path and time, and would survive a file that was replaced.
+    # A cache of its own: the shared one is keyed by path and time, and would survive a file that
+    # was replaced.
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         try:
             name = _FORMATS[formats.pop()]
             whole = {"sample_by": "document"} if name == "text" else {}
-            loaded = load_dataset(name, data_files=paths, cache_dir=folder, keep_in_memory=True, **whole)
+            loaded = load_dataset(
+                name, data_files=paths, cache_dir=folder, keep_in_memory=True, **whole
+            )
             for rows in loaded.values():
                 rows.data.table.validate(full=True)  # readers let bytes pass that are no text
         except (DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
@@ -183,7 +218,9 @@ def _as_pattern(file: Path) -> str:
     Raises:
         InvalidValue: no pattern is.
     """
-    path = os.path.abspath(file)  # else the working directory's own name would be a part of the pattern
+    path = os.path.abspath(
+        file
+    )  # else the working directory's own name would be a part of the pattern
     if "::" in path or os.path.expandvars(path) != path:
         must = "named without '::' and $VARIABLES, which readers take for more than names"
         raise InvalidValue("data.path", must, repr(path), "Rename the file or folder.")
@@ -191,8 +228,8 @@ def _as_pattern(file: Path) -> str:
 
 
 def _split_names(section: DataSection, present: Iterable[str], **given: str) -> dict[str, str]:
-    """The name of every role's split, where the data has one; ``given`` names are not looked for. A split that the
-    recipe names for one role is no other's by default.
+    """The name of every role's split, where the data has one; ``given`` names are not looked for. A
+    split that the recipe names for one role is no other's by default.
 
     Raises:
         InvalidValue: a split that the recipe names itself is not there.
@@ -200,21 +237,32 @@ def _split_names(section: DataSection, present: Iterable[str], **given: str) -> 
     present = sorted(set(present))
     names = dict(given)
     named = {role: getattr(section, f"{role}_split") for role in _SETS}
-    chosen = {r: name for r, name in named.items() if name != DataSection.model_fields[f"{r}_split"].default}
+    chosen = {
+        r: name
+        for r, name in named.items()
+        if name != DataSection.model_fields[f"{r}_split"].default
+    }
     for role, wanted in named.items():
         own = role in chosen
         candidates = (wanted, *(() if own else _ALSO.get(role, ())))
-        found = next((n for n in candidates if n in present and (own or n not in chosen.values())), None)
+        found = next(
+            (n for n in candidates if n in present and (own or n not in chosen.values())), None
+        )
         if found is None and own:
             must = f"a split of {section.path}"
-            raise InvalidValue(f"data.{role}_split", must, repr(wanted), did_you_mean(wanted, present))
+            raise InvalidValue(
+                f"data.{role}_split", must, repr(wanted), did_you_mean(wanted, present)
+            )
         if found is not None:
             names.setdefault(role, found)
     return names
 
 
-def _files(folder: Path, section: DataSection) -> tuple[dict[str, list[Path]], dict[str, str], tuple[str, ...]]:
-    """The files of every split (``train.jsonl``, or several ``train-*.parquet``), its name, and unused split files."""
+def _files(
+    folder: Path, section: DataSection
+) -> tuple[dict[str, list[Path]], dict[str, str], tuple[str, ...]]:
+    """The files of every split (``train.jsonl``, or several ``train-*.parquet``), its name, and
+    unused split files."""
     by_name: dict[str, list[Path]] = {}
     wanted = [getattr(section, f"{role}_split") for role in _SETS]
     for file in sorted(f for f in folder.iterdir() if f.suffix in _FORMATS and f.is_file()):
@@ -223,7 +271,9 @@ def _files(folder: Path, section: DataSection) -> tuple[dict[str, list[Path]], d
     if section.train_split not in by_name:
         seen = ", ".join(sorted(f.name for f in folder.iterdir())[:8]) or "an empty folder"
         must = f"a folder with {section.train_split}{{{','.join(_FORMATS)}}}"
-        raise InvalidValue("data.path", must, f"{folder} with {seen}", "Set data.train_split, or give the file.")
+        raise InvalidValue(
+            "data.path", must, f"{folder} with {seen}", "Set data.train_split, or give the file."
+        )
     names = _split_names(section, by_name)
     spare = {*_SETS, *_ALSO["validation"]} - set(names.values())
     unused = tuple(file.name for name in sorted(spare & by_name.keys()) for file in by_name[name])
@@ -243,5 +293,10 @@ def _hub(section: DataSection) -> Source:
     wanted = _split_names(section, loaded)
     splits = {role: loaded[name] for role, name in wanted.items()}
     marks = {role: rows._fingerprint for role, rows in splits.items()}
-    facts = {"path": section.path, "subset": section.subset, "revision": section.revision, "fingerprints": marks}
+    facts = {
+        "path": section.path,
+        "subset": section.subset,
+        "revision": section.revision,
+        "fingerprints": marks,
+    }
     return Source(splits, {**facts, "splits": wanted})

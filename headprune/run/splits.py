@@ -37,7 +37,12 @@ class Part:
     @property
     def facts(self) -> dict[str, Any]:
         """What the record says about it."""
-        counts = {"rows": len(self.rows), "from": self.source, "dropped": self.dropped, "duplicates": self.duplicates}
+        counts = {
+            "rows": len(self.rows),
+            "from": self.source,
+            "dropped": self.dropped,
+            "duplicates": self.duplicates,
+        }
         return {**counts, "digest": self.digest}
 
 
@@ -60,11 +65,13 @@ def partition(
 ) -> dict[str, Part]:
     """Rows for train, validation, test and calibration.
 
-    Test rows stay as they are given; validation loses what stands in test; train loses what stands in either. A part
-    that the data lacks is drawn from train first. Calibration rows are a seeded subset of train.
+    Test rows stay as they are given; validation loses what stands in test; train loses what stands
+    in either. A part that the data lacks is drawn from train first. Calibration rows are a seeded
+    subset of train.
 
     Args:
-        keys: For ``train`` and, where there are such splits, ``validation`` and ``test``: what each row says.
+        keys: For ``train`` and, where there are such splits, ``validation`` and ``test``: what each
+            row says.
         strata: Labels of the train rows, for draws that keep their proportions; None draws freely.
         holdout: Rows, or fraction of train, for validation.
         test_holdout: The same for test.
@@ -108,7 +115,8 @@ def partition(
 
 
 def calibration_rows(n_train: int, count: int, seed: int) -> list[int]:
-    """Places of the calibration rows among the train rows: a draw of ``count`` of them, or of all, in random order."""
+    """Places of the calibration rows among the train rows: a draw of ``count`` of them, or of all,
+    in random order."""
     return random.Random(seed + 2).sample(range(n_train), min(count, n_train))
 
 
@@ -120,7 +128,8 @@ def _counted(part: Part, words: Sequence[str]) -> Part:
 def _draw(
     rows: list[int], amount: int | float, strata: Sequence[Any] | None, seed: int, where: str
 ) -> tuple[tuple[int, ...], list[int]]:
-    """``amount`` rows, in proportion to the labels where these are numerous enough, and the rest."""
+    """``amount`` rows, in proportion to the labels where these are numerous enough, and the
+    rest."""
     from sklearn.model_selection import train_test_split
 
     count = amount if isinstance(amount, int) else max(1, round(amount * len(rows)))

@@ -48,8 +48,11 @@ class Scored:
     random: tuple[HeadScores, ...]
 
 
-def score_heads(subject: Subject, first: HeadScores | None = None, work: Path | None = None) -> Scored:
-    """Scores on calibration rows, by the chosen scorer, unless it has given ``first`` before, and by the baselines.
+def score_heads(
+    subject: Subject, first: HeadScores | None = None, work: Path | None = None
+) -> Scored:
+    """Scores on calibration rows, by the chosen scorer, unless it has given ``first`` before, and
+    by the baselines.
 
     What batches gave is kept in ``work``, and gone on with from there.
     """
@@ -61,7 +64,11 @@ def score_heads(subject: Subject, first: HeadScores | None = None, work: Path | 
     if first is None:
         if wanted.scorer == "auto":
             subject.journal.tell(_announced(subject))
-        with nullcontext() if subject.launch is None else subject.launch.met(subject.model) as processes:
+        with (
+            nullcontext()
+            if subject.launch is None
+            else subject.launch.met(subject.model) as processes
+        ):
             first = chosen_scores(subject, processes, work)
         if subject.launch is not None:
             subject.journal.note(hardware={"processes": subject.launch.size})
@@ -73,8 +80,14 @@ def score_heads(subject: Subject, first: HeadScores | None = None, work: Path | 
         subject.launch.call_off()
     # The others read no data: one batch tells them what the units cost.
     others = [*weights, *draws]
-    rest = score(subject.model, batches[:1], others, sites=subject.sites, progress=False) if others else ()
-    subject.journal.note(scores=first, seeds={"random": seeds} if seeds else {}, warnings=first.notes)
+    rest = (
+        score(subject.model, batches[:1], others, sites=subject.sites, progress=False)
+        if others
+        else ()
+    )
+    subject.journal.note(
+        scores=first, seeds={"random": seeds} if seeds else {}, warnings=first.notes
+    )
     magnitude = rest[0] if weights and wanted.scorer != "magnitude" else None
     return Scored(first, magnitude, () if wanted.scorer == "random" else rest[len(weights) :])
 
@@ -87,8 +100,11 @@ def _announced(subject: Subject) -> str:
     return f"auto: {len(auto.candidates)} scorers, then {auto.said}, on {rows:,} rows"
 
 
-def chosen_scores(subject: Subject, processes: Processes | None, work: Path | None = None) -> HeadScores:
-    """The chosen scorer's scores on calibration rows, which all processes of the run share, if there are several."""
+def chosen_scores(
+    subject: Subject, processes: Processes | None, work: Path | None = None
+) -> HeadScores:
+    """The chosen scorer's scores on calibration rows, which all processes of the run share, if
+    there are several."""
     wanted = subject.recipe.score
     return score(
         subject.model,
@@ -103,7 +119,8 @@ def chosen_scores(subject: Subject, processes: Processes | None, work: Path | No
 
 
 def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:
-    """Accuracy of the plan and of the baselines' plans at the same budget, heads gated, nothing recovered."""
+    """Accuracy of the plan and of the baselines' plans at the same budget, heads gated, nothing
+    recovered."""
     name = scored.chosen.scorer
     with gated(subject.model, plan, subject.sites):
         subject.report(subject.model, name, plan.mask.n_kept)
@@ -117,7 +134,9 @@ def compare_plans(subject: Subject, scored: Scored, plan: PruningPlan) -> None:
         values = tuple(draw.value for draw in draws)
         subject.journal.note(quality=(row,), metrics={"random_draws": values})
         spread = "" if row.spread is None else f" ± {row.spread:.4f}"
-        subject.journal.tell(f"random: test {row.metric} {row.value:.4f}{spread} ({row.draws} draws)")
+        subject.journal.tell(
+            f"random: test {row.metric} {row.value:.4f}{spread} ({row.draws} draws)"
+        )
 
 
 def _gated_row(subject: Subject, scores: HeadScores) -> QualityRow:
@@ -154,12 +173,15 @@ def cut(subject: Subject, plan: PruningPlan) -> nn.Module:
         examples = subject.data.examples["test"]
         proof = generation_proof(subject.model, plan, pruned, examples, subject.data.collate.pad)
         subject.journal.note(proofs=(proof,))
-        subject.journal.tell(f"generation with the KV cache: |gated - pruned| <= {proof.max_difference:.1e}")
+        subject.journal.tell(
+            f"generation with the KV cache: |gated - pruned| <= {proof.max_difference:.1e}"
+        )
     return pruned
 
 
 def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn.Module:
-    """A copy of the model that lost its heads in stages while it was trained; the run's plan is then what stays.
+    """A copy of the model that lost its heads in stages while it was trained; the run's plan is
+    then what stays.
 
     Args:
         subject: With the recipe.
@@ -189,7 +211,9 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn
         leave_checkpoint=work is not None,
     )
     proofs = tuple(stage.proof for stage in done.stages if stage.proof)
-    rows = tuple({"kept": stage.plan.mask.n_kept, **stage.training.metrics} for stage in done.stages)
+    rows = tuple(
+        {"kept": stage.plan.mask.n_kept, **stage.training.metrics} for stage in done.stages
+    )
     subject.journal.note(plan=done.plan, proofs=proofs, metrics={"gradual": rows})
     for line in str(done).split("\n"):
         subject.journal.tell(line)
@@ -198,7 +222,8 @@ def cut_gradually(subject: Subject, scores: HeadScores, work: Path | None) -> nn
 
 
 def recover(subject: Subject, pruned: nn.Module, progress: Progress) -> nn.Module:
-    """Every recovery of the recipe in turn, and the accuracy after each; those of an earlier run are not repeated."""
+    """Every recovery of the recipe in turn, and the accuracy after each; those of an earlier run
+    are not repeated."""
     for i in range(len(subject.recipe.recover)):
         name = f"recover {i}"
         place = kept_place(name)
@@ -212,14 +237,24 @@ def recover(subject: Subject, pruned: nn.Module, progress: Progress) -> nn.Modul
     return pruned
 
 
-def _recovered_(subject: Subject, pruned: nn.Module, i: int, work: Path | None, place: str) -> nn.Module:
+def _recovered_(
+    subject: Subject, pruned: nn.Module, i: int, work: Path | None, place: str
+) -> nn.Module:
     steps, journal = subject.recipe.recover[: i + 1], subject.journal
     _, purpose, done = recover_once(subject, pruned, steps[i], work)
-    report = {"method": steps[i].method, "rows": purpose, "seconds": round(done.seconds, 3), **done.metrics}
+    report = {
+        "method": steps[i].method,
+        "rows": purpose,
+        "seconds": round(done.seconds, 3),
+        **done.metrics,
+    }
     before = journal.record.metrics.get("recovery", {})
     journal.note(metrics={"recovery": {**before, f"{i}": report}}, warnings=done.notes)
     trains = [recovery.registry.get(step.method).trains for step in steps]
-    names, trained = " + ".join(step.method for step in steps), subject.recipe.gradual is not None or any(trains)
+    names, trained = (
+        " + ".join(step.method for step in steps),
+        subject.recipe.gradual is not None or any(trains),
+    )
     subject.report(pruned, f"recovered ({names})", count_heads(subject, pruned), trained)
     put_by(subject, pruned, place)
     return pruned
@@ -240,7 +275,9 @@ def reopened(subject: Subject, place: str) -> nn.Module:
     """The cut model as it was put by."""
     assert subject.journal.folder is not None
     whole = subject.whole()
-    model = from_pretrained(subject.journal.folder / place, whole, None if whole is None else subject.sites)
+    model = from_pretrained(
+        subject.journal.folder / place, whole, None if whole is None else subject.sites
+    )
     return model.to(device_of(subject.model))
 
 
@@ -263,12 +300,16 @@ def bench(subject: Subject, pruned: nn.Module, length: int) -> None:
     subject.journal.note(speed=rows)
     for row in rows:
         interval = f"[{row.low:.2f}, {row.high:.2f}]"
-        subject.journal.tell(f"batch {row.batch} x {row.length}: {row.ratio:.2f}x {interval} as fast as before")
+        subject.journal.tell(
+            f"batch {row.batch} x {row.length}: {row.ratio:.2f}x {interval} as fast as before"
+        )
     if wanted.new_tokens is not None:
         _bench_decoding(subject, pruned, wanted, lengths)
 
 
-def _bench_decoding(subject: Subject, pruned: nn.Module, wanted: BenchSection, lengths: list[int]) -> None:
+def _bench_decoding(
+    subject: Subject, pruned: nn.Module, wanted: BenchSection, lengths: list[int]
+) -> None:
     """Tokens a second in prefill and decode, and the cache's bytes."""
     assert wanted.new_tokens is not None
     rows = compare_decoding(
@@ -281,17 +322,25 @@ def _bench_decoding(subject: Subject, pruned: nn.Module, wanted: BenchSection, l
         seed=subject.recipe.seed,
     )
     subject.journal.note(
-        metrics={"decoding": tuple({**asdict(row), "tokens_per_second": row.tokens_per_second()} for row in rows)}
+        metrics={
+            "decoding": tuple(
+                {**asdict(row), "tokens_per_second": row.tokens_per_second()} for row in rows
+            )
+        }
     )
     for row in rows:
         speed, at = row.tokens_per_second(), f"batch {row.decode.batch}, prompt {row.decode.length}"
-        phases = (f"{p} {speed[f'original_{p}']:.0f} -> {speed[f'pruned_{p}']:.0f}" for p in ("prefill", "decode"))
+        phases = (
+            f"{p} {speed[f'original_{p}']:.0f} -> {speed[f'pruned_{p}']:.0f}"
+            for p in ("prefill", "decode")
+        )
         held = f"cache {row.original_bytes:,} -> {row.pruned_bytes:,} bytes"
         subject.journal.tell(f"{at}: tokens/s in {', in '.join(phases)}; {held}")
 
 
 def keep(subject: Subject, pruned: nn.Module, folder: Path) -> None:
-    """Saves the cut model and what prepares its inputs, loads it again and proves that it is the same."""
+    """Saves the cut model and what prepares its inputs, loads it again and proves that it is the
+    same."""
     save_pretrained(pruned, folder / MODEL, subject.sites, processor=subject.preparation.tools)
     proof = reload_proof(pruned, folder / MODEL, subject.example, subject.whole(), subject.sites)
     subject.journal.note(proofs=(proof,))

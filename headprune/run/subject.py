@@ -1,4 +1,5 @@
-"""The subject of a run: data loaded and told apart, model loaded or built and, where the recipe says so, trained."""
+"""The subject of a run: data loaded and told apart, model loaded or built and, where the recipe
+says so, trained."""
 
 from __future__ import annotations
 
@@ -84,12 +85,14 @@ class Subject:
         return _located(self.model, self.recipe)
 
     def whole(self) -> nn.Module | None:
-        """A freshly built full-size model of a class that no checkpoint can build; None where it can."""
+        """A freshly built full-size model of a class that no checkpoint can build; None where it
+        can."""
         return None if self.recipe.model.import_path is None else build_model(self.recipe, ())
 
     @cached_property
     def latency(self) -> LatencyTable | None:
-        """The latency table of the model as it is, where a budget is one of speed; measured when first asked for."""
+        """The latency table of the model as it is, where a budget is one of speed; measured when
+        first asked for."""
         wanted = self.recipe.select
         if not wanted.timed:
             return None
@@ -105,32 +108,56 @@ class Subject:
 
     @cached_property
     def _batches(self) -> dict[str, list[Any]]:
-        return {split: self.data.evaluation(split, EVALUATION_BATCH) for split in ("test", "validation")}
+        return {
+            split: self.data.evaluation(split, EVALUATION_BATCH) for split in ("test", "validation")
+        }
 
     def evaluate(self, model: nn.Module, split: str, batches: list[Any]) -> Quality:
         """One evaluation on the batches of a split, by the metric of the task."""
         if self.recipe.task == "translation":
             how = self.recipe.decode.model_dump()
-            return evaluate_translation(model, batches, self.data.references(split), self.preparation.tokenizer, **how)
+            return evaluate_translation(
+                model, batches, self.data.references(split), self.preparation.tokenizer, **how
+            )
         if self.recipe.task == "question_answering":
             return evaluate_answers(model, batches, self.data.references(split))
-        return evaluate(model, batches, bits=self.recipe.data.tokenizer == "characters", metric=self.recipe.metric)
+        return evaluate(
+            model,
+            batches,
+            bits=self.recipe.data.tokenizer == "characters",
+            metric=self.recipe.metric,
+        )
 
-    def measure(self, model: nn.Module, name: str, kept_heads: int, split: str, trained: bool = False) -> QualityRow:
+    def measure(
+        self, model: nn.Module, name: str, kept_heads: int, split: str, trained: bool = False
+    ) -> QualityRow:
         """One evaluation, as a row of the accuracy table."""
-        return self._row(self.evaluate(model, split, self._batches[split]), name, kept_heads, split, trained)
+        return self._row(
+            self.evaluate(model, split, self._batches[split]), name, kept_heads, split, trained
+        )
 
     def report(self, model: nn.Module, name: str, kept_heads: int, trained: bool = False) -> None:
         """Measures on test and validation rows and notes both; nothing is ever chosen by either."""
-        found = {split: self.evaluate(model, split, self._batches[split]) for split in ("test", "validation")}
-        rows = [self._row(quality, name, kept_heads, split, trained) for split, quality in found.items()]
+        found = {
+            split: self.evaluate(model, split, self._batches[split])
+            for split in ("test", "validation")
+        }
+        rows = [
+            self._row(quality, name, kept_heads, split, trained) for split, quality in found.items()
+        ]
         self.journal.note(quality=tuple(rows))
-        self.journal.tell(", ".join(f"{name}: {row.split} {row.metric} {row.value:.4f}" for row in rows))
+        self.journal.tell(
+            ", ".join(f"{name}: {row.split} {row.metric} {row.value:.4f}" for row in rows)
+        )
         for metric in found["test"].more:
             values = {split: quality.more[metric] for split, quality in found.items()}
             before = self.journal.record.metrics.get(metric, {})
             self.journal.note(metrics={metric: {**before, name: values}})
-            self.journal.tell(", ".join(f"{name}: {split} {metric} {value:.4f}" for split, value in values.items()))
+            self.journal.tell(
+                ", ".join(
+                    f"{name}: {split} {metric} {value:.4f}" for split, value in values.items()
+                )
+            )
 
     @staticmethod
     def _row(found: Quality, name: str, kept_heads: int, split: str, trained: bool) -> QualityRow:
@@ -144,7 +171,8 @@ def quiet() -> None:
     import huggingface_hub
     import transformers
 
-    huggingface_hub.utils.logging.set_verbosity_error()  # every retry of a name that cannot be reached
+    # It reports every retry of a name that cannot be reached.
+    huggingface_hub.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -164,8 +192,10 @@ def prepare_subject(
     Args:
         recipe: The recipe.
         journal: Where everything is noted.
-        base: A folder that ``save_base`` wrote for this recipe: its model is taken as it is, and not trained again.
-        train: Train where the recipe says so; without, the model is only good for finding out what it costs.
+        base: A folder that ``save_base`` wrote for this recipe: its model is taken as it is, and
+            not trained again.
+        train: Train where the recipe says so; without, the model is only good for finding out what
+            it costs.
         progress: Of a run, which trains once.
     """
     progress = progress or Progress(journal)
@@ -175,7 +205,12 @@ def prepare_subject(
         check_sacrebleu("task")
     device = resolve_device(recipe.device)
     known = versions()
-    journal.note(versions=known, hardware=hardware(device), git_commit=git_commit(), seeds={"seed": recipe.seed})
+    journal.note(
+        versions=known,
+        hardware=hardware(device),
+        git_commit=git_commit(),
+        seeds={"seed": recipe.seed},
+    )
     with journal.stage("data"):
         raw = load_rows(recipe)
         journal.note(rows=raw.facts)
@@ -204,10 +239,15 @@ def prepare_subject(
         _check_select(recipe.select, sites)
         if base is None:
             _check_labels(recipe, journal, model, data, raw)
-        journal.tell(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on {device}")
+        journal.tell(
+            f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters on"
+            f" {device}"
+        )
     subject = Subject(recipe, journal, data, model, preparation)
     if train:
-        progress.once("train", lambda: _train_(subject, progress.work("train")), lambda: None, (BASE,))
+        progress.once(
+            "train", lambda: _train_(subject, progress.work("train")), lambda: None, (BASE,)
+        )
     return subject
 
 
@@ -224,8 +264,11 @@ def _note_overlap(journal: Journal, data: Data) -> None:
     _warn(journal, read_notes(found, data.examples))
 
 
-def _check_labels(recipe: Recipe, journal: Journal, model: nn.Module, data: Data, raw: RawData) -> None:
-    """Says which label is which class of a model that comes trained, and looks whether its answers fit that."""
+def _check_labels(
+    recipe: Recipe, journal: Journal, model: nn.Module, data: Data, raw: RawData
+) -> None:
+    """Says which label is which class of a model that comes trained, and looks whether its answers
+    fit that."""
     if not raw.labels or recipe.train is not None or recipe.model.class_name is not None:
         return
     journal.tell(mapping_words(raw))
@@ -243,7 +286,9 @@ def _train_(subject: Subject, work: Path | None) -> None:
     method = configured(recovery.registry, "finetune", {**settings, "seed": recipe.seed})
     loader = subject.data.loader("train", recipe.train.batch_size)
     leave = work is not None
-    done = recover_(model, loader, method, progress=journal.progress, folder=work, leave_checkpoint=leave)
+    done = recover_(
+        model, loader, method, progress=journal.progress, folder=work, leave_checkpoint=leave
+    )
     journal.note(metrics={"training": {"seconds": round(done.seconds, 3), **done.metrics}})
     journal.tell(str(done).partition("\n")[0])
     if journal.folder is not None:
@@ -268,11 +313,14 @@ def _located(model: nn.Module, recipe: Recipe) -> Sites:
     except UnsupportedModel as error:
         find_sites(model, layouts)  # raises where nothing was found at all
         hint = f"There it must be {error.must}."
-        raise InvalidValue("select.policy", f"one that {error.where} has", repr(policy), hint) from error
+        raise InvalidValue(
+            "select.policy", f"one that {error.where} has", repr(policy), hint
+        ) from error
 
 
 def _check_select(wanted: SelectSection, sites: Sites) -> None:
-    """Refuses budgets and heads for sites that the model lacks, and heads that leave a site no lawful number."""
+    """Refuses budgets and heads for sites that the model lacks, and heads that leave a site no
+    lawful number."""
     if wanted.sites:
         divided(sites, wanted.budgets)
     selector = configured(selection.registry, wanted.selector, wanted.settings)
@@ -290,13 +338,17 @@ def _check_length(model: nn.Module, data: Data) -> None:
     limit = longest_input(model)
     longest = max(len(e.get("input_ids", ())) for rows in data.examples.values() for e in rows)
     if limit is not None and longest > limit:
-        raise InvalidValue("data.max_length", f"at most {limit}, what the model can read", f"{longest} tokens")
+        raise InvalidValue(
+            "data.max_length", f"at most {limit}, what the model can read", f"{longest} tokens"
+        )
 
 
 def save_base(model: nn.Module, preparation: Preparation, folder: Path, sites: Sites) -> None:
-    """The trained model before this run's cut: it exists nowhere else. In Transformers' own format if it is one of
-    theirs, and whole."""
-    if not isinstance(model, PreTrainedModel) or any(len(site.heads) != site.n_query_heads for site in sites):
+    """The trained model before this run's cut: it exists nowhere else. In Transformers' own format
+    if it is one of theirs, and whole."""
+    if not isinstance(model, PreTrainedModel) or any(
+        len(site.heads) != site.n_query_heads for site in sites
+    ):
         save_pretrained(model, folder, sites, processor=preparation.tools)
         return
     with staged(folder) as place:

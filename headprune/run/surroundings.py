@@ -1,4 +1,5 @@
-"""What a run runs on: versions, hardware, and the commit of the working directory. Importing this imports no torch."""
+"""What a run runs on: versions, hardware, and the commit of the working directory. Importing this
+imports no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of every library that matters and is installed; what follows a ``+`` is the build, ``+cpu`` or that
-    for a CUDA."""
+    """Of Python and of every library that matters and is installed; what follows a ``+`` is the
+    build, ``+cpu`` or that for a CUDA."""
     import headprune
 
     found = {"python": platform.python_version(), "headprune": headprune.__version__}
@@ -30,8 +31,13 @@ def versions() -> dict[str, str]:
 
 
 def in_short() -> str:
-    """Versions, platform and device in a few lines, for a question or a bug report; at once, without asking torch."""
-    gpu = f"NVIDIA GPU ({_DRIVER.read_text().splitlines()[0]})" if _DRIVER.is_file() else "no NVIDIA GPU"
+    """Versions, platform and device in a few lines, for a question or a bug report; at once,
+    without asking torch."""
+    gpu = (
+        f"NVIDIA GPU ({_DRIVER.read_text().splitlines()[0]})"
+        if _DRIVER.is_file()
+        else "no NVIDIA GPU"
+    )
     from headprune.core.version import __version__
 
     lines = {
@@ -52,8 +58,8 @@ def _installed(name: str) -> str | None:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Processor, its instructions that torch uses, cores, threads, memory, and the GPU if one is used, with PyTorch's
-    settings of fp32 on it.
+    """Processor, its instructions that torch uses, cores, threads, memory, and the GPU if one is
+    used, with PyTorch's settings of fp32 on it.
 
     Equal runs on machines that differ in any of this, or in `versions`, may differ in last digits.
     """
@@ -68,12 +74,20 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
     }
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        found["memory_gib"] = round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+        )
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        found |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+        found |= {
+            "gpu": gpu.name,
+            "gpu_memory_gib": round(gpu.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
         found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
-        with suppress(RuntimeError):  # PyTorch says nothing after both of its ways to set TF32 were used
+        with suppress(
+            RuntimeError
+        ):  # PyTorch says nothing after both of its ways to set TF32 were used
             found["allow_tf32"] = torch.backends.cuda.matmul.allow_tf32
     return found
 
@@ -93,19 +107,26 @@ def _processor() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of the working directory, with ``+changes`` where files differ from it; None outside a checkout.
+    """The commit of the working directory, with ``+changes`` where files differ from it; None
+    outside a checkout.
 
     ``HEADPRUNE_COMMIT`` names it where code was copied to a machine without git.
     """
     if named := os.environ.get("HEADPRUNE_COMMIT"):
         return named
     commit = _git("rev-parse", "HEAD")
-    return f"{commit}+changes" if commit and _git("status", "--porcelain", "--untracked-files=no") else commit
+    return (
+        f"{commit}+changes"
+        if commit and _git("status", "--porcelain", "--untracked-files=no")
+        else commit
+    )
 
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -1,4 +1,5 @@
-"""``sweep``: a recipe over a grid; every combination once, in any number of processes, from where it stopped."""
+"""``sweep``: a recipe over a grid; every combination once, in any number of processes, from where
+it stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +26,17 @@ from headprune.run.recipe import Recipe
 from headprune.run.runs import Run, SweepRun, outcome_key, runs_of
 from headprune.run.subject import quiet
 from headprune.run.tables import TIMINGS, table_of, write_surroundings, write_table, write_timings
-from headprune.run.tasks import SCORING, Done, Kind, Task, close, file_of, load_plan, outcome_of, work
+from headprune.run.tasks import (
+    SCORING,
+    Done,
+    Kind,
+    Task,
+    close,
+    file_of,
+    load_plan,
+    outcome_of,
+    work,
+)
 
 
 @dataclass(frozen=True)
@@ -52,40 +63,47 @@ def sweep(
 ) -> SweepResult:
     """Runs every combination of a grid on one base model.
 
-    The base model is loaded or trained once. A combination scores its heads, selects, cuts a copy, recovers it, and
-    is judged on every validation and test row. Scores are shared by all budgets, selectors and recoveries, and
-    combinations that come to the same model are judged once.
+    The base model is loaded or trained once. A combination scores its heads, selects, cuts a copy,
+    recovers it, and is judged on every validation and test row. Scores are shared by all budgets,
+    selectors and recoveries, and combinations that come to the same model are judged once.
 
-    Everything lies in one folder, each piece in a file that is named by a digest of all that it depends on and
-    written whole or not at all; so a sweep that was stopped, killed too, goes on where it was when it is called again,
-    and a sweep with a larger grid uses what an earlier one left. The table is the same whatever was interrupted.
+    Everything lies in one folder, each piece in a file that is named by a digest of all that it
+    depends on and written whole or not at all; so a sweep that was stopped, killed too, goes on
+    where it was when it is called again, and a sweep with a larger grid uses what an earlier one
+    left. The table is the same whatever was interrupted.
 
     Args:
         recipe: A path, the name of a shipped recipe, or a Recipe.
-        grid: ``{"scorer": ["taylor", "random"], "keep": [0.5, 0.25]}``, or ``["scorer=taylor,random", ...]``; see
-            ``headprune.run.grid.lay_out``.
+        grid: ``{"scorer": ["taylor", "random"], "keep": [0.5, 0.25]}``, or
+            ``["scorer=taylor,random", ...]``; see ``headprune.run.grid.lay_out``.
         settings: ``dotted.key=value`` overrides.
-        seeds: Draws of calibration rows. Draw ``i`` has the recipe's seed plus ``i``: it decides the calibration rows
-            and what scorers and recoveries draw, not the base model, nor validation and test rows. Draw 0 has those of
-            ``headprune run``.
+        seeds: Draws of calibration rows. Draw ``i`` has the recipe's seed plus ``i``: it decides
+            the calibration rows and what scorers and recoveries draw, not the base model, nor
+            validation and test rows. Draw 0 has those of ``headprune run``.
         out: The folder; default that of the recipe and ``-sweep``.
         jobs: Processes; -1 is one a core.
         backend: Of joblib: ``loky``, or ``dask`` for a cluster that sees the folder.
         say: Takes a line a run.
 
     Returns:
-        The table and the folder, which has it as ``table.json``, ``.csv`` and ``.parquet``, ``timings.csv``,
-        ``surroundings.json`` (versions and hardware), the trade-off as a picture and ``summary.md``. Runs that ended in
-        an error are in ``table.failed``; the next call tries them again.
+        The table and the folder, which has it as ``table.json``, ``.csv`` and ``.parquet``,
+        ``timings.csv``, ``surroundings.json`` (versions and hardware), the trade-off as a picture
+        and ``summary.md``. Runs that ended in an error are in ``table.failed``; the next call tries
+        them again.
 
     Raises:
-        HeadPruneError: every error of the grid at once, another sweep in the folder, or a base model that cannot be
-            had.
+        HeadPruneError: every error of the grid at once, another sweep in the folder, or a base
+            model that cannot be had.
     """
     design = lay_out(recipe, settings, grid)
-    for name, value, fits in (("seeds", seeds, seeds >= 1), ("jobs", jobs, jobs >= 1 or jobs == -1)):
+    for name, value, fits in (
+        ("seeds", seeds, seeds >= 1),
+        ("jobs", jobs, jobs >= 1 or jobs == -1),
+    ):
         if not fits or not isinstance(value, int):
-            raise InvalidValue(f"sweep({name}=)", "a count >= 1" + (", or -1" if name == "jobs" else ""), value)
+            raise InvalidValue(
+                f"sweep({name}=)", "a count >= 1" + (", or -1" if name == "jobs" else ""), value
+            )
     folder = Path(out) if out is not None else Path(f"{design.recipe.folder}-sweep")
     with locked(folder, "a sweep"):
         quiet()
@@ -96,7 +114,10 @@ def sweep(
         try:
             outcome = going.all()
         except KeyboardInterrupt:
-            say(f"stopped: {len(going.files)} of {len(going.runs)} runs are done; the same command goes on from here")
+            say(
+                f"stopped: {len(going.files)} of {len(going.runs)} runs are done; the same command"
+                " goes on from here"
+            )
             raise
         finally:
             close()
@@ -118,9 +139,22 @@ class _Going:
     """A sweep on its way: what is finished, what failed, and the lines about it."""
 
     def __init__(
-        self, folder: Path, base: Base, runs: Sequence[Run], jobs: int, backend: str, say: Callable[[str], None]
+        self,
+        folder: Path,
+        base: Base,
+        runs: Sequence[Run],
+        jobs: int,
+        backend: str,
+        say: Callable[[str], None],
     ) -> None:
-        self.folder, self.base, self.runs, self.jobs, self.backend, self.say = folder, base, runs, jobs, backend, say
+        self.folder, self.base, self.runs, self.jobs, self.backend, self.say = (
+            folder,
+            base,
+            runs,
+            jobs,
+            backend,
+            say,
+        )
         self.files: dict[str, SweepRun] = {}
         self.start = perf_counter()
         self.first: tuple[float, int] | None = None
@@ -144,15 +178,20 @@ class _Going:
 
     def _base_task(self) -> Task:
         key = outcome_key(self.runs[0], None)
-        return Task("outcomes", key, self.folder, self.base, self.runs[0].recipe, threads=self.threads)
+        return Task(
+            "outcomes", key, self.folder, self.base, self.runs[0].recipe, threads=self.threads
+        )
 
     def _pieces(self, kind: Kind, left: dict[str, Run]) -> dict[str, Run]:
-        """Makes the scores, or the plans, of all runs that are left; returns the runs that have theirs."""
+        """Makes the scores, or the plans, of all runs that are left; returns the runs that have
+        theirs."""
         key_of = {run.key: run.scores if kind == "scores" else run.plan for run in left.values()}
         users: dict[str, list[Run]] = {}
         for run in left.values():
             users.setdefault(key_of[run.key], []).append(run)
-        tasks = [r[0].task(kind, key, self.folder, self.base, self.threads) for key, r in users.items()]
+        tasks = [
+            r[0].task(kind, key, self.folder, self.base, self.threads) for key, r in users.items()
+        ]
         for done in self._each(tasks):
             if done.error is None and (kind == "scores" or done.seconds > 1):
                 self.say(f"[{kind}] {_of(done.task)}: {duration(done.seconds)}")
@@ -160,7 +199,9 @@ class _Going:
                 for run in users[done.task.key]:
                     self._fail(run, done.error)
                     left.pop(run.key)
-        for folder in (self.folder / WORK).glob(f"{SCORING}*"):  # of killed tasks, whose key is another one now
+        for folder in (self.folder / WORK).glob(
+            f"{SCORING}*"
+        ):  # of killed tasks, whose key is another one now
             shutil.rmtree(folder, ignore_errors=True)
         return left
 
@@ -171,7 +212,10 @@ class _Going:
             plan = load_plan(file_of(self.folder, "plans", run.plan))
             assert plan is not None
             users.setdefault(outcome_key(run, plan), []).append((run, plan))
-        tasks = [r[0][0].task("outcomes", key, self.folder, self.base, self.threads) for key, r in users.items()]
+        tasks = [
+            r[0][0].task("outcomes", key, self.folder, self.base, self.threads)
+            for key, r in users.items()
+        ]
         for task in [t for t in tasks if t.done()]:  # judged before its run's file was written
             self._finish(task, users[task.key])
         for done in self._each(tasks):
@@ -186,7 +230,10 @@ class _Going:
         for run, plan in users:
             self._keep(run, run.file(self.base, status="done", plan=plan.digest, outcome=task.key))
             answers = outcome.answers("validation")
-            self._line(run, f"validation {answers.metric} {answers.value:.4f}, {outcome.sizes['heads']} heads")
+            self._line(
+                run,
+                f"validation {answers.metric} {answers.value:.4f}, {outcome.sizes['heads']} heads",
+            )
 
     def _fail(self, run: Run, error: str) -> None:
         self._keep(run, run.file(self.base, status="failed", error=error))
@@ -198,7 +245,10 @@ class _Going:
 
     def _line(self, run: Run, text: str) -> None:
         now, n_done = perf_counter(), len(self.files)
-        self.first = self.first or (now, n_done)  # what comes before, such as starting processes, comes once
+        self.first = self.first or (
+            now,
+            n_done,
+        )  # what comes before, such as starting processes, comes once
         since, n_since = now - self.first[0], n_done - self.first[1]
         times = f"{duration(now - self.start)} gone"
         if n_since and n_done < len(self.runs):
@@ -209,7 +259,11 @@ class _Going:
         """Does the tasks whose file is not there yet, and notes how long each took."""
         for done in _parallel([task for task in tasks if not task.done()], self.jobs, self.backend):
             if done.error is None:
-                line = {"kind": done.task.kind, "key": done.task.key, "seconds": round(done.seconds, 3)}
+                line = {
+                    "kind": done.task.kind,
+                    "key": done.task.key,
+                    "seconds": round(done.seconds, 3),
+                }
                 append_line(self.folder / TIMINGS, json.dumps(line))
             yield done
 
@@ -233,22 +287,29 @@ def _parallel(tasks: Sequence[Task], jobs: int, backend: str) -> Iterator[Done]:
             parallel = joblib.Parallel(return_as="generator_unordered")
             answers = parallel(joblib.delayed(work)(task) for task in tasks)
     except ValueError as error:
-        raise InvalidValue("backend", "one of joblib's", repr(backend), " ".join(str(error).split())) from None
+        raise InvalidValue(
+            "backend", "one of joblib's", repr(backend), " ".join(str(error).split())
+        ) from None
     yield from answers
 
 
 def _join_cluster(backend: str) -> None:
-    """What Dask wants before joblib may use it. (Ray's backend for joblib gives no answers before it has them all.)"""
+    """What Dask wants before joblib may use it. (Ray's backend for joblib gives no answers before
+    it has them all.)"""
     if backend != "dask":
         return
     try:
         from distributed import Client, default_client
     except ImportError as error:
-        raise InvalidValue("backend", "one whose package is installed: pip install distributed", backend) from error
+        raise InvalidValue(
+            "backend", "one whose package is installed: pip install distributed", backend
+        ) from error
     try:
         default_client()
     except ValueError:
-        Client(threads_per_worker=1)  # the scheduler of DASK_SCHEDULER_ADDRESS, or a cluster on this machine
+        Client(
+            threads_per_worker=1
+        )  # the scheduler of DASK_SCHEDULER_ADDRESS, or a cluster on this machine
 
 
 def _threads(recipe: Recipe, jobs: int) -> int | None:

@@ -1,4 +1,5 @@
-"""The pieces of work of a sweep: scores, a plan, a judged model. Each is done in any process and leaves one file."""
+"""The pieces of work of a sweep: scores, a plan, a judged model. Each is done in any process and
+leaves one file."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Task:
         base: The base model.
         recipe: The recipe with the grid's values.
         draw: Number of the draw of calibration rows.
-        needs: Key of the scores that a plan is made from, or of the plan that an outcome is of; empty for the uncut
-            model.
+        needs: Key of the scores that a plan is made from, or of the plan that an outcome is of;
+            empty for the uncut model.
         threads: CPU threads; None leaves them.
         what: In words, for progress.
     """
@@ -115,7 +116,12 @@ def outcome_of(sweep: Path, key: str) -> Outcome:
     path = file_of(sweep, "outcomes", key)
     found = Outcome.find(path, key)
     if found is None:
-        raise InvalidValue(str(path), "an outcome of this sweep", "none, or a damaged file", "Call the sweep again.")
+        raise InvalidValue(
+            str(path),
+            "an outcome of this sweep",
+            "none, or a damaged file",
+            "Call the sweep again.",
+        )
     return found
 
 
@@ -129,30 +135,40 @@ def work(task: Task) -> Done:
             if not task.done():
                 _MAKERS[task.kind](task)
     except Exception as error:
-        text = str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
+        text = (
+            str(error) if isinstance(error, HeadPruneError) else f"{type(error).__name__}: {error}"
+        )
         return Done(task, perf_counter() - start, text)
     return Done(task, perf_counter() - start)
 
 
-#: Tasks of one process share its base model, whose gates and hooks are those of one task: no two threads at a time.
+#: Tasks of one process share its base model, whose gates and hooks are those of one task: no two
+#: threads at a time.
 _alone = threading.Lock()
 
-#: The base model that this process has open, with the batches of every split: it works on one at a time.
+#: The base model that this process has open, with the batches of every split: it works on one at a
+#: time.
 _held: dict[tuple[str, Path], tuple[Subject, dict[str, list[Any]]]] = {}
 
 
 def opened(task: Task) -> tuple[Subject, dict[str, list[Any]]]:
-    """The subject of a task, with its own draw of calibration rows and its own seed, and the batches to judge on."""
+    """The subject of a task, with its own draw of calibration rows and its own seed, and the
+    batches to judge on."""
     place = (task.base.identity, task.sweep)
     if place not in _held:
         close()
         quiet()
         subject = open_base(task.base, task.sweep, task.recipe)
-        _held[place] = subject, {split: subject.data.evaluation(split, EVALUATION_BATCH) for split in SPLITS}
+        _held[place] = (
+            subject,
+            {split: subject.data.evaluation(split, EVALUATION_BATCH) for split in SPLITS},
+        )
     subject, batches = _held[place]
     seed = task.recipe.seed + task.draw
     recipe = task.recipe.model_copy(update={"seed": seed})
-    return replace(subject, recipe=recipe, data=subject.data.redrawn(recipe.data.calibration, seed)), batches
+    return replace(
+        subject, recipe=recipe, data=subject.data.redrawn(recipe.data.calibration, seed)
+    ), batches
 
 
 def close() -> None:
@@ -189,12 +205,15 @@ def _make_outcome(task: Task) -> None:
     if not task.needs:
         judge(subject, subject.model, batches).save(task.path, task.key)
         return
-    model, notes = cut_and_recovered(subject, PruningPlan.load(file_of(task.sweep, "plans", task.needs)))
+    model, notes = cut_and_recovered(
+        subject, PruningPlan.load(file_of(task.sweep, "plans", task.needs))
+    )
     judge(subject, model, batches, notes).save(task.path, task.key)
 
 
 def cut_and_recovered(subject: Subject, plan: PruningPlan) -> tuple[Any, tuple[str, ...]]:
-    """A cut copy of the base model after every recovery of the recipe, and what these had to say."""
+    """A cut copy of the base model after every recovery of the recipe, and what these had to
+    say."""
     model = copy.deepcopy(subject.model)
     prune_(model, plan, example=subject.example, sites=subject.sites)
     notes: tuple[str, ...] = ()

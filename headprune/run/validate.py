@@ -66,7 +66,9 @@ def check_recipe(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
     """
     try:
         data, problems = interpolate(raw)
-    except InvalidValue as error:  # nothing is written out that is too long, so there is nothing else to check
+    except (
+        InvalidValue
+    ) as error:  # nothing is written out that is too long, so there is nothing else to check
         raise RecipeError(source, [error]) from None
     recipe = None
     if data.get("preset") is not None:
@@ -97,7 +99,11 @@ def _from_pydantic(error: ValidationError, data: Any) -> list[InvalidValue]:
         path, known = _real_path(item["loc"], data)
         musts, got, hint = found.setdefault(path, ([], repr(item["input"]), ""))
         if item["type"] == "extra_forbidden":
-            must, got, hint = "a known key", repr(item["loc"][-1]), did_you_mean(str(item["loc"][-1]), known)
+            must, got, hint = (
+                "a known key",
+                repr(item["loc"][-1]),
+                did_you_mean(str(item["loc"][-1]), known),
+            )
         elif item["type"] == "missing":
             must, got = "given", "nothing"
         elif item["type"] in ("model_type", "dict_type"):
@@ -108,18 +114,23 @@ def _from_pydantic(error: ValidationError, data: Any) -> list[InvalidValue]:
             must = item["msg"].removeprefix("Input should be ")
             hint = _closest(item) if item["type"] == "literal_error" else ""
         found[path] = ([*musts, must] if must not in musts else musts, got, hint)
-    return [InvalidValue(path, " or ".join(musts), got, hint) for path, (musts, got, hint) in found.items()]
+    return [
+        InvalidValue(path, " or ".join(musts), got, hint)
+        for path, (musts, got, hint) in found.items()
+    ]
 
 
 def _closest(item: Any) -> str:
-    """A suggestion for one of several words, only where one is close: the message lists them all."""
+    """A suggestion for one of several words, only where one is close: the message lists them
+    all."""
     words = [w.strip("'") for w in item["ctx"]["expected"].replace(" or ", ", ").split(", ")]
     hint = did_you_mean(str(item["input"]), words)
     return hint if hint.startswith("Did") else ""
 
 
 def _real_path(location: tuple[int | str, ...], data: Any) -> tuple[str, list[str]]:
-    """The dotted path without pydantic's marks for alternatives, and the keys that are known at its end."""
+    """The dotted path without pydantic's marks for alternatives, and the keys that are known at its
+    end."""
     steps: list[str] = []
     schema: type[BaseModel] | None = Recipe
     known = list(Recipe.model_fields)
@@ -127,7 +138,9 @@ def _real_path(location: tuple[int | str, ...], data: Any) -> tuple[str, list[st
         inside = (isinstance(data, Mapping) and step in data) or (
             isinstance(data, list) and isinstance(step, int) and step < len(data)
         )
-        if not inside and not (isinstance(step, str) and schema is not None and step in schema.model_fields):
+        if not inside and not (
+            isinstance(step, str) and schema is not None and step in schema.model_fields
+        ):
             continue
         steps.append(str(step))
         data = data[step] if inside else None
@@ -145,22 +158,36 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
-    """What the types cannot say; looked at section by section, so that one bad section hides no other."""
+    """What the types cannot say; looked at section by section, so that one bad section hides no
+    other."""
     from headprune import scoring, selection
 
     model = data.get("model")
-    problems = [*(model_problems(model, data.get("task")) if isinstance(model, Mapping) else ()), *data_problems(data)]
+    problems = [
+        *(model_problems(model, data.get("task")) if isinstance(model, Mapping) else ()),
+        *data_problems(data),
+    ]
     problems += metric_problems(data)
     score, select = section_in(data, "score"), section_in(data, "select")
-    problems += check_method(scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer")
+    problems += check_method(
+        scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer"
+    )
     problems += [*_until_problems(score), *_auto_problems(score)]
     selector = select.get("selector", "global_topk")
-    problems += check_method(selection.registry, selector, select.get("settings"), "select", "selector")
+    problems += check_method(
+        selection.registry, selector, select.get("settings"), "select", "selector"
+    )
     problems += [*_select_problems(select), *_latency_problems(select, data.get("task"))]
-    problems += [*_recover_problems(data, ""), *_recover_problems(select, "select."), *_looking_problems(select)]
+    problems += [
+        *_recover_problems(data, ""),
+        *_recover_problems(select, "select."),
+        *_looking_problems(select),
+    ]
     if section_in(data, "bench").get("new_tokens") is not None and data.get("task") != "causal_lm":
         got = repr(data["bench"]["new_tokens"])
-        problems.append(InvalidValue("bench.new_tokens", "left out: only causal_lm is timed in generation", got))
+        problems.append(
+            InvalidValue("bench.new_tokens", "left out: only causal_lm is timed in generation", got)
+        )
     if isinstance(data.get("gradual"), Mapping):
         problems += _gradual_problems(data["gradual"], score, select)
     if isinstance(data.get("train"), Mapping):
@@ -176,8 +203,15 @@ def _recover_problems(section: Mapping[str, Any], inside: str) -> list[InvalidVa
     for i, step in enumerate(steps if isinstance(steps, list) else []):
         if isinstance(step, Mapping) and "method" in step:
             path = f"{inside}recover.{i}"
-            problems += check_method(recovery.registry, step["method"], step.get("settings"), path, "method")
-            problems += _useless(step.get("settings"), ("checkpoint_every",), path, "a run begins anew, and keeps none")
+            problems += check_method(
+                recovery.registry, step["method"], step.get("settings"), path, "method"
+            )
+            problems += _useless(
+                step.get("settings"),
+                ("checkpoint_every",),
+                path,
+                "a run begins anew, and keeps none",
+            )
     return problems
 
 
@@ -190,7 +224,11 @@ def _looking_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
     if not select.get("recover") or not known or selection.registry.get(name).needs & CALLABLES:
         return []
     must = "left out with a selector that looks at scores alone"
-    return [InvalidValue("select.recover", must, f"recoveries, with {name}", "To recover the cut model: recover.")]
+    return [
+        InvalidValue(
+            "select.recover", must, f"recoveries, with {name}", "To recover the cut model: recover."
+        )
+    ]
 
 
 def _until_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
@@ -204,41 +242,83 @@ def _until_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
 
 
 def _auto_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
-    """Settings of ``auto`` that a recipe says in its own sections, and ``until``, which it cannot be read by."""
+    """Settings of ``auto`` that a recipe says in its own sections, and ``until``, which it cannot
+    be read by."""
     if score.get("scorer") != "auto":
         return []
     settings = score.get("settings")
     given = settings if isinstance(settings, Mapping) else {}
     problems = [
-        InvalidValue(f"score.settings.{name}", f"left out: a run goes by its section {section}", repr(given[name]))
+        InvalidValue(
+            f"score.settings.{name}",
+            f"left out: a run goes by its section {section}",
+            repr(given[name]),
+        )
         for name, section in _OF_RECIPE.items()
         if name in given
     ]
     if score.get("until") is not None:
-        problems.append(InvalidValue("score.until", "left out with auto, which judges on all rows", "a section"))
+        problems.append(
+            InvalidValue("score.until", "left out with auto, which judges on all rows", "a section")
+        )
     return problems
 
 
 def _select_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
-    sites, given = select.get("sites"), [k for k in BudgetSection.model_fields if select.get(k) is not None]
+    sites, given = (
+        select.get("sites"),
+        [k for k in BudgetSection.model_fields if select.get(k) is not None],
+    )
     if not sites:
         return _budget_problems(select, "select")
     if given:
-        return [InvalidValue("select", "given one budget, or sites with budgets of their own", f"sites, {given[0]}")]
+        return [
+            InvalidValue(
+                "select",
+                "given one budget, or sites with budgets of their own",
+                f"sites, {given[0]}",
+            )
+        ]
     groups = sites.items() if isinstance(sites, Mapping) else ()
-    return [p for key, one in groups if isinstance(one, Mapping) for p in _budget_problems(one, f"select.sites.{key}")]
+    return [
+        p
+        for key, one in groups
+        if isinstance(one, Mapping)
+        for p in _budget_problems(one, f"select.sites.{key}")
+    ]
 
 
 def _latency_problems(select: Mapping[str, Any], task: Any) -> list[InvalidValue]:
     sites = select.get("sites")
-    sections = [select, *(s for s in (sites.values() if isinstance(sites, Mapping) else ()) if isinstance(s, Mapping))]
+    sections = [
+        select,
+        *(
+            s
+            for s in (sites.values() if isinstance(sites, Mapping) else ())
+            if isinstance(s, Mapping)
+        ),
+    ]
     timed = any(section.get("speedup") is not None for section in sections)
     length = section_in(select, "latency").get("length")
     if timed and length is not None and task in ("image_classification", "audio_classification"):
-        return [InvalidValue("select.latency.length", "left out: images and sound have a length of their own", length)]
-    if timed or select.get("latency") in (None, {}, LatencySection().model_dump()):  # a resolved recipe has them all
+        return [
+            InvalidValue(
+                "select.latency.length",
+                "left out: images and sound have a length of their own",
+                length,
+            )
+        ]
+    if timed or select.get("latency") in (
+        None,
+        {},
+        LatencySection().model_dump(),
+    ):  # a resolved recipe has them all
         return []
-    return [InvalidValue("select.latency", "left out: nothing is timed without a budget speedup", "a section")]
+    return [
+        InvalidValue(
+            "select.latency", "left out: nothing is timed without a budget speedup", "a section"
+        )
+    ]
 
 
 def _budget_problems(section: Mapping[str, Any], path: str) -> list[InvalidValue]:
@@ -247,7 +327,9 @@ def _budget_problems(section: Mapping[str, Any], path: str) -> list[InvalidValue
     except ValidationError:
         return []  # reported with the types
     except HeadPruneError as error:
-        return [InvalidValue(error.where.replace("Budget", path), error.must, error.got, error.hint)]
+        return [
+            InvalidValue(error.where.replace("Budget", path), error.must, error.got, error.hint)
+        ]
     return []
 
 
@@ -256,18 +338,32 @@ def _gradual_problems(
 ) -> list[InvalidValue]:
     from headprune import recovery
 
-    problems = check_method(recovery.registry, "finetune", gradual.get("settings"), "gradual", "method")
+    problems = check_method(
+        recovery.registry, "finetune", gradual.get("settings"), "gradual", "method"
+    )
     alone = ("patience", "eval_every", "checkpoint_every")
-    problems += _useless(gradual.get("settings"), alone, "gradual", "every stage is a training of its own")
+    problems += _useless(
+        gradual.get("settings"), alone, "gradual", "every stage is a training of its own"
+    )
     if select.get("sites"):
-        problems.append(InvalidValue("select.sites", "left out with gradual, which has one budget", "budgets of sites"))
+        problems.append(
+            InvalidValue(
+                "select.sites", "left out with gradual, which has one budget", "budgets of sites"
+            )
+        )
     if select.get("recover"):
         got = "recoveries between the choices"
-        problems.append(InvalidValue("select.recover", "left out with gradual, which trains between cuts", got))
+        problems.append(
+            InvalidValue("select.recover", "left out with gradual, which trains between cuts", got)
+        )
     if select.get("speedup") is not None:
-        problems.append(InvalidValue("select.speedup", "another budget with gradual", repr(select["speedup"])))
+        problems.append(
+            InvalidValue("select.speedup", "another budget with gradual", repr(select["speedup"]))
+        )
     if score.get("until") is not None:
-        problems.append(InvalidValue("score.until", "left out with gradual, which scores all rows", "a section"))
+        problems.append(
+            InvalidValue("score.until", "left out with gradual, which scores all rows", "a section")
+        )
     return problems
 
 
@@ -275,7 +371,10 @@ def _useless(settings: Any, names: Iterable[str], path: str, why: str) -> list[I
     """Settings that have no use where they are given."""
     given = settings if isinstance(settings, Mapping) else {}
     wrong = [name for name in names if given.get(name) is not None]
-    return [InvalidValue(f"{path}.settings.{name}", f"left out: {why}", repr(given[name])) for name in wrong]
+    return [
+        InvalidValue(f"{path}.settings.{name}", f"left out: {why}", repr(given[name]))
+        for name in wrong
+    ]
 
 
 def _train_problems(train: Mapping[str, Any]) -> list[InvalidValue]:
@@ -283,22 +382,31 @@ def _train_problems(train: Mapping[str, Any]) -> list[InvalidValue]:
 
     settings = {k: v for k, v in train.items() if k not in ("batch_size",)}
     problems = check_method(recovery.registry, "finetune", settings, "train", "method")
-    return [InvalidValue(p.where.replace("train.settings", "train"), p.must, p.got, p.hint) for p in problems]
+    return [
+        InvalidValue(p.where.replace("train.settings", "train"), p.must, p.got, p.hint)
+        for p in problems
+    ]
 
 
-def check_method(registry: Registry, name: Any, settings: Any, path: str, key: str) -> list[InvalidValue]:
+def check_method(
+    registry: Registry, name: Any, settings: Any, path: str, key: str
+) -> list[InvalidValue]:
     """What is wrong with a registered name and the settings given for it."""
     if not isinstance(name, str):
         return []  # reported with the types
     if name not in registry:
         must = f"a registered {registry.kind}"
-        return [InvalidValue(f"{path}.{key}", must, repr(name), did_you_mean(name, registry.names()))]
+        return [
+            InvalidValue(f"{path}.{key}", must, repr(name), did_you_mean(name, registry.names()))
+        ]
     if not isinstance(settings or {}, Mapping):
         return []
     cls = registry.get(name)
     fields = [f.name for f in dataclasses.fields(cls)]
     problems = [
-        InvalidValue(f"{path}.settings.{k}", f"a setting of {name}", repr(k), did_you_mean(str(k), fields))
+        InvalidValue(
+            f"{path}.settings.{k}", f"a setting of {name}", repr(k), did_you_mean(str(k), fields)
+        )
         for k in settings or {}
         if k not in fields
     ]
@@ -312,7 +420,9 @@ def check_method(registry: Registry, name: Any, settings: Any, path: str, key: s
     return problems
 
 
-def _setting_problems(cls: type, settings: Mapping[str, Any], path: str) -> dict[str | None, InvalidValue]:
+def _setting_problems(
+    cls: type, settings: Mapping[str, Any], path: str
+) -> dict[str | None, InvalidValue]:
     """What is wrong with settings, by key; under None what is wrong with all of them together."""
     problems: dict[str | None, InvalidValue] = {}
     try:
@@ -320,7 +430,9 @@ def _setting_problems(cls: type, settings: Mapping[str, Any], path: str) -> dict
     except ValidationError as error:
         for item in error.errors(include_url=False):
             own = item.get("ctx", {}).get("error")
-            name = str(item["loc"][0]) if item["loc"] else getattr(own, "where", "").rpartition(".")[2]
+            name = (
+                str(item["loc"][0]) if item["loc"] else getattr(own, "where", "").rpartition(".")[2]
+            )
             key = name if name in settings else None
             where = path if key is None else f"{path}.{key}"
             if isinstance(own, HeadPruneError):

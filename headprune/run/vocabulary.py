@@ -14,8 +14,9 @@ PAD, START, END, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
 def train_tokenizer(kind: str, texts: Sequence[str], size: int | None = None) -> Any:
     """A Transformers tokenizer, trained on texts; the same texts give the same one.
 
-    ``bpe`` merges bytes (Sennrich et al. 2016, on bytes as in GPT-2): nothing is unknown, decoding gives every text
-    back, and ``</s>`` ends it. ``characters`` has one token for each character of the texts; others are unknown.
+    ``bpe`` merges bytes (Sennrich et al. 2016, on bytes as in GPT-2): nothing is unknown, decoding
+    gives every text back, and ``</s>`` ends it. ``characters`` has one token for each character of
+    the texts; others are unknown.
 
     Args:
         kind: ``bpe`` or ``characters``.
@@ -29,10 +30,19 @@ def train_tokenizer(kind: str, texts: Sequence[str], size: int | None = None) ->
     from transformers import PreTrainedTokenizerFast
 
     inner = _bpe(texts, size) if kind == "bpe" else _characters(texts)
-    special = {"pad_token": PAD, "bos_token": START, "eos_token": END} if kind == "bpe" else {"unk_token": UNKNOWN}
-    plain: dict[str, Any] = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}  # `<s>` is text, too
+    special = (
+        {"pad_token": PAD, "bos_token": START, "eos_token": END}
+        if kind == "bpe"
+        else {"unk_token": UNKNOWN}
+    )
+    plain: dict[str, Any] = {
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+    }  # `<s>` is text, too
     names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **plain, **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, model_input_names=names, **plain, **special
+    )
 
 
 def _bpe(texts: Sequence[str], size: int | None) -> Tokenizer:
@@ -43,11 +53,17 @@ def _bpe(texts: Sequence[str], size: int | None) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     special = [PAD, START, END]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    settings: dict[str, Any] = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    settings: dict[str, Any] = {
+        "special_tokens": special,
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
     if size is not None:
         settings["vocab_size"] = size
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(**settings))
-    tokenizer.post_processor = processors.TemplateProcessing(f"$A {END}", special_tokens=[(END, special.index(END))])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        f"$A {END}", special_tokens=[(END, special.index(END))]
+    )
     return tokenizer
 
 

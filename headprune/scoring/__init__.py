@@ -1,7 +1,8 @@
-"""Importance scorers: one file a scorer, the file's name is its registered name, its class the name in camel case.
+"""Importance scorers: one file a scorer, the file's name is its registered name, its class the name
+in camel case.
 
-``hp.score(model, batches, "taylor")`` takes the name; ``hp.scoring.Taylor(reduce="token")`` is the same scorer with
-settings of your own.
+``hp.score(model, batches, "taylor")`` takes the name; ``hp.scoring.Taylor(reduce="token")`` is the
+same scorer with settings of your own.
 """
 
 import importlib
@@ -9,7 +10,9 @@ from typing import Any
 
 from headprune.core.registry import Registry
 
-registry = Registry("scorer", "headprune.scoring", "headprune.scorers", elsewhere={"auto": "headprune.choice.auto"})
+registry = Registry(
+    "scorer", "headprune.scoring", "headprune.scorers", elsewhere={"auto": "headprune.choice.auto"}
+)
 
 _HOME = {
     "Stable": "headprune.scoring._stopping",

@@ -1,4 +1,5 @@
-"""What ablations share: settings that close or open one unit, and what stands in for a closed head's output."""
+"""What ablations share: settings that close or open one unit, and what stands in for a closed
+head's output."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Fill: TypeAlias = Callable[[Any], Mapping[int, Stand]]
 
 
 def unit_rows(problem: Problem) -> Tensor:
-    """``[units, heads]``, on the CPU: 1 where a present head belongs to the unit, site after site."""
+    """``[units, heads]``, on the CPU: 1 where a present head belongs to the unit, site after
+    site."""
     sites = [b.site for b in problem.bound]
     heads = {(s.name, h): i for i, (s, h) in enumerate((s, h) for s in sites for h in s.heads)}
     units = [(s.name, unit) for s in sites for unit in s.units]
@@ -34,14 +36,17 @@ def unit_rows(problem: Problem) -> Tensor:
     return rows
 
 
-def differences(problem: Problem, what: str, settings: Tensor, base: Tensor, replay: Replay, fill: Fill) -> Tensor:
+def differences(
+    problem: Problem, what: str, settings: Tensor, base: Tensor, replay: Replay, fill: Fill
+) -> Tensor:
     """``[examples, settings]``: each setting's loss minus the base's, in fp64 on the CPU."""
     return problem.rows(what, _Differences(replay.of(problem), settings, base, fill))
 
 
 @dataclass(frozen=True)
 class _Differences:
-    """``[examples, settings]`` of a batch; how batches are run is found out on the first ones, so it is remembered."""
+    """``[examples, settings]`` of a batch; how batches are run is found out on the first ones, so
+    it is remembered."""
 
     losses: CandidateLosses
     settings: Tensor
@@ -60,7 +65,8 @@ class _Differences:
 
 
 class Replay:
-    """How the passes of one estimate are run; what was found out about the model serves all of them."""
+    """How the passes of one estimate are run; what was found out about the model serves all of
+    them."""
 
     def __init__(self, max_bytes: int, replay: bool = True) -> None:
         self.max_bytes, self.replay = max_bytes, replay
@@ -104,26 +110,35 @@ def nothing(batch: Any) -> Mapping[int, Stand]:
 
 
 def means(problem: Problem) -> Fill:
-    """Closed gates let through the head's mean output over all tokens of the data that are no padding."""
+    """Closed gates let through the head's mean output over all tokens of the data that are no
+    padding."""
     fill: dict[int, Stand] = dict(mean_contexts(problem))
     return lambda batch: fill
 
 
 def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
-    """Closed gates let through what the head puts out on another example, drawn from a pool of ``pool``.
+    """Closed gates let through what the head puts out on another example, drawn from a pool of
+    ``pool``.
 
-    Both draws go by what examples contain, not by their places in the data. Token t takes token t of the other
-    example, which begins anew where it ends; padding is counted in neither.
+    Both draws go by what examples contain, not by their places in the data. Token t takes token t
+    of the other example, which begins anew where it ends; padding is counted in neither.
     """
     for b in problem.bound:
         if b.layout.windows or b.layout.batch_axis or not b.layout.gate:
             must = "'zero' or 'mean' where examples are no rows of the output projection's input"
-            raise InvalidValue("LeaveOneOut.replacement", must, f"'resample' for {b.site.name} ({b.layout.name})")
-    marks = [content_seeds(problem.model, problem.given, seed) for _ in problem.passes("choosing other examples")]
+            raise InvalidValue(
+                "LeaveOneOut.replacement", must, f"'resample' for {b.site.name} ({b.layout.name})"
+            )
+    marks = [
+        content_seeds(problem.model, problem.given, seed)
+        for _ in problem.passes("choosing other examples")
+    ]
     chosen = sorted({mark for batch in marks for mark in batch})[:pool]
     if len(chosen) < 2:
         hint = "Use replacement='mean', or more data."
-        raise InvalidValue("batches", "at least two unlike examples for 'resample'", len(chosen), hint)
+        raise InvalidValue(
+            "batches", "at least two unlike examples for 'resample'", len(chosen), hint
+        )
     kept: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in problem.bound]
     here: list[int] = []
 
@@ -147,17 +162,26 @@ def other_contexts(problem: Problem, pool: int, seed: int) -> Fill:
         for site, counted in enumerate(_counted(problem, batch)):
             rows = pools[site]
             if rows and counted is not None:
-                places = (counted.cumsum(1) - 1).clamp(min=0)  # a token's number among those that are no padding
+                places = (counted.cumsum(1) - 1).clamp(
+                    min=0
+                )  # a token's number among those that are no padding
                 others = [rows[_other(mark, sorted(rows))] for mark in own]
-                found[site] = tuple(x[place % len(x)] for x, place in zip(others, places, strict=True))
+                found[site] = tuple(
+                    x[place % len(x)] for x, place in zip(others, places, strict=True)
+                )
         return found
 
     return fill
 
 
 def _without_padding(kept: list[dict[int, tuple[Tensor, Tensor]]]) -> list[dict[int, Tensor]]:
-    """By site and example ``[tokens, heads * width]``, of those that count; one look at all of them."""
-    rows = [(site, mark, tokens) for site, of_site in enumerate(kept) for mark, (tokens, _) in of_site.items()]
+    """By site and example ``[tokens, heads * width]``, of those that count; one look at all of
+    them."""
+    rows = [
+        (site, mark, tokens)
+        for site, of_site in enumerate(kept)
+        for mark, (tokens, _) in of_site.items()
+    ]
     masks = in_main_memory(counted for of_site in kept for _, counted in of_site.values())
     pools: list[dict[int, Tensor]] = [{} for _ in kept]
     for (site, mark, tokens), counted in zip(rows, masks, strict=True):
@@ -168,7 +192,8 @@ def _without_padding(kept: list[dict[int, tuple[Tensor, Tensor]]]) -> list[dict[
 
 @torch.no_grad()
 def _counted(problem: Problem, batch: Any) -> list[Tensor | None]:
-    """By site ``[examples, tokens]``: which tokens of a batch are no padding; None where a site does not run."""
+    """By site ``[examples, tokens]``: which tokens of a batch are no padding; None where a site
+    does not run."""
     found: list[Tensor | None] = [None] * len(problem.bound)
 
     def take(site: int, contexts: Tensor, counted: Tensor | None) -> None:

@@ -1,7 +1,9 @@
-"""Statistics of what the output projections read, gathered for all activation scorers of a call in one forward pass.
+"""Statistics of what the output projections read, gathered for all activation scorers of a call in
+one forward pass.
 
-Nothing here needs a loss. Sums are in fp64, padding is left out, and every statistic is kept apart for a few blocks
-of examples (example i is in block ``i % blocks``), so that leaving a block out gives standard errors in bounded memory.
+Nothing here needs a loss. Sums are in fp64, padding is left out, and every statistic is kept apart
+for a few blocks of examples (example i is in block ``i % blocks``), so that leaving a block out
+gives standard errors in bounded memory.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from headprune.scoring._contexts import by_example
 #: Blocks of examples for statistics of a vector a site.
 BLOCKS = 20
 
-#: A kind of statistic and what it is made with besides the site; scorers that gather the same share it.
+#: A kind of statistic and what it is made with besides the site; scorers that gather the same share
+#: it.
 Gathers: TypeAlias = tuple[Any, ...]
 
 
@@ -78,7 +81,10 @@ class Statistic(ABC):
 
     def parts(self) -> dict[str, Tensor]:
         """All that was gathered, for the other processes."""
-        seen = {"runs": torch.tensor(self.runs), "rounding": torch.tensor(self.rounding, dtype=torch.float64)}
+        seen = {
+            "runs": torch.tensor(self.runs),
+            "rounding": torch.tensor(self.rounding, dtype=torch.float64),
+        }
         return {**{name: getattr(self, name) for name in self.added}, **seen}
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
@@ -90,7 +96,8 @@ class Statistic(ABC):
 
 
 class Moments(Statistic):
-    """Mean and sum of squared deviations of every channel over tokens, merged example by example (Chan et al. 1979)."""
+    """Mean and sum of squared deviations of every channel over tokens, merged example by example
+    (Chan et al. 1979)."""
 
     added = ("count", "mean", "squares")
 
@@ -101,8 +108,12 @@ class Moments(Statistic):
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
         n = added(parts, "count").unsqueeze(1)
         shares = [part["count"].unsqueeze(1) / n.clamp(min=1) for part in parts]
-        mean = torch.stack([share * part["mean"] for share, part in zip(shares, parts, strict=True)]).sum(0)
-        squares = [p["squares"] + p["count"].unsqueeze(1) * (p["mean"] - mean).square() for p in parts]
+        mean = torch.stack(
+            [share * part["mean"] for share, part in zip(shares, parts, strict=True)]
+        ).sum(0)
+        squares = [
+            p["squares"] + p["count"].unsqueeze(1) * (p["mean"] - mean).square() for p in parts
+        ]
         super().join(parts)
         self.mean, self.squares = mean.to(self.mean), torch.stack(squares).sum(0).to(self.squares)
 
@@ -126,13 +137,17 @@ class Moments(Statistic):
         return (weights @ self.squares + n @ self.mean.square()) / n.sum()
 
     def variance(self, weights: Tensor) -> Tensor:
-        """``[width]``, unbiased variance over the tokens of the blocks with weight 1; 0 for a single token.
+        """``[width]``, unbiased variance over the tokens of the blocks with weight 1; 0 for a
+        single token.
 
-        0 also where tokens differ by the model's rounding only: standardised, that would look like a signal.
+        0 also where tokens differ by the model's rounding only: standardised, that would look like
+        a signal.
         """
         n = self.count * weights
         mean = n @ self.mean / n.sum()
-        variance = (weights @ self.squares + n @ (self.mean - mean).square()) / (n.sum() - 1).clamp(min=1)
+        variance = (weights @ self.squares + n @ (self.mean - mean).square()) / (n.sum() - 1).clamp(
+            min=1
+        )
         return variance.masked_fill(variance <= (4 * self.rounding * mean).square(), 0)
 
 
@@ -141,7 +156,8 @@ class Magnitudes(Statistic):
 
     Args:
         bound: The site.
-        of: ``channels``, every channel's absolute value; ``output``, the norm of what a unit adds to the output.
+        of: ``channels``, every channel's absolute value; ``output``, the norm of what a unit adds
+            to the output.
     """
 
     added = ("count", "squares")
@@ -155,7 +171,9 @@ class Magnitudes(Statistic):
     def add(self, examples: range, x: Tensor, counted: Tensor) -> None:
         if self.of == "output":
             weight = output_weight(self.bound).to(x)
-            x = torch.stack([(x[..., u] @ weight[:, u].T).norm(dim=-1) for u in unit_columns(self.bound)], -1)
+            x = torch.stack(
+                [(x[..., u] @ weight[:, u].T).norm(dim=-1) for u in unit_columns(self.bound)], -1
+            )
         self._batch.append((x.abs().sum(1), counted.sum(1)))
 
     def end(self, examples: range) -> None:
@@ -167,7 +185,8 @@ class Magnitudes(Statistic):
             self._batch = []
 
     def size(self, weights: Tensor) -> Tensor:
-        """Root mean square over the examples of the blocks with weight 1; ``[width]`` or ``[units]``."""
+        """Root mean square over the examples of the blocks with weight 1; ``[width]`` or
+        ``[units]``."""
         return (weights @ self.squares / (self.count @ weights)).sqrt()
 
 
@@ -195,14 +214,16 @@ class Products(Statistic):
 def by_block(examples: range, blocks: int) -> Iterator[tuple[int, slice]]:
     """The blocks that examples fall into, each with the places of its examples in the batch.
 
-    Example i is in block ``i % blocks``, which Python knows: to ask a tensor of block numbers waits for its device.
+    Example i is in block ``i % blocks``, which Python knows: to ask a tensor of block numbers waits
+    for its device.
     """
     for place in range(min(len(examples), blocks)):
         yield examples[place] % blocks, slice(place, None, blocks)
 
 
 class ActivationScorer(Scorer):
-    """A scorer that reads one statistic a site; its standard errors are a jackknife over blocks of examples."""
+    """A scorer that reads one statistic a site; its standard errors are a jackknife over blocks of
+    examples."""
 
     reads_loss: ClassVar[bool] = False
 
@@ -236,16 +257,20 @@ class ActivationScorer(Scorer):
             if not bool(torch.isfinite(part).all()):
                 raise self.refused(statistic)
         rows = torch.cat(parts, 1)
-        found = averaged(rows, n_examples, row="example" if n_examples == 1 else "block of examples")
+        found = averaged(
+            rows, n_examples, row="example" if n_examples == 1 else "block of examples"
+        )
         return replace(found, notes=(*found.notes, *self.notes(statistics)))
 
 
 def jackknife(values_of: Callable[[Tensor], Tensor], like: Tensor, sizes: Iterable[int]) -> Tensor:
-    """Numbers, one row a block, whose mean is a statistic of all blocks and whose spread is its sampling error.
+    """Numbers, one row a block, whose mean is a statistic of all blocks and whose spread is its
+    sampling error.
 
-    They are the pseudo-values of the jackknife that leaves out groups of unlike size (Busing, Meijer, van der Leeden
-    1999), stretched so that the variance of their mean is that jackknife's, and moved so that their mean is the
-    statistic. For a mean over examples, each of which is a block, they are the examples.
+    They are the pseudo-values of the jackknife that leaves out groups of unlike size (Busing,
+    Meijer, van der Leeden 1999), stretched so that the variance of their mean is that jackknife's,
+    and moved so that their mean is the statistic. For a mean over examples, each of which is a
+    block, they are the examples.
 
     Args:
         values_of: From weights ``[blocks]`` of 0 and 1 to ``[units]``.
@@ -260,7 +285,8 @@ def jackknife(values_of: Callable[[Tensor], Tensor], like: Tensor, sizes: Iterab
 
 
 def runs_of(like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """What a jackknife asks for: all blocks, then, for every block with examples, all but that; each ``[blocks]``.
+    """What a jackknife asks for: all blocks, then, for every block with examples, all but that;
+    each ``[blocks]``.
 
     Where a single block has examples, all blocks are all that is asked for.
     """
@@ -275,7 +301,8 @@ def runs_of(like: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def pseudo_values(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The rows of ``jackknife`` from ``values`` ``[1 + blocks with examples, units]``, one row a run of ``runs_of``."""
+    """The rows of ``jackknife`` from ``values`` ``[1 + blocks with examples, units]``, one row a
+    run of ``runs_of``."""
     whole, left_out = values[0], values[1:]
     if not len(left_out):
         return values
@@ -289,7 +316,8 @@ def pseudo_values(values: Tensor, sizes: Sequence[int]) -> Tensor:
 def output_weight(bound: BoundSite) -> Tensor:
     """``[out, heads * width]``, what a site's contexts are multiplied by.
 
-    Without an output projection every channel goes to its own place in the output, which a cut leaves as wide.
+    Without an output projection every channel goes to its own place in the output, which a cut
+    leaves as wide.
     """
     if bound.layout.gate:
         with fetched(bound.gate):
@@ -303,13 +331,16 @@ def unit_columns(bound: BoundSite) -> list[Tensor]:
     """Where every unit lies in its site's contexts: all columns of all its heads."""
     site = bound.site
     device = device_of(bound.module)
-    columns = torch.arange(len(site.heads) * site.value_dim, device=device).view(len(site.heads), site.value_dim)
+    columns = torch.arange(len(site.heads) * site.value_dim, device=device).view(
+        len(site.heads), site.value_dim
+    )
     # One head after the other: a list of places would have to be sent to the device.
     return [torch.cat([columns[site.heads.index(head)] for head in unit]) for unit in site.units]
 
 
 def run(model: nn.Module, batch: Any, loss: Loss) -> None:
-    """Runs a model on a batch without asking for a loss; through a loss of the user's, which knows the batch's form.
+    """Runs a model on a batch without asking for a loss; through a loss of the user's, which knows
+    the batch's form.
 
     Labels are left out, except for an encoder-decoder, which makes its decoder's inputs from them.
     """
@@ -320,8 +351,8 @@ def run(model: nn.Module, batch: Any, loss: Loss) -> None:
 
 
 def _gathered(problem: Problem, scorer: ActivationScorer) -> tuple[list[Any], int]:
-    """A scorer's statistics, one a site with heads, and the number of examples; those of the call's other scorers are
-    gathered in the same pass."""
+    """A scorer's statistics, one a site with heads, and the number of examples; those of the call's
+    other scorers are gathered in the same pass."""
     found: dict[Gathers, list[Statistic]] = problem.shared.setdefault("activations", {})
     if scorer.gathers not in found:
         together = [s for s in problem.shared.get("scorers", ()) if isinstance(s, ActivationScorer)]
@@ -340,7 +371,9 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
     def take(number: int, x: Tensor, counted: Tensor | None) -> None:
         x = by_example(bound[number], x, size)
         x = x.cpu() if x.device.type == "mps" else x
-        counted = torch.ones(x.shape[:2], device=x.device) if counted is None else counted.to(x.device)
+        counted = (
+            torch.ones(x.shape[:2], device=x.device) if counted is None else counted.to(x.device)
+        )
         counted = counted.reshape(size, -1)
         rounding = torch.finfo(x.dtype).eps
         # Chosen, not multiplied by 0: attention may leave NaN at padding.
@@ -355,7 +388,9 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
     def own() -> dict[str, Tensor]:
         nonlocal first, size
         with reading(problem.model, bound, take) as begin:
-            for _, before, batch in problem.share("activations", problem.added(**{str(i): s for i, s in every})):
+            for _, before, batch in problem.share(
+                "activations", problem.added(**{str(i): s for i, s in every})
+            ):
                 first, size = before, batch_size(batch)
                 begin(batch)
                 run(problem.model, batch, problem.loss)
@@ -366,14 +401,20 @@ def _pass(problem: Problem, bound: list[BoundSite], statistics: list[list[Statis
     problem.gathered("activations", own)
     for _, statistic in every:
         if problem.crew.size > 1:
-            statistic.join(problem.crew.exchanged(statistic.parts))  # one at a time: they may be large
+            statistic.join(
+                problem.crew.exchanged(statistic.parts)
+            )  # one at a time: they may be large
         name = statistic.bound.site.name
         if not statistic.runs:
             hint = "Leave this site out with sites=."
-            raise UnsupportedModel(name, "a module that runs when the model does", "one that no batch reached", hint)
+            raise UnsupportedModel(
+                name, "a module that runs when the model does", "one that no batch reached", hint
+            )
     reached = in_main_memory(statistic.count.any() for _, statistic in every)
     for (_, statistic), some in zip(every, reached, strict=True):
         if not bool(some):
             name = statistic.bound.site.name
-            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
+            raise InvalidValue(
+                "batches", "with a token that is no padding", f"only padding at {name}"
+            )
     return problem.examples

@@ -1,4 +1,5 @@
-"""``agreement`` of several scores, and ``rank_average``, which makes one of them; no torch in here."""
+"""``agreement`` of several scores, and ``rank_average``, which makes one of them; no torch in
+here."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from headprune.core.codec import FrozenDict
 from headprune.core.coverage import coverage_notes
 from headprune.core.errors import InvalidValue, PlanMismatch
 from headprune.core.scores import HeadScores
-from headprune.core.uncertainty import check_confidence, check_draws, check_k, lowest_places, resampled
+from headprune.core.uncertainty import (
+    check_confidence,
+    check_draws,
+    check_k,
+    lowest_places,
+    resampled,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,12 +36,14 @@ def agreement(
     draws: int = 500,
     seed: int = 0,
 ) -> Agreement:
-    """How alike several scores order the units of one model: Spearman, Kendall's tau-b, Jaccard of the k lowest.
+    """How alike several scores order the units of one model: Spearman, Kendall's tau-b, Jaccard of
+    the k lowest.
 
-    The intervals are value ± z · the bootstrap's standard error, cut at the ends of the range. Examples are resampled
-    with replacement; scores of the same data share their resamples, so that an example which is hard for both counts
-    once. Scores without per-example numbers stay as they are; two of them have no interval. Noise in scores lowers
-    agreement, and no correction is made for that: scores from more data agree better.
+    The intervals are value ± z · the bootstrap's standard error, cut at the ends of the range.
+    Examples are resampled with replacement; scores of the same data share their resamples, so that
+    an example which is hard for both counts once. Scores without per-example numbers stay as they
+    are; two of them have no interval. Noise in scores lowers agreement, and no correction is made
+    for that: scores from more data agree better.
 
     Args:
         scores: Two or more, of one model and the same sites.
@@ -51,7 +60,10 @@ def agreement(
     >>> from headprune.core.codec import EMPTY
     >>> from headprune.core.heads import AttentionSite
     >>> from headprune.core.scores import ModelFingerprint
-    >>> site, mark = AttentionSite("x", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3)), ModelFingerprint("s", "w")
+    >>> site, mark = (
+    ...     AttentionSite("x", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3)),
+    ...     ModelFingerprint("s", "w"),
+    ... )
     >>> a = HeadScores((site,), ((1.0, 2.0, 3.0, 4.0),), None, "a", EMPTY, 0, mark)
     >>> b = HeadScores((site,), ((1.0, 2.0, 4.0, 3.0),), None, "b", EMPTY, 0, mark)
     >>> print(agreement(a, b))
@@ -74,7 +86,9 @@ def agreement(
         values = _compare(_flat(scores[a]), _flat(scores[b]), k)
         spread = None
         if drawn[a] is not None or drawn[b] is not None:
-            first, second = (x if d is None else d for x, d in ((_flat(scores[i]), drawn[i]) for i in (a, b)))
+            first, second = (
+                x if d is None else d for x, d in ((_flat(scores[i]), drawn[i]) for i in (a, b))
+            )
             spread = _compare(first, second, k)
         pairs.append(Pair(a, b, *_measures(values, spread, confidence)))
     if len({s.model.weights for s in scores}) > 1:
@@ -86,11 +100,12 @@ def agreement(
 
 
 def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) -> HeadScores:
-    """One score from several of the same model and sites: a unit's mean rank, from 1 (least important) upwards.
+    """One score from several of the same model and sites: a unit's mean rank, from 1 (least
+    important) upwards.
 
-    Ranks do not care for the scorers' units and outliers; ties have average ranks. Standard errors are the
-    bootstrap's, scores of the same data resampled together, scores without per-example numbers held as they are; None
-    where none has such numbers.
+    Ranks do not care for the scorers' units and outliers; ties have average ranks. Standard errors
+    are the bootstrap's, scores of the same data resampled together, scores without per-example
+    numbers held as they are; None where none has such numbers.
 
     Raises:
         InvalidValue: fewer than two scores, or something else than scores.
@@ -102,13 +117,18 @@ def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) 
     check_draws(draws, "rank_average")
     _check_comparable(scores, "rank_average")
     if len({s.model for s in scores}) > 1:
-        raise PlanMismatch("rank_average", "given scores of one model", "scores of models with other weights")
+        raise PlanMismatch(
+            "rank_average", "given scores of one model", "scores of models with other weights"
+        )
     called = _names(scores)
     drawn, notes = _draws(scores, called, draws, seed)
     ranks = sum(rankdata(_flat(s)) for s in scores) / len(scores)
     errors = None
     if any(d is not None for d in drawn):
-        parts = [rankdata(_flat(s) if d is None else d, axis=-1) for s, d in zip(scores, drawn, strict=True)]
+        parts = [
+            rankdata(_flat(s) if d is None else d, axis=-1)
+            for s, d in zip(scores, drawn, strict=True)
+        ]
         errors = (sum(parts) / len(scores)).std(0, ddof=1)
     data = {s.data for s in scores if s.data is not None}
     settings = [{"scorer": s.scorer, "settings": s.settings, "scores": s.digest} for s in scores]
@@ -131,18 +151,34 @@ def rank_average(scores: Iterable[HeadScores], draws: int = 500, seed: int = 0) 
 def _check_comparable(scores: Sequence[HeadScores], where: str) -> None:
     for s in scores:
         if not isinstance(s, HeadScores):
-            raise InvalidValue(where, "given HeadScores, such as hp.score returns", type(s).__name__)
+            raise InvalidValue(
+                where, "given HeadScores, such as hp.score returns", type(s).__name__
+            )
     if len(scores) < 2:
         raise InvalidValue(where, "given two scores or more", len(scores))
     first = scores[0]
     for s in scores[1:]:
         if s.model.structure != first.model.structure:
-            raise PlanMismatch(where, "given scores of one model", f"{first.scorer} and {s.scorer} of different models")
+            raise PlanMismatch(
+                where,
+                "given scores of one model",
+                f"{first.scorer} and {s.scorer} of different models",
+            )
         mine, theirs = ([(site.name, site.units) for site in x.sites] for x in (first, s))
         if mine != theirs:
-            other = next((t for t in theirs if t not in mine), None) or next(m for m in mine if m not in theirs)
-            got = f"{other[0]} with {len(other[1])} units in one of {first.scorer} and {s.scorer} alone"
-            raise PlanMismatch(where, "given scores of the same sites and units", got, "See HeadScores.of(pattern).")
+            other = next((t for t in theirs if t not in mine), None) or next(
+                m for m in mine if m not in theirs
+            )
+            got = (
+                f"{other[0]} with {len(other[1])} units in one of {first.scorer} and {s.scorer}"
+                " alone"
+            )
+            raise PlanMismatch(
+                where,
+                "given scores of the same sites and units",
+                got,
+                "See HeadScores.of(pattern).",
+            )
 
 
 def _names(scores: Sequence[HeadScores]) -> tuple[str, ...]:
@@ -163,7 +199,11 @@ def _draws(
     notes = []
     for place, (s, name) in enumerate(zip(scores, names, strict=True)):
         # Equal seeds and row counts give equal resamples: so those of the same data go together.
-        same = (i for i, other in enumerate(scores) if other.data == s.data and _n_rows(other) == _n_rows(s))
+        same = (
+            i
+            for i, other in enumerate(scores)
+            if other.data == s.data and _n_rows(other) == _n_rows(s)
+        )
         drawn, reason = _drawn(s, draws, seed + next(same, place))
         found.append(drawn)
         notes += [f"{name} is held fixed: {reason}"] if drawn is None and s.n_examples else []
@@ -182,7 +222,8 @@ def _drawn(scores: HeadScores, draws: int, seed: int) -> tuple[Floats | None, st
 
 
 def _compare(a: Floats, b: Floats, k: int) -> dict[str, Floats]:
-    """Each measure for every draw of ``a`` and ``b``, ``[draws, units]``; one of them may be a single row."""
+    """Each measure for every draw of ``a`` and ``b``, ``[draws, units]``; one of them may be a
+    single row."""
     import numpy as np
     from scipy.stats import rankdata
 
@@ -199,7 +240,8 @@ def _compare(a: Floats, b: Floats, k: int) -> dict[str, Floats]:
 
 
 def _kendall(a: Floats, b: Floats) -> Floats:
-    """Tau-b row by row; NaN where all of one are equal. SciPy counts pairs by sorting, in n log n steps a row."""
+    """Tau-b row by row; NaN where all of one are equal. SciPy counts pairs by sorting, in n log n
+    steps a row."""
     import numpy as np
     from scipy.stats import kendalltau
 
@@ -217,7 +259,9 @@ def _cosine(a: Floats, b: Floats) -> Floats:
     return np.clip(found, -1, 1)
 
 
-def _measures(values: dict[str, Floats], spread: dict[str, Floats] | None, confidence: float) -> list[Measure]:
+def _measures(
+    values: dict[str, Floats], spread: dict[str, Floats] | None, confidence: float
+) -> list[Measure]:
     import numpy as np
     from scipy.special import ndtri
 

@@ -77,44 +77,53 @@ def score(
 ) -> HeadScores | tuple[HeadScores, ...]:
     """Measures how important each head is; the model is left exactly as it was.
 
-    Scores do not depend on the batch size or on padding: each example has its own loss and its own gates.
+    Scores do not depend on the batch size or on padding: each example has its own loss and its own
+    gates.
 
     Args:
-        model: A model with known attention; run in evaluation mode. A compiled model is run uncompiled.
-        batches: Any iterable of what the model takes, with labels where the scorer needs a loss. Scorers without
-            data take None, but then the scores cannot say what the units cost.
-        scorer: A registered name, a configured scorer, or several of them; several share their passes over the data.
+        model: A model with known attention; run in evaluation mode. A compiled model is run
+            uncompiled.
+        batches: Any iterable of what the model takes, with labels where the scorer needs a loss.
+            Scorers without data take None, but then the scores cannot say what the units cost.
+        scorer: A registered name, a configured scorer, or several of them; several share their
+            passes over the data.
         loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads.
         sites: Default ``find_sites(model)``.
-        until: ``hp.Stable(k=...)`` stops reading batches when the set of the k lowest is settled; the notes of the
-            scores say after how many examples. The batches must come in random order.
-        processes: ``hp.Processes()`` shares the batches among the processes of ``torch.distributed``; every process
-            makes this call, with the same whole batches, and gets the scores of one process. None shares nothing.
-        folder: A folder for this call alone. What the batches gave is kept there now and then, up to 4 GiB, and the
-            same call, with the same batches in the same order, goes on after it if it was killed, to the same scores.
-            Of a loss its name and what it makes of the first examples are compared; one that draws random numbers
-            draws others. What is not kept begins anew: ``ggn``, the pool of ``resample``, and scorers of your own that
-            iterate ``problem.passes``. The folder stays until you take it away.
+        until: ``hp.Stable(k=...)`` stops reading batches when the set of the k lowest is settled;
+            the notes of the scores say after how many examples. The batches must come in random
+            order.
+        processes: ``hp.Processes()`` shares the batches among the processes of
+            ``torch.distributed``; every process makes this call, with the same whole batches, and
+            gets the scores of one process. None shares nothing.
+        folder: A folder for this call alone. What the batches gave is kept there now and then, up
+            to 4 GiB, and the same call, with the same batches in the same order, goes on after it
+            if it was killed, to the same scores. Of a loss its name and what it makes of the first
+            examples are compared; one that draws random numbers draws others. What is not kept
+            begins anew: ``ggn``, the pool of ``resample``, and scorers of your own that iterate
+            ``problem.passes``. The folder stays until you take it away.
         progress: Show a progress bar; None shows it on a terminal.
 
     Returns:
-        HeadScores, or a tuple of them if several scorers were asked for; with the per-example numbers of scorers that
-        have them (``scores.samples``), and with the curvature of ``fisher`` and ``ggn`` (``scores.curvature``).
+        HeadScores, or a tuple of them if several scorers were asked for; with the per-example
+        numbers of scorers that have them (``scores.samples``), and with the curvature of ``fisher``
+        and ``ggn`` (``scores.curvature``).
 
     Raises:
         UnknownName: no such scorer.
-        InvalidValue: no data, no labels, a loss that is not finite (the message names the batch); batches that can be
-            read only once for a scorer that reads them again; slopes of the loss that are zero but for rounding, for a
-            scorer that goes by them.
-        UnsupportedModel: no known attention in the model, or weights that are neither in memory nor offloaded by
-            accelerate, module by module.
+        InvalidValue: no data, no labels, a loss that is not finite (the message names the batch);
+            batches that can be read only once for a scorer that reads them again; slopes of the
+            loss that are zero but for rounding, for a scorer that goes by them.
+        UnsupportedModel: no known attention in the model, or weights that are neither in memory nor
+            offloaded by accelerate, module by module.
         ProcessFailed: another process failed, is gone, or did not answer in time.
         NotWritten: there is no room in the folder, or no right to write there.
 
     >>> import torch
     >>> from headprune import MultiHeadAttention
     >>> model = torch.nn.Sequential(MultiHeadAttention(8, 2))
-    >>> scores = score(model, [torch.randn(4, 5, 8)] * 2, loss=lambda m, x: m(x).square().mean((1, 2)))
+    >>> scores = score(
+    ...     model, [torch.randn(4, 5, 8)] * 2, loss=lambda m, x: m(x).square().mean((1, 2))
+    ... )
     >>> scores.n_examples, len(scores.values[0])
     (8, 2)
     """
@@ -129,7 +138,9 @@ def score(
         raise InvalidValue("score(processes=)", "hp.Processes(...)", type(processes).__name__)
     if isinstance(batches, (Mapping, Tensor, str)):
         hint = "Wrap a single batch in a list: [batch]."
-        raise InvalidValue("batches", "an iterable of batches", f"a single {type(batches).__name__}", hint)
+        raise InvalidValue(
+            "batches", "an iterable of batches", f"a single {type(batches).__name__}", hint
+        )
     model = unwrap(model)
     bound = bind(model, sites)
     if not any(b.site.heads for b in bound):
@@ -138,11 +149,18 @@ def score(
     mark = fingerprint(model, [b.site for b in bound])
     beyond = not_taken(model, [b.site for b in bound] if sites is None else sites)
     packs = packing(model)
-    with nullcontext(Crew()) if processes is None else processes.together() as crew, undisturbed(model):
+    with (
+        nullcontext(Crew()) if processes is None else processes.together() as crew,
+        undisturbed(model),
+    ):
         if crew.size > 1:
-            check_whole(model, "one whose weights are whole in every process, where they share batches")
+            check_whole(
+                model, "one whose weights are whole in every process, where they share batches"
+            )
             whole_mark = f"{mark.structure} {weights_digest(model)}"
-            _check_alike(crew, whole_mark, batches, [(name, s.settings) for name, s in named], until)
+            _check_alike(
+                crew, whole_mark, batches, [(name, s.settings) for name, s in named], until
+            )
         problem = Problem(model, bound, batches, loss or default_loss, progress, crew=crew)
         problem.shared["scorers"] = tuple(scorers)  # those that read the same gather it in one pass
         if until is None and sum(s.needs_data for s in scorers) > 1:
@@ -153,15 +171,28 @@ def score(
         known = (*problem.notes, *_zeros_in_padding(problem, packs))
         own = _own_folder(folder, crew)
         call = _call(model, named, until, loss, mark, bound) if own else {}
-        with problem.explained(), opened(own, call, problem.seen() if own else [], _close(model)) as problem.shelf:
-            estimates = read_until(problem, named, until) if until else [s.estimate(problem) for s in scorers]
+        with (
+            problem.explained(),
+            opened(own, call, problem.seen() if own else [], _close(model)) as problem.shelf,
+        ):
+            estimates = (
+                read_until(problem, named, until)
+                if until
+                else [s.estimate(problem) for s in scorers]
+            )
     results = tuple(
         HeadScores(
             sites=tuple(b.site for b in bound),
             values=_by_site(bound, e.values),
-            standard_errors=None if e.standard_errors is None else _by_site(bound, e.standard_errors),
+            standard_errors=(
+                None if e.standard_errors is None else _by_site(bound, e.standard_errors)
+            ),
             scorer=e.choice.best.scorer if e.choice else name,
-            settings=registry.get(e.choice.best.scorer)(**e.choice.best.settings).settings if e.choice else s.settings,
+            settings=(
+                registry.get(e.choice.best.scorer)(**e.choice.best.settings).settings
+                if e.choice
+                else s.settings
+            ),
             n_examples=e.n_examples,
             model=mark,
             data=problem.data if s.needs_data else None,
@@ -169,7 +200,9 @@ def score(
             costs=problem.costs,
             samples=None if e.samples is None else Samples.of(e.samples.detach().cpu().numpy()),
             notes=(*(known if s.needs_data else ()), *_notes(s, e), *coverage_note(beyond)),
-            curvature=None if e.curvature is None else Curvature.of(e.curvature.detach().cpu().numpy()),
+            curvature=(
+                None if e.curvature is None else Curvature.of(e.curvature.detach().cpu().numpy())
+            ),
             choice=e.choice,
         )
         for (name, s), e in zip(named, estimates, strict=True)
@@ -182,7 +215,12 @@ def _own_folder(folder: str | Path | None, crew: Crew) -> Path | None:
     if not isinstance(folder, str | Path | None) or folder == "":
         raise InvalidValue("score(folder=)", "a folder's path", repr(folder))
     where = "" if folder is None else str(Path(folder).absolute())
-    crew.agree("score(folder=)", "the same in every process", where, "Give all of them a folder that they share.")
+    crew.agree(
+        "score(folder=)",
+        "the same in every process",
+        where,
+        "Give all of them a folder that they share.",
+    )
     return None if folder is None else Path(folder) / f"{crew.rank}-of-{crew.size}"
 
 
@@ -196,9 +234,14 @@ def _call(
 ) -> dict[str, str]:
     """What tells a call from others, but for its batches."""
     device = device_of(bound[0].module)
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "off"
+    autocast = (
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else "off"
+    )
     kernels = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    versions = [f"headprune {__version__}", *(f"{name} {version(name)}" for name in ("torch", "transformers"))]
+    versions = [
+        f"headprune {__version__}",
+        *(f"{name} {version(name)}" for name in ("torch", "transformers")),
+    ]
     return {
         "scorers": repr([(name, scorer.settings) for name, scorer in named]),
         "until": repr(until),
@@ -214,7 +257,8 @@ def _name(function: Any) -> str:
     """What a function is called, with what it was given before."""
     if isinstance(function, partial):
         return f"{_name(function.func)} of {function.args!r}, {function.keywords!r}"
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '')}.{name}"
 
 
 def _close(model: nn.Module) -> float:
@@ -224,15 +268,26 @@ def _close(model: nn.Module) -> float:
 
 
 def _check_alike(crew: Crew, mark: str, batches: Any, *asked: Any) -> None:
-    """Refuses processes that do not all do the same, and loaders that deal out the data, which the processes do."""
-    sampler, by_batch, rows = (getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset"))
-    parts = [getattr(sampler, "num_replicas", 1), *(getattr(x, "num_processes", 1) for x in (by_batch, rows))]
+    """Refuses processes that do not all do the same, and loaders that deal out the data, which the
+    processes do."""
+    sampler, by_batch, rows = (
+        getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset")
+    )
+    parts = [
+        getattr(sampler, "num_replicas", 1),
+        *(getattr(x, "num_processes", 1) for x in (by_batch, rows)),
+    ]
     if max(parts) > 1 or type(batches).__name__ == "DataLoaderDispatcher":
         must = "the same, whole ones in every process, which share them themselves"
-        hint = "Give the loader without a DistributedSampler, and as it was before accelerator.prepare()."
+        hint = (
+            "Give the loader without a DistributedSampler, and as it was before"
+            " accelerator.prepare()."
+        )
         raise InvalidValue("batches", must, f"a {type(batches).__name__} that deals them out", hint)
     crew.agree("score()", "called with the same scorers and until= in every process", repr(asked))
-    hint = "Load the same checkpoint everywhere, and seed what is drawn when a model gets a new head."
+    hint = (
+        "Load the same checkpoint everywhere, and seed what is drawn when a model gets a new head."
+    )
     crew.agree("the model", "the same in every process, to the last weight", mark, hint)
 
 
@@ -243,20 +298,33 @@ def _by_site(bound: list[Any], flat: Tensor) -> tuple[tuple[float, ...], ...]:
 
 def _notes(scorer: Scorer, estimate: Estimate) -> tuple[str, ...]:
     """The scorer's notes, and what it may have left to us: why there is no standard error."""
-    if scorer.needs_data and estimate.n_examples == 1 and not any("tandard error" in n for n in estimate.notes):
+    if (
+        scorer.needs_data
+        and estimate.n_examples == 1
+        and not any("tandard error" in n for n in estimate.notes)
+    ):
         return (*estimate.notes, "No standard error: the scores rest on a single example.")
     return estimate.notes
 
 
 def _zeros_in_padding(problem: Problem, packs: list[nn.Module]) -> tuple[str, ...]:
-    """What there is to say of encoders that, packing padded batches, put zeros where the padding was."""
+    """What there is to say of encoders that, packing padded batches, put zeros where the padding
+    was."""
     if not packs:
         return ()
     judged = torch.tensor(problem.seen())
     with nested_tensors(packs, made=True):
         packed = torch.tensor(problem.seen())
-    if judged.shape == packed.shape and torch.allclose(judged, packed, rtol=1e-3, atol=1e-4, equal_nan=True):
+    if judged.shape == packed.shape and torch.allclose(
+        judged, packed, rtol=1e-3, atol=1e-4, equal_nan=True
+    ):
         return ()
-    said = "In evaluation and without gradients PyTorch's encoder puts zeros at padding, and the model reads them"
-    advice = "Leave padding out of what follows the encoder, or build it with enable_nested_tensor=False."
+    said = (
+        "In evaluation and without gradients PyTorch's encoder puts zeros at padding, and the model"
+        " reads them"
+    )
+    advice = (
+        "Leave padding out of what follows the encoder, or build it with"
+        " enable_nested_tensor=False."
+    )
     return (f"{said}: its losses are others then than those that were judged here. {advice}",)

@@ -47,13 +47,17 @@ class Estimate:
         standard_errors: ``[units]``, or None where the scorer has none.
         n_examples: Examples that it rests on.
         seed: Of what was drawn, None where nothing was.
-        samples: ``[rows, units]``, fp64 on the CPU: independent numbers whose mean has the sampling error of the
-            values. One row an example in data order, whose mean is the values, where the formula is a mean over
-            examples; else one row a block of examples (jackknife pseudo-values). None where nothing was sampled.
-        notes: What the user should know: no standard error from one example, a fallback to a slower way.
-        curvature: ``[units, units]``, symmetric, fp64 on the CPU, in the values' unit: the loss rises by
-            ``1/2 (1-m)' I (1-m)``, so that half its diagonal are the values. None where the scorer has none.
-        choice: How `auto` chose the scorer that the numbers are of; None where it was asked for by name.
+        samples: ``[rows, units]``, fp64 on the CPU: independent numbers whose mean has the sampling
+            error of the values. One row an example in data order, whose mean is the values, where
+            the formula is a mean over examples; else one row a block of examples (jackknife
+            pseudo-values). None where nothing was sampled.
+        notes: What the user should know: no standard error from one example, a fallback to a slower
+            way.
+        curvature: ``[units, units]``, symmetric, fp64 on the CPU, in the values' unit: the loss
+            rises by ``1/2 (1-m)' I (1-m)``, so that half its diagonal are the values. None where
+            the scorer has none.
+        choice: How `auto` chose the scorer that the numbers are of; None where it was asked for by
+            name.
     """
 
     values: Tensor
@@ -68,7 +72,8 @@ class Estimate:
 
 @dataclass
 class Problem:
-    """A model, its sites and the data, as a scorer sees them; what several scorers need is computed once.
+    """A model, its sites and the data, as a scorer sees them; what several scorers need is computed
+    once.
 
     Args:
         model: The model, in evaluation mode and with frozen weights.
@@ -96,10 +101,14 @@ class Problem:
     notes: tuple[str, ...] = ()
     examples: int = field(default=0, init=False)  # of the last whole pass
     _order: bytes | None = field(default=None, init=False)  # of a whole pass
-    given: Any = field(default=None, init=False)  # the batch of the pass that runs, as the user gave it
+    given: Any = field(
+        default=None, init=False
+    )  # the batch of the pass that runs, as the user gave it
     opening: Any = field(default=None, init=False)  # the first batch of a pass, as the user gave it
     _unseen: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # losses, by batch
-    _looked: bool = field(default=False, init=False)  # whether the first losses of the pass were looked at
+    _looked: bool = field(
+        default=False, init=False
+    )  # whether the first losses of the pass were looked at
     _later: Later = field(default_factory=Later, init=False)  # what else is looked at with them
     _mark: str = field(default="", init=False)  # digest of all batches of a pass so far
 
@@ -108,7 +117,8 @@ class Problem:
             self.batches = Batches.of(self.batches)
 
     def judge(self, asked: bool = True) -> None:
-        """Looks at the loss on the first batch, before any pass: the default one is to be the model's own.
+        """Looks at the loss on the first batch, before any pass: the default one is to be the
+        model's own.
 
         Args:
             asked: Whether somebody asks for losses, or for what they count.
@@ -120,10 +130,11 @@ class Problem:
             self.loss, self.notes = found.loss, found.notes
 
     def losses(self, number: int, batch: Any) -> Tensor:
-        """``[examples]``: the loss of a batch of ``passes``, which looks whether all are finite where it ends.
+        """``[examples]``: the loss of a batch of ``passes``, which looks whether all are finite
+        where it ends.
 
-        A look waits for an accelerator, so there is one a pass, and one at its first loss, where most mistakes show;
-        more in a pass of thousands of batches.
+        A look waits for an accelerator, so there is one a pass, and one at its first loss, where
+        most mistakes show; more in a pass of thousands of batches.
 
         Raises:
             InvalidValue: not one number an example; in the first batch, one that is not finite.
@@ -160,23 +171,24 @@ class Problem:
         self._later.check()
 
     def added(self, **sums: Sums) -> Added:
-        """For a pass whose batches go into sums and nothing else: where the call was cut off, they hold what they held
-        then, and the pass gives only the batches after that."""
+        """For a pass whose batches go into sums and nothing else: where the call was cut off, they
+        hold what they held then, and the pass gives only the batches after that."""
         return self.shelf.added(sums)
 
     def passes(self, what: str, into: Added | None = None) -> Iterator[tuple[int, Any]]:
-        """Yields ``(number, batch on the model's device)`` for one pass over the data, with a progress bar.
+        """Yields ``(number, batch on the model's device)`` for one pass over the data, with a
+        progress bar.
 
-        All of it in every process, so that whatever is made of it needs no exchange; ``share``, ``rows`` and
-        ``pieces`` are faster.
+        All of it in every process, so that whatever is made of it needs no exchange; ``share``,
+        ``rows`` and ``pieces`` are faster.
 
         Args:
             what: What it is for, in words.
             into: What the batches are ``added`` to, if that is all that is made of them.
 
         Raises:
-            InvalidValue: no data was given, there is no batch in it, an earlier pass gave other batches, or one of
-                the ``losses`` is not finite.
+            InvalidValue: no data was given, there is no batch in it, an earlier pass gave other
+                batches, or one of the ``losses`` is not finite.
         """
         device = device_of(self.model)
         for number, batch in self._into(into, self._read(what)):
@@ -189,18 +201,23 @@ class Problem:
     def share(self, what: str, into: Added | None = None) -> Iterator[tuple[int, int, Any]]:
         """Yields ``(number, examples before it, batch)`` of this process's batches; see ``passes``.
 
-        What is made of them is only a part: bring the parts of all processes together with ``gathered``.
+        What is made of them is only a part: bring the parts of all processes together with
+        ``gathered``.
         """
         device, first = device_of(self.model), 0
         for number, batch in self._into(into, self._read(what)):
-            if self.crew.owns(number - self.before) and (into is None or not into.holds(number, self._so_far)):
+            if self.crew.owns(number - self.before) and (
+                into is None or not into.holds(number, self._so_far)
+            ):
                 self.given = batch
                 yield number, first, to_device(batch, device)
                 if into is not None:
                     into.done(self._so_far, self.look)
             first += batch_size(batch)
 
-    def _into(self, into: Added | None, batches: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    def _into(
+        self, into: Added | None, batches: Iterator[tuple[int, Any]]
+    ) -> Iterator[tuple[int, Any]]:
         """The batches of a pass, at whose ends sums are told of it."""
         if into is not None:
             into.begin()
@@ -209,26 +226,32 @@ class Problem:
             into.end(self._mark, self.look)
 
     def rows(self, what: str, of_batch: Callable[[int, Any], Tensor] | _shelf.Rows) -> Tensor:
-        """``[examples, ...]``, fp64 on the CPU: what ``of_batch(number, batch)`` gives, in the order of the data.
+        """``[examples, ...]``, fp64 on the CPU: what ``of_batch(number, batch)`` gives, in the
+        order of the data.
 
-        The processes share the batches, and what was kept is not made again, so that the rows must be all that it does
-        and depend on the batch alone; one that does more says what (``_shelf.Rows``).
+        The processes share the batches, and what was kept is not made again, so that the rows must
+        be all that it does and depend on the batch alone; one that does more says what
+        (``_shelf.Rows``).
         """
 
         kept = self.shelf.rows(of_batch)
 
         def own() -> dict[str, Tensor]:
-            return {str(number): self._kept(kept, number, batch) for number, _, batch in self.share(what)}
+            return {
+                str(number): self._kept(kept, number, batch)
+                for number, _, batch in self.share(what)
+            }
 
         return in_data_order(self.gathered(what, own))
 
     def pieces(
         self, what: str, of_batch: Callable[[int, Any], Tensor], width: int, keep: bool = True
     ) -> Iterator[Tensor]:
-        """``rows`` of so many numbers each, a piece after the other, so that they need not all be in memory.
+        """``rows`` of so many numbers each, a piece after the other, so that they need not all be
+        in memory.
 
-        The pieces are the same whatever the number of processes, which exchange what they have after each. Where the
-        rows are not all that ``of_batch`` makes, ``keep`` must be False.
+        The pieces are the same whatever the number of processes, which exchange what they have
+        after each. Where the rows are not all that ``of_batch`` makes, ``keep`` must be False.
         """
         device, reading, more = device_of(self.model), self._read(what), True
         kept = (self.shelf if keep else Shelf()).rows(of_batch)
@@ -259,7 +282,9 @@ class Problem:
         """Digest of the data of the last whole pass, and of all batches of this one."""
         return f"{self.shelf.whole} {self._mark}"
 
-    def gathered(self, what: str, make: Callable[[], Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+    def gathered(
+        self, what: str, make: Callable[[], Mapping[str, Tensor]]
+    ) -> list[Mapping[str, Tensor]]:
         """The tensors that ``make`` makes of a ``share``, of all processes by rank.
 
         Raises:
@@ -267,7 +292,10 @@ class Problem:
             ProcessFailed: one failed or is gone.
         """
         parts = self.crew.exchanged(make)
-        hint = "Give every process all batches in one order: no sampler that deals them out, no shuffling of its own."
+        hint = (
+            "Give every process all batches in one order: no sampler that deals them out, no"
+            " shuffling of its own."
+        )
         self.crew.agree("batches", "the same in every process", f"{what}: {self.data}", hint)
         return parts
 
@@ -277,10 +305,13 @@ class Problem:
             raise InvalidValue("batches", f"given, because {what} needs data", None)
         digest = DataDigest()
         self._looked = False
-        order = bytearray()  # of the digest of all batches so far, after each, eight bytes: there may be millions
+        order = (
+            bytearray()
+        )  # of the digest of all batches so far, after each, eight bytes: there may be millions
         disable = None if self.progress is None else not self.progress
         total = operator.length_hint(self.batches) or None
-        # tqdm.auto asks for an iterator of its own, and a DataLoader starts its workers for each: give it one.
+        # tqdm.auto asks for an iterator of its own, and a DataLoader starts its workers for each:
+        # give it one.
         bar = tqdm(iter(self.batches), desc=what, total=total, disable=disable, leave=False)
         examples = 0
         for count, batch in enumerate(bar, self.before):
@@ -302,27 +333,35 @@ class Problem:
         self.shelf.whole = self._mark
 
     def measure(self) -> None:
-        """Measures what the model costs on the first example; on the first batch where it takes no single example."""
+        """Measures what the model costs on the first example; on the first batch where it takes no
+        single example."""
         if self.batches is None:
             return
         first = self._first()
         refuse_caches(first, 0)
         loss = None if is_default(self.loss) else self.loss
-        one = None if any(b.layout.batch_axis for b in self.bound) else some_examples(first, slice(1))
+        one = (
+            None if any(b.layout.batch_axis for b in self.bound) else some_examples(first, slice(1))
+        )
         if one is not None:
             try:
                 self.costs = measure_costs(self.model, self.bound, one, loss)
                 return
-            except Exception:  # what is wrong with the batch itself shows again below, as the user gave it  # nosec B110
+            except (
+                Exception
+            ):  # what is wrong with the batch itself shows again below, as the user gave it  # nosec B110
                 pass
         self.costs = measure_costs(self.model, self.bound, first, loss)
 
     def seen(self) -> list[float]:
-        """Losses of the first examples, which tell a call from one with other gates, precision or loss; none where the
-        batches have no labels for the loss."""
+        """Losses of the first examples, which tell a call from one with other gates, precision or
+        loss; none where the batches have no labels for the loss."""
         if self.batches is None:
             return []
-        first, devices = to_device(self._first(), device_of(self.model)), range(torch.cuda.device_count())
+        first, devices = (
+            to_device(self._first(), device_of(self.model)),
+            range(torch.cuda.device_count()),
+        )
         try:
             with torch.no_grad(), torch.random.fork_rng(devices):
                 found = self.loss(self.model, first)
@@ -332,8 +371,11 @@ class Problem:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Errors in the block say on which batch they were, and what is wrong with it where that is known."""
-        with explained(self.model, Batches.of(self.batches) if self.batches is not None else None, self.before):
+        """Errors in the block say on which batch they were, and what is wrong with it where that is
+        known."""
+        with explained(
+            self.model, Batches.of(self.batches) if self.batches is not None else None, self.before
+        ):
             yield
 
     def _first(self) -> Any:
@@ -366,7 +408,8 @@ class Scorer(ABC):
     """A way to measure importance; subclasses are frozen dataclasses of their settings."""
 
     needs_data: ClassVar[bool] = True
-    #: Whether it asks for losses, or goes by the tokens that count in them; if not, labels may be missing or anything.
+    #: Whether it asks for losses, or goes by the tokens that count in them; if not, labels may be
+    #: missing or anything.
     reads_loss: ClassVar[bool] = True
 
     @property
@@ -377,7 +420,8 @@ class Scorer(ABC):
 
     @property
     def by_example(self) -> bool:
-        """Whether an example's row depends on that example alone, so that data may be read piece by piece."""
+        """Whether an example's row depends on that example alone, so that data may be read piece by
+        piece."""
         return True
 
     @abstractmethod
@@ -388,7 +432,12 @@ class Scorer(ABC):
 def _other_batches(what: str, got: str) -> InvalidValue:
     """Rows of one example would be put together with those of another."""
     hint = "Pass a list, or a DataLoader that does not shuffle or augment."
-    return InvalidValue("batches", "the same in every pass, in the same order", f"{got} in the pass for {what}", hint)
+    return InvalidValue(
+        "batches",
+        "the same in every pass, in the same order",
+        f"{got} in the pass for {what}",
+        hint,
+    )
 
 
 def one_of(where: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -1,4 +1,5 @@
-"""What selectors ask of a model while they choose, as callables: ``loss=`` and ``rescore=`` of ``hp.select``."""
+"""What selectors ask of a model while they choose, as callables: ``loss=`` and ``rescore=`` of
+``hp.select``."""
 
 from __future__ import annotations
 
@@ -43,20 +44,23 @@ def loss_of(
     max_bytes: int = 2**30,
     progress: bool | None = None,
 ) -> Callable[[Sequence[HeadMask]], NDArray[np.float64]]:
-    """What masks do to the model's loss, for ``hp.select(loss=)``: masks in, ``[masks, examples]`` out.
+    """What masks do to the model's loss, for ``hp.select(loss=)``: masks in, ``[masks, examples]``
+    out.
 
-    Each number is by how much an example's loss rises above that of the model with all heads. The masks of one call
-    are run as in ``mask_losses``, with the first of them as the base: layers before the first one where another mask
-    differs from it are played back. So put first what the others are neighbours of.
+    Each number is by how much an example's loss rises above that of the model with all heads. The
+    masks of one call are run as in ``mask_losses``, with the first of them as the base: layers
+    before the first one where another mask differs from it are played back. So put first what the
+    others are neighbours of.
 
     Args:
         model: The model; left as it was found. It must not change while the callable is used.
-        batches: Batches with labels; read again in every call, and refused when they are not the same.
+        batches: Batches with labels; read again in every call, and refused when they are not the
+            same.
         loss: Per-example loss.
         sites: Default ``find_sites(model)``.
-        after_cut: Measures each mask on a copy that is cut to it and then changed by this, such as by
-            ``lambda small: hp.recover_(small, batches, "mean_fold", model)``: selection that knows the recovery, at the
-            price of one for every mask.
+        after_cut: Measures each mask on a copy that is cut to it and then changed by this, such as
+            by ``lambda small: hp.recover_(small, batches, "mean_fold", model)``: selection that
+            knows the recovery, at the price of one for every mask.
         max_bytes: Bound on the memory for masks that run at once, about.
         progress: Show a progress bar; None shows it on a terminal.
 
@@ -85,14 +89,18 @@ def loss_of(
 
     def recovered(masks: Sequence[HeadMask]) -> Tensor:
         assert after_cut is not None
-        return torch.stack([_losses(problem, _cut(model, sites_of(bound), mask, after_cut)) for mask in masks])
+        return torch.stack(
+            [_losses(problem, _cut(model, sites_of(bound), mask, after_cut)) for mask in masks]
+        )
 
     def rise(masks: Sequence[HeadMask]) -> NDArray[np.float64]:
         if not masks:
             raise InvalidValue("masks", "at least one", "none")
         with problem.explained():
             start = whole.of(lambda: _losses(problem, model))
-            difference: NDArray[np.float64] = ((recovered if after_cut else played)(masks) - start).numpy()
+            difference: NDArray[np.float64] = (
+                (recovered if after_cut else played)(masks) - start
+            ).numpy()
         return difference
 
     return rise
@@ -132,9 +140,9 @@ def rescorer(
 ) -> Callable[[HeadMask], HeadScores]:
     """Scores of the model with fewer heads, for ``hp.select(rescore=)``: a mask in, HeadScores out.
 
-    A copy of the model is cut to the mask and scored; gates would not do, because what a head that is gone would have
-    put out is still there for scorers that look at activations. The scores are for all of the model's sites; units
-    that are gone have 0 and no meaning.
+    A copy of the model is cut to the mask and scored; gates would not do, because what a head that
+    is gone would have put out is still there for scorers that look at activations. The scores are
+    for all of the model's sites; units that are gone have 0 and no meaning.
 
     Args:
         model: The model; left as it was found.
@@ -142,8 +150,8 @@ def rescorer(
         scorer: A registered name or a configured scorer.
         loss: Per-example loss.
         sites: Default ``find_sites(model)``.
-        after_cut: Changes the cut copy before it is scored, in place: a recovery between the steps, such as
-            ``lambda small: hp.recover_(small, batches, "mean_fold", model)``.
+        after_cut: Changes the cut copy before it is scored, in place: a recovery between the steps,
+            such as ``lambda small: hp.recover_(small, batches, "mean_fold", model)``.
         progress: Show a progress bar; None shows it on a terminal.
 
     >>> from headprune import MultiHeadAttention
@@ -162,11 +170,20 @@ def rescorer(
 
     def rescore(mask: HeadMask) -> HeadScores:
         small = _cut(model, located, mask, after_cut)
-        found = score(small, batches, scorer, loss=loss, sites=sites_of(bind(small, located)), progress=progress)
+        found = score(
+            small,
+            batches,
+            scorer,
+            loss=loss,
+            sites=sites_of(bind(small, located)),
+            progress=progress,
+        )
         seen[found.data] = None
         if len(seen) > 1:
             hint = "Pass a list, or a DataLoader that does not shuffle or augment."
-            raise InvalidValue("batches", "the same in every call, in the same order", "others than before", hint)
+            raise InvalidValue(
+                "batches", "the same in every call, in the same order", "others than before", hint
+            )
         return _over(found, tuple(located))
 
     return rescore
@@ -193,7 +210,9 @@ def _over(found: HeadScores, sites: tuple[AttentionSite, ...]) -> HeadScores:
 
     def rows(values: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
         spread = place @ torch.tensor([v for row in values for v in row], dtype=torch.float64)
-        return tuple(tuple(map(float, part)) for part in spread.split([len(site.units) for site in sites]))
+        return tuple(
+            tuple(map(float, part)) for part in spread.split([len(site.units) for site in sites])
+        )
 
     bent = None if found.curvature is None else torch.tensor(found.curvature.matrix)
     return replace(

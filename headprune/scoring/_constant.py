@@ -17,4 +17,5 @@ class ConstantWork(Scorer):
 
     @abstractmethod
     def only_passes(self) -> Scorer:
-        """A scorer with the same passes over the data and nothing after them, to time; its values mean nothing."""
+        """A scorer with the same passes over the data and nothing after them, to time; its values
+        mean nothing."""

@@ -1,4 +1,5 @@
-"""Passes over a problem's data that read what the output projections read, for scorers that need it beside the loss."""
+"""Passes over a problem's data that read what the output projections read, for scorers that need it
+beside the loss."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from headprune.scoring._base import Problem
 
 
 def read_contexts(problem: Problem, batches: Iterable[tuple[int, Any]], take: Take) -> None:
-    """Runs the loss on numbered batches, handing the contexts of every site to ``take``; see ``reading``."""
+    """Runs the loss on numbered batches, handing the contexts of every site to ``take``; see
+    ``reading``."""
     with torch.no_grad(), reading(problem.model, problem.bound, take) as begin:
         for number, batch in batches:
             begin(batch)
@@ -26,7 +28,8 @@ def read_contexts(problem: Problem, batches: Iterable[tuple[int, Any]], take: Ta
 
 
 def mean_contexts(problem: Problem) -> dict[int, Tensor]:
-    """``[heads * width]`` in fp64, the mean context of every site over all tokens that are no padding.
+    """``[heads * width]`` in fp64, the mean context of every site over all tokens that are no
+    padding.
 
     Raises:
         InvalidValue: batches of nothing but padding.
@@ -35,7 +38,11 @@ def mean_contexts(problem: Problem) -> dict[int, Tensor]:
     what, sums = "mean outputs of heads", _Totals()
 
     def own() -> dict[str, Tensor]:
-        read_contexts(problem, ((n, batch) for n, _, batch in problem.share(what, problem.added(sums=sums))), sums.take)
+        read_contexts(
+            problem,
+            ((n, batch) for n, _, batch in problem.share(what, problem.added(sums=sums))),
+            sums.take,
+        )
         return sums.parts()
 
     sums.join(problem.gathered(what, own))
@@ -43,8 +50,13 @@ def mean_contexts(problem: Problem) -> dict[int, Tensor]:
     for site, count in zip(sums.of_site, counts, strict=True):
         if not count:
             name = problem.bound[site].site.name
-            raise InvalidValue("batches", "with a token that is no padding", f"only padding at {name}")
-    return {site: (t[:-1] / t[-1]).to(device_of(problem.bound[site].module)) for site, t in sums.of_site.items()}
+            raise InvalidValue(
+                "batches", "with a token that is no padding", f"only padding at {name}"
+            )
+    return {
+        site: (t[:-1] / t[-1]).to(device_of(problem.bound[site].module))
+        for site, t in sums.of_site.items()
+    }
 
 
 class _Totals:
@@ -55,11 +67,18 @@ class _Totals:
 
     def take(self, site: int, x: Tensor, counted: Tensor | None) -> None:
         """Adds what a site read."""
-        tokens, here = x.flatten(0, -2).to(wide(x)), torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        tokens, here = (
+            x.flatten(0, -2).to(wide(x)),
+            torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device),
+        )
         here = (here if counted is None else counted.to(x.device)).flatten()
-        total = tokens.masked_fill(~here[:, None], 0).sum(0)  # chosen: attention may leave NaN at padding
+        total = tokens.masked_fill(~here[:, None], 0).sum(
+            0
+        )  # chosen: attention may leave NaN at padding
         more = torch.cat([total, here.sum(0, keepdim=True).to(total)])
-        self.of_site[site] = self.of_site[site].to(more.device) + more if site in self.of_site else more
+        self.of_site[site] = (
+            self.of_site[site].to(more.device) + more if site in self.of_site else more
+        )
 
     def parts(self) -> dict[str, Tensor]:
         return {str(site): total for site, total in self.of_site.items()}
@@ -73,8 +92,11 @@ class _Totals:
 
 
 @contextmanager
-def leaves(problem: Problem, see: Callable[[int, Tensor], None] | None = None) -> Iterator[list[list[Tensor]]]:
-    """For as long as the block lasts, every site keeps what it reads whenever it runs, and that asks for a gradient.
+def leaves(
+    problem: Problem, see: Callable[[int, Tensor], None] | None = None
+) -> Iterator[list[list[Tensor]]]:
+    """For as long as the block lasts, every site keeps what it reads whenever it runs, and that
+    asks for a gradient.
 
     ``see(number of the site, x)`` is called at each run.
     """

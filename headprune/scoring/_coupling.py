@@ -1,8 +1,9 @@
-"""Losses of which one depends on other examples of the batch: found on the first batch by two sums of them.
+"""Losses of which one depends on other examples of the batch: found on the first batch by two sums
+of them.
 
-Scorers give every example gates of its own, and take the slopes of the summed losses in them: those of each loss in its
-own example's gates, as long as no loss depends on another example. A contrastive loss does, and so does one with
-statistics of the batch.
+Scorers give every example gates of its own, and take the slopes of the summed losses in them: those
+of each loss in its own example's gates, as long as no loss depends on another example. A
+contrastive loss does, and so does one with statistics of the batch.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from headprune.model.transfers import sent
 from headprune.scoring._base import Estimate, Problem
 from headprune.scoring._flat import rounding, types_of
 
-#: ``weights [examples] -> [[examples, ...]]``: slopes of the weighted sum of the losses, of each site by example.
+#: ``weights [examples] -> [[examples, ...]]``: slopes of the weighted sum of the losses, of each
+#: site by example.
 Slopes: TypeAlias = Callable[[Tensor], list[Tensor]]
 
 NOTE = (
-    "The loss of an example depends on the others of its batch: the slopes of each example had a backward pass of "
-    "their own, and the scores are those for batches as they were given."
+    "The loss of an example depends on the others of its batch: the slopes of each example had a"
+    " backward pass of their own, and the scores are those for batches as they were given."
 )
-_HINT = "Take taylor, fisher, integrated_gradients or leave_one_out, which are right for such losses."
+_HINT = (
+    "Take taylor, fisher, integrated_gradients or leave_one_out, which are right for such losses."
+)
 #: Where a problem keeps whether its losses, and its model's outputs, are coupled.
 LOSSES, OUTPUTS = "coupled losses", "coupled outputs"
 #: By those, where it keeps how many batches there were, and the last one.
@@ -40,21 +44,28 @@ _POWER, _POWER_FP16 = 63, 3
 
 
 def coupled(
-    problem: Problem, of: Tensor, slopes: Slopes, together: list[Tensor] | None = None, key: str = LOSSES
+    problem: Problem,
+    of: Tensor,
+    slopes: Slopes,
+    together: list[Tensor] | None = None,
+    key: str = LOSSES,
 ) -> bool:
     """Whether a number of one example depends on another example of its batch.
 
-    That is found out on the first batch. A loss may couple examples in some batches alone, as one does that looks for
-    pairs of a class: so batches 2, 8, 32 and so on are looked at again, where a look does not wait for an accelerator.
+    That is found out on the first batch. A loss may couple examples in some batches alone, as one
+    does that looks for pairs of a class: so batches 2, 8, 32 and so on are looked at again, where a
+    look does not wait for an accelerator.
 
-    Numbers that depend on their own example alone have slopes that follow their weights in a sum: all weights are
-    powers of two, up or down, so that this is exact but for sums that an accelerator adds up in any order. Where slopes
-    do not follow, every number is asked alone: does it have a slope in the gates of another example?
+    Numbers that depend on their own example alone have slopes that follow their weights in a sum:
+    all weights are powers of two, up or down, so that this is exact but for sums that an
+    accelerator adds up in any order. Where slopes do not follow, every number is asked alone: does
+    it have a slope in the gates of another example?
 
     Args:
         problem: The problem.
         of: ``[examples]``, the numbers: losses, or outputs.
-        slopes: Their slopes; asked once more for as many examples as there are where something is found.
+        slopes: Their slopes; asked once more for as many examples as there are where something is
+            found.
         together: The slopes of their plain sum, if they are known.
         key: What the numbers are.
 
@@ -67,8 +78,13 @@ def coupled(
     with torch.no_grad():
         share = min(_SHARE, rounding(problem) ** 0.5)
         together = slopes(torch.ones_like(of)) if together is None else together
-        found = any(bool(_follows_not(weights, slopes(weights), together, share)) for weights in _weights(problem, of))
-        found = found and any(bool(_beyond(row, slopes(one), share)) for row, one in enumerate(_each(of)))
+        found = any(
+            bool(_follows_not(weights, slopes(weights), together, share))
+            for weights in _weights(problem, of)
+        )
+        found = found and any(
+            bool(_beyond(row, slopes(one), share)) for row, one in enumerate(_each(of))
+        )
     if found and known is False:
         what = "the loss" if key == LOSSES else "the model's output"
         must = "one whose examples depend on each other in the first batch, too, or in none"
@@ -81,7 +97,8 @@ def coupled(
 
 
 def asks(problem: Problem, n_examples: int, device: torch.device, key: str = LOSSES) -> bool:
-    """Whether ``coupled`` will ask for slopes of other sums in the batch that runs, which then needs its graph."""
+    """Whether ``coupled`` will ask for slopes of other sums in the batch that runs, which then
+    needs its graph."""
     known = problem.shared.get(key)
     if known or n_examples < 2:
         return bool(known)
@@ -99,7 +116,8 @@ def _place(problem: Problem, key: str) -> int:
 
 
 def alone(of: Tensor, slopes: Slopes) -> list[Tensor]:
-    """``[examples, ...]`` of each site: the slope of each number in gates that all examples share."""
+    """``[examples, ...]`` of each site: the slope of each number in gates that all examples
+    share."""
     rows = [[site.sum(0) for site in slopes(one)] for one in _each(of)]
     return [torch.stack(of_site) for of_site in zip(*rows, strict=True)]
 
@@ -112,12 +130,17 @@ def refuse_coupled(problem: Problem, scorer: str, key: str = LOSSES) -> None:
     """
     what = "the loss" if key == LOSSES else "the model's output"
     must = f"of each example one that depends on that example alone, for {scorer}"
-    hint = _HINT if key == LOSSES else "Take leave_one_out, or a scorer without a loss, such as wanda."
-    raise InvalidValue(what, must, "of some examples one that depends on others of their batch", hint)
+    hint = (
+        _HINT if key == LOSSES else "Take leave_one_out, or a scorer without a loss, such as wanda."
+    )
+    raise InvalidValue(
+        what, must, "of some examples one that depends on others of their batch", hint
+    )
 
 
 def noted(problem: Problem, estimate: Estimate) -> Estimate:
-    """The estimate with a note where losses were found to be coupled, in any of the processes; all of them must ask."""
+    """The estimate with a note where losses were found to be coupled, in any of the processes; all
+    of them must ask."""
     notes = problem.crew.united((NOTE,) if problem.shared.get(LOSSES) else ())
     return replace(estimate, notes=(*estimate.notes, *notes))
 
@@ -140,8 +163,11 @@ def _weights(problem: Problem, of: Tensor) -> list[Tensor]:
     return found
 
 
-def _follows_not(weights: Tensor, found: Sequence[Tensor], together: Sequence[Tensor], share: float) -> Tensor:
-    """Whether slopes of a weighted sum are others than weighted slopes of the plain sum, at any example."""
+def _follows_not(
+    weights: Tensor, found: Sequence[Tensor], together: Sequence[Tensor], share: float
+) -> Tensor:
+    """Whether slopes of a weighted sum are others than weighted slopes of the plain sum, at any
+    example."""
     apart, size = weights.new_zeros(len(weights)), weights.new_zeros(len(weights))
     for weighted, plain in zip(found, together, strict=True):
         expected = plain.flatten(1)

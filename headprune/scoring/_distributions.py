@@ -1,4 +1,5 @@
-"""What first and second order ask of a model's distributions: labels drawn from them, and numbers to differentiate."""
+"""What first and second order ask of a model's distributions: labels drawn from them, and numbers
+to differentiate."""
 
 from __future__ import annotations
 
@@ -9,18 +10,29 @@ from torch.nn.functional import cross_entropy
 from headprune.model.distributions import Distributions, content_seeds, distributions
 from headprune.model.transfers import sent
 
-__all__ = ["Distributions", "content_seeds", "distributions", "drawn_labels", "fisher_targets", "logit_targets"]
+__all__ = [
+    "Distributions",
+    "content_seeds",
+    "distributions",
+    "drawn_labels",
+    "fisher_targets",
+    "logit_targets",
+]
 
 #: Columns of slopes that an example has without ``draws``: a backward pass each.
 COLUMNS = 4
 
 
-def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
-    """Numbers whose slopes, ``g`` an example, are such that ``sum g g'`` is the second derivative of the default loss.
+def fisher_targets(
+    found: Distributions, seeds: list[int], draws: int | None
+) -> tuple[list[Tensor], bool]:
+    """Numbers whose slopes, ``g`` an example, are such that ``sum g g'`` is the second derivative
+    of the default loss.
 
-    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Where an example has a softmax distribution a
-    token, labels are drawn. Elsewhere each class has a column of slopes, and where these are more than ``draws`` they
-    are dealt at random into as many groups and added up with random signs (``_combined``).
+    That is the Gauss-Newton matrix, in whatever the slopes are taken of. Where an example has a
+    softmax distribution a token, labels are drawn. Elsewhere each class has a column of slopes, and
+    where these are more than ``draws`` they are dealt at random into as many groups and added up
+    with random signs (``_combined``).
 
     Args:
         found: The distributions.
@@ -28,13 +40,17 @@ def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) ->
         draws: Labels a token, or groups of columns; None is 1 label, or ``COLUMNS`` groups.
 
     Returns:
-        One number a class, a group or a draw, summed over the batch; and whether anything was drawn.
+        One number a class, a group or a draw, summed over the batch; and whether anything was
+        drawn.
     """
     if found.by_token:
         logits = found.logits_counted()
         weights = (found.counted.sum(1, keepdim=True).clamp(min=1) * (draws or 1)).rsqrt()
         of_position = sent(weights.expand_as(found.counted)[found.counted], logits.device)
-        losses = [cross_entropy(logits, y, reduction="none") for y in drawn_labels(found, seeds, draws or 1)]
+        losses = [
+            cross_entropy(logits, y, reduction="none")
+            for y in drawn_labels(found, seeds, draws or 1)
+        ]
         return [(of_position * loss).sum() for loss in losses], True
     output = found.logits[:, 0]
     if found.kind == "regression":
@@ -47,11 +63,14 @@ def fisher_targets(found: Distributions, seeds: list[int], draws: int | None) ->
     return _targets(scaled, seeds, draws)
 
 
-def logit_targets(found: Distributions, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
-    """The same for half the squared change of the logits, mean over classes, from which their own mean is taken away.
+def logit_targets(
+    found: Distributions, seeds: list[int], draws: int | None
+) -> tuple[list[Tensor], bool]:
+    """The same for half the squared change of the logits, mean over classes, from which their own
+    mean is taken away.
 
-    So every class weighs alike, and an example that the model is sure of as much as one that it is not. Where every
-    token has logits, each draw is a sum of them with random signs.
+    So every class weighs alike, and an example that the model is sure of as much as one that it is
+    not. Where every token has logits, each draw is a sum of them with random signs.
 
     Args:
         found: The distributions; of outputs that are no softmax, those of ``regression``.
@@ -66,24 +85,30 @@ def logit_targets(found: Distributions, seeds: list[int], draws: int | None) -> 
     logits = found.logits_counted()  # [counted positions, classes]
     there = logits.detach().isfinite()  # what no answer may begin at is -inf
     numbers = logits.masked_fill(~there, 0)
-    centred = (numbers - numbers.sum(1, keepdim=True) / there.sum(1, keepdim=True)).masked_fill(~there, 0)
+    centred = (numbers - numbers.sum(1, keepdim=True) / there.sum(1, keepdim=True)).masked_fill(
+        ~there, 0
+    )
     counts = found.counted.sum(1)  # [examples]
     positions = sent(counts.clamp(min=1).repeat_interleave(counts), logits.device)
     weights = (2 / (positions * there.sum(1) * (draws or 1))).sqrt().unsqueeze(1)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     targets = []
     for _ in range(draws or 1):
-        # Classes first: where they are places in a text, padding at its end changes no sign of the others.
+        # Classes first: where they are places in a text, padding at its end changes no sign of the
+        # others.
         pairs = zip(counts.tolist(), generators, strict=True)
-        signs = [torch.randint(2, (logits.shape[1], n), generator=g, dtype=torch.int8).T for n, g in pairs]
+        signs = [
+            torch.randint(2, (logits.shape[1], n), generator=g, dtype=torch.int8).T
+            for n, g in pairs
+        ]
         signed = centred * (sent(torch.cat(signs), logits.device, logits.dtype) * 2 - 1)
         targets.append((signed * weights).sum())
     return targets, True
 
 
 def _targets(columns: Tensor, seeds: list[int], draws: int | None) -> tuple[list[Tensor], bool]:
-    """One number a column ``[batch, columns]``, or a group of columns where they are more; and whether these were
-    drawn."""
+    """One number a column ``[batch, columns]``, or a group of columns where they are more; and
+    whether these were drawn."""
     groups = draws or COLUMNS
     if columns.shape[1] <= groups:
         return [column.sum() for column in columns.unbind(1)], False
@@ -91,16 +116,18 @@ def _targets(columns: Tensor, seeds: list[int], draws: int | None) -> tuple[list
 
 
 def _combined(columns: Tensor, seeds: list[int], groups: int) -> list[Tensor]:
-    """Sums of columns with random signs, one a group, whose slopes' products have the columns' products as their mean.
+    """Sums of columns with random signs, one a group, whose slopes' products have the columns'
+    products as their mean.
 
-    Two columns meet in a group or not; where they do, the product of their signs has a mean of 0. Groups of equal size
-    have less noise than signs for all columns in every sum, and none where each column has a group of its own (a count
-    sketch with buckets of equal size: Charikar, Chen, Farach-Colton 2002).
+    Two columns meet in a group or not; where they do, the product of their signs has a mean of 0.
+    Groups of equal size have less noise than signs for all columns in every sum, and none where
+    each column has a group of its own (a count sketch with buckets of equal size: Charikar, Chen,
+    Farach-Colton 2002).
 
     Args:
         columns: ``[batch, columns]``.
-        seeds: A seed an example. What is drawn depends on nothing else: not on the logits, whose rounding is another in
-            another batch.
+        seeds: A seed an example. What is drawn depends on nothing else: not on the logits, whose
+            rounding is another in another batch.
         groups: How many.
     """
     n = columns.shape[1]
@@ -115,10 +142,11 @@ def _combined(columns: Tensor, seeds: list[int], groups: int) -> list[Tensor]:
 
 
 def drawn_labels(found: Distributions, seeds: list[int], draws: int) -> Tensor:
-    """``[draws, counted positions]``: labels from the model's own predictions, in the order of ``logits_counted``.
+    """``[draws, counted positions]``: labels from the model's own predictions, in the order of
+    ``logits_counted``.
 
-    Each example has a generator of its own and inverts its cumulated probabilities, so that its labels depend on its
-    seed, on its logits and on nothing else.
+    Each example has a generator of its own and inverts its cumulated probabilities, so that its
+    labels depend on its seed, on its logits and on nothing else.
     """
     labels = []
     by_example = found.logits_counted().detach().split(found.counted.sum(1).tolist())

@@ -1,4 +1,5 @@
-"""K-FAC's two factors at one site, gathered over tokens: products of contexts and products of their slopes."""
+"""K-FAC's two factors at one site, gathered over tokens: products of contexts and products of their
+slopes."""
 
 from __future__ import annotations
 
@@ -31,18 +32,22 @@ class Factors:
         self.tokens = torch.zeros((), dtype=torch.int64, device=nothing.device)
 
     def add_slopes(self, examples: range, g: Tensor, batch: Any, here: Tensor | None) -> Tensor:
-        """Adds the slopes of one target at one run; returns how much each token weighs, ``[examples, tokens]``."""
+        """Adds the slopes of one target at one run; returns how much each token weighs,
+        ``[examples, tokens]``."""
         g = self._by_example(g, len(examples), batch).to(self.gg.dtype)
         if here is not None:  # chosen, not multiplied by 0: attention may leave NaN at padding
             g = g.masked_fill(~here.to(g.device).reshape(g.shape[:2])[..., None], 0)
         for number, some in by_block(examples, len(self.gg)):
             rows = g[some].flatten(0, 1)
             self.gg[number].addmm_(rows.T, rows)
-        self.tokens += g.shape[0] * g.shape[1] if here is None else here.sum().to(self.tokens.device)
+        self.tokens += (
+            g.shape[0] * g.shape[1] if here is None else here.sum().to(self.tokens.device)
+        )
         return g.square().sum(-1)
 
     def add_tokens(self, examples: range, x: Tensor, weights: Tensor, batch: Any) -> None:
-        """Adds one run's contexts, by the weights of their tokens; those that weigh nothing are left out."""
+        """Adds one run's contexts, by the weights of their tokens; those that weigh nothing are
+        left out."""
         x = self._by_example(x, len(examples), batch).to(self.xx.dtype)
         x = x.masked_fill(weights[..., None] == 0, 0)
         for number, some in by_block(examples, len(self.xx)):
@@ -59,9 +64,11 @@ class Factors:
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
         """Takes the sums of all processes in place of its own."""
-        # In memory of their own: what was read from a file may begin anywhere, and products there round otherwise.
+        # In memory of their own: what was read from a file may begin anywhere, and products there
+        # round otherwise.
         self.weight, self.x, self.xx, self.gg, self.tokens = (
-            added(parts, name).to(self.weight.device).clone() for name in ("weight", "x", "xx", "gg", "tokens")
+            added(parts, name).to(self.weight.device).clone()
+            for name in ("weight", "x", "xx", "gg", "tokens")
         )
 
     def _by_example(self, x: Tensor, size: int, batch: Any) -> Tensor:

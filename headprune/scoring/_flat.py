@@ -1,4 +1,5 @@
-"""Slopes that are nothing but rounding: the loss is flat where the model is, as a divergence from itself is."""
+"""Slopes that are nothing but rounding: the loss is flat where the model is, as a divergence from
+itself is."""
 
 from __future__ import annotations
 
@@ -21,23 +22,25 @@ _SMALL = 1e4
 _MOVE, _MOVE_HALF = 64, 4
 #: Slopes that change by this share of themselves there are no slopes.
 _SHARE = 0.75
-#: Slopes of the first batch that are so much smaller than the largest of all say nothing about the others.
+#: Slopes of the first batch that are so much smaller than the largest of all say nothing about the
+#: others.
 _UNLIKE = 1e3
 
 _HINT = (
-    "The loss is flat where the model is, as a divergence from the model's own outputs is. Take a scorer that does not "
-    "go by its slope there: leave_one_out, integrated_gradients, or ggn, which reads the output alone. Or take a loss "
-    "of the labels."
+    "The loss is flat where the model is, as a divergence from the model's own outputs is. Take a"
+    " scorer that does not go by its slope there: leave_one_out, integrated_gradients, or ggn,"
+    " which reads the output alone. Or take a loss of the labels."
 )
 
 
 def refuse_flat(problem: Problem, largest: Tensor) -> None:
     """Refuses slopes of the loss that are zero but for rounding; call after a whole pass.
 
-    No size tells them: a loss of 1e-6, of a model that fits its data, has slopes as small as the rounding of another
-    loss. So slopes that are small are compared with themselves. The first batch is run with all gates at 1, and again
-    with each moved up or down by a few roundings of the model's type. A slope changes little there, by its curvature
-    times that step. Rounding changes as a whole, and so does the slope of a loss whose minimum is where the model is.
+    No size tells them: a loss of 1e-6, of a model that fits its data, has slopes as small as the
+    rounding of another loss. So slopes that are small are compared with themselves. The first batch
+    is run with all gates at 1, and again with each moved up or down by a few roundings of the
+    model's type. A slope changes little there, by its curvature times that step. Rounding changes
+    as a whole, and so does the slope of a loss whose minimum is where the model is.
 
     Args:
         problem: The problem, after a pass.
@@ -55,10 +58,14 @@ def refuse_flat(problem: Problem, largest: Tensor) -> None:
         there, beside = in_main_memory([_slopes(problem, 0.0), _slopes(problem, move)])
     except Exception:  # a loss that cannot be asked again, such as one that counts its calls  # nosec B110
         return
-    if size > _UNLIKE * float(there.abs().max()) or float((beside - there).norm()) < _SHARE * float(there.norm()):
+    if size > _UNLIKE * float(there.abs().max()) or float((beside - there).norm()) < _SHARE * float(
+        there.norm()
+    ):
         return
     got = f"{size:.2g} at most, and others where the gates move by {move:.2g}"
-    raise InvalidValue("the slopes of the loss in the gates of the heads", "larger than rounding", got, _HINT)
+    raise InvalidValue(
+        "the slopes of the loss in the gates of the heads", "larger than rounding", got, _HINT
+    )
 
 
 def rounding(problem: Problem) -> float:
@@ -68,7 +75,9 @@ def rounding(problem: Problem) -> float:
 
 def types_of(problem: Problem) -> set[torch.dtype]:
     """The types that the model computes in."""
-    types = {p.dtype for p in problem.model.parameters() if p.is_floating_point()} or {torch.float32}
+    types = {p.dtype for p in problem.model.parameters() if p.is_floating_point()} or {
+        torch.float32
+    }
     device = device_of(problem.model).type
     if torch.is_autocast_enabled(device):
         types.add(torch.get_autocast_dtype(device))
@@ -78,8 +87,14 @@ def types_of(problem: Problem) -> set[torch.dtype]:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _slopes(problem: Problem, move: float) -> Tensor:
-    """``[examples, units]`` of the first batch in fp64, on its device, with every gate moved up or down from 1."""
-    from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, open_gates  # it imports this file
+    """``[examples, units]`` of the first batch in fp64, on its device, with every gate moved up or
+    down from 1."""
+    from headprune.scoring._gradients import (
+        by_unit,
+        gate_shapes,
+        gate_slopes,
+        open_gates,
+    )  # it imports this file
 
     batch: Any = to_device(problem.opening, device_of(problem.model))
     gates = open_gates(problem, gate_shapes(problem, batch))

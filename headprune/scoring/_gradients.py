@@ -1,6 +1,8 @@
-"""The exact matrix of gate gradients: dl_i/dm_h for every example and every head, in one forward and one backward.
+"""The exact matrix of gate gradients: dl_i/dm_h for every example and every head, in one forward
+and one backward.
 
-Where the loss couples examples, such as a contrastive one, there is a backward pass an example (``_coupling``).
+Where the loss couples examples, such as a contrastive one, there is a backward pass an example
+(``_coupling``).
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ def gate_gradients(
     loss: Loss = default_loss,
     sites: Iterable[AttentionSite] | None = None,
 ) -> Tensor:
-    """The matrix G, ``[examples, units]``: how each example's loss changes with each unit's gate, at gates of 1.
+    """The matrix G, ``[examples, units]``: how each example's loss changes with each unit's gate,
+    at gates of 1.
 
-    Every example has gates of its own, so that one backward pass of the summed losses gives all gradients exactly
-    (Michel et al. 2019, section 2.3, for the gradient; a unit of grouped queries is the sum over its heads). A loss
-    that depends on other examples of its batch, as a contrastive one does, takes a backward pass an example.
+    Every example has gates of its own, so that one backward pass of the summed losses gives all
+    gradients exactly (Michel et al. 2019, section 2.3, for the gradient; a unit of grouped queries
+    is the sum over its heads). A loss that depends on other examples of its batch, as a contrastive
+    one does, takes a backward pass an example.
 
     Args:
         model: The model; left as it was found. A compiled model is run uncompiled.
@@ -70,12 +74,15 @@ def n_units(problem: Problem) -> int:
 
 
 def _pieces(problem: Problem) -> Iterator[Tensor]:
-    return _not_flat(problem, problem.pieces("gate gradients", LossGradients(problem), n_units(problem)))
+    return _not_flat(
+        problem, problem.pieces("gate gradients", LossGradients(problem), n_units(problem))
+    )
 
 
 @dataclass(frozen=True)
 class LossGradients:
-    """The rows of G that a batch gives; whether the loss couples examples is found out on the first one."""
+    """The rows of G that a batch gives; whether the loss couples examples is found out on the first
+    one."""
 
     problem: Problem
 
@@ -100,7 +107,8 @@ def _not_flat(problem: Problem, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 class GradientScorer(Scorer):
-    """A scorer that is the mean of a function of G's rows, or of their means over blocks of examples."""
+    """A scorer that is the mean of a function of G's rows, or of their means over blocks of
+    examples."""
 
     @property
     def reads_gradients(self) -> bool:
@@ -124,7 +132,8 @@ class Gathered:
     Args:
         rows: Its rows, or what there was room for.
         n_examples: Examples.
-        products: ``[units, units]``: the mean of the outer products of the gradients that its rows are made of.
+        products: ``[units, units]``: the mean of the outer products of the gradients that its rows
+            are made of.
     """
 
     rows: Tensor | Rows
@@ -135,11 +144,16 @@ class Gathered:
 def gathered(problem: Problem, scorer: GradientScorer) -> Gathered:
     """What a scorer makes of G; that of the call's other scorers is gathered in the same pass.
 
-    Where there is no room for G it is never whole, and each scorer takes what it needs as batches come.
+    Where there is no room for G it is never whole, and each scorer takes what it needs as batches
+    come.
     """
     streams: dict[GradientScorer, _Stream] = problem.shared.setdefault("gradient streams", {})
     if "gradients" not in problem.shared and scorer not in streams:
-        together = [s for s in problem.shared.get("scorers", ()) if isinstance(s, GradientScorer) and s.reads_gradients]
+        together = [
+            s
+            for s in problem.shared.get("scorers", ())
+            if isinstance(s, GradientScorer) and s.reads_gradients
+        ]
         wanted = dict.fromkeys((scorer, *together))
         made = {s: _Stream(s, n_units(problem)) for s in wanted}
         if not _read(problem, list(made.values())):
@@ -148,7 +162,9 @@ def gathered(problem: Problem, scorer: GradientScorer) -> Gathered:
         return streams[scorer].done()
     gradients: Tensor = problem.shared["gradients"]
     means = in_blocks(gradients, scorer.block_size)
-    return Gathered(scorer.of_gradients(means), len(gradients), lambda: means.T @ means / len(means))
+    return Gathered(
+        scorer.of_gradients(means), len(gradients), lambda: means.T @ means / len(means)
+    )
 
 
 def _read(problem: Problem, streams: list[_Stream]) -> bool:
@@ -173,7 +189,11 @@ class _Stream:
     def __init__(self, scorer: GradientScorer, n_units: int) -> None:
         self.scorer, self.rows, self.n_examples = scorer, Rows(), 0
         self.rest = torch.zeros(0, n_units, dtype=torch.float64)
-        self.total = None if Curvature.too_large(n_units) else torch.zeros(n_units, n_units, dtype=torch.float64)
+        self.total = (
+            None
+            if Curvature.too_large(n_units)
+            else torch.zeros(n_units, n_units, dtype=torch.float64)
+        )
 
     def add(self, gradients: Tensor) -> None:
         self.n_examples += len(gradients)
@@ -201,9 +221,11 @@ class _Stream:
 
 
 @torch.inference_mode(False)
-@torch.enable_grad()  # whatever the caller has set: a gate made or reshaped without it is no part of the graph
+# Whatever the caller has set: a gate made or reshaped without it is no part of the graph.
+@torch.enable_grad()
 def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -> Tensor:
-    """``[examples, units]``: the rows of G that a batch gives, with every gate at ``at``, where the gates are."""
+    """``[examples, units]``: the rows of G that a batch gives, with every gate at ``at``, where the
+    gates are."""
     gates = open_gates(problem, gate_shapes(problem, batch), at)
     with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
         losses, gradients, slopes = _summed(problem, number, batch, gates)
@@ -213,10 +235,12 @@ def loss_gradients(problem: Problem, number: int, batch: Any, at: float = 1.0) -
 
 
 def token_gradients(problem: Problem) -> Tensor | Rows:
-    """``[examples, units]``: absolute gate gradients of single tokens, summed over the tokens of each example.
+    """``[examples, units]``: absolute gate gradients of single tokens, summed over the tokens of
+    each example.
 
     Raises:
-        InvalidValue: the loss couples examples; whose token's gate counts for whom is not defined then.
+        InvalidValue: the loss couples examples; whose token's gate counts for whom is not defined
+            then.
     """
 
     @torch.inference_mode(False)
@@ -224,24 +248,34 @@ def token_gradients(problem: Problem) -> Tensor | Rows:
     def of_batch(number: int, batch: Any) -> Tensor:
         size = batch_size(batch)
         lengths = _lengths(problem, batch, size)
-        gates = open_gates(problem, [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound])
+        gates = open_gates(
+            problem, [(size, lengths[b.site.name], len(b.site.heads)) for b in problem.bound]
+        )
         with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
             losses, gradients, slopes = _summed(problem, number, batch, gates)
             if coupled(problem, losses, slopes, gradients):
                 refuse_coupled(problem, "Taylor(reduce='token')")
-        absolute = [_units(problem, b, g).abs().sum(1) for b, g in zip(problem.bound, gradients, strict=True)]
+        absolute = [
+            _units(problem, b, g).abs().sum(1)
+            for b, g in zip(problem.bound, gradients, strict=True)
+        ]
         return torch.cat(absolute, 1)
 
-    return collected(_not_flat(problem, problem.pieces("gate gradients by token", of_batch, n_units(problem))))
+    return collected(
+        _not_flat(problem, problem.pieces("gate gradients by token", of_batch, n_units(problem)))
+    )
 
 
 def refuse_coupled_losses(problem: Problem, number: int, batch: Any, scorer: str) -> None:
-    """Refuses a loss that couples examples, for a scorer that has no use for one; found out on the first batch.
+    """Refuses a loss that couples examples, for a scorer that has no use for one; found out on the
+    first batch.
 
     Raises:
         InvalidValue: the loss of an example depends on others.
     """
-    if not problem.shared.get(LOSSES) and asks(problem, batch_size(batch), device_of(problem.model)):
+    if not problem.shared.get(LOSSES) and asks(
+        problem, batch_size(batch), device_of(problem.model)
+    ):
         loss_gradients(problem, number, batch)
     if problem.shared.get(LOSSES):
         refuse_coupled(problem, scorer)
@@ -250,7 +284,8 @@ def refuse_coupled_losses(problem: Problem, number: int, batch: Any, scorer: str
 def _summed(
     problem: Problem, number: int, batch: Any, gates: Mapping[str, Tensor]
 ) -> tuple[Tensor, list[Tensor], Slopes]:
-    """A batch's losses, the gradients of their sum with respect to gates, one a site, and those of weighted sums."""
+    """A batch's losses, the gradients of their sum with respect to gates, one a site, and those of
+    weighted sums."""
     losses = problem.losses(number, batch)
     asked = asks(problem, len(losses), losses.device)  # whether gradients of other sums follow
     gradients = gate_slopes(problem, losses.sum(), gates, keep_graph=asked)
@@ -258,7 +293,8 @@ def _summed(
 
 
 def slopes_of(numbers: Tensor, inputs: Sequence[Tensor]) -> Slopes:
-    """Gradients of weighted sums of ``numbers`` ``[examples]`` with respect to inputs with the examples first."""
+    """Gradients of weighted sums of ``numbers`` ``[examples]`` with respect to inputs with the
+    examples first."""
 
     def slopes(weights: Tensor) -> list[Tensor]:
         found = torch.autograd.grad(numbers, inputs, weights, retain_graph=True, allow_unused=True)
@@ -272,20 +308,30 @@ def gate_shapes(problem: Problem, batch: Any) -> list[tuple[int, ...]]:
     return [(batch_size(batch), len(b.site.heads)) for b in problem.bound]
 
 
-def open_gates(problem: Problem, shapes: Sequence[tuple[int, ...]], at: float = 1.0) -> dict[str, Tensor]:
-    """Gates that ask for their gradient, by site; the graph begins at the first of them, because weights are frozen."""
+def open_gates(
+    problem: Problem, shapes: Sequence[tuple[int, ...]], at: float = 1.0
+) -> dict[str, Tensor]:
+    """Gates that ask for their gradient, by site; the graph begins at the first of them, because
+    weights are frozen."""
     gates = {}
     for b, shape in zip(problem.bound, shapes, strict=True):
         weight = next(b.module.parameters())
         wide = torch.promote_types(weight.dtype, torch.float32)
-        gates[b.site.name] = torch.full(shape, at, device=device_of(b.module), dtype=wide, requires_grad=True)
+        gates[b.site.name] = torch.full(
+            shape, at, device=device_of(b.module), dtype=wide, requires_grad=True
+        )
     return gates
 
 
 def gate_slopes(
-    problem: Problem, total: Tensor, gates: Mapping[str, Tensor], what: str = "the loss", keep_graph: bool = False
+    problem: Problem,
+    total: Tensor,
+    gates: Mapping[str, Tensor],
+    what: str = "the loss",
+    keep_graph: bool = False,
 ) -> list[Tensor]:
-    """Gradients of a number with respect to the gates of ``open_gates``, one a site; see ``gradients_of``."""
+    """Gradients of a number with respect to the gates of ``open_gates``, one a site; see
+    ``gradients_of``."""
     found = gradients_of(problem, total, [[gate] for gate in gates.values()], what, keep_graph)
     return [gradient for (gradient,) in found]
 
@@ -302,7 +348,8 @@ def gradients_of(
     Args:
         problem: The problem.
         total: A sum over examples.
-        inputs: For every site, tensors that ask for their gradient: its gate, or what it read whenever it ran.
+        inputs: For every site, tensors that ask for their gradient: its gate, or what it read
+            whenever it ran.
         what: What the number is made of, for messages.
         keep_graph: Whether another number of the same graph follows.
 
@@ -319,18 +366,25 @@ def gradients_of(
         pairs = [(x, next(found)) for x in of_site]
         if b.site.heads and all(gradient is None for _, gradient in pairs):
             hint = "Leave this site out with sites=, or use a loss that depends on it."
-            raise InvalidValue(what, f"one that depends on {b.site.name}", "no dependence on it", hint)
-        gradients.append([torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs])
+            raise InvalidValue(
+                what, f"one that depends on {b.site.name}", "no dependence on it", hint
+            )
+        gradients.append(
+            [torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs]
+        )
     return gradients
 
 
 def by_unit(problem: Problem, gradients: Sequence[Tensor]) -> Tensor:
     """``[..., units]`` of all sites, side by side, from one tensor ``[..., heads]`` a site."""
-    return torch.cat([_units(problem, b, g) for b, g in zip(problem.bound, gradients, strict=True)], -1)
+    return torch.cat(
+        [_units(problem, b, g) for b, g in zip(problem.bound, gradients, strict=True)], -1
+    )
 
 
 def _units(problem: Problem, bound: BoundSite, gradient: Tensor) -> Tensor:
-    """Sums the members of each unit: heads that share a key/value head move together, so their gradients add."""
+    """Sums the members of each unit: heads that share a key/value head move together, so their
+    gradients add."""
     units = bound.site.units
     if units == tuple((head,) for head in bound.site.heads):
         return gradient
@@ -338,7 +392,9 @@ def _units(problem: Problem, bound: BoundSite, gradient: Tensor) -> Tensor:
     if key not in problem.shared:
         unit_of = {head: index for index, unit in enumerate(units) for head in unit}
         problem.shared[key] = sent([unit_of[h] for h in bound.site.heads], gradient.device)
-    found: Tensor = gradient.new_zeros(*gradient.shape[:-1], len(units)).index_add_(-1, problem.shared[key], gradient)
+    found: Tensor = gradient.new_zeros(*gradient.shape[:-1], len(units)).index_add_(
+        -1, problem.shared[key], gradient
+    )
     return found
 
 

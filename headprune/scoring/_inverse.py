@@ -1,4 +1,5 @@
-"""The inverse of a symmetric matrix, without a look at whether there is one: to look waits for an accelerator."""
+"""The inverse of a symmetric matrix, without a look at whether there is one: to look waits for an
+accelerator."""
 
 from __future__ import annotations
 

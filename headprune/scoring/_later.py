@@ -15,14 +15,16 @@ class Later:
     """Tests that were made where their numbers are, and the errors that they may lead to."""
 
     def __init__(self) -> None:
-        # By key: where it first failed, [] on the device and -1 where it did not; and what makes the error of it.
+        # By key: where it first failed, [] on the device and -1 where it did not; and what makes
+        # the error of it.
         self._tests: dict[Any, tuple[Tensor, Callable[[int], Exception]]] = {}
 
     def refuse(self, key: Any, failed: Tensor, error: Callable[[int], Exception]) -> None:
         """Adds a test.
 
         Args:
-            key: What is tested, and where; of several tests of one key the first that failed counts.
+            key: What is tested, and where; of several tests of one key the first that failed
+                counts.
             failed: Booleans of any shape.
             error: Makes the error of the first place that is True, counted flat.
         """

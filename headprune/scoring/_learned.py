@@ -1,4 +1,5 @@
-"""Scores from trained gates: the model is frozen, Adam trains the gates, on blocks of examples in data order."""
+"""Scores from trained gates: the model is frozen, Adam trains the gates, on blocks of examples in
+data order."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ class LearnedScorer(Scorer):
     """Trains gates and takes their weights for scores; a scorer says which gates.
 
     Args:
-        steps: Updates of the gates, one a block of examples; the data is gone through as often as that takes.
+        steps: Updates of the gates, one a block of examples; the data is gone through as often as
+            that takes.
         learning_rate: Of Adam.
-        block: Examples of an update, in data order, whatever the loader's batch size; the last one of a pass may be
-            smaller. Batches that are longer run once for every block in them.
+        block: Examples of an update, in data order, whatever the loader's batch size; the last one
+            of a pass may be smaller. Batches that are longer run once for every block in them.
         seed: Of the draws.
     """
 
@@ -68,22 +70,29 @@ class LearnedScorer(Scorer):
 
 
 class _Training:
-    """Gates in training: one draw of them a block of examples, all in fp64 on the CPU but for the gates in the model.
+    """Gates in training: one draw of them a block of examples, all in fp64 on the CPU but for the
+    gates in the model.
 
-    A draw and a step of Adam are hundreds of operations on a number a unit: a CPU has done them before a GPU's kernels
-    would have begun.
+    A draw and a step of Adam are hundreds of operations on a number a unit: a CPU has done them
+    before a GPU's kernels would have begun.
 
-    Noise is dealt out by the rank of a unit's `Magnitude` within its site, so that it follows a head wherever it stands
-    (among heads of exactly equal size, by place).
+    Noise is dealt out by the rank of a unit's `Magnitude` within its site, so that it follows a
+    head wherever it stands (among heads of exactly equal size, by place).
     """
 
     def __init__(self, settings: LearnedScorer, problem: Problem) -> None:
         self.settings, self.problem, self.distribution = settings, problem, settings.distribution()
         self.counts = [len(b.site.units) for b in problem.bound]
-        self.sizes = torch.tensor([len(u) for b in problem.bound for u in b.site.units], dtype=torch.float64)
+        self.sizes = torch.tensor(
+            [len(u) for b in problem.bound for u in b.site.units], dtype=torch.float64
+        )
         self.weights = self.distribution.initial(len(self.sizes)).double().requires_grad_()
-        self.multipliers = torch.zeros(self.distribution.n_multipliers, dtype=torch.float64, requires_grad=True)
-        self._trained = [self.weights, self.multipliers] if len(self.multipliers) else [self.weights]
+        self.multipliers = torch.zeros(
+            self.distribution.n_multipliers, dtype=torch.float64, requires_grad=True
+        )
+        self._trained = (
+            [self.weights, self.multipliers] if len(self.multipliers) else [self.weights]
+        )
         self.optimizer = torch.optim.Adam(self._trained, settings.learning_rate)
         by_size = Magnitude().estimate(problem).values.split(self.counts)
         self.ranks = [row.argsort(stable=True).argsort() for row in by_size]
@@ -118,14 +127,18 @@ class _Training:
             self.slopes = torch.zeros_like(self.sizes)
             self.draw()
         gates = self.placed()
-        with gated(self.problem.model, gates, sites_of(self.problem.bound)), recomputed(self.problem.model):
+        with (
+            gated(self.problem.model, gates, sites_of(self.problem.bound)),
+            recomputed(self.problem.model),
+        ):
             losses = self.problem.losses(number, batch)
             slopes = gate_slopes(self.problem, losses[some].sum(), gates)
         self.waiting.append(by_unit(self.problem, slopes))
         self.filled += some.stop - some.start
 
     def collect(self) -> None:
-        """Adds up the slopes of this block on the CPU: the one wait a block, because the next gates depend on them."""
+        """Adds up the slopes of this block on the CPU: the one wait a block, because the next gates
+        depend on them."""
         for slopes in in_main_memory(self.waiting):
             self.slopes += slopes.double()
         self.waiting = []
@@ -135,12 +148,17 @@ class _Training:
         self.drawn = self.distribution.sample(self.weights, self.dealt, self.sizes, self.step)
 
     def placed(self) -> dict[str, Tensor]:
-        """The drawn gates where the model wants them, one tensor ``[heads]`` a site, each the beginning of a graph."""
+        """The drawn gates where the model wants them, one tensor ``[heads]`` a site, each the
+        beginning of a graph."""
         gates = {}
-        for b, drawn in zip(self.problem.bound, self.drawn.detach().split(self.counts), strict=True):
+        for b, drawn in zip(
+            self.problem.bound, self.drawn.detach().split(self.counts), strict=True
+        ):
             weight = next(b.module.parameters())
             wide = torch.promote_types(weight.dtype, torch.float32)
-            gates[b.site.name] = sent(drawn[unit_of_heads(b)], device_of(b.module), wide).requires_grad_()
+            gates[b.site.name] = sent(
+                drawn[unit_of_heads(b)], device_of(b.module), wide
+            ).requires_grad_()
         return gates
 
     def update(self) -> None:
@@ -157,10 +175,23 @@ class _Training:
         """All that a training goes on from."""
         self.collect()
         counts = torch.tensor([self.step, self.filled, self.n_read])
-        own = {"counts": counts, "dealt": self.dealt, "slopes": self.slopes, "draws": self.generator.get_state()}
+        own = {
+            "counts": counts,
+            "dealt": self.dealt,
+            "slopes": self.slopes,
+            "draws": self.generator.get_state(),
+        }
         trained = {f"trained {i}": p.detach() for i, p in enumerate(self._trained)}
-        states = {i: self.optimizer.state[p] for i, p in enumerate(self._trained) if p in self.optimizer.state}
-        return own | trained | {f"adam {i} {name}": x for i, state in states.items() for name, x in state.items()}
+        states = {
+            i: self.optimizer.state[p]
+            for i, p in enumerate(self._trained)
+            if p in self.optimizer.state
+        }
+        return (
+            own
+            | trained
+            | {f"adam {i} {name}": x for i, state in states.items() for name, x in state.items()}
+        )
 
     def join(self, parts: list[Mapping[str, Tensor]]) -> None:
         """Goes on from the only ones of ``parts``."""
@@ -170,7 +201,11 @@ class _Training:
         self.generator.set_state(found["draws"])
         for i, p in enumerate(self._trained):
             p.data.copy_(found[f"trained {i}"])
-            adam = {name.removeprefix(f"adam {i} "): x for name, x in found.items() if name.startswith(f"adam {i} ")}
+            adam = {
+                name.removeprefix(f"adam {i} "): x
+                for name, x in found.items()
+                if name.startswith(f"adam {i} ")
+            }
             if adam:
                 self.optimizer.state[p] = adam
         if self.filled:
@@ -181,5 +216,8 @@ class _Training:
         told = self.distribution.told(weights, self.sizes, self.step)
         note = "No standard error: the gates were trained together, not averaged over examples."
         return Estimate(
-            weights, n_examples=min(self.n_read, self.problem.examples), seed=self.settings.seed, notes=(*told, note)
+            weights,
+            n_examples=min(self.n_read, self.problem.examples),
+            seed=self.settings.seed,
+            notes=(*told, note),
         )

@@ -1,8 +1,10 @@
-"""Attention maps: the probabilities that a site's values are averaged with, as its module itself computed them.
+"""Attention maps: the probabilities that a site's values are averaged with, as its module itself
+computed them.
 
-Fused kernels never make a map, so Transformers' models run eagerly here, and our own attention shows its weights.
-A map is known by what it is, ``[rows, heads, queries, keys]`` of non-negative numbers that sum to 1 over the keys at
-most (less with attention sinks), among what the attention module and its parts return.
+Fused kernels never make a map, so Transformers' models run eagerly here, and our own attention
+shows its weights. A map is known by what it is, ``[rows, heads, queries, keys]`` of non-negative
+numbers that sum to 1 over the keys at most (less with attention sinks), among what the attention
+module and its parts return.
 """
 
 from __future__ import annotations
@@ -36,17 +38,21 @@ _HINT = "Leave this site out with sites=, or take a scorer that needs no maps."
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
-    """Transformers' models inside ``model`` compute attention eagerly for as long as the block lasts.
+    """Transformers' models inside ``model`` compute attention eagerly for as long as the block
+    lasts.
 
-    Written into the configurations themselves, which attention modules ask in every call, because the model's own
-    switch also asks whether a kernel is installed, warns, and cannot be put back where parts had kernels of their own.
-    A model in fp64 takes its fp32 steps in fp64 too: its masks hold the least number of fp64, which is minus infinity
-    to a softmax in fp32, and so NaN in a row of padding on the left.
+    Written into the configurations themselves, which attention modules ask in every call, because
+    the model's own switch also asks whether a kernel is installed, warns, and cannot be put back
+    where parts had kernels of their own. A model in fp64 takes its fp32 steps in fp64 too: its
+    masks hold the least number of fp64, which is minus infinity to a softmax in fp32, and so NaN in
+    a row of padding on the left.
 
     Yields:
         What makes a batch one that means the same to eager attention as to the model's own.
     """
-    configurations = {id(c): c for m in model.modules() for c in _with_parts(getattr(m, "config", None))}
+    configurations = {
+        id(c): c for m in model.modules() for c in _with_parts(getattr(m, "config", None))
+    }
     before = [(c, getattr(c, _SWITCH)) for c in configurations.values()]
     double = any(p.dtype == torch.float64 for p in model.parameters())
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -64,7 +70,8 @@ def eager(model: nn.Module) -> Iterator[Callable[[Any], Any]]:
 def _with_added_masks(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with boolean masks of four axes as numbers that are added to scores.
 
-    To other kernels they say which keys may be seen; eager attention adds masks, and booleans would hide nothing.
+    To other kernels they say which keys may be seen; eager attention adds masks, and booleans would
+    hide nothing.
     """
     if not isinstance(batch, Mapping):
         return batch
@@ -72,8 +79,13 @@ def _with_added_masks(batch: Any, dtype: torch.dtype) -> Any:
     def added(mask: Tensor) -> Tensor:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
-    hide = [name for name in _MASKS if isinstance(batch.get(name), Tensor) and batch[name].ndim == 4]
-    return {**batch, **{name: added(batch[name]) for name in hide if batch[name].dtype == torch.bool}}
+    hide = [
+        name for name in _MASKS if isinstance(batch.get(name), Tensor) and batch[name].ndim == 4
+    ]
+    return {
+        **batch,
+        **{name: added(batch[name]) for name in hide if batch[name].dtype == torch.bool},
+    }
 
 
 def _with_parts(configuration: Any) -> Iterator[Any]:
@@ -86,9 +98,9 @@ def _with_parts(configuration: Any) -> Iterator[Any]:
 class Places:
     """Which of an attention module's tensors is its map, found out on the first batch.
 
-    That a tensor is a map its numbers tell, and to read them waits for an accelerator. So they are read once, of all
-    sites together. Later maps are taken from the same place; they are tested, too, and the answers are read where the
-    problem looks at its losses.
+    That a tensor is a map its numbers tell, and to read them waits for an accelerator. So they are
+    read once, of all sites together. Later maps are taken from the same place; they are tested,
+    too, and the answers are read where the problem looks at its losses.
     """
 
     def __init__(self, problem: Problem | None = None) -> None:
@@ -120,7 +132,9 @@ class Places:
             places = [_first_true(next(answers)) for _ in of_site]
             if None in places:
                 raise watch.no_map()
-            found[number] = [run[place] for run, place in zip(of_site, places, strict=True) if place is not None]
+            found[number] = [
+                run[place] for run, place in zip(of_site, places, strict=True) if place is not None
+            ]
             if len(set(places)) == 1 and places[0] is not None:
                 self.known[watch.bound.site.name] = places[0]
         return found
@@ -131,7 +145,9 @@ class Places:
     def _test(self, watch: _Watch, maps: list[Tensor]) -> None:
         if self.problem is not None and maps:
             others = torch.stack([~is_map(x) for x in maps])
-            self.problem.refuse_later(("a map", watch.bound.site.name), others, lambda _: watch.no_map())
+            self.problem.refuse_later(
+                ("a map", watch.bound.site.name), others, lambda _: watch.no_map()
+            )
 
 
 def _first_true(flags: Tensor) -> int | None:
@@ -139,14 +155,17 @@ def _first_true(flags: Tensor) -> int | None:
 
 
 def is_map(x: Tensor) -> Tensor:
-    """``[]``: whether ``[rows, heads, queries, keys]`` are probabilities over the keys; nobody looks."""
+    """``[]``: whether ``[rows, heads, queries, keys]`` are probabilities over the keys; nobody
+    looks."""
     x = x.detach()
     sums = x.sum(-1, dtype=torch.float32).nan_to_num(0)  # rows of padding may be NaN
     return (x.nan_to_num(0) >= 0).all() & (sums < 1.01).all() & (sums > 0).any()
 
 
 @contextmanager
-def mapping(bound: Iterable[BoundSite], places: Places, graph: bool = False) -> Iterator[Callable[[], Maps]]:
+def mapping(
+    bound: Iterable[BoundSite], places: Places, graph: bool = False
+) -> Iterator[Callable[[], Maps]]:
     """For as long as the block lasts, attention maps are taken from every forward pass.
 
     Args:
@@ -158,7 +177,8 @@ def mapping(bound: Iterable[BoundSite], places: Places, graph: bool = False) -> 
         A function that gives the maps of all passes since it was called last.
 
     Raises:
-        UnsupportedModel: in the forward pass: a module that runs and returns nothing of a map's shape.
+        UnsupportedModel: in the forward pass: a module that runs and returns nothing of a map's
+            shape.
     """
     watches = [_Watch(b, places, graph) for b in bound]
     with ExitStack() as stack:
@@ -174,8 +194,9 @@ def mapping(bound: Iterable[BoundSite], places: Places, graph: bool = False) -> 
 class _Watch:
     """The hooks on one attention module.
 
-    ``runs`` are the runs that nobody has asked for yet, each with the tensors that may be its map: what the module
-    returned, then what its parts did; where the place of the map is known, that one alone.
+    ``runs`` are the runs that nobody has asked for yet, each with the tensors that may be its map:
+    what the module returned, then what its parts did; where the place of the map is known, that one
+    alone.
     """
 
     def __init__(self, bound: BoundSite, places: Places, graph: bool) -> None:
@@ -191,9 +212,14 @@ class _Watch:
             kwargs = {**kwargs, "need_weights": True}
         if not self.graph:
             return args, kwargs
-        # The first input gets a graph of its own, unless an earlier run of the same module has given it one.
+        # The first input gets a graph of its own, unless an earlier run of the same module has
+        # given it one.
         values = [*args, *kwargs.values()]
-        first = next(i for i, v in enumerate(values) if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 2)
+        first = next(
+            i
+            for i, v in enumerate(values)
+            if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 2
+        )
         if not values[first].requires_grad:
             values[first] = values[first].detach().requires_grad_()
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
@@ -220,24 +246,32 @@ class _Watch:
 
     def _may_be_map(self, x: Tensor) -> bool:
         n_heads = len(self.bound.site.heads)
-        one_for_all = n_heads > 1 and x.ndim == 4 and x.stride(1) == 0  # their mean, shown once a head (WavLM)
+        one_for_all = (
+            n_heads > 1 and x.ndim == 4 and x.stride(1) == 0
+        )  # their mean, shown once a head (WavLM)
         return x.is_floating_point() and x.ndim == 4 and x.shape[1] == n_heads and not one_for_all
 
 
 def by_example(b: BoundSite, probabilities: Tensor, size: int) -> Tensor:
-    """``[examples, heads, queries, keys]``; the windows of an example become queries one after another."""
+    """``[examples, heads, queries, keys]``; the windows of an example become queries one after
+    another."""
     if len(probabilities) == size:
         return probabilities
     if len(probabilities) % size or not b.layout.windows:
-        raise UnsupportedModel(b.site.name, f"run on {size} examples", f"a map of {len(probabilities)} rows", _HINT)
+        raise UnsupportedModel(
+            b.site.name, f"run on {size} examples", f"a map of {len(probabilities)} rows", _HINT
+        )
     windows: Tensor = probabilities.unflatten(0, (size, -1))
     return windows.transpose(1, 2).flatten(2, 3)
 
 
-def visible(model: nn.Module, b: BoundSite, given: Told, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+def visible(
+    model: nn.Module, b: BoundSite, given: Told, shape: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
     """``[examples, queries]`` and ``[examples, keys]``: which queries and keys are no padding.
 
-    Keys of cross-attention follow ``key_mask``, all others the mask of the queries; see ``query_mask``.
+    Keys of cross-attention follow ``key_mask``, all others the mask of the queries; see
+    ``query_mask``.
     """
     size, queries, keys = shape
     device = device_of(b.module)
@@ -248,14 +282,21 @@ def visible(model: nn.Module, b: BoundSite, given: Told, shape: tuple[int, int, 
     else:
         of_keys = None if nothing else query_mask(model, b.site.kind, given, (size, keys))
     return (
-        torch.ones(size, queries, dtype=torch.bool, device=device) if of_queries is None else of_queries.to(device),
-        torch.ones(size, keys, dtype=torch.bool, device=device) if of_keys is None else of_keys.to(device),
+        torch.ones(size, queries, dtype=torch.bool, device=device)
+        if of_queries is None
+        else of_queries.to(device),
+        torch.ones(size, keys, dtype=torch.bool, device=device)
+        if of_keys is None
+        else of_keys.to(device),
     )
 
 
 @contextmanager
-def told(model: nn.Module, bound: Iterable[BoundSite], batch: Any) -> Iterator[dict[int, list[Told]]]:
-    """By site number, what tells the padding of each run that the block makes on a batch; see ``inputs_of``."""
+def told(
+    model: nn.Module, bound: Iterable[BoundSite], batch: Any
+) -> Iterator[dict[int, list[Told]]]:
+    """By site number, what tells the padding of each run that the block makes on a batch; see
+    ``inputs_of``."""
     bound = list(bound)
     given: dict[int, list[Told]] = {number: [] for number in range(len(bound))}
 
@@ -270,7 +311,8 @@ def told(model: nn.Module, bound: Iterable[BoundSite], batch: Any) -> Iterator[d
 
 
 class MapScorer(Scorer):
-    """A scorer that reads a number off every row of a map: mean over queries, examples and the unit's heads."""
+    """A scorer that reads a number off every row of a map: mean over queries, examples and the
+    unit's heads."""
 
     reads_loss: ClassVar[bool] = False
 
@@ -278,7 +320,9 @@ class MapScorer(Scorer):
     def of_rows(self, probabilities: Tensor) -> Tensor:
         """``[..., keys]`` in fp64, 0 where a key does not count, to ``[...]``."""
 
-    def kept(self, problem: Problem, b: BoundSite, given: Told, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    def kept(
+        self, problem: Problem, b: BoundSite, given: Told, shape: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor]:
         """Which queries and keys count."""
         return visible(problem.model, b, given, shape)
 
@@ -294,11 +338,17 @@ class MapScorer(Scorer):
             rows = [self._site(problem, b, found[i], given[i], size) for i, b in enumerate(bound)]
             return torch.cat([of_site.to(device) for of_site in rows], 1)
 
-        with torch.no_grad(), eager(problem.model) as taken, mapping(bound, Places(problem)) as maps:
+        with (
+            torch.no_grad(),
+            eager(problem.model) as taken,
+            mapping(bound, Places(problem)) as maps,
+        ):
             rows = problem.rows("attention maps", of_batch)
         return mean_over_examples(rows)
 
-    def _site(self, problem: Problem, b: BoundSite, runs: list[Tensor], given: list[Told], size: int) -> Tensor:
+    def _site(
+        self, problem: Problem, b: BoundSite, runs: list[Tensor], given: list[Told], size: int
+    ) -> Tensor:
         """``[examples, units]``, means over the queries of all runs."""
         total, count = [], []
         for probabilities, of_run in zip(checked_runs(b, runs), given, strict=True):
@@ -339,7 +389,8 @@ def unit_sums(b: BoundSite, heads: Tensor) -> Tensor:
 
 
 def _columns(b: BoundSite, heads: Tensor, unit: tuple[int, ...]) -> Tensor:
-    """``[examples, heads of the unit]``, one after the other: a list of places would have to be sent to the device."""
+    """``[examples, heads of the unit]``, one after the other: a list of places would have to be
+    sent to the device."""
     return torch.stack([heads[:, b.site.heads.index(head)] for head in unit], 1)
 
 
@@ -348,5 +399,7 @@ def mean_over_examples(rows: Tensor) -> Estimate:
     if not bool(torch.isfinite(rows).all()):
         row = int((~torch.isfinite(rows)).any(1).nonzero()[0])
         hint = "Look for NaN or infinite values in the batches."
-        raise InvalidValue(f"the attention maps of example {row}", "finite", "NaN or infinite", hint)
+        raise InvalidValue(
+            f"the attention maps of example {row}", "finite", "NaN or infinite", hint
+        )
     return averaged(rows)

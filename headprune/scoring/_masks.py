@@ -30,10 +30,12 @@ def mask_losses(
     max_bytes: int = 2**30,
     progress: bool | None = None,
 ) -> Tensor:
-    """How much each example's loss rises above the base's under each mask, as passes with ``gated`` would give it.
+    """How much each example's loss rises above the base's under each mask, as passes with ``gated``
+    would give it.
 
-    Layers that come before the first one where a mask differs from the base are played back, and several masks run as
-    one batch: masks that differ from the base by a swap of heads cost little more than half a pass each.
+    Layers that come before the first one where a mask differs from the base are played back, and
+    several masks run as one batch: masks that differ from the base by a swap of heads cost little
+    more than half a pass each.
 
     Args:
         model: The model; left as it was found.
@@ -51,7 +53,9 @@ def mask_losses(
     >>> from headprune import MultiHeadAttention, find_sites
     >>> model = nn.Sequential(MultiHeadAttention(8, 2))
     >>> mask = HeadMask.from_keep({"0": [1]}, {"0": 2})
-    >>> mask_losses(model, [torch.randn(4, 5, 8)], [mask], loss=lambda m, x: m(x).square().mean((1, 2))).shape
+    >>> mask_losses(
+    ...     model, [torch.randn(4, 5, 8)], [mask], loss=lambda m, x: m(x).square().mean((1, 2))
+    ... ).shape
     torch.Size([1, 4])
     """
     model = unwrap(model)
@@ -62,10 +66,14 @@ def mask_losses(
         problem.judge()
         settings = mask_rows(model, masks, bound)
         start = torch.ones_like(settings[0]) if base is None else mask_rows(model, [base], bound)[0]
-        return differences(problem, "losses of masks", settings, start, Replay(max_bytes), nothing).T
+        return differences(
+            problem, "losses of masks", settings, start, Replay(max_bytes), nothing
+        ).T
 
 
-def mask_rows(model: nn.Module, masks: Sequence[HeadMask | PruningPlan], bound: list[BoundSite]) -> Tensor:
+def mask_rows(
+    model: nn.Module, masks: Sequence[HeadMask | PruningPlan], bound: list[BoundSite]
+) -> Tensor:
     """``[masks, heads]``, on the CPU: the gates of all present heads, site after site."""
     rows = [[gate for _, gate in gate_tensors(model, mask, bound)] for mask in masks]
     flat = iter(in_main_memory(gate for row in rows for gate in row))

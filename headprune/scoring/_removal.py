@@ -1,4 +1,5 @@
-"""Units of a site removed one after the other, the cheapest first, while the rest takes over; many runs in one go."""
+"""Units of a site removed one after the other, the cheapest first, while the rest takes over; many
+runs in one go."""
 
 from __future__ import annotations
 
@@ -15,21 +16,26 @@ from headprune.scoring._inverse import inverted
 
 #: Runs that go together take at most so many bytes; a single run takes what it needs.
 AT_ONCE = 2**28
-#: What a run takes at its peak, in matrices of ``width ** 2`` fp64 numbers: C, and to find A's inverse.
+#: What a run takes at its peak, in matrices of ``width ** 2`` fp64 numbers: C, and to find A's
+#: inverse.
 MATRICES = 5
 #: A's diagonal is at least this share of the contexts' mean square.
 _ROUNDING = 1e-10
 
 
-def removed(factors: Sequence[Factors], weights: Tensor, examples: Tensor, ridge: float) -> list[Tensor]:
-    """Removes all units of every site, the cheapest first, in several runs; Python looks at nothing.
+def removed(
+    factors: Sequence[Factors], weights: Tensor, examples: Tensor, ridge: float
+) -> list[Tensor]:
+    """Removes all units of every site, the cheapest first, in several runs; Python looks at
+    nothing.
 
-    What goes at one site changes nothing at another, and a run is a choice of blocks. So runs, and sites of equal
-    shape, go together, as far as there is room (``AT_ONCE``): fewer calls, and larger ones.
+    What goes at one site changes nothing at another, and a run is a choice of blocks. So runs, and
+    sites of equal shape, go together, as far as there is room (``AT_ONCE``): fewer calls, and
+    larger ones.
 
-    Which unit goes is a number on the device, and picks its columns there: to bring A and C to the CPU instead would
-    cost one wait, too, but the ``width ** 2`` multiply-adds of every channel are a GPU's work (at a width of 4096, some
-    4e11 a site in fp64).
+    Which unit goes is a number on the device, and picks its columns there: to bring A and C to the
+    CPU instead would cost one wait, too, but the ``width ** 2`` multiply-adds of every channel are
+    a GPU's work (at a width of 4096, some 4e11 a site in fp64).
 
     Args:
         factors: The sums of every site.
@@ -38,19 +44,23 @@ def removed(factors: Sequence[Factors], weights: Tensor, examples: Tensor, ridge
         ridge: Added to A's diagonal, as a share of its mean.
 
     Returns:
-        For every site ``[runs, 2, units]``, on its device: units by number, in the order in which they go, and their
-        prices; NaN where a matrix has no inverse.
+        For every site ``[runs, 2, units]``, on its device: units by number, in the order in which
+        they go, and their prices; NaN where a matrix has no inverse.
     """
     sites = [_Site(f) for f in factors]
     found: list[list[Tensor]] = [[] for _ in factors]
     for jobs in _together(sites, len(weights)):
-        c = _joined([sites[site].slopes(weights[runs], examples[runs]) for site, runs in jobs.items()])
+        c = _joined(
+            [sites[site].slopes(weights[runs], examples[runs]) for site, runs in jobs.items()]
+        )
         parts = [sites[site].inverses(weights[runs], ridge) for site, runs in jobs.items()]
         failed = torch.cat([part for _, part in parts])
         inverse = _joined([part for part, _ in parts])
         del parts
         orders = _in_order(inverse, c, failed, *sites[next(iter(jobs))].shape)
-        for site, part in zip(jobs, orders.split([len(runs) for runs in jobs.values()]), strict=True):
+        for site, part in zip(
+            jobs, orders.split([len(runs) for runs in jobs.values()]), strict=True
+        ):
             found[site].append(part)
     return [torch.cat(parts) for parts in found]
 
@@ -75,7 +85,8 @@ def _together(sites: Sequence[_Site], n_runs: int) -> Iterator[dict[int, list[in
 
 
 class _Site:
-    """Where a site's units lie, in a table whose rows are of one length: what a unit has not stands for itself alone.
+    """Where a site's units lie, in a table whose rows are of one length: what a unit has not stands
+    for itself alone.
 
     Such a channel is 1 in A and 0 in C, and adds nothing to a price.
     """
@@ -98,8 +109,8 @@ class _Site:
         self.in_order = of_units == list(factors.bound.site.heads) and not self.n_more
 
     def inverses(self, weights: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-        """The inverse of A in the table's order, ``[runs, units * channels, units * channels]``; and ``[runs]``,
-        whether there was none."""
+        """The inverse of A in the table's order, ``[runs, units * channels, units * channels]``;
+        and ``[runs]``, whether there was none."""
         f = self.factors
         weights = sent(weights, f.weight.device, f.weight.dtype)
         total = (weights @ f.weight).clamp(min=torch.finfo(weights.dtype).tiny)
@@ -133,8 +144,8 @@ class _Site:
 def _in_order(inverse: Tensor, c: Tensor, failed: Tensor, n_units: int, length: int) -> Tensor:
     """``[runs, 2, units]``: the units in the order in which they go, and their prices.
 
-    What has gone is dropped: the last unit takes its place, and the matrices end a unit earlier, in place. So the work
-    is a third of what whole matrices would take.
+    What has gone is dropped: the last unit takes its place, and the matrices end a unit earlier, in
+    place. So the work is a third of what whole matrices would take.
 
     Args:
         inverse: ``[runs, units * length, units * length]``, of A; overwritten.
@@ -150,7 +161,9 @@ def _in_order(inverse: Tensor, c: Tensor, failed: Tensor, n_units: int, length: 
     for n_left in range(n_units, 0, -1):
         prices, broken = _prices(inverse, c, n_left, length)
         failed = failed | broken
-        by_name = torch.full((n_runs, n_units), torch.inf, dtype=c.dtype, device=c.device).scatter_(1, names, prices)
+        by_name = torch.full((n_runs, n_units), torch.inf, dtype=c.dtype, device=c.device).scatter_(
+            1, names, prices
+        )
         unit = by_name.argmin(1, keepdim=True)  # of equals, the first
         order.append(unit)
         paid.append(by_name.gather(1, unit))
@@ -166,7 +179,8 @@ def _in_order(inverse: Tensor, c: Tensor, failed: Tensor, n_units: int, length: 
 
 
 def _prices(inverse: Tensor, c: Tensor, n_units: int, length: int) -> tuple[Tensor, Tensor]:
-    """``[runs, units]``: what the loss rises by if each goes next; and ``[runs]``, where that has no answer."""
+    """``[runs, units]``: what the loss rises by if each goes next; and ``[runs]``, where that has
+    no answer."""
 
     def blocks(matrices: Tensor) -> Tensor:
         apart: Tensor = matrices.unflatten(2, (n_units, length)).unflatten(1, (n_units, length))
@@ -181,7 +195,8 @@ def _remove_(inverse: Tensor, c: Tensor, u: Tensor) -> Tensor:
     """The rest takes over what it can of a unit, whose place the last one then has.
 
     Args:
-        inverse: ``[runs, width, width]``. Without the last unit's rows and columns, it is the rest's afterwards.
+        inverse: ``[runs, width, width]``. Without the last unit's rows and columns, it is the
+            rest's afterwards.
         c: As ``inverse``.
         u: ``[runs, length]``, the unit's rows.
 
@@ -195,14 +210,16 @@ def _remove_(inverse: Tensor, c: Tensor, u: Tensor) -> Tensor:
     own, others = _taken_out_(c, u)
     # c - others' taken - taken' others + taken' own taken, in one product
     half = others - own @ taken / 2
-    c[:, :n_rest, :n_rest].baddbmm_(torch.cat([half, taken], 1).mT, torch.cat([taken, half], 1), alpha=-1)
+    c[:, :n_rest, :n_rest].baddbmm_(
+        torch.cat([half, taken], 1).mT, torch.cat([taken, half], 1), alpha=-1
+    )
     broken: Tensor = code != 0
     return broken
 
 
 def _taken_out_(matrix: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """A unit's rows ``[runs, length, length]`` at its own columns, ``[runs, length, rest]`` at the rest's; the last
-    unit takes its place in the matrix."""
+    """A unit's rows ``[runs, length, length]`` at its own columns, ``[runs, length, rest]`` at the
+    rest's; the last unit takes its place in the matrix."""
     width, length = matrix.shape[2], u.shape[1]
     at_rows = u[:, :, None].expand(-1, -1, width)
     at_columns = u[:, None, :].expand(-1, width, -1)

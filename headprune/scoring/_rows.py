@@ -1,4 +1,5 @@
-"""Rows of numbers as they come: whole as long as there is room, then their sums and means of neighbouring ones."""
+"""Rows of numbers as they come: whole as long as there is room, then their sums and means of
+neighbouring ones."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def room() -> int:
 class Rows:
     """Rows ``[rows, units]`` in fp64 on the CPU, in memory that does not grow with them.
 
-    Mean and standard error are those of all rows. Of the rows themselves stay means of neighbours, in equal blocks that
-    double whenever there is no room.
+    Mean and standard error are those of all rows. Of the rows themselves stay means of neighbours,
+    in equal blocks that double whenever there is no room.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,11 @@ class Rows:
             return
         here, total = rows.mean(0), self.count + len(rows)
         apart = here - self._mean
-        self._squares = self._squares + (rows - here).square().sum(0) + apart.square() * self.count * len(rows) / total
+        self._squares = (
+            self._squares
+            + (rows - here).square().sum(0)
+            + apart.square() * self.count * len(rows) / total
+        )
         self._mean, self.count = self._mean + apart * len(rows) / total, total
         missing = self._block - self._n_begun
         if len(rows) >= missing:
@@ -47,14 +52,20 @@ class Rows:
         n_full = len(rows) // self._block * self._block if not self._n_begun else 0
         if n_full:
             self._kept.append(rows[:n_full].unflatten(0, (-1, self._block)).mean(1))
-        self._begun, self._n_begun = self._begun + rows[n_full:].sum(0), self._n_begun + len(rows) - n_full
+        self._begun, self._n_begun = (
+            self._begun + rows[n_full:].sum(0),
+            self._n_begun + len(rows) - n_full,
+        )
         if sum(kept.nbytes for kept in self._kept) > room():
             self._halve()
 
     def _halve(self) -> None:
         kept = torch.cat(self._kept)
         if len(kept) % 2:
-            self._begun, self._n_begun = self._begun + kept[-1] * self._block, self._n_begun + self._block
+            self._begun, self._n_begun = (
+                self._begun + kept[-1] * self._block,
+                self._n_begun + self._block,
+            )
         self._kept = [kept[: len(kept) // 2 * 2].unflatten(0, (-1, 2)).mean(1)]
         self._block *= 2
 
@@ -66,7 +77,9 @@ class Rows:
     @property
     def mean_and_error(self) -> tuple[Tensor, Tensor | None]:
         """Of all rows; no error for a single one."""
-        return self._mean, (self._squares / (self.count - 1) / self.count).sqrt() if self.count > 1 else None
+        return self._mean, (
+            self._squares / (self.count - 1) / self.count
+        ).sqrt() if self.count > 1 else None
 
     def divided(self, by: Tensor) -> Rows:
         """The same of rows that were divided by a number a unit."""
@@ -128,7 +141,8 @@ def collected(parts: Iterable[Tensor]) -> Tensor | Rows:
 
 
 class Moments:
-    """What a test of paired differences needs of rows ``[rows, units]``, in memory that does not grow with them.
+    """What a test of paired differences needs of rows ``[rows, units]``, in memory that does not
+    grow with them.
 
     >>> seen = Moments()
     >>> seen.add(torch.tensor([[0.0, 1.0], [4.0, 1.0]], dtype=torch.float64))
@@ -138,13 +152,21 @@ class Moments:
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean, self._products, self.widest = torch.zeros(()), torch.zeros(()), torch.tensor(-torch.inf)
+        self.mean, self._products, self.widest = (
+            torch.zeros(()),
+            torch.zeros(()),
+            torch.tensor(-torch.inf),
+        )
 
     def add(self, rows: Tensor) -> None:
         """Adds rows."""
         here, total = rows.mean(0), self.count + len(rows)
         apart, centred = here - self.mean, rows - here
-        self._products = self._products + centred.T @ centred + apart.outer(apart) * (self.count * len(rows) / total)
+        self._products = (
+            self._products
+            + centred.T @ centred
+            + apart.outer(apart) * (self.count * len(rows) / total)
+        )
         self.mean, self.count = self.mean + apart * len(rows) / total, total
         widest = torch.stack([(column[:, None] - rows).amax(0) for column in rows.unbind(1)])
         self.widest = torch.maximum(widest, self.widest.to(widest))

@@ -1,7 +1,9 @@
-"""What batches have given so far, in a folder: a call that was cut off and is made again goes on after them.
+"""What batches have given so far, in a folder: a call that was cut off and is made again goes on
+after them.
 
-A call makes the same passes over the same batches in the same order, so what a batch gave is found by the number of its
-pass and its own; a digest of all batches up to it says whether the data are still the same.
+A call makes the same passes over the same batches in the same order, so what a batch gave is found
+by the number of its pass and its own; a digest of all batches up to it says whether the data are
+still the same.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from headprune.model.transfers import in_main_memory
 EVERY, _TIMES = 30.0, 20
 #: Of sums at the end of a pass, which nobody asks for again: so many seconds for each of ``EVERY``.
 _AT_END = 1 / 30
-#: Bytes of rows that wait to be written, and of all that a call keeps; what comes after that is made again.
+#: Bytes of rows that wait to be written, and of all that a call keeps; what comes after that is
+#: made again.
 _PIECE, LIMIT = 64 << 20, 4 << 30
 _CALL = "call.json"
 _HINT = "Give another folder, or take that one away to begin anew."
@@ -67,7 +70,8 @@ class Shelf:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder, self._n_passes, self._bytes, self._full = folder, 0, 0, False
-        self.whole = ""  # digest of the data of the last whole pass: what later ones make may depend on all of it
+        # Digest of the data of the last whole pass: what later passes make may depend on all of it.
+        self.whole = ""
         self._due = self.written = monotonic()
         self._due += EVERY
         self._places: dict[str, Path] = {}
@@ -87,7 +91,8 @@ class Shelf:
         return Kept(self, self._next(), of_batch)
 
     def added(self, sums: Mapping[str, Sums]) -> Added:
-        """For a pass, or several in turn, whose batches are added to ``sums``: what they held when they were kept."""
+        """For a pass, or several in turn, whose batches are added to ``sums``: what they held when
+        they were kept."""
         return Added(self, self._next(), sums)
 
     def _next(self) -> int:
@@ -95,7 +100,8 @@ class Shelf:
         return self._n_passes
 
     def rings(self) -> bool:
-        """Whether it is time to write: not often, and never for more than a small share of the time."""
+        """Whether it is time to write: not often, and never for more than a small share of the
+        time."""
         return monotonic() >= self._due
 
     def find(self, name: str) -> _Batch | None:
@@ -129,11 +135,16 @@ class Shelf:
         from safetensors.torch import save_file
 
         start = monotonic()
-        more = sum(tensor.nbytes for tensor in tensors.values()) - (path.stat().st_size if path.is_file() else 0)
+        more = sum(tensor.nbytes for tensor in tensors.values()) - (
+            path.stat().st_size if path.is_file() else 0
+        )
         self._full |= self._bytes + more > LIMIT
         if not self._full:
             here = in_main_memory(tensor.detach() for tensor in tensors.values())
-            whole = {name: tensor.contiguous().clone() for name, tensor in zip(tensors, here, strict=True)}
+            whole = {
+                name: tensor.contiguous().clone()
+                for name, tensor in zip(tensors, here, strict=True)
+            }
             words = json.dumps(said)
             with atomic_path(path) as place:
                 save_file(whole, place, {"said": words, "sha256": _sha256(whole, words)})
@@ -143,13 +154,16 @@ class Shelf:
 
 
 @contextmanager
-def opened(folder: Path | None, call: Mapping[str, str], seen: Sequence[float], close: float) -> Iterator[Shelf]:
+def opened(
+    folder: Path | None, call: Mapping[str, str], seen: Sequence[float], close: float
+) -> Iterator[Shelf]:
     """The shelf of a call, for as long as the block lasts; no other process has it then.
 
     Args:
         folder: Where; None keeps nothing.
         call: What two calls have in common if one can go on where the other was cut off, in words.
-        seen: Numbers that the model makes of its first batch: gates, precision or a loss of another kind show there.
+        seen: Numbers that the model makes of its first batch: gates, precision or a loss of another
+            kind show there.
         close: How far such numbers of the same call may be apart, relative.
 
     Raises:
@@ -162,13 +176,22 @@ def opened(folder: Path | None, call: Mapping[str, str], seen: Sequence[float], 
         path, own = folder / _CALL, {**call, "what the model makes of the first batch": list(seen)}
         try:
             theirs = json.loads(read_bytes(path)) if path.exists() else own
-            differing = sorted(name for name in {*theirs, *own} if not _alike(theirs.get(name), own.get(name), close))
+            differing = sorted(
+                name
+                for name in {*theirs, *own}
+                if not _alike(theirs.get(name), own.get(name), close)
+            )
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise InvalidValue(str(path), "what score(folder=) left there", "an unreadable file", _HINT) from error
+            raise InvalidValue(
+                str(path), "what score(folder=) left there", "an unreadable file", _HINT
+            ) from error
         if differing:
             got = f"those of another, which differs in {', '.join(differing)[:500]}"
             raise InvalidValue(
-                f"score(folder={str(folder.parent)!r})", "free, or with batches of this call", got, _HINT
+                f"score(folder={str(folder.parent)!r})",
+                "free, or with batches of this call",
+                got,
+                _HINT,
             )
         if not path.exists():
             write_atomic(path, json.dumps(own, indent=1, sort_keys=True).encode())
@@ -182,12 +205,17 @@ def _alike(a: Any, b: Any, close: float) -> bool:
 
 
 def _near(a: Any, b: Any, close: float) -> bool:
-    return bool(a == b) or math.isclose(float(a), float(b), rel_tol=close, abs_tol=close) or (a != a and b != b)
+    return (
+        bool(a == b)
+        or math.isclose(float(a), float(b), rel_tol=close, abs_tol=close)
+        or (a != a and b != b)
+    )
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a batch gave: the digest of all batches up to it, its rows, and what it left for later ones."""
+    """What a batch gave: the digest of all batches up to it, its rows, and what it left for later
+    ones."""
 
     mark: str
     rows: Tensor
@@ -197,7 +225,9 @@ class _Batch:
 class Kept:
     """Rows of a pass; see ``Shelf.rows``."""
 
-    def __init__(self, shelf: Shelf, number: int, of_batch: Callable[[int, Any], Tensor] | Rows) -> None:
+    def __init__(
+        self, shelf: Shelf, number: int, of_batch: Callable[[int, Any], Tensor] | Rows
+    ) -> None:
         self._shelf, self._pass, self._of_batch = shelf, number, of_batch
 
     def __call__(self, number: int, batch: Any, mark: str, check: Callable[[], None]) -> Tensor:
@@ -246,9 +276,19 @@ class Added:
             self._there = int(said["pass"]), int(said["batches"])
             self._mark, self._whole = str(said["mark"]), str(said["whole"])
             for name, one in sums.items():
-                one.join([{k.removeprefix(f"{name}/"): x for k, x in tensors.items() if k.startswith(f"{name}/")}])
+                one.join(
+                    [
+                        {
+                            k.removeprefix(f"{name}/"): x
+                            for k, x in tensors.items()
+                            if k.startswith(f"{name}/")
+                        }
+                    ]
+                )
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise InvalidValue(str(self._path), "sums of this call", "a file without them", _HINT) from error
+            raise InvalidValue(
+                str(self._path), "sums of this call", "a file without them", _HINT
+            ) from error
 
     @property
     def behind(self) -> bool:
@@ -287,7 +327,10 @@ class Added:
         if self._here[0] < self._there[0]:
             _same(self._whole, mark, self._here[1])
         self._whole = mark
-        if not self._saved and monotonic() - max(self._begun, self._shelf.written) >= EVERY * _AT_END:
+        if (
+            not self._saved
+            and monotonic() - max(self._begun, self._shelf.written) >= EVERY * _AT_END
+        ):
             self._write(check)
 
     def _write(self, check: Callable[[], None]) -> None:
@@ -295,8 +338,17 @@ class Added:
             return
         check()
         self._shelf.flush()
-        tensors = {f"{name}/{part}": x for name, one in self._sums.items() for part, x in one.parts().items()}
-        said = {"pass": self._here[0], "batches": self._here[1], "mark": self._mark, "whole": self._whole}
+        tensors = {
+            f"{name}/{part}": x
+            for name, one in self._sums.items()
+            for part, x in one.parts().items()
+        }
+        said = {
+            "pass": self._here[0],
+            "batches": self._here[1],
+            "mark": self._mark,
+            "whole": self._whole,
+        }
         self._shelf.write(self._path, tensors, said)
         self._saved = True
 
@@ -304,7 +356,9 @@ class Added:
 def _same(theirs: str, mark: str, number: int) -> None:
     if theirs != mark:
         got = f"what others gave, up to batch {number}"
-        raise InvalidValue("score(folder=)", "a folder with what these batches gave, in this order", got, _HINT)
+        raise InvalidValue(
+            "score(folder=)", "a folder with what these batches gave, in this order", got, _HINT
+        )
 
 
 def _rows_in(path: Path) -> Iterator[tuple[str, _Batch]]:

@@ -30,26 +30,32 @@ _SAME = 1e-13
 class Stable:
     """Stop as soon as the set of the ``k`` least important units is settled.
 
-    The data are looked at when ``first`` examples have been read and then whenever there are ``growth`` times as many.
-    At each look every unit inside the set is compared with every unit outside by the studentised mean of their paired
-    per-example differences, and the set is settled if all of these exceed a critical value. The critical value is
-    that of the two-step self-normalised test of many inequalities (Chernozhukov, Chetverikov and Kato 2019, "Inference
-    on Causal and Structural Parameters using Many Moment Inequalities"): pairs that are clearly ordered are set aside
-    first, and the union bound is paid for the close ones alone. So it is close to a single comparison where one pair
-    decides, whatever the number of heads. The error ``1 - confidence`` is divided over looks as 1/(j (j + 1)), which
-    sums to one, so that any number of looks is paid for (error spending: Lan and DeMets 1983).
+    The data are looked at when ``first`` examples have been read and then whenever there are
+    ``growth`` times as many. At each look every unit inside the set is compared with every unit
+    outside by the studentised mean of their paired per-example differences, and the set is settled
+    if all of these exceed a critical value. The critical value is that of the two-step
+    self-normalised test of many inequalities (Chernozhukov, Chetverikov and Kato 2019, "Inference
+    on Causal and Structural Parameters using Many Moment Inequalities"): pairs that are clearly
+    ordered are set aside first, and the union bound is paid for the close ones alone. So it is
+    close to a single comparison where one pair decides, whatever the number of heads. The error
+    ``1 - confidence`` is divided over looks as 1/(j (j + 1)), which sums to one, so that any number
+    of looks is paid for (error spending: Lan and DeMets 1983).
 
-    That is exact for many examples only, and no test of means holds for every distribution (Bahadur and Savage 1956):
-    what has not been seen leaves no trace in a variance. Two rules guard against it. Nothing is settled before an event
-    in a share ``rare`` of the examples would have been seen, ``(1 - rare)^n <= error``: 200 examples for 2 %. And from
-    each difference of means is taken what events too rare to be counted may be worth, ``R ln(1/error) / n`` with R the
-    largest deviation that was seen against the difference (the range term of an empirical Bernstein bound, Maurer and
-    Pontil 2009, theorem 4, with constant 1 and the range observed, because nobody knows the true one). What is left to
-    trust: events rarer than ``rare``, and tails that are much heavier than all that was read, may still change the set.
+    That is exact for many examples only, and no test of means holds for every distribution (Bahadur
+    and Savage 1956): what has not been seen leaves no trace in a variance. Two rules guard against
+    it. Nothing is settled before an event in a share ``rare`` of the examples would have been seen,
+    ``(1 - rare)^n <= error``: 200 examples for 2 %. And from each difference of means is taken what
+    events too rare to be counted may be worth, ``R ln(1/error) / n`` with R the largest deviation
+    that was seen against the difference (the range term of an empirical Bernstein bound, Maurer and
+    Pontil 2009, theorem 4, with constant 1 and the range observed, because nobody knows the true
+    one). What is left to
+    trust: events rarer than ``rare``, and tails that are much heavier than all that was read, may
+        still change the set.
 
-    The claim is about all data that those read are a random part of, so the batches must come in random order; sorted
-    ones (by length, by label) void it. With several scorers reading goes on until all of them are settled at one look,
-    each at the confidence given. Units that are equal in every example on both sides of the border are never told
+    The claim is about all data that those read are a random part of, so the batches must come in
+    random order; sorted ones (by length, by label) void it. With several scorers reading goes on
+    until all of them are settled at one look, each at the confidence given. Units that are equal in
+    every example on both sides of the border are never told
     apart: all data are read. Only ``batches`` are ever read, and no more of them than were needed.
 
     Args:
@@ -73,13 +79,20 @@ class Stable:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise InvalidValue("Stable.k", "a count of units >= 1", repr(self.k))
         if not 0 < self.confidence < 1:
-            raise InvalidValue("Stable.confidence", "between 0 and 1", self.confidence, "For example 0.95.")
+            raise InvalidValue(
+                "Stable.confidence", "between 0 and 1", self.confidence, "For example 0.95."
+            )
         if self.first < 2:
             raise InvalidValue("Stable.first", "at least 2 examples", self.first)
         if not self.growth > 1:
             raise InvalidValue("Stable.growth", "above 1", self.growth)
         if not 0 < self.rare < 1:
-            raise InvalidValue("Stable.rare", "a share of the examples between 0 and 1", self.rare, "For example 0.02.")
+            raise InvalidValue(
+                "Stable.rare",
+                "a share of the examples between 0 and 1",
+                self.rare,
+                "For example 0.02.",
+            )
 
     def error(self, look: int) -> float:
         """What the look of this number, counted from 1, may spend of the error."""
@@ -87,12 +100,13 @@ class Stable:
 
 
 def settled(seen: Moments, k: int, error: float, rare: float = 0.02) -> bool:
-    """Whether the k columns of the lowest means are, up to ``error``, those of the lowest expectations.
+    """Whether the k columns of the lowest means are, up to ``error``, those of the lowest
+    expectations.
 
-    ``T[x, y]`` speaks for x being lower than y. If the true set is S, then all T[x, y] with y in S, x outside have
-    expectations of at most zero. Every S but the measured one must be rejected, each at the level ``error``; sets that
-    contradict a clearly ordered pair (T of twice the first critical value) are rejected at once, and for all others
-    only the close pairs can matter.
+    ``T[x, y]`` speaks for x being lower than y. If the true set is S, then all T[x, y] with y in S,
+    x outside have expectations of at most zero. Every S but the measured one must be rejected, each
+    at the level ``error``; sets that contradict a clearly ordered pair (T of twice the first
+    critical value) are rejected at once, and for all others only the close pairs can matter.
 
     Args:
         seen: Of the numbers ``[examples, units]``.
@@ -103,14 +117,23 @@ def settled(seen: Moments, k: int, error: float, rare: float = 0.02) -> bool:
     n, n_units = seen.count, len(seen.mean)
     n_pairs = k * (n_units - k)
     clear = 2 * _critical(_CHOOSING * error, n_pairs, n)
-    if (1 - rare) ** n > error or math.isinf(clear):  # too few examples for any claim, whatever they look like
+    if (1 - rare) ** n > error or math.isinf(
+        clear
+    ):  # too few examples for any claim, whatever they look like
         return False
     studentised = _studentised(seen, error)
     lower = studentised >= clear
     surely_in = lower.sum(1) >= n_units - k
     surely_out = lower.sum(0) >= k
-    close = (studentised.abs() < clear) & ~surely_in[:, None] & ~surely_out[None] & ~torch.eye(n_units).bool()
-    n_close = min(int((close | close.T).triu().sum()), n_pairs)  # one direction of a pair at most is false
+    close = (
+        (studentised.abs() < clear)
+        & ~surely_in[:, None]
+        & ~surely_out[None]
+        & ~torch.eye(n_units).bool()
+    )
+    n_close = min(
+        int((close | close.T).triu().sum()), n_pairs
+    )  # one direction of a pair at most is false
     critical = _critical((1 - 2 * _CHOOSING) * error, n_close, n) if n_close else 0.0
     inside = torch.zeros(n_units, dtype=torch.bool)
     inside[lowest(seen.mean, k)] = True
@@ -118,17 +141,20 @@ def settled(seen: Moments, k: int, error: float, rare: float = 0.02) -> bool:
 
 
 def _studentised(seen: Moments, error: float) -> Tensor:
-    """``[units, units]``, antisymmetric: studentised differences of means, less what unseen rare events may be worth.
+    """``[units, units]``, antisymmetric: studentised differences of means, less what unseen rare
+    events may be worth.
 
-    An event that never showed in n examples has, up to ``error``, a share of at most ``ln(1/error) / n``; its size is
-    taken to be that of the largest deviation which was seen against the difference. An allowance beyond the difference
-    leaves 0, no evidence either way.
+    An event that never showed in n examples has, up to ``error``, a share of at most
+    ``ln(1/error) / n``; its size is taken to be that of the largest deviation which was seen
+    against the difference. An allowance beyond the difference leaves 0, no evidence either way.
     """
     n, means, covariance = seen.count, seen.mean, seen.covariance
     variance = covariance.diagonal()[:, None] + covariance.diagonal()[None] - 2 * covariance
     gap = means[None] - means[:, None]
     left = gap - (gap + seen.widest) * math.log(1 / error) / n
-    told = (left > 0) & (gap > _SAME * means.abs().max())  # columns that tie must not be told apart by rounding
+    told = (left > 0) & (
+        gap > _SAME * means.abs().max()
+    )  # columns that tie must not be told apart by rounding
     found = torch.where(told, left * (n / variance.clamp(min=0)) ** 0.5, torch.zeros_like(gap))
     return torch.where(told, found, -found.T)
 
@@ -139,17 +165,20 @@ def lowest(values: Tensor, k: int) -> Tensor:
 
 
 def _critical(error: float, n_pairs: int, n: int) -> float:
-    """Of the largest of ``n_pairs`` self-normalised sums of ``n`` terms; infinite where n is too small for any."""
+    """Of the largest of ``n_pairs`` self-normalised sums of ``n`` terms; infinite where n is too
+    small for any."""
     z = float(torch.special.ndtri(torch.tensor(error / n_pairs, dtype=torch.float64)))
     return -z / math.sqrt(1 - z * z / n) if z * z < n else math.inf
 
 
-def read_until(problem: Problem, scorers: list[tuple[str, Scorer]], until: Stable) -> list[Estimate]:
+def read_until(
+    problem: Problem, scorers: list[tuple[str, Scorer]], until: Stable
+) -> list[Estimate]:
     """Estimates from as many batches as it takes; ``problem.data`` becomes the digest of those.
 
     Raises:
-        InvalidValue: no data, a ``k`` that does not split the units, or a scorer whose score is no mean of one number
-            an example.
+        InvalidValue: no data, a ``k`` that does not split the units, or a scorer whose score is no
+            mean of one number an example.
     """
     n_units = sum(len(b.site.units) for b in problem.bound)
     if until.k >= n_units:
@@ -173,7 +202,9 @@ def read_until(problem: Problem, scorers: list[tuple[str, Scorer]], until: Stabl
             one.add(estimate)
         if look:
             looks += 1
-            done = all(settled(one.moments, until.k, until.error(looks), until.rare) for one in so_far)
+            done = all(
+                settled(one.moments, until.k, until.error(looks), until.rare) for one in so_far
+            )
         if done:
             break
     problem.data = digest.hexdigest()
@@ -181,11 +212,13 @@ def read_until(problem: Problem, scorers: list[tuple[str, Scorer]], until: Stabl
     return [one.joined(note) for one in so_far]
 
 
-def _parts(problem: Problem, until: Stable, digest: DataDigest, most: int) -> Iterator[tuple[list[Any], bool]]:
+def _parts(
+    problem: Problem, until: Stable, digest: DataDigest, most: int
+) -> Iterator[tuple[list[Any], bool]]:
     """The batches piece by piece, and whether the data are looked at after them.
 
-    A piece is what there is room for, as batches and as rows of ``most`` examples; more rows than that would come back
-    as means of neighbours. The first piece has two batches, if there are two.
+    A piece is what there is room for, as batches and as rows of ``most`` examples; more rows than
+    that would come back as means of neighbours. The first piece has two batches, if there are two.
 
     Raises:
         InvalidValue: no batches, or one so large that two have no room.
@@ -196,9 +229,15 @@ def _parts(problem: Problem, until: Stable, digest: DataDigest, most: int) -> It
     part: list[Any] = []
     examples = nbytes = 0
     for number, batch in enumerate(problem.batches):
-        size, bytes_here = batch_size(batch, f"batch {number}"), sum(t.nbytes for t in tensors(batch))
+        size, bytes_here = (
+            batch_size(batch, f"batch {number}"),
+            sum(t.nbytes for t in tensors(batch)),
+        )
         if 2 * size > most:
-            must = f"of at most {most // 2} examples, so that there is room for the numbers of two batches"
+            must = (
+                f"of at most {most // 2} examples, so that there is room for the numbers of two"
+                " batches"
+            )
             raise InvalidValue(f"batch {number}", must, f"{size} examples", "Use smaller batches.")
         whole = len(part) > 1 or not first
         if part and (examples + size > most or (whole and nbytes + bytes_here > room())):
@@ -209,7 +248,13 @@ def _parts(problem: Problem, until: Stable, digest: DataDigest, most: int) -> It
         examples, nbytes, seen = examples + size, nbytes + bytes_here, seen + size
         if seen >= target and (len(part) > 1 or not first):
             yield part, True
-            part, examples, nbytes, first, target = [], 0, 0, False, max(target, seen) * until.growth
+            part, examples, nbytes, first, target = (
+                [],
+                0,
+                0,
+                False,
+                max(target, seen) * until.growth,
+            )
     if part:
         yield part, True
     elif not seen:
@@ -262,17 +307,26 @@ def _checked(name: str, estimate: Estimate) -> Estimate:
     ):
         raise _refusal(name, "its score is no mean of one number an example")
     errors = _errors(estimate.samples)
-    if errors is not None and estimate.standard_errors is not None and not _alike(errors, estimate.standard_errors):
+    if (
+        errors is not None
+        and estimate.standard_errors is not None
+        and not _alike(errors, estimate.standard_errors)
+    ):
         raise _refusal(name, "its error has other parts than the choice of examples")
     return estimate
 
 
-def _check_additive(first: Problem, scorers: list[tuple[str, Scorer]], found: list[Estimate]) -> None:
-    """Refuses scorers whose numbers for an example depend on the other examples, for example by a common norm.
+def _check_additive(
+    first: Problem, scorers: list[tuple[str, Scorer]], found: list[Estimate]
+) -> None:
+    """Refuses scorers whose numbers for an example depend on the other examples, for example by a
+    common norm.
 
     It costs one batch more; such numbers cannot be put together from parts of the data.
     """
-    rounding = torch.finfo(next(first.model.parameters()).dtype).eps ** 0.5  # batches of another size round differently
+    rounding = (
+        torch.finfo(next(first.model.parameters()).dtype).eps ** 0.5
+    )  # batches of another size round differently
     for (name, scorer), together in zip(scorers, found, strict=True):
         alone = _rows(_checked(name, scorer.estimate(first)))
         if not _alike(alone, _rows(together)[: len(alone)], rounding):
@@ -286,7 +340,9 @@ def _alike(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> bool:
 
 def _refusal(name: str, reason: str) -> InvalidValue:
     must = "used with scorers whose score is a mean of one number an example"
-    return InvalidValue("score(until=)", must, f"{name!r}: {reason}", "Leave until= out, or take taylor or fisher.")
+    return InvalidValue(
+        "score(until=)", must, f"{name!r}: {reason}", "Leave until= out, or take taylor or fisher."
+    )
 
 
 def _errors(samples: Tensor) -> Tensor | None:
@@ -296,5 +352,10 @@ def _errors(samples: Tensor) -> Tensor | None:
 def _note(n: int, looks: int, done: bool, until: Stable) -> str:
     what = f"the set of the {until.k} lowest"
     if done:
-        return f"{what} is settled at confidence {until.confidence:g} after {n} examples (look {looks})"
-    return f"all {n} examples were read and {what} is not settled at confidence {until.confidence:g}"
+        return (
+            f"{what} is settled at confidence {until.confidence:g} after {n} examples (look"
+            f" {looks})"
+        )
+    return (
+        f"all {n} examples were read and {what} is not settled at confidence {until.confidence:g}"
+    )

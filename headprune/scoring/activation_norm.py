@@ -1,4 +1,5 @@
-"""Size of a head's activations: what it hands to the output projection, or what that makes of it."""
+"""Size of a head's activations: what it hands to the output projection, or what that makes of
+it."""
 
 from __future__ import annotations
 
@@ -15,16 +16,19 @@ from headprune.scoring._base import one_of
 class ActivationNorm(ActivationScorer):
     """``I_u = |a_u|`` with ``a_j = sqrt(mean_i (mean_t |x_itj|)^2)``: one forward pass, no labels.
 
-    x_itj is channel j of the output projection's input at token t of example i; the norm runs over the channels of
-    the unit's heads. With ``of="output"``, ``I_u = sqrt(mean_i (mean_t |W_u x_itu|)^2)``, the size of what the unit
-    adds to the layer's output: it sees W_O, and channels that cancel.
+    x_itj is channel j of the output projection's input at token t of example i; the norm runs over
+    the channels of the unit's heads. With ``of="output"``,
+    ``I_u = sqrt(mean_i (mean_t |W_u x_itu|)^2)``, the size of what the unit adds to the layer's
+    output: it sees W_O, and channels that cancel.
 
-    Source: Muralidharan et al. 2024, "Compact Language Models via Pruning and Knowledge Distillation" (Minitron),
-    section 2.2: absolute values, mean over the sequence, l2 over the batch, norm over the head. We take the root of
-    the mean over examples in place of the sum (a factor that all heads share) and leave padding out. The standard
-    error is a jackknife over 20 blocks of examples.
+    Source: Muralidharan et al. 2024, "Compact Language Models via Pruning and Knowledge
+    Distillation" (Minitron), section 2.2: absolute values, mean over the sequence, l2 over the
+    batch, norm over the head. We take the root of the mean over examples in place of the sum (a
+    factor that all heads share) and leave padding out. The standard error is a jackknife over 20
+    blocks of examples.
 
-    When: no labels, and one forward pass is all that can be paid; it does not see what the loss makes of a head.
+    When: no labels, and one forward pass is all that can be paid; it does not see what the loss
+    makes of a head.
 
     Args:
         of: ``channels`` (the paper) or ``output``.

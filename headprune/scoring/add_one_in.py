@@ -13,14 +13,15 @@ from headprune.scoring._base import Estimate, Problem, Scorer
 class AddOneIn(Scorer):
     """``I_h = mean_i [l_i(no head) - l_i(h alone)]``: the other end of ``leave_one_out``, labels.
 
-    The first marginal of the heads' Shapley value (Held & Yang 2022, "Shapley Head Pruning"), as ``leave_one_out`` is
-    the last. High for a head that needs no other one; a head that reads what others wrote scores nothing here. Cost and
-    settings are those of ``leave_one_out``.
+    The first marginal of the heads' Shapley value (Held & Yang 2022, "Shapley Head Pruning"), as
+    ``leave_one_out`` is the last. High for a head that needs no other one; a head that reads what
+    others wrote scores nothing here. Cost and settings are those of ``leave_one_out``.
 
     When: to see what each head can do alone; heads that work together are underrated.
 
     Args:
-        max_bytes: Bound on the memory for what is kept of a pass and for heads that run at once, about.
+        max_bytes: Bound on the memory for what is kept of a pass and for heads that run at once,
+            about.
         replay: False runs a whole pass a head.
     """
 
@@ -32,5 +33,7 @@ class AddOneIn(Scorer):
 
     def estimate(self, problem: Problem) -> Estimate:
         rows, replay = unit_rows(problem), Replay(self.max_bytes, self.replay)
-        samples = -differences(problem, "add one in", rows, rows.new_zeros(rows.shape[1]), replay, nothing)
+        samples = -differences(
+            problem, "add one in", rows, rows.new_zeros(rows.shape[1]), replay, nothing
+        )
         return replay.told(averaged(samples))

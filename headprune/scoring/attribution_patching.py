@@ -20,34 +20,41 @@ from headprune.scoring._coupling import alone, asks, coupled, noted
 from headprune.scoring._flat import refuse_flat
 from headprune.scoring._gradients import GradientScorer, by_unit, gathered, gradients_of, slopes_of
 
-#: By site number, the heads' outputs: one tensor for each time that the site runs in a pass, or one for all of them.
+#: By site number, the heads' outputs: one tensor for each time that the site runs in a pass, or one
+#: for all of them.
 Contexts: TypeAlias = dict[int, list[Tensor]]
 
 
 @dataclass(frozen=True)
 class AttributionPatching(GradientScorer):
-    """``I_h = mean_i sum_t <base_th - ctx_ith, dl_i/dctx_ith>``: at most two forward and one backward pass, labels.
+    """``I_h = mean_i sum_t <base_th - ctx_ith, dl_i/dctx_ith>``: at most two forward and one
+    backward pass, labels.
 
-    The first-order estimate of how much the loss rises when the head's output ``ctx``, the output projection's input,
-    is replaced at every token. Signed; higher is more important.
+    The first-order estimate of how much the loss rises when the head's output ``ctx``, the output
+    projection's input, is replaced at every token. Signed; higher is more important.
 
-    Source: Nanda 2023, "Attribution Patching: Activation Patching At Industrial Scale", and Syed, Rager, Conmy 2023,
-    "Attribution Patching Outperforms Automated Circuit Discovery". There the base is a corrupted input and
-    the metric a difference of logits; here the metric is the loss, and the base may be what ablations use.
+    Source: Nanda 2023, "Attribution Patching: Activation Patching At Industrial Scale", and Syed,
+    Rager, Conmy 2023, "Attribution Patching Outperforms Automated Circuit Discovery". There the
+    base is a corrupted input and the metric a difference of logits; here the metric is the loss,
+    and the base may be what ablations use.
 
-    When: the question is what a head passes on about its input (``corrupt``); to choose heads, take ``taylor``.
+    When: the question is what a head passes on about its input (``corrupt``); to choose heads, take
+    ``taylor``.
 
     Args:
-        base: ``zero``, which is ``Taylor(reduce="signed")`` and shares its pass; ``mean``, the head's mean output over
-            all tokens that are no padding, in all examples; ``corrupt``, its output at the same place when the model
-            runs on a corrupted batch.
-        corrupt: For ``corrupt``: ``batch -> corrupted batch``, with the same examples and tokens and whatever the loss
-            takes. It is given each batch on the model's device and must give the same for the same batch. For prepared
-            pairs let batches carry both, and pass a loss that runs the model on the clean part.
+        base: ``zero``, which is ``Taylor(reduce="signed")`` and shares its pass; ``mean``, the
+            head's mean output over all tokens that are no padding, in all examples; ``corrupt``,
+            its output at the same place when the model runs on a corrupted batch.
+        corrupt: For ``corrupt``: ``batch -> corrupted batch``, with the same examples and tokens
+            and whatever the loss takes. It is given each batch on the model's device and must give
+            the same for the same batch. For prepared pairs let batches carry both, and pass a loss
+            that runs the model on the clean part.
 
     The standard error is that of the mean over examples; the mean output is taken as known.
 
-    >>> AttributionPatching(base="corrupt", corrupt=lambda batch: {**batch, "input_ids": batch["input_ids"].flip(0)})
+    >>> AttributionPatching(
+    ...     base="corrupt", corrupt=lambda batch: {**batch, "input_ids": batch["input_ids"].flip(0)}
+    ... )
     AttributionPatching(base='corrupt', corrupt=<function <lambda> at ...>)
     """
 
@@ -73,7 +80,11 @@ class AttributionPatching(GradientScorer):
         means = mean_contexts(problem) if self.base == "mean" else {}
 
         def of_batch(number: int, batch: Any) -> Tensor:
-            bases = self._corrupted(problem, batch) if self.corrupt else {site: [m] for site, m in means.items()}
+            bases = (
+                self._corrupted(problem, batch)
+                if self.corrupt
+                else {site: [m] for site, m in means.items()}
+            )
             return _effects(problem, number, batch, bases)
 
         rows = problem.rows("attribution patching", of_batch)
@@ -104,7 +115,8 @@ class AttributionPatching(GradientScorer):
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tensor:
-    """``[examples, units]``: ``sum_t <base - ctx, dl/dctx>``, summed over the runs of a site and its unit's heads."""
+    """``[examples, units]``: ``sum_t <base - ctx, dl/dctx>``, summed over the runs of a site and
+    its unit's heads."""
     with leaves(problem) as contexts:
         losses = problem.losses(number, batch)
         asked = asks(problem, len(losses), losses.device)  # whether gradients of other sums follow
@@ -114,14 +126,18 @@ def _effects(problem: Problem, number: int, batch: Any, bases: Contexts) -> Tens
 
     def effects(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         sites = zip(range(len(sizes)), contexts, gradients, strict=True)
-        return [_effect(problem.bound[site], batch, losses, xs, bases[site], g) for site, xs, g in sites]
+        return [
+            _effect(problem.bound[site], batch, losses, xs, bases[site], g) for site, xs, g in sites
+        ]
 
     def slopes(weights: Tensor) -> list[Tensor]:
         flat = iter(of_sums(weights))
         return effects([[next(flat) for _ in range(size)] for size in sizes])
 
     together = effects(found)
-    return by_unit(problem, alone(losses, slopes) if coupled(problem, losses, slopes, together) else together)
+    return by_unit(
+        problem, alone(losses, slopes) if coupled(problem, losses, slopes, together) else together
+    )
 
 
 def _effect(
@@ -139,7 +155,9 @@ def _effect(
         x = rows_of(b, x.detach(), batch)
         if base.ndim > 1 and base.shape != x.shape:
             where = f"the corrupted batch at {b.site.name}, rows x tokens x width"
-            raise InvalidValue(where, f"as long as the clean one, {list(x.shape)}", list(base.shape))
+            raise InvalidValue(
+                where, f"as long as the clean one, {list(x.shape)}", list(base.shape)
+            )
         products = (base - x) * rows_of(b, gradient, batch)
         effect += products.reshape(len(losses), -1, len(b.site.heads), b.site.value_dim).sum((1, 3))
     return effect

@@ -12,15 +12,18 @@ from headprune.scoring._maps import MapScorer
 
 @dataclass(frozen=True)
 class Entropy(MapScorer):
-    """``I_h = mean_i mean_q sum_k A_qk log A_qk``, minus the entropy in nats: one eager forward pass, no labels.
+    """``I_h = mean_i mean_q sum_k A_qk log A_qk``, minus the entropy in nats: one eager forward
+    pass, no labels.
 
-    A is the head's attention map, q runs over the queries that are no padding. Higher is more focused, and that is
-    taken for more important here, the same way round as for ``confidence``. **A statistic of the map, not importance**:
-    a head may be sharp and of no use (many look at a separator only) or diffuse and needed.
+    A is the head's attention map, q runs over the queries that are no padding. Higher is more
+    focused, and that is taken for more important here, the same way round as for ``confidence``.
+    **A statistic of the map, not importance**: a head may be sharp and of no use (many look at a
+    separator only) or diffuse and needed.
 
-    Source: entropies of heads as in Clark et al. 2019, "What Does BERT Look At?", section 3.4. Every example counts the
-    same, whatever its length; a unit of several heads is their mean. Needs maps: Transformers' models run eagerly for
-    the pass, our own attention shows its weights, a fused kernel is refused.
+    Source: entropies of heads as in Clark et al. 2019, "What Does BERT Look At?", section 3.4.
+    Every example counts the same, whatever its length; a unit of several heads is their mean. Needs
+    maps: Transformers' models run eagerly for the pass, our own attention shows its weights, a
+        fused kernel is refused.
 
     When: to look at heads, or to repeat what papers did; not to choose which heads stay.
     """

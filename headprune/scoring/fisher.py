@@ -21,23 +21,25 @@ from headprune.scoring._gradients import GradientScorer, gate_gradients, gathere
 
 @dataclass(frozen=True)
 class Fisher(GradientScorer):
-    """``I_h = 1/2 mean_i (dl_i/dm_h)^2`` at gates m = 1: one forward and one backward pass with frozen weights, labels.
+    """``I_h = 1/2 mean_i (dl_i/dm_h)^2`` at gates m = 1: one forward and one backward pass with
+    frozen weights, labels.
 
-    Half the diagonal of the Fisher matrix ``G'G/N``: the rise of the loss when the head goes, to second order, with
-    the Fisher matrix for the Hessian and without the slope (``taylor2`` adds it). Never negative; it vanishes on
-    examples that the model has fitted, where ``ggn`` does not. The scores carry the whole matrix (``curvature``) for
-    the selector ``quadratic``; ``fisher_matrix`` gives it as a tensor.
+    Half the diagonal of the Fisher matrix ``G'G/N``: the rise of the loss when the head goes, to
+    second order, with the Fisher matrix for the Hessian and without the slope (``taylor2`` adds
+    it). Never negative; it vanishes on examples that the model has fitted, where ``ggn`` does not.
+    The scores carry the whole matrix (``curvature``) for the selector ``quadratic``;
+    ``fisher_matrix`` gives it as a tensor.
 
-    Source: Kwon et al. 2022, "A Fast Post-Training Pruning Framework for Transformers", the Fisher-based mask search.
-    The authors' code squares the mean gradient of a mini-batch of 32 (``mean^2 + variance / 32``), which is another
-    ranking; we square each example's own. The factor 1/2 of their expansion is kept, so that scores are in the loss's
-    unit.
+    Source: Kwon et al. 2022, "A Fast Post-Training Pruning Framework for Transformers", the
+    Fisher-based mask search. The authors' code squares the mean gradient of a mini-batch of 32
+    (``mean^2 + variance / 32``), which is another ranking; we square each example's own. The factor
+    1/2 of their expansion is kept, so that scores are in the loss's unit.
 
     When: labels, and ``quadratic`` is to select, which reads the whole matrix.
 
     Args:
-        block: Examples whose mean gradient is squared, in data order, whatever the loader's batch size. 1 is the
-            formula, 32 the authors' code.
+        block: Examples whose mean gradient is squared, in data order, whatever the loader's batch
+            size. 1 is the formula, 32 the authors' code.
 
     The standard error is that of the mean over examples (blocks).
     """
@@ -70,7 +72,8 @@ def fisher_matrix(
     structure: str = "full",
     block: int = 1,
 ) -> Tensor:
-    """The Fisher matrix of the gates, ``G'G/N``, ``[units, units]`` in fp64: the loss rises by ``1/2 (1-m)' I (1-m)``.
+    """The Fisher matrix of the gates, ``G'G/N``, ``[units, units]`` in fp64: the loss rises by
+    ``1/2 (1-m)' I (1-m)``.
 
     Args:
         model: The model; left as it was found.
@@ -81,16 +84,22 @@ def fisher_matrix(
         block: As in ``Fisher``.
 
     Raises:
-        InvalidValue: another structure, a block without examples, or what ``gate_gradients`` refuses.
+        InvalidValue: another structure, a block without examples, or what ``gate_gradients``
+            refuses.
     """
     one_of("fisher_matrix(structure=)", structure, ("full", "block", "diag"))
     _check_block("fisher_matrix(block=)", block)
     rows = in_blocks(gate_gradients(model, batches, loss, sites), block)
-    return structured(rows.T @ rows / len(rows), [len(b.site.units) for b in bind(unwrap(model), sites)], structure)
+    return structured(
+        rows.T @ rows / len(rows),
+        [len(b.site.units) for b in bind(unwrap(model), sites)],
+        structure,
+    )
 
 
 def structured(matrix: Tensor, sizes: list[int], structure: str) -> Tensor:
-    """The part of ``[units, units]`` that a structure keeps, 0 elsewhere; ``sizes`` are the units of each site."""
+    """The part of ``[units, units]`` that a structure keeps, 0 elsewhere; ``sizes`` are the units
+    of each site."""
     if structure == "full":
         return matrix
     if structure == "diag":

@@ -1,4 +1,5 @@
-"""How much a head's channels vary over tokens, weighed by what reads them: what their mean cannot stand in for."""
+"""How much a head's channels vary over tokens, weighed by what reads them: what their mean cannot
+stand in for."""
 
 from __future__ import annotations
 
@@ -9,21 +10,30 @@ import torch
 from torch import Tensor
 
 from headprune.model.transfers import in_main_memory
-from headprune.scoring._activations import ActivationScorer, Gathers, Moments, output_weight, unit_columns
+from headprune.scoring._activations import (
+    ActivationScorer,
+    Gathers,
+    Moments,
+    output_weight,
+    unit_columns,
+)
 from headprune.scoring._base import one_of
 
 
 @dataclass(frozen=True)
 class Fluctuation(ActivationScorer):
-    """``S_j = Var(x_j) |W_:,j|^2``, z-scored over the layer's channels, mean over a unit: one forward pass, no labels.
+    """``S_j = Var(x_j) |W_:,j|^2``, z-scored over the layer's channels, mean over a unit: one
+    forward pass, no labels.
 
-    x_j is channel j of the output projection's input over all tokens, W the projection. A channel that does not vary
-    can be replaced by its mean, a bias, at no loss: goes with recovery by ``mean_fold``.
+    x_j is channel j of the output projection's input over all tokens, W the projection. A channel
+    that does not vary can be replaced by its mean, a bias, at no loss: goes with recovery by
+    ``mean_fold``.
 
-    Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning" (FLAP), section 3.2 (WIFV) and 3.3
-    (standardisation, so that layers can be ranked together). Their running variance reads a mean that it has already
-    overwritten and comes out low; ours equals the two-pass variance (n - 1), whatever the batches. We take it over
-    single tokens, padding left out. The standard error is a jackknife over 20 blocks of examples.
+    Source: An et al. 2024, "Fluctuation-based Adaptive Structured Pruning" (FLAP), section 3.2
+    (WIFV) and 3.3 (standardisation, so that layers can be ranked together). Their running variance
+    reads a mean that it has already overwritten and comes out low; ours equals the two-pass
+    variance (n - 1), whatever the batches. We take it over single tokens, padding left out. The
+    standard error is a jackknife over 20 blocks of examples.
 
     When: no labels, and recovery is by ``mean_fold``.
 
@@ -53,4 +63,8 @@ class Fluctuation(ActivationScorer):
         given = list(statistics)
         varies = in_main_memory(s.variance(torch.ones_like(s.count)).any() for s in given)
         still = [s.bound.site.name for s, some in zip(given, varies, strict=True) if not bool(some)]
-        return (f"Nothing varies over the tokens at {', '.join(still)}: all scores there are 0.",) if still else ()
+        return (
+            (f"Nothing varies over the tokens at {', '.join(still)}: all scores there are 0.",)
+            if still
+            else ()
+        )

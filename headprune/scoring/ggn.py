@@ -1,7 +1,9 @@
-"""Curvature without labels: the generalised Gauss-Newton matrix of the gates, the Fisher matrix under the model itself.
+"""Curvature without labels: the generalised Gauss-Newton matrix of the gates, the Fisher matrix
+under the model itself.
 
-What the model puts out is read as distributions: of classes, of a number (regression), of yes and no for every class
-(several labels), of the next token at every position, of where an answer begins and ends.
+What the model puts out is read as distributions: of classes, of a number (regression), of yes and
+no for every class (several labels), of the next token at every position, of where an answer begins
+and ends.
 """
 
 from __future__ import annotations
@@ -27,40 +29,59 @@ from headprune.model.transfers import in_fp64, sent
 from headprune.scoring._averages import averaged, with_curvature
 from headprune.scoring._base import Estimate, Problem, Scorer, added, one_of
 from headprune.scoring._coupling import OUTPUTS, coupled, refuse_coupled
-from headprune.scoring._distributions import Distributions, content_seeds, distributions, drawn_labels
-from headprune.scoring._gradients import by_unit, gate_shapes, gate_slopes, n_units, open_gates, slopes_of
+from headprune.scoring._distributions import (
+    Distributions,
+    content_seeds,
+    distributions,
+    drawn_labels,
+)
+from headprune.scoring._gradients import (
+    by_unit,
+    gate_shapes,
+    gate_slopes,
+    n_units,
+    open_gates,
+    slopes_of,
+)
 from headprune.scoring._rows import collected
 from headprune.scoring.fisher import structured
 
 
 @dataclass(frozen=True)
 class Ggn(Scorer):
-    """``I_h = 1/2 mean_i [J_i' (diag p_i - p_i p_i') J_i]_hh``, ``J = dlogits/dm``: no labels, C - 1 backward passes.
+    """``I_h = 1/2 mean_i [J_i' (diag p_i - p_i p_i') J_i]_hh``, ``J = dlogits/dm``: no labels, C -
+    1 backward passes.
 
-    Half the diagonal of the Hessian of ``KL(p_full || p_m)`` at gates m = 1: how far the prediction moves when the
-    head goes, to second order. It does not vanish on examples that the model has fitted. The scores carry the whole
-    matrix (``curvature``) for the selector ``quadratic``. What takes the place of the softmax's ``diag p - p p'`` is
-    the second derivative of the default loss with respect to the output:
+    Half the diagonal of the Hessian of ``KL(p_full || p_m)`` at gates m = 1: how far the prediction
+    moves when the head goes, to second order. It does not vanish on examples that the model has
+    fitted. The scores carry the whole matrix (``curvature``) for the selector ``quadratic``. What
+    takes the place of the softmax's ``diag p - p p'`` is the second derivative of the default loss
+    with respect to the output:
 
-    - one distribution of C classes an example: exact with C - 1 backward passes of one forward graph, because logits
-      may be shifted until one of them does not move;
-    - regression with K outputs: ``2/K J'J``; several labels: ``1/K J' diag(p (1 - p)) J``; K backward passes;
-    - a distribution for every token (language models, token classification), or for both ends of an answer: the mean
-      over those that the default loss would count, estimated with labels drawn from the model's own predictions, one
-      backward pass a draw: ``E_y[g g'] / T`` for ``g`` the gradient of the T drawn labels' summed loss. Cross terms
-      vanish in expectation, so that one draw is unbiased.
+    - one distribution of C classes an example: exact with C - 1 backward passes of one forward
+      graph, because logits may be shifted until one of them does not move;
+    - regression with K outputs: ``2/K J'J``; several labels: ``1/K J' diag(p (1 - p)) J``; K
+      backward passes;
+    - a distribution for every token (language models, token classification), or for both ends of an
+      answer: the mean over those that the default loss would count, estimated with labels drawn
+      from the model's own predictions, one backward pass a draw: ``E_y[g g'] / T`` for ``g`` the
+      gradient of the T drawn labels' summed loss. Cross terms vanish in expectation, so that one
+      draw is unbiased.
 
-    Source: Martens 2020, "New Insights and Perspectives on the Natural Gradient Method" (JMLR 21, 146), for the matrix
-    and its equality with the Fisher matrix under the model's own distribution; here in the gates, not the weights.
-    Labels in a batch only say which positions count; a loss of your own is not asked.
+    Source: Martens 2020, "New Insights and Perspectives on the Natural Gradient Method" (JMLR 21,
+    146), for the matrix and its equality with the Fisher matrix under the model's own distribution;
+    here in the gates, not the weights. Labels in a batch only say which positions count; a loss of
+    your own is not asked.
 
-    When: no labels and few classes, above all where the model has fitted its examples; with ``quadratic``.
+    When: no labels and few classes, above all where the model has fitted its examples; with
+    ``quadratic``.
 
     Args:
-        draws: Labels drawn for every distribution; None is exact where an example has one, and 1 elsewhere. Give a
-            number where C is large.
-        seed: Of the draws. They are seeded by what an example contains, so that neither batches nor padding nor the
-            order of the data change them; examples that are equal draw equal labels.
+        draws: Labels drawn for every distribution; None is exact where an example has one, and 1
+            elsewhere. Give a number where C is large.
+        seed: Of the draws. They are seeded by what an example contains, so that neither batches nor
+            padding nor the order of the data change them; examples that are equal draw equal
+            labels.
 
     The standard error is that of the mean over examples; it contains the noise of the draws.
     """
@@ -75,7 +96,9 @@ class Ggn(Scorer):
     def estimate(self, problem: Problem) -> Estimate:
         n = n_units(problem)
         kept, drawn = not Curvature.too_large(n), False
-        total = torch.zeros(n, n, dtype=torch.float64) if kept else torch.empty(0)  # where the rows are
+        total = (
+            torch.zeros(n, n, dtype=torch.float64) if kept else torch.empty(0)
+        )  # where the rows are
 
         def halves(number: int, batch: Any) -> Tensor:
             nonlocal drawn, total
@@ -87,18 +110,27 @@ class Ggn(Scorer):
 
         samples = collected(problem.pieces("ggn", halves, n, keep=False))
         parts = problem.gathered("ggn", lambda: {"total": total, "drawn": torch.tensor(drawn)})
-        found = averaged(samples, seed=self.seed if any(bool(part["drawn"]) for part in parts) else None)
+        found = averaged(
+            samples, seed=self.seed if any(bool(part["drawn"]) for part in parts) else None
+        )
         found = with_curvature(found, n, lambda: added(parts, "total").cpu() / found.n_examples)
-        ignored = () if is_default(problem.loss) else ("loss= was not asked: ggn reads the output alone.",)
+        ignored = (
+            ()
+            if is_default(problem.loss)
+            else ("loss= was not asked: ggn reads the output alone.",)
+        )
         return replace(found, notes=(*found.notes, *ignored))
 
     @torch.inference_mode(False)
     @torch.enable_grad()
     def rows(self, problem: Problem, number: int, batch: Any) -> tuple[Tensor, bool]:
-        """``[examples, rows, units]`` whose outer products sum to each example's matrix; whether labels were drawn."""
+        """``[examples, rows, units]`` whose outer products sum to each example's matrix; whether
+        labels were drawn."""
         gates = open_gates(problem, gate_shapes(problem, batch))
         with gated(problem.model, gates, sites_of(problem.bound)), recomputed(problem.model):
-            found = distributions(problem.model, batch, f"batch {number}", problem.given, shift_of(problem.loss))
+            found = distributions(
+                problem.model, batch, f"batch {number}", problem.given, shift_of(problem.loss)
+            )
             numbers = found.numbers()
             if coupled(problem, numbers, slopes_of(numbers, list(gates.values())), key=OUTPUTS):
                 refuse_coupled(problem, "ggn", OUTPUTS)
@@ -109,7 +141,10 @@ class Ggn(Scorer):
                 targets = _drawn_losses(found, seeds, self.draws or 1)
             else:
                 output = found.logits[:, 0]
-                targets = [o.sum() for o in ((output[:, :-1] - output[:, -1:]) if softmax else output).unbind(1)]
+                targets = [
+                    o.sum()
+                    for o in ((output[:, :-1] - output[:, -1:]) if softmax else output).unbind(1)
+                ]
             slopes = []
             for target in targets:
                 keep = target is not targets[-1]
@@ -125,11 +160,15 @@ def _outer(rows: Tensor) -> Tensor:
 
 def _drawn_losses(found: Distributions, seeds: list[int], draws: int) -> list[Tensor]:
     logits = found.logits_counted()
-    return [functional.cross_entropy(logits, y, reduction="sum") for y in drawn_labels(found, seeds, draws)]
+    return [
+        functional.cross_entropy(logits, y, reduction="sum")
+        for y in drawn_labels(found, seeds, draws)
+    ]
 
 
 def _weighted(slopes: Tensor, found: Distributions, drawn: bool) -> Tensor:
-    """Rows ``[examples, rows, units]`` from the targets' slopes, by the second derivative of the loss."""
+    """Rows ``[examples, rows, units]`` from the targets' slopes, by the second derivative of the
+    loss."""
     if drawn:
         positions = sent(found.counted.sum(1).clamp(min=1).double(), slopes.device)
         return slopes / (positions * slopes.shape[1]).sqrt()[:, None, None]
@@ -140,7 +179,9 @@ def _weighted(slopes: Tensor, found: Distributions, drawn: bool) -> Tensor:
     if found.kind == "multi_label_classification":
         p = output.sigmoid()
         return slopes * (p * (1 - p) / output.shape[1]).sqrt().unsqueeze(-1)
-    slopes = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1)  # the last logit, against itself
+    slopes = torch.cat(
+        [slopes, torch.zeros_like(slopes[:, :1])], 1
+    )  # the last logit, against itself
     p = output.softmax(-1).unsqueeze(-1)
     return p.sqrt() * (slopes - (p * slopes).sum(1, keepdim=True))
 

@@ -1,4 +1,5 @@
-"""Learned gates that close under a penalty on open ones: how open each is after all were trained together."""
+"""Learned gates that close under a penalty on open ones: how open each is after all were trained
+together."""
 
 from __future__ import annotations
 
@@ -11,13 +12,16 @@ from headprune.scoring._learned import LearnedScorer
 
 @dataclass(frozen=True)
 class HardConcrete(LearnedScorer):
-    """``I_h = log a_h`` at the minimum of ``mean_i l_i(g) + penalty(P(g > 0))``: `steps` forward and backward, labels.
+    """``I_h = log a_h`` at the minimum of ``mean_i l_i(g) + penalty(P(g > 0))``: `steps` forward
+    and backward, labels.
 
-    g_h is a hard concrete gate, whose log-odds of being open grow with log a_h; the model's weights are frozen. The
-    scores tell best at about the wanted number of heads: far below it, heads that closed first are hardly told apart.
+    g_h is a hard concrete gate, whose log-odds of being open grow with log a_h; the model's weights
+    are frozen. The scores tell best at about the wanted number of heads: far below it, heads that
+    closed first are hardly told apart.
 
-    Source: Louizos et al. 2018; Voita et al. 2019, who train the weights as well: for that see ``hp.learned_gates``,
-    which has the formula, both penalties and where we differ. Draws are one a block, for all of its examples.
+    Source: Louizos et al. 2018; Voita et al. 2019, who train the weights as well: for that see
+    ``hp.learned_gates``, which has the formula, both penalties and where we differ. Draws are one a
+    block, for all of its examples.
 
     When: many heads go, and some hundred training steps can be paid: heads are judged together.
 
@@ -27,9 +31,10 @@ class HardConcrete(LearnedScorer):
         warmup: Updates in which the target, or the price, is approached.
         temperature: Of the concrete distribution.
 
-    Further settings, of both learned scorers: ``steps``, updates of the gates; ``learning_rate`` of Adam; ``block``,
-    examples of an update, in data order, whatever the loader's batch size; ``seed`` of the draws. The order of the data
-    matters as far as examples move from one block to another.
+    Further settings, of both learned scorers: ``steps``, updates of the gates; ``learning_rate`` of
+    Adam; ``block``, examples of an update, in data order, whatever the loader's batch size;
+    ``seed`` of the draws. The order of the data matters as far as examples move from one block to
+    another.
     """
 
     keep: float | int | None = 0.5
@@ -38,4 +43,6 @@ class HardConcrete(LearnedScorer):
     temperature: float = 0.33
 
     def distribution(self) -> GateDistribution:
-        return Gates(keep=self.keep, price=self.price, warmup=self.warmup, temperature=self.temperature)
+        return Gates(
+            keep=self.keep, price=self.price, warmup=self.warmup, temperature=self.temperature
+        )

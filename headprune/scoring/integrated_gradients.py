@@ -1,4 +1,5 @@
-"""The gates' gradients along the way from no heads to all heads: Aumann-Shapley values of the heads."""
+"""The gates' gradients along the way from no heads to all heads: Aumann-Shapley values of the
+heads."""
 
 from __future__ import annotations
 
@@ -26,21 +27,25 @@ _GAP = 0.05
 
 @dataclass(frozen=True)
 class IntegratedGradients(Scorer):
-    """``I_h = -mean_i int_0^1 dl_i/dm_h (a, ..., a) da``: ``points`` passes forward and backward, two forward, labels.
+    """``I_h = -mean_i int_0^1 dl_i/dm_h (a, ..., a) da``: ``points`` passes forward and backward,
+    two forward, labels.
 
-    All gates of all sites go from 0 to 1 together, and each head gets its share of the loss that is saved on the way:
-    ``sum_h I_h = L(no heads) - L(all heads)``, up to the quadrature. Higher is more important; negative where a head
-    costs loss. Unlike ``taylor`` it sees a head whose slope at 1 is flat because others do the same.
+    All gates of all sites go from 0 to 1 together, and each head gets its share of the loss that is
+    saved on the way: ``sum_h I_h = L(no heads) - L(all heads)``, up to the quadrature. Higher is
+    more important; negative where a head costs loss. Unlike ``taylor`` it sees a head whose slope
+    at 1 is flat because others do the same.
 
-    Source: Sundararajan, Taly, Yan 2017, "Axiomatic Attribution for Deep Networks", section 3, and Aumann, Shapley
-    1974 for a game with shares. Differs in the variable, gates instead of inputs with the base 0, and in the sum:
-    Gauss-Legendre, exact for polynomials up to degree ``2 points - 1``, instead of equal steps.
+    Source: Sundararajan, Taly, Yan 2017, "Axiomatic Attribution for Deep Networks", section 3, and
+    Aumann, Shapley 1974 for a game with shares. Differs in the variable, gates instead of inputs
+    with the base 0, and in the sum: Gauss-Legendre, exact for polynomials up to degree
+    ``2 points - 1``, instead of equal steps.
 
     When: labels, and many heads go together: it sees heads that stand in for each other.
 
     Args:
-        points: Of the quadrature. The loss may change fast where the gates are almost closed, because a norm makes
-            little much; a note tells where the sum over heads misses the whole by more than 5 %.
+        points: Of the quadrature. The loss may change fast where the gates are almost closed,
+            because a norm makes little much; a note tells where the sum over heads misses the whole
+            by more than 5 %.
 
     The standard error is that of the mean over examples.
     """
@@ -57,8 +62,13 @@ class IntegratedGradients(Scorer):
         whole = 0.0
 
         def of_batch(number: int, batch: Any) -> Tensor:
-            parts = [weight * in_fp64(loss_gradients(problem, number, batch, at)) for at, weight in places]
-            return torch.cat([-torch.stack(parts).sum(0), _saved(problem, number, batch).unsqueeze(1)], 1)
+            parts = [
+                weight * in_fp64(loss_gradients(problem, number, batch, at))
+                for at, weight in places
+            ]
+            return torch.cat(
+                [-torch.stack(parts).sum(0), _saved(problem, number, batch).unsqueeze(1)], 1
+            )
 
         def shares() -> Iterator[Tensor]:
             nonlocal whole
@@ -67,7 +77,9 @@ class IntegratedGradients(Scorer):
                 yield piece[:, :-1]
 
         found = noted(problem, averaged(collected(shares())))
-        return replace(found, notes=(*found.notes, *_gap(float(found.values.sum()), whole / found.n_examples)))
+        return replace(
+            found, notes=(*found.notes, *_gap(float(found.values.sum()), whole / found.n_examples))
+        )
 
 
 @torch.inference_mode(False)
@@ -76,7 +88,11 @@ def _saved(problem: Problem, number: int, batch: Any) -> Tensor:
     """``[examples]``: the loss without any head minus the loss."""
     losses = []
     for at in (0.0, 1.0):
-        with gated(problem.model, open_gates(problem, gate_shapes(problem, batch), at), sites_of(problem.bound)):
+        with gated(
+            problem.model,
+            open_gates(problem, gate_shapes(problem, batch), at),
+            sites_of(problem.bound),
+        ):
             losses.append(in_fp64(problem.losses(number, batch)))
     return losses[0] - losses[1]
 
@@ -84,4 +100,9 @@ def _saved(problem: Problem, number: int, batch: Any) -> Tensor:
 def _gap(total: float, whole: float) -> tuple[str, ...]:
     if abs(total - whole) <= _GAP * abs(whole):
         return ()
-    return (f"The scores sum to {total:.4g}, but the loss rises by {whole:.4g} without any head: take more points.",)
+    return (
+        (
+            f"The scores sum to {total:.4g}, but the loss rises by {whole:.4g} without any head:"
+            " take more points."
+        ),
+    )

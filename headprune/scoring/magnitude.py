@@ -1,4 +1,5 @@
-"""Size of a head's weights: norm of its value rows times norm of its output columns; needs no data."""
+"""Size of a head's weights: norm of its value rows times norm of its output columns; needs no
+data."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ from headprune.scoring._base import Estimate, Problem, Scorer
 
 @dataclass(frozen=True)
 class Magnitude(Scorer):
-    """``I_h = |W_V,h| |W_O,h|`` (Frobenius norms), a bound on what the head can write for a unit input; no data.
+    """``I_h = |W_V,h| |W_O,h|`` (Frobenius norms), a bound on what the head can write for a unit
+    input; no data.
 
-    A baseline that every report shows. Where a layout has no value slab the output columns stand alone.
+    A baseline that every report shows. Where a layout has no value slab the output columns stand
+    alone.
 
     When: there are no data at all, or as a baseline; it can be worse than chance.
     """
@@ -44,11 +47,15 @@ def _size(bound: BoundSite, unit: tuple[int, ...]) -> Tensor:
     apart = any("value" in slab.units for slab in bound.slabs)
     for slab in bound.slabs:
         target = lookup(bound.module, slab.path)
-        if isinstance(target, nn.ModuleList):  # one module a head: its value's weights are among its own
+        if isinstance(
+            target, nn.ModuleList
+        ):  # one module a head: its value's weights are among its own
             if apart and "value" not in slab.units:
                 continue
             heads = groups if apart else positions
-            weights = [whole(p.detach()).double().flatten() for h in heads for p in target[h].parameters()]
+            weights = [
+                whole(p.detach()).double().flatten() for h in heads for p in target[h].parameters()
+            ]
             size = size * torch.cat(weights).norm()
             continue
         weight = whole(target) if isinstance(target, Tensor) else effective_weight(target)

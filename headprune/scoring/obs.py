@@ -1,4 +1,5 @@
-"""Block optimal brain surgeon: how much worse a layer's output can be reconstructed without a head."""
+"""Block optimal brain surgeon: how much worse a layer's output can be reconstructed without a
+head."""
 
 from __future__ import annotations
 
@@ -8,30 +9,40 @@ import torch
 from torch import Tensor
 
 from headprune.core.errors import InvalidValue
-from headprune.scoring._activations import ActivationScorer, Gathers, Products, output_weight, unit_columns
+from headprune.scoring._activations import (
+    ActivationScorer,
+    Gathers,
+    Products,
+    output_weight,
+    unit_columns,
+)
 from headprune.scoring._constant import ConstantWork
 from headprune.scoring._inverse import inverted
 
 
 @dataclass(frozen=True)
 class Obs(ActivationScorer, ConstantWork):
-    """``rho_u = tr(W_u [(H^-1)_uu]^-1 W_u')`` with ``H = X'X / N + lambda I``: one forward pass, no labels.
+    """``rho_u = tr(W_u [(H^-1)_uu]^-1 W_u')`` with ``H = X'X / N + lambda I``: one forward pass, no
+    labels.
 
-    X ``[N, width]`` is what the output projection W reads at N tokens, W_u and ``(H^-1)_uu`` are the columns of a
-    unit's heads. rho is exactly how much the smallest ``mean_t |W x_t - V x_t|^2 + lambda |W - V|^2`` rises from 0
-    when V may not use the unit: the price of a head after the others have been refitted (recovery by least squares).
+    X ``[N, width]`` is what the output projection W reads at N tokens, W_u and ``(H^-1)_uu`` are
+    the columns of a unit's heads. rho is exactly how much the smallest
+    ``mean_t |W x_t - V x_t|^2 + lambda |W - V|^2`` rises from 0 when V may not use the unit: the
+    price of a head after the others have been refitted (recovery by least squares).
 
-    Source: Hassibi, Stork 1992, equation (5), for single weights; in blocks Kurtic et al. 2023 (ZipLM), section 3.1,
-    and Ling et al. 2024 (SlimGPT). We take the mean over tokens, so that scores do not grow with the data; the
-    ranking within a layer is the same. One unit alone is judged: two that stand in for each other both score low.
+    Source: Hassibi, Stork 1992, equation (5), for single weights; in blocks Kurtic et al. 2023
+    (ZipLM), section 3.1, and Ling et al. 2024 (SlimGPT). We take the mean over tokens, so that
+    scores do not grow with the data; the ranking within a layer is the same. One unit alone is
+    judged: two that stand in for each other both score low.
 
     When: no labels, few heads go, and the rest is refitted (recovery by ``lstsq``).
-    Cost: one forward pass, ``width ** 2`` multiply-adds a token and ``blocks + 1`` inversions a site; memory
-    ``blocks * width ** 2`` fp64 numbers a site.
+    Cost: one forward pass, ``width ** 2`` multiply-adds a token and ``blocks + 1`` inversions a
+    site; memory ``blocks * width ** 2`` fp64 numbers a site.
 
     Args:
         ridge: lambda as a share of the mean of the diagonal of ``X'X / N``.
-        blocks: Blocks of examples for the standard error (a jackknife); 1 gives none and saves memory.
+        blocks: Blocks of examples for the standard error (a jackknife); 1 gives none and saves
+            memory.
     """
 
     ridge: float = 1e-2
@@ -62,7 +73,8 @@ class Obs(ActivationScorer, ConstantWork):
             block, code = torch.linalg.inv_ex(inverse[unit][:, unit])
             values.append((columns @ block * columns).sum())
             failed = failed | (code != 0)
-        # Nobody looks here, for that would wait for an accelerator: ``refused`` says why a number is missing.
+        # Nobody looks here, for that would wait for an accelerator: ``refused`` says why a number
+        # is missing.
         return torch.stack(values).masked_fill(failed, torch.nan)
 
     def refused(self, statistic: Products) -> InvalidValue:
@@ -70,7 +82,9 @@ class Obs(ActivationScorer, ConstantWork):
         if not bool(torch.isfinite(statistic.mean(everything)).all()):
             return super().refused(statistic)
         got = f"{self.ridge} at {statistic.bound.site.name}, whose channels depend on each other"
-        return InvalidValue("Obs.ridge", "large enough to invert X'X", got, "Use 1e-2, or more data.")
+        return InvalidValue(
+            "Obs.ridge", "large enough to invert X'X", got, "Use 1e-2, or more data."
+        )
 
 
 class _OnlyPasses(Obs):

@@ -12,7 +12,8 @@ from headprune.scoring._base import Estimate, Problem, Scorer
 
 @dataclass(frozen=True)
 class Random(Scorer):
-    """``I_h`` uniform in [0, 1), drawn from a generator of its own; torch's random state is left alone.
+    """``I_h`` uniform in [0, 1), drawn from a generator of its own; torch's random state is left
+    alone.
 
     When: as the baseline that every other scorer must beat.
 
@@ -26,4 +27,6 @@ class Random(Scorer):
     def estimate(self, problem: Problem) -> Estimate:
         generator = torch.Generator().manual_seed(self.seed)
         n_units = sum(len(b.site.units) for b in problem.bound)
-        return Estimate(torch.rand(n_units, generator=generator, dtype=torch.float64), seed=self.seed)
+        return Estimate(
+            torch.rand(n_units, generator=generator, dtype=torch.float64), seed=self.seed
+        )

@@ -1,4 +1,5 @@
-"""Learned gates of which exactly k are open: the weights by which a soft subset of heads was found."""
+"""Learned gates of which exactly k are open: the weights by which a soft subset of heads was
+found."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from headprune.scoring._learned import LearnedScorer
 
 @dataclass(frozen=True)
 class SubsetTopk(LearnedScorer):
-    """``I_h = w_h`` at the minimum of ``mean_i l_i(g)``, gates that sum to k: `steps` forward and backward, labels.
+    """``I_h = w_h`` at the minimum of ``mean_i l_i(g)``, gates that sum to k: `steps` forward and
+    backward, labels.
 
-    ``g_h = sigmoid((w_h + Gumbel noise - v) / T)``, v such that they sum to k, T falling over three quarters of the
-    steps; the model's weights are frozen.
+    ``g_h = sigmoid((w_h + Gumbel noise - v) / T)``, v such that they sum to k, T falling over three
+    quarters of the steps; the model's weights are frozen.
 
-    Source: Li et al. 2021, who train the weights as well: for that see ``hp.learned_gates``, which has the formula and
-    where we differ. Draws are one a block, for all of its examples.
+    Source: Li et al. 2021, who train the weights as well: for that see ``hp.learned_gates``, which
+    has the formula and where we differ. Draws are one a block, for all of its examples.
 
     When: how many heads stay is fixed, and some hundred training steps can be paid.
 
@@ -27,8 +29,8 @@ class SubsetTopk(LearnedScorer):
         end: T in the end.
         gumbel: Whether there is noise.
 
-    Further settings: ``steps``, ``learning_rate``, ``block``, ``seed``, as in ``hard_concrete``. The order of the data
-    matters, as far as examples move from one block to another.
+    Further settings: ``steps``, ``learning_rate``, ``block``, ``seed``, as in ``hard_concrete``.
+    The order of the data matters, as far as examples move from one block to another.
     """
 
     keep: float | int = 0.5
@@ -38,4 +40,6 @@ class SubsetTopk(LearnedScorer):
 
     def distribution(self) -> GateDistribution:
         falling = max(1, 3 * self.steps // 4)
-        return Gates(keep=self.keep, steps=falling, start=self.start, end=self.end, gumbel=self.gumbel)
+        return Gates(
+            keep=self.keep, steps=falling, start=self.start, end=self.end, gumbel=self.gumbel
+        )

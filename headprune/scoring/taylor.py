@@ -1,4 +1,5 @@
-"""First-order importance: the size of the loss's gradient with respect to a head's gate (Michel et al. 2019)."""
+"""First-order importance: the size of the loss's gradient with respect to a head's gate (Michel et
+al. 2019)."""
 
 from __future__ import annotations
 
@@ -16,24 +17,29 @@ from headprune.scoring._gradients import GradientScorer, gathered, token_gradien
 
 @dataclass(frozen=True)
 class Taylor(GradientScorer):
-    """``I_h = mean_i |dl_i/dm_h|`` at gates m = 1: one forward and one backward pass with frozen weights, labels.
+    """``I_h = mean_i |dl_i/dm_h|`` at gates m = 1: one forward and one backward pass with frozen
+    weights, labels.
 
-    Source: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?", section 4.1, equation (5).
-    We take gradients per example whatever the batch size, leave padding out, and average over examples everywhere;
-    the authors' code counts padding and divides the last layer differently.
+    Source: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?", section 4.1,
+    equation (5). We take gradients per example whatever the batch size, leave padding out, and
+    average over examples everywhere; the authors' code counts padding and divides the last layer
+    differently.
 
-    When: labels, and nothing speaks for another one: cheap, and among the best on the encoders that were measured.
+    When: labels, and nothing speaks for another one: cheap, and among the best on the encoders that
+    were measured.
 
     Args:
-        reduce: ``example`` (the formula); ``token``, absolute gradients of single tokens summed over an example, as
-            in the authors' code (one forward pass more); ``batch``, absolute mean gradients of blocks of examples in
-            data order, as in Transformers' bertology; ``signed``, ``-mean_i dl_i/dm_h``, the first-order estimate of
-            the loss's increase when the head goes.
-        normalize: ``none``, or ``l2``: divide by the l2 norm of the layer's scores, as the authors do. It changes how
-            the removed heads spread over layers.
+        reduce: ``example`` (the formula); ``token``, absolute gradients of single tokens summed
+            over an example, as in the authors' code (one forward pass more); ``batch``, absolute
+            mean gradients of blocks of examples in data order, as in Transformers' bertology;
+            ``signed``, ``-mean_i dl_i/dm_h``, the first-order estimate of the loss's increase when
+            the head goes.
+        normalize: ``none``, or ``l2``: divide by the l2 norm of the layer's scores, as the authors
+            do. It changes how the removed heads spread over layers.
         block: Examples a block, for ``batch``.
 
-    The standard error is that of the mean over examples (blocks); with ``l2`` the norm is taken as known.
+    The standard error is that of the mean over examples (blocks); with ``l2`` the norm is taken as
+    known.
     """
 
     reduce: str = "example"
@@ -44,7 +50,9 @@ class Taylor(GradientScorer):
         one_of("Taylor.reduce", self.reduce, ("example", "token", "batch", "signed"))
         one_of("Taylor.normalize", self.normalize, ("none", "l2"))
         if self.block < 1 or (self.block != 32 and self.reduce != "batch"):
-            raise InvalidValue("Taylor.block", "a count of examples, with reduce='batch' only", self.block)
+            raise InvalidValue(
+                "Taylor.block", "a count of examples, with reduce='batch' only", self.block
+            )
 
     def estimate(self, problem: Problem) -> Estimate:
         if self.reads_gradients:

@@ -14,16 +14,17 @@ from headprune.scoring._gradients import GradientScorer, gathered
 
 @dataclass(frozen=True)
 class Taylor2(GradientScorer):
-    """``I_h = mean_i [-g_ih + 1/2 g_ih^2]``, ``g_ih = dl_i/dm_h`` at gates m = 1: one forward and one backward, labels.
+    """``I_h = mean_i [-g_ih + 1/2 g_ih^2]``, ``g_ih = dl_i/dm_h`` at gates m = 1: one forward and
+    one backward, labels.
 
-    The expansion ``L(m_h = 0) - L(1) = -dL/dm_h + 1/2 d2L/dm_h2 - ...`` with the diagonal of the empirical Fisher
-    matrix for the second derivative: an estimate of ``leave_one_out`` at the cost of ``taylor``. Exact where the loss
-    is quadratic in the gates and its second derivative is the Fisher matrix's. Signed: negative where the model is
-    expected to do better without the head.
+    The expansion ``L(m_h = 0) - L(1) = -dL/dm_h + 1/2 d2L/dm_h2 - ...`` with the diagonal of the
+    empirical Fisher matrix for the second derivative: an estimate of ``leave_one_out`` at the cost
+    of ``taylor``. Exact where the loss is quadratic in the gates and its second derivative is the
+    Fisher matrix's. Signed: negative where the model is expected to do better without the head.
 
-    Source: the expansion is that of LeCun, Denker, Solla 1989, "Optimal Brain Damage", section 2, who drop the slope
-    because they prune at a minimum; a fine-tuned model's gates are at none. The Fisher matrix is per example, as in
-    ``fisher``.
+    Source: the expansion is that of LeCun, Denker, Solla 1989, "Optimal Brain Damage", section 2,
+    who drop the slope because they prune at a minimum; a fine-tuned model's gates are at none. The
+    Fisher matrix is per example, as in ``fisher``.
 
     When: labels, and it matters without which heads the model is expected to do better.
 

@@ -22,7 +22,10 @@ from headprune.selection._required import Heads
 from headprune.selection._task import Task
 from headprune.selection.global_topk import GlobalTopk
 
-_NOT_BY_KIND = "auto chose a budget per kind of attention; this one cannot be met so, and holds for all kinds together."
+_NOT_BY_KIND = (
+    "auto chose a budget per kind of attention; this one cannot be met so, and holds for all kinds"
+    " together."
+)
 _NOTHING = "Nothing is removed: the budget allows every head that is present."
 
 
@@ -39,44 +42,54 @@ def select(
 ) -> PruningPlan:
     """Decides which heads stay: as many as the budget allows, the most important ones.
 
-    A budget is an upper bound: a plan may keep less where whole KV groups, or heads of unlike cost, do not add up to
-    it. Equal scores are decided by place: the later site and the later head go first. Heads on either side of the cut
-    that could change places, and whose scores differ by no more than the standard error of the difference, are close
+    A budget is an upper bound: a plan may keep less where whole KV groups, or heads of unlike cost,
+    do not add up to it. Equal scores are decided by place: the later site and the later head go
+    first. Heads on either side of the cut that could change places, and whose scores differ by no
+    more than the standard error of the difference, are close
     calls: the plan's notes name them. With ``min_heads=0`` a layer,
-    or a group with a budget of its own, may lose its last head, which the plan's notes say; the model keeps one, unless
-    all must go.
+    or a group with a budget of its own, may lose its last head, which the plan's notes say; the
+    model keeps one, unless all must go.
 
     Args:
         scores: From `hp.score`; with costs, unless the budget counts heads.
-        budget: What may stay. Or a mapping to budgets from kinds of attention (``self``, ``causal``, ``cross``) or
-            patterns over sites' names (``"*decoder*"``): each group of sites meets its budget by itself, a fraction
-            being one of what its own heads cost, and sites that no key names keep every head that may stay. Scores of
-            ``auto`` that chose so (``scores.choice.by_kind``) turn one budget of heads into one per kind.
-        selector: A registered name, see ``hp.selection.registry.names()``, or a configured selector. Default
-            ``global_topk``, and ``knapsack`` where a budget is one of speed: there the price of a head depends on how
-            many stay beside it, and it is exact all the same.
-        must_keep: Heads that must stay: a site's name to their original indices. Heads that go together stay together.
+        budget: What may stay. Or a mapping to budgets from kinds of attention (``self``,
+            ``causal``, ``cross``) or patterns over sites' names (``"*decoder*"``): each group of
+            sites meets its budget by itself, a fraction being one of what its own heads cost, and
+            sites that no key names keep every head that may stay. Scores of ``auto`` that chose so
+            (``scores.choice.by_kind``) turn one budget of heads into one per kind.
+        selector: A registered name, see ``hp.selection.registry.names()``, or a configured
+            selector. Default ``global_topk``, and ``knapsack`` where a budget is one of speed:
+            there the price of a head depends on how many stay beside it, and it is exact all the
+            same.
+        must_keep: Heads that must stay: a site's name to their original indices. Heads that go
+            together stay together.
         must_remove: Heads that must go.
-        loss: For selectors that measure what they choose: how much the loss of each example rises under each of some
-            masks, ``[masks, examples]``.
-        rescore: For selectors that go in steps: the scores of the heads of a mask once only those are left.
+        loss: For selectors that measure what they choose: how much the loss of each example rises
+            under each of some masks, ``[masks, examples]``.
+        rescore: For selectors that go in steps: the scores of the heads of a mask once only those
+            are left.
         latency: For ``Budget(speedup=)``: what the model takes by the heads of each site, from
             `headprune.bench.latency_table`.
 
     Raises:
-        InfeasibleBudget: no choice that the selector may make meets the budget; the message names the nearest budget
-            that can be met.
-        InvalidValue: an argument of another type, or a budget in a currency that the scores carry no costs in.
-            Or keys that name one site twice. Or heads that must both stay and go, or that leave a site no number of
-            heads that the selector allows. Or policy ``balanced`` where groups are of unlike size. Or one of ``loss``,
-            ``rescore`` and ``latency`` that is missing, or that neither selector nor budget needs. Or a selector
-            that keeps not one head.
-        UnknownName: no selector of this name, a key of a mapping that names no site, or no such head.
+        InfeasibleBudget: no choice that the selector may make meets the budget; the message names
+            the nearest budget that can be met.
+        InvalidValue: an argument of another type, or a budget in a currency that the scores carry
+            no costs in. Or keys that name one site twice. Or heads that must both stay and go, or
+            that leave a site no number of heads that the selector allows. Or policy ``balanced``
+            where groups are of unlike size. Or one of ``loss``, ``rescore`` and ``latency`` that is
+            missing, or that neither selector nor budget needs. Or a selector that keeps not one
+            head.
+        UnknownName: no selector of this name, a key of a mapping that names no site, or no such
+            head.
 
     >>> from headprune.core.codec import EMPTY
     >>> from headprune.core.heads import AttentionSite
     >>> from headprune.core.scores import ModelFingerprint
-    >>> sites = tuple(AttentionSite(name, "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3)) for name in ("lower", "upper"))
+    >>> sites = tuple(
+    ...     AttentionSite(name, "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3))
+    ...     for name in ("lower", "upper")
+    ... )
     >>> values = ((0.1, 0.9, 0.8, 0.2), (0.3, 0.7, 0.4, 0.6))
     >>> scores = HeadScores(sites, values, None, "taylor", EMPTY, 32, ModelFingerprint("s", "w"))
     >>> print(select(scores, Budget(keep_heads=0.5)))
@@ -85,16 +98,27 @@ def select(
       upper  · ■ · ■
     """
     if not isinstance(scores, HeadScores):
-        raise InvalidValue("select(scores=)", "HeadScores, such as hp.score returns", type(scores).__name__)
+        raise InvalidValue(
+            "select(scores=)", "HeadScores, such as hp.score returns", type(scores).__name__
+        )
     if not isinstance(budget, (Budget, Mapping)):
         hint = "Write hp.Budget(keep_heads=0.5), for example."
         raise InvalidValue(WHERE, "a Budget, or a mapping to Budgets", repr(budget), hint)
     if isinstance(budget, Budget) and scores.choice is not None and scores.choice.by_kind:
-        given: dict[str, Any] = {"must_keep": must_keep, "must_remove": must_remove, "loss": loss, "rescore": rescore}
-        return _in_every_kind(scores, budget, partial(select, selector=selector, latency=latency, **given))
+        given: dict[str, Any] = {
+            "must_keep": must_keep,
+            "must_remove": must_remove,
+            "loss": loss,
+            "rescore": rescore,
+        }
+        return _in_every_kind(
+            scores, budget, partial(select, selector=selector, latency=latency, **given)
+        )
     timed = _timed([budget] if isinstance(budget, Budget) else budget.values())
     usual = "knapsack" if timed else "global_topk"
-    name, chosen = registry.resolve(usual if selector is None else selector, Selector, "select(selector=)")
+    name, chosen = registry.resolve(
+        usual if selector is None else selector, Selector, "select(selector=)"
+    )
     _check_given(chosen, name, loss=loss, rescore=rescore)
     _check_latency(latency, timed)
     task = Task.of(scores, must_keep, must_remove, loss, rescore, latency)
@@ -125,12 +149,17 @@ def select(
         scores=scores.digest,
         model=scores.model,
         notes=(*_notes(task, scores, mask), *_chosen_for(scores, budget)),
-        policy=next((s.policy for s in scores.sites if s.policy != "group" and s.n_kv_heads > 1), "group"),
+        policy=next(
+            (s.policy for s in scores.sites if s.policy != "group" and s.n_kv_heads > 1), "group"
+        ),
     )
 
 
-def _in_every_kind(scores: HeadScores, budget: Budget, plan_of: Callable[..., PruningPlan]) -> PruningPlan:
-    """The plan that meets a budget in each kind of attention; over all kinds, with a note, where that cannot be.
+def _in_every_kind(
+    scores: HeadScores, budget: Budget, plan_of: Callable[..., PruningPlan]
+) -> PruningPlan:
+    """The plan that meets a budget in each kind of attention; over all kinds, with a note, where
+    that cannot be.
 
     Args:
         scores: Of ``auto``, which chose so.
@@ -144,16 +173,27 @@ def _in_every_kind(scores: HeadScores, budget: Budget, plan_of: Callable[..., Pr
         except InfeasibleBudget:
             pass  # a layer of one kind may need more heads than its kind's share
     plan = plan_of(replace(scores, choice=None), budget)
-    return replace(plan, scores=scores.digest, notes=(*plan.notes, _NOT_BY_KIND, *_chosen_for(scores, budget)))
+    return replace(
+        plan, scores=scores.digest, notes=(*plan.notes, _NOT_BY_KIND, *_chosen_for(scores, budget))
+    )
 
 
 def _chosen_for(scores: HeadScores, asked: Budget | Mapping[str, Budget]) -> tuple[str, ...]:
-    """A note where ``auto`` chose the scorer for another budget than the one that the plan meets."""
+    """A note where ``auto`` chose the scorer for another budget than the one that the plan
+    meets."""
     if scores.choice is None:
         return ()
-    if scores.choice.by_kind and isinstance(asked, Mapping) and set(asked) == {site.kind for site in scores.sites}:
+    if (
+        scores.choice.by_kind
+        and isinstance(asked, Mapping)
+        and set(asked) == {site.kind for site in scores.sites}
+    ):
         return ()
-    groups = [asked] if isinstance(asked, Budget) else [SiteBudget(key, one) for key, one in asked.items()]
+    groups = (
+        [asked]
+        if isinstance(asked, Budget)
+        else [SiteBudget(key, one) for key, one in asked.items()]
+    )
     if scores.choice.budget == ", ".join(map(str, groups)):
         return ()
     return (f"auto chose {scores.choice.chosen} for another budget: {scores.choice.budget}.",)
@@ -167,7 +207,9 @@ def _check_given(selector: Selector, name: str, **given: object) -> None:
             hint = "A recipe supplies it by itself."
             raise InvalidValue(where, f"given, because selector {name!r} asks it", "none", hint)
         if argument not in selector.needs and value is not None:
-            raise InvalidValue(where, f"left out: selector {name!r} does not use it", type(value).__name__)
+            raise InvalidValue(
+                where, f"left out: selector {name!r} does not use it", type(value).__name__
+            )
         if value is not None and not callable(value):
             raise InvalidValue(where, "callable", type(value).__name__)
 
@@ -187,7 +229,8 @@ def _check_latency(latency: LatencyTable | None, timed: bool) -> None:
 
 
 def _kept(problem: Problem, selector: Selector, name: str) -> frozenset[Position]:
-    """What a selector keeps, if it is an answer, so that no faulty selector can end in a wrong plan."""
+    """What a selector keeps, if it is an answer, so that no faulty selector can end in a wrong
+    plan."""
     keep, where = selector.keep(problem), f"what selector {name!r} keeps"
     known = frozenset(problem.positions())
     if not keep <= known:
@@ -202,7 +245,12 @@ def _kept(problem: Problem, selector: Selector, name: str) -> frozenset[Position
 
 
 def _kept_there(
-    task: Task, group: SiteBudget, places: tuple[int, ...], keep: frozenset[Position], selector: Selector, name: str
+    task: Task,
+    group: SiteBudget,
+    places: tuple[int, ...],
+    keep: frozenset[Position],
+    selector: Selector,
+    name: str,
 ) -> frozenset[Position]:
     """``keep`` with another choice at the sites of a group."""
     try:
@@ -210,7 +258,9 @@ def _kept_there(
     except HeadPruneError as error:
         where = error.where.replace("Budget", f"{WHERE}[{group.sites!r}]", 1)
         raise type(error)(where, error.must, error.got, error.hint) from None
-    return frozenset(p for p in keep if p[0] not in places) | {(places[site], unit) for site, unit in there}
+    return frozenset(p for p in keep if p[0] not in places) | {
+        (places[site], unit) for site, unit in there
+    }
 
 
 def _notes(task: Task, scores: HeadScores, mask: HeadMask) -> tuple[str, ...]:
@@ -222,10 +272,18 @@ def _notes(task: Task, scores: HeadScores, mask: HeadMask) -> tuple[str, ...]:
     for verb, positions in (("stay", task.stay), ("go", task.go)):
         if positions:
             named = ((task.scores.sites[s], u) for s, u in sorted(positions))
-            notes += (f"Told to {verb}: {', '.join(f'{site.name}{list(site.units[u])}' for site, u in named)}.",)
+            notes += (
+                (
+                    f"Told to {verb}:"
+                    f" {', '.join(f'{site.name}{list(site.units[u])}' for site, u in named)}."
+                ),
+            )
     if (table := task.latency) is not None:
         after = table.predict(mask)
         note = f"Predicted: {1000 * after:.4g} ms in place of {1000 * table.whole:.4g} ms, "
-        note += f"{table.whole / max(after, 1e-9):.3f} times as fast, at batch {table.batch_size} of {table.length} "
+        note += (
+            f"{table.whole / max(after, 1e-9):.3f} times as fast, at batch {table.batch_size} of"
+            f" {table.length} "
+        )
         notes += (f"{note}tokens ({table.dtype}, {table.device}).",)
     return (*notes, *task.notes, *coverage_notes(scores.notes))

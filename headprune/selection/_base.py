@@ -21,31 +21,36 @@ Position = tuple[int, int]
 #: How much the loss of each example rises under each of some masks: ``[masks, examples]``.
 Loss = Callable[[Sequence[HeadMask]], Any]
 
-#: The scores that heads have once only those of a mask are left; values of units that are gone say nothing.
+#: The scores that heads have once only those of a mask are left; values of units that are gone say
+#: nothing.
 Rescore = Callable[[HeadMask], HeadScores]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A budget laid over scores, in whole numbers of one currency, and the rules that every answer keeps.
+    """A budget laid over scores, in whole numbers of one currency, and the rules that every answer
+    keeps.
 
-    The currency is heads, parameters, MACs, KV bytes a token, or nanoseconds. `cost`, `fits` and `lawful` are all
-    that a selector needs to know of it.
+    The currency is heads, parameters, MACs, KV bytes a token, or nanoseconds. `cost`, `fits` and
+    `lawful` are all that a selector needs to know of it.
 
     Args:
         scores: The scored units.
         budget: What the user asked for.
         costs: For every site, what each of its units costs; zeros where `steps` are given.
         fixed: What the part of the model that no selector can remove costs.
-        limit: The most that the kept units may cost, `fixed` taken off; negative where nothing can be kept.
-        steps: For every site, what it costs with 0, 1, 2... heads, where cost does not add up unit by unit (latency);
-            None at a number of heads that it cannot have.
+        limit: The most that the kept units may cost, `fixed` taken off; negative where nothing can
+            be kept.
+        steps: For every site, what it costs with 0, 1, 2... heads, where cost does not add up unit
+            by unit (latency); None at a number of heads that it cannot have.
         stay: Units that must stay.
         go: Units that must go.
-        min_heads: A site keeps at least this many heads, or all that it may keep; one if it cannot run without.
+        min_heads: A site keeps at least this many heads, or all that it may keep; one if it cannot
+            run without.
         multiple_of: A site keeps a multiple of this many heads, or all that are present.
         loss: Measures masks, for selectors that need it.
-        rescore: Scores the heads of a mask anew, in the units of `scores`, for selectors that need it.
+        rescore: Scores the heads of a mask anew, in the units of `scores`, for selectors that need
+            it.
         beside: What is kept at sites that this problem is not about; a `mask` has their rows too.
         notes: What the selector wants the plan to say is added here.
     """
@@ -74,7 +79,8 @@ class Problem:
         return self.cost(keep) <= self.limit
 
     def lawful(self, keep: Iterable[Position]) -> bool:
-        """Whether an answer respects what must stay and go, ``min_heads`` and ``multiple_of``, whatever it costs."""
+        """Whether an answer respects what must stay and go, ``min_heads`` and ``multiple_of``,
+        whatever it costs."""
         return not self.broken(keep)
 
     def broken(self, keep: Iterable[Position]) -> str:
@@ -113,7 +119,9 @@ class Problem:
         if self.steps is None:
             return sum(self.costs[site][u] for u in units)
         cost = self.steps[site][self.heads(site, units)]
-        return max(self.whole, self.limit) + 1 if cost is None else cost  # what cannot be never fits
+        return (
+            max(self.whole, self.limit) + 1 if cost is None else cost
+        )  # what cannot be never fits
 
     @cached_property
     def counts(self) -> tuple[frozenset[int], ...]:
@@ -121,10 +129,12 @@ class Problem:
         return tuple(frozenset(states) for states in self.states(tuple(self.positions())))
 
     def states(self, ranking: Sequence[Position]) -> tuple[dict[int, tuple[int, ...]], ...]:
-        """For every site, by number of heads, units that hold so many and break no rule; fewest heads first.
+        """For every site, by number of heads, units that hold so many and break no rule; fewest
+        heads first.
 
-        What must stay comes first, then the units in the order of ``ranking``. Where the units of a site hold
-        equally many heads, these are the first ones of the ranking, so each state is a part of the next.
+        What must stay comes first, then the units in the order of ``ranking``. Where the units of a
+        site hold equally many heads, these are the first ones of the ranking, so each state is a
+        part of the next.
         """
         ranked: list[list[int]] = [[] for _ in self.costs]
         for site, unit in ranking:
@@ -169,26 +179,34 @@ class Problem:
         """What the model costs now; fractions in a budget are fractions of this."""
         if self.steps is None:
             return self.fixed + sum(map(sum, self.costs))
-        return self.fixed + sum(row[len(s.heads)] or 0 for s, row in zip(self.scores.sites, self.steps, strict=True))
+        return self.fixed + sum(
+            row[len(s.heads)] or 0 for s, row in zip(self.scores.sites, self.steps, strict=True)
+        )
 
 
 def _words(counts: frozenset[int]) -> str:
     numbers = [str(n) for n in sorted(counts)]
-    return " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers) or "no number"
+    return (
+        " or ".join([", ".join(numbers[:-1]), numbers[-1]] if len(numbers) > 1 else numbers)
+        or "no number"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selector(abc.ABC):
-    """Chooses the units that stay. A concrete selector is a frozen dataclass of its settings, which are JSON data.
+    """Chooses the units that stay. A concrete selector is a frozen dataclass of its settings, which
+    are JSON data.
 
     Args:
-        min_heads: No site goes below this many heads, rounded up to whole units; one that has fewer keeps those. With
-            0 a layer may lose its attention, if its module runs without: docs/pipelines.md has what that risks.
-        multiple_of: Every site keeps a multiple of this many heads, or all it has, or none where ``min_heads`` is 0.
+        min_heads: No site goes below this many heads, rounded up to whole units; one that has fewer
+            keeps those. With 0 a layer may lose its attention, if its module runs without:
+            docs/pipelines.md has what that risks.
+        multiple_of: Every site keeps a multiple of this many heads, or all it has, or none where
+            ``min_heads`` is 0.
     """
 
-    #: What the selector goes by beside the scores' values: ``loss``, ``rescore``, an argument of `hp.select` each, or
-    #: the ``curvature`` of the scores.
+    #: What the selector goes by beside the scores' values: ``loss``, ``rescore``, an argument of
+    #: `hp.select` each, or the ``curvature`` of the scores.
     needs: ClassVar[frozenset[str]] = frozenset()
     #: Whether units of different sites compete for their places.
     across: ClassVar[bool] = True
@@ -212,7 +230,8 @@ class Selector(abc.ABC):
         """
 
     def scale(self, row: Sequence[float]) -> tuple[float, float]:
-        """What is taken off the scores of one site, and what divides them then, before sites are compared."""
+        """What is taken off the scores of one site, and what divides them then, before sites are
+        compared."""
         return 0.0, 1.0
 
     @property

@@ -1,4 +1,5 @@
-"""Budgets in numbers: a Problem out of scores and a Budget, and the units that must stay whatever the budget."""
+"""Budgets in numbers: a Problem out of scores and a Budget, and the units that must stay whatever
+the budget."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
     """The budget in whole numbers.
 
     Raises:
-        InvalidValue: the budget needs costs that the scores do not carry, or is over something the model has none of.
-            Or a latency table is missing, or not for these sites.
+        InvalidValue: the budget needs costs that the scores do not carry, or is over something the
+            model has none of. Or a latency table is missing, or not for these sites.
         UnknownName: the latency table lacks a site.
     """
     check_cache_budget(scores.sites, budget)
@@ -30,13 +31,23 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
         total = scores.n_heads
     else:
         if scores.costs is None:
-            hint = "Give batches to hp.score: the model's cost is measured on one of them. Or budget by keep_heads."
-            raise InvalidValue(f"Budget.{budget.kind}", "used with scores that carry costs", "scores without", hint)
+            hint = (
+                "Give batches to hp.score: the model's cost is measured on one of them. Or budget"
+                " by keep_heads."
+            )
+            raise InvalidValue(
+                f"Budget.{budget.kind}", "used with scores that carry costs", "scores without", hint
+            )
         length = budget.length or scores.costs.length
-        costs = tuple(tuple(_price(c, budget.kind, length) for c in row) for row in scores.costs.units)
+        costs = tuple(
+            tuple(_price(c, budget.kind, length) for c in row) for row in scores.costs.units
+        )
         total = _price(scores.costs.total, budget.kind, length)
     if total == 0 or (budget.kind == "keep_kv" and not any(map(any, costs))):
-        lacks = {"keep_heads": "no attention heads left", "keep_kv": "no KV cache that shrinks with its heads"}
+        lacks = {
+            "keep_heads": "no attention heads left",
+            "keep_kv": "no KV cache that shrinks with its heads",
+        }
         hint = "Budget by keep_heads, keep_params or keep_macs." if budget.kind == "keep_kv" else ""
         raise InvalidValue(
             f"Budget.{budget.kind}",
@@ -49,14 +60,22 @@ def pose(scores: HeadScores, budget: Budget, latency: LatencyTable | None = None
 
 
 def _price(cost: Cost, kind: str, length: int) -> int:
-    return {"keep_params": cost.params, "keep_macs": cost.macs(length), "keep_kv": cost.kv_bytes}[kind]
+    return {"keep_params": cost.params, "keep_macs": cost.macs(length), "keep_kv": cost.kv_bytes}[
+        kind
+    ]
 
 
 def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> Problem:
-    """A budget of time, in nanoseconds: a site costs what it takes with as many heads as it keeps."""
+    """A budget of time, in nanoseconds: a site costs what it takes with as many heads as it
+    keeps."""
     if latency is None:
-        hint = "Measure one: hp.bench.latency_table(model, batch). In a recipe, select.speedup does that."
-        raise InvalidValue("select(latency=)", "a LatencyTable, with Budget(speedup=)", "none", hint)
+        hint = (
+            "Measure one: hp.bench.latency_table(model, batch). In a recipe, select.speedup does"
+            " that."
+        )
+        raise InvalidValue(
+            "select(latency=)", "a LatencyTable, with Budget(speedup=)", "none", hint
+        )
     latency.check(scores.sites)
     rows = [latency.row(site.name) for site in scores.sites]
     steps = tuple(tuple(None if s is None else round(s * _NANO) for s in row) for row in rows)
@@ -67,7 +86,8 @@ def _timed(scores: HeadScores, budget: Budget, latency: LatencyTable | None) -> 
 
 
 def check_leaves_a_head(problem: Problem) -> None:
-    """Refuses a budget under which not one head could stay, though some need not go and no rule asks for any.
+    """Refuses a budget under which not one head could stay, though some need not go and no rule
+    asks for any.
 
     Of a group of sites nothing is refused: the rest of the model has heads.
 
@@ -99,15 +119,21 @@ def infeasible(problem: Problem, least: int, why: str = "") -> InfeasibleBudget:
     """
     budget, needed = problem.budget, problem.fixed + least
     nearest: int | float = needed
-    if budget.kind == "speedup":  # six decimals, rounded so that the number in the message can be used
+    if (
+        budget.kind == "speedup"
+    ):  # six decimals, rounded so that the number in the message can be used
         nearest = problem.whole * 10**6 // needed / 10**6
     elif isinstance(budget.amount, float):
         nearest = -(-needed * 10**6 // problem.whole) / 10**6
     where, hint = f"Budget.{budget.kind}", why or f"That is what {_rules(problem)}. "
     lower = " or lower min_heads." if problem.min_heads else "."
     if budget.kind != "speedup":
-        return InfeasibleBudget(where, f"at least {nearest}", budget.amount, f"{hint}Raise the budget{lower}")
-    hint += f"Ask for less{lower}" if nearest > 1 else "By this table no cut makes the model faster."
+        return InfeasibleBudget(
+            where, f"at least {nearest}", budget.amount, f"{hint}Raise the budget{lower}"
+        )
+    hint += (
+        f"Ask for less{lower}" if nearest > 1 else "By this table no cut makes the model faster."
+    )
     return InfeasibleBudget(where, f"at most {nearest}", budget.amount, hint)
 
 
@@ -116,7 +142,10 @@ def _rules(problem: Problem) -> str:
     rules = [f"min_heads={problem.min_heads}"]
     rules += [f"multiple_of={problem.multiple_of}"] if problem.multiple_of > 1 else []
     rules += ["the heads that must stay"] if problem.stay else []
-    said = f"{' and '.join(rules)} {'take' if len(rules) > 1 else 'takes'} at {len(sites)} site{'s' * (len(sites) > 1)}"
+    said = (
+        f"{' and '.join(rules)} {'take' if len(rules) > 1 else 'takes'} at {len(sites)}"
+        f" site{'s' * (len(sites) > 1)}"
+    )
     lonely = sum(site.least > problem.min_heads for site in sites)
     said += f", {lonely} of which cannot run without a head" if lonely else ""
     return said + (" beside the parts that have no heads" if problem.fixed else "")
@@ -133,12 +162,15 @@ def places(ranking: Sequence[ScoredUnit]) -> list[Position]:
 
 
 def minimum(problem: Problem, ranking: Sequence[ScoredUnit]) -> frozenset[Position]:
-    """The cheapest of the lawful states of every site that ``Problem.states`` finds: its least heads, the best ones.
+    """The cheapest of the lawful states of every site that ``Problem.states`` finds: its least
+    heads, the best ones.
 
-    (A measured latency may fall where a head is added, so the least heads need not be the cheapest.)
+    (A measured latency may fall where a head is added, so the least heads need not be the
+    cheapest.)
 
     Raises:
-        InfeasibleBudget: they cost more than the budget allows, or it leaves not one head; names the nearest budget.
+        InfeasibleBudget: they cost more than the budget allows, or it leaves not one head; names
+            the nearest budget.
     """
     check_leaves_a_head(problem)
     keep: set[Position] = set()

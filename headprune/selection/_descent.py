@@ -1,4 +1,5 @@
-"""Minimises ``1/2 r' I r`` over the units r that go, under a budget: starts and moves of the selector ``quadratic``."""
+"""Minimises ``1/2 r' I r`` over the units r that go, under a budget: starts and moves of the
+selector ``quadratic``."""
 
 from __future__ import annotations
 
@@ -61,15 +62,19 @@ class Descent:
     # ------------------------------------------------------------- starts
 
     def rearranged(self, gone: Flags) -> Flags:
-        """The greedy rearrangement of Kwon et al. (2022), site after site, with the curvature inside each site alone.
+        """The greedy rearrangement of Kwon et al. (2022), site after site, with the curvature
+        inside each site alone.
 
-        Every unit that stays is put to those that go, and whichever of them is then missed least is let back in.
+        Every unit that stays is put to those that go, and whichever of them is then missed least is
+        let back in.
         """
         found: Flags = gone.copy()
         for span in self.on.spans:
             block, free = self.matrix[np.ix_(span, span)], self.on.free[span]
             out = found[span] & free
-            order = [int(u) for u in np.argsort(np.diag(block), kind="stable") if free[u] and not out[u]]
+            order = [
+                int(u) for u in np.argsort(np.diag(block), kind="stable") if free[u] and not out[u]
+            ]
             for unit in order if out.any() else []:
                 out[unit] = True
                 without = np.where(out, np.diag(block) - 2 * block @ out, np.inf)
@@ -81,7 +86,8 @@ class Descent:
         return found
 
     def worn_down(self) -> Flags | None:
-        """From all heads on, out goes what raises the objective least for its cost, until the budget is met."""
+        """From all heads on, out goes what raises the objective least for its cost, until the
+        budget is met."""
         gone = np.array([place in self.problem.go for place in self.on.places], dtype=bool)
         while not self.allowed(gone):
             slope = self.matrix @ gone
@@ -95,12 +101,16 @@ class Descent:
         return gone
 
     def allotted(self, around: Flags, share: float) -> Flags | None:
-        """The best choice of every site under the budget, all sites at once: a multiple-choice knapsack.
+        """The best choice of every site under the budget, all sites at once: a multiple-choice
+        knapsack.
 
-        Terms between sites are taken at ``around``, times ``share``; with 0 this is exact for a block-diagonal matrix,
-        up to 2^-50 of the objective.
+        Terms between sites are taken at ``around``, times ``share``; with 0 this is exact for a
+        block-diagonal matrix, up to 2^-50 of the objective.
         """
-        own = [c.own + share * c.rows @ self._outside(site, around) for site, c in enumerate(self.on.choices)]
+        own = [
+            c.own + share * c.rows @ self._outside(site, around)
+            for site, c in enumerate(self.on.choices)
+        ]
         best = [cheapest(c.costs, values) for c, values in zip(self.on.choices, own, strict=True)]
         scale = 2.0**_BITS / (sum(float(np.ptp(values)) for values in own) or 1.0)
         chosen = best_choice(
@@ -113,14 +123,17 @@ class Descent:
         if chosen is None:
             return None
         gone = np.zeros(len(self.on.places), dtype=bool)
-        for span, choices, some, at in zip(self.on.spans, self.on.choices, best, chosen, strict=True):
+        for span, choices, some, at in zip(
+            self.on.spans, self.on.choices, best, chosen, strict=True
+        ):
             gone[span] = choices.rows[some[at]] > 0
         return gone
 
     # ------------------------------------------------------------- moves
 
     def descend(self, gone: Flags) -> Flags:
-        """Lowers the objective until no move does: a site anew, two units changing places, all sites anew."""
+        """Lowers the objective until no move does: a site anew, two units changing places, all
+        sites anew."""
         while True:
             new = self._exchanged(self._by_site(gone))
             other = self.allotted(new, 1.0)
@@ -132,8 +145,11 @@ class Descent:
             gone = new
 
     def lowest(self, starts: Iterable[Flags | None]) -> Flags:
-        """The best of what the allowed starts lead to; chains and moves go on from there as long as they help."""
-        different = {start.tobytes(): start for start in starts if start is not None and self.allowed(start)}
+        """The best of what the allowed starts lead to; chains and moves go on from there as long as
+        they help."""
+        different = {
+            start.tobytes(): start for start in starts if start is not None and self.allowed(start)
+        }
         ends = {end.tobytes(): end for end in map(self.descend, different.values())}
         best, *others = ends.values()
         for end in others:
@@ -187,7 +203,8 @@ class Descent:
             gone = (gone | out) & ~back
 
     def _chained(self, gone: Flags) -> Flags:
-        """The best point of a chain of moves that may also raise the objective, each unit moved once at most.
+        """The best point of a chain of moves that may also raise the objective, each unit moved
+        once at most.
 
         It leaves optima that no single move leaves (Kernighan and Lin 1970).
         """
@@ -201,9 +218,11 @@ class Descent:
         return best
 
     def _best_move(self, gone: Flags, free: Flags, most: int) -> tuple[float, Flags, Flags]:
-        """The unit that goes and the one that comes back, one of them perhaps nobody, that lower the objective most.
+        """The unit that goes and the one that comes back, one of them perhaps nobody, that lower
+        the objective most.
 
-        Of each side the ``most`` units are looked at that lower it most, or raise it least, by themselves.
+        Of each side the ``most`` units are looked at that lower it most, or raise it least, by
+        themselves.
         """
         slope, half = self.matrix @ gone, np.diag(self.matrix) / 2
         out, back = np.flatnonzero(free & ~gone), np.flatnonzero(free & gone)

@@ -15,7 +15,9 @@ from headprune.core.scores import Cost, HeadScores
 WHERE = "select(budget=)"
 
 
-def divided(sites: Sequence[AttentionSite], budgets: Mapping[str, Budget]) -> list[tuple[SiteBudget, tuple[int, ...]]]:
+def divided(
+    sites: Sequence[AttentionSite], budgets: Mapping[str, Budget]
+) -> list[tuple[SiteBudget, tuple[int, ...]]]:
     """Every budget with the places of its sites.
 
     Raises:
@@ -28,32 +30,46 @@ def divided(sites: Sequence[AttentionSite], budgets: Mapping[str, Budget]) -> li
     taken: dict[int, str] = {}
     for key, budget in budgets.items():
         if not isinstance(key, str) or not isinstance(budget, Budget):
-            must = "a mapping from a kind (self, causal, cross) or a pattern over sites' names to a Budget"
+            must = (
+                "a mapping from a kind (self, causal, cross) or a pattern over sites' names to a"
+                " Budget"
+            )
             raise InvalidValue(WHERE, must, f"{key!r}: {budget!r}")
         group = SiteBudget(key, budget)
         places = group.places(sites)
         if not places:
             present = sorted({s.kind for s in sites})
             hint = did_you_mean(key, [*KINDS, *(s.name for s in sites)])
-            if key in ("encoder", "decoder") or not hint.startswith("Did"):  # else it would list every site
-                hint = "An encoder attends to itself by 'self', a decoder by 'causal', and to the encoder by 'cross'."
-            must = f"a kind ({', '.join(present)}) or a pattern over sites' names, such as {sites[0].name!r}"
+            if key in ("encoder", "decoder") or not hint.startswith(
+                "Did"
+            ):  # else it would list every site
+                hint = (
+                    "An encoder attends to itself by 'self', a decoder by 'causal', and to the"
+                    " encoder by 'cross'."
+                )
+            must = (
+                f"a kind ({', '.join(present)}) or a pattern over sites' names, such as"
+                f" {sites[0].name!r}"
+            )
             raise UnknownName(f"{WHERE}[{key!r}]", must, "one that is for no site", hint)
         for place in places:
             if place in taken:
                 name = sites[place].name
                 must = f"for sites that {taken[place]!r} leaves out"
-                raise InvalidValue(f"{WHERE}[{key!r}]", must, name, "Give every site at most one budget.")
+                raise InvalidValue(
+                    f"{WHERE}[{key!r}]", must, name, "Give every site at most one budget."
+                )
             taken[place] = key
         found.append((group, places))
     return found
 
 
 def by_kind(sites: Iterable[AttentionSite], budget: Budget) -> dict[str, Budget] | None:
-    """The budget as a count of heads for each kind of attention; None where all sites are of one kind, where it counts
-    no heads, or where a kind would keep none.
+    """The budget as a count of heads for each kind of attention; None where all sites are of one
+    kind, where it counts no heads, or where a kind would keep none.
 
-    Every kind keeps the same share of its heads; what rounding leaves goes to the largest fractions.
+    Every kind keeps the same share of its heads; what rounding leaves goes to the largest
+    fractions.
     """
     heads: dict[str, int] = {}
     for site in sites:
@@ -86,7 +102,9 @@ def part(scores: HeadScores, places: Iterable[int]) -> HeadScores:
     errors = scores.standard_errors
     flat = [unit.site for unit in scores.units()]
     rows = [i for place in places for i, site in enumerate(flat) if site == place]
-    curvature, lost = (None, ()) if scores.curvature is None else if_there(partial(scores.curvature.part, rows))
+    curvature, lost = (
+        (None, ()) if scores.curvature is None else if_there(partial(scores.curvature.part, rows))
+    )
     return replace(
         scores,
         sites=tuple(scores.sites[i] for i in places),

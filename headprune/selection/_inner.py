@@ -1,4 +1,5 @@
-"""A selector inside another one: named, with settings of its own, and under the outer one's rules."""
+"""A selector inside another one: named, with settings of its own, and under the outer one's
+rules."""
 
 from __future__ import annotations
 
@@ -27,10 +28,14 @@ def inner_selector(outer: Selector, name: str, settings: Mapping[str, Any]) -> S
     if kind is None or kind.needs & CALLABLES:
         must = "the name of a selector that needs scores alone"
         raise InvalidValue(f"{where}.inner", must, repr(name), did_you_mean("", _alone()))
-    own = {field.name for field in dataclasses.fields(kind)} - {field.name for field in dataclasses.fields(Selector)}
+    own = {field.name for field in dataclasses.fields(kind)} - {
+        field.name for field in dataclasses.fields(Selector)
+    }
     for key in settings:
         if key not in own:
-            hint = f"Give {key} to {where} itself." if hasattr(outer, key) else did_you_mean(key, own)
+            hint = (
+                f"Give {key} to {where} itself." if hasattr(outer, key) else did_you_mean(key, own)
+            )
             raise InvalidValue(f"{where}.inner_settings", f"settings of {name!r}", repr(key), hint)
     chosen = kind(**settings, min_heads=outer.min_heads, multiple_of=outer.multiple_of)
     assert isinstance(chosen, Selector)
@@ -40,7 +45,9 @@ def inner_selector(outer: Selector, name: str, settings: Mapping[str, Any]) -> S
 def frozen(settings: object, outer: Selector) -> FrozenDict:
     """Settings as immutable JSON data."""
     if not isinstance(settings, Mapping):
-        raise InvalidValue(f"{type(outer).__name__}.inner_settings", "a mapping of settings", repr(settings))
+        raise InvalidValue(
+            f"{type(outer).__name__}.inner_settings", "a mapping of settings", repr(settings)
+        )
     return FrozenDict(settings)
 
 

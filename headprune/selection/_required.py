@@ -27,7 +27,9 @@ def named(sites: Sequence[AttentionSite], heads: Heads | None, where: str) -> fr
     found, by_name = set(), {site.name: site for site in sites}
     for name, listed in heads.items():
         if name not in by_name:
-            raise UnknownName(where, "by names of scored sites", repr(name), did_you_mean(str(name), by_name))
+            raise UnknownName(
+                where, "by names of scored sites", repr(name), did_you_mean(str(name), by_name)
+            )
         site, place = by_name[name], f"{where}[{name!r}]"
         for head in indices(listed, place, site.n_query_heads):
             if head not in site.heads:
@@ -49,7 +51,11 @@ def as_units(
         site, unit = both[0]
         heads = list(sites[site].units[unit])
         hint = "" if len(heads) == 1 else f"Heads {heads} stay or go together."
-        got = f"{sites[site].name}[{heads[0]}] in both" if len(heads) == 1 else f"{sites[site].name}{heads} in both"
+        got = (
+            f"{sites[site].name}[{heads[0]}] in both"
+            if len(heads) == 1
+            else f"{sites[site].name}{heads} in both"
+        )
         raise InvalidValue("select(must_keep=, must_remove=)", "about different heads", got, hint)
     return stay, go
 

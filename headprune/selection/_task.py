@@ -1,4 +1,5 @@
-"""One call of ``select``: scores in units that stay or go together, what is asked of them, and problems out of that."""
+"""One call of ``select``: scores in units that stay or go together, what is asked of them, and
+problems out of that."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from headprune.selection._units import bundled
 
 @dataclass(frozen=True)
 class Task:
-    """What a call of ``select`` is about, before a budget is laid over it; the fields are those of `Problem`."""
+    """What a call of ``select`` is about, before a budget is laid over it; the fields are those of
+    `Problem`."""
 
     scores: HeadScores
     stay: frozenset[Position]
@@ -43,8 +45,10 @@ class Task:
         """Checks the heads that are named and brings everything into units.
 
         Raises:
-            UnknownName: a site or a head that is not scored, or a site that the latency table lacks.
-            InvalidValue: heads that must both stay and go, or a latency table that is not for these sites.
+            UnknownName: a site or a head that is not scored, or a site that the latency table
+                lacks.
+            InvalidValue: heads that must both stay and go, or a latency table that is not for these
+                sites.
         """
         keep = named(scores.sites, must_keep, "select(must_keep=)")
         remove = named(scores.sites, must_remove, "select(must_remove=)")
@@ -52,7 +56,14 @@ class Task:
             latency.check(scores.sites)
         units = bundled(scores, keep, remove)
         stay, go = as_units(units.sites, keep, remove)
-        return cls(units, stay, go, loss, None if rescore is None else _in_units(rescore, scores, units), latency)
+        return cls(
+            units,
+            stay,
+            go,
+            loss,
+            None if rescore is None else _in_units(rescore, scores, units),
+            latency,
+        )
 
     @property
     def positions(self) -> frozenset[Position]:
@@ -79,7 +90,10 @@ class Task:
             if not counts:
                 least = sum(len(site.units[u]) for s, u in self.stay if s == place)
                 most = len(site.heads) - sum(len(site.units[u]) for s, u in self.go if s == place)
-                must = f"lawful with min_heads={selector.min_heads} and multiple_of={selector.multiple_of}"
+                must = (
+                    f"lawful with min_heads={selector.min_heads} and"
+                    f" multiple_of={selector.multiple_of}"
+                )
                 got = f"{least} to {most} heads that may stay there, and no such number among them"
                 hint = "Change must_keep, must_remove or these settings"
                 hint += "; the latency table may lack the number." if problem.steps else "."
@@ -89,7 +103,8 @@ class Task:
     def posed_there(
         self, budget: Budget, places: Sequence[int], selector: Selector, keep: Iterable[Position]
     ) -> Problem:
-        """The problem of some sites under their own budget, where ``keep`` is what stays of the others."""
+        """The problem of some sites under their own budget, where ``keep`` is what stays of the
+        others."""
         back = {place: i for i, place in enumerate(places)}
         there = Task(
             part(self.scores, places),
@@ -108,7 +123,12 @@ class Task:
         for site, unit in keep:
             kept[site].extend(self.scores.sites[site].units[unit])
         rows = zip(self.scores.sites, kept, strict=True)
-        return HeadMask(tuple(SiteKeep(site.name, site.n_query_heads, tuple(sorted(heads))) for site, heads in rows))
+        return HeadMask(
+            tuple(
+                SiteKeep(site.name, site.n_query_heads, tuple(sorted(heads)))
+                for site, heads in rows
+            )
+        )
 
     def unnamed(self, taken: Iterable[int]) -> tuple[int, ...]:
         """Sites that no budget is for and that lose heads all the same."""
@@ -125,7 +145,8 @@ def check_possible(
 ) -> None:
     """Refuses what ``select`` would refuse whatever the scores are, before there are any.
 
-    Budgets are checked as far as the sites tell, of heads and of speed; others need the costs that scores carry.
+    Budgets are checked as far as the sites tell, of heads and of speed; others need the costs that
+    scores carry.
 
     Raises:
         InvalidValue, UnknownName, InfeasibleBudget: as ``select`` does.
@@ -150,7 +171,9 @@ def _in_units(rescore: Rescore, scores: HeadScores, units: HeadScores) -> Rescor
         found = rescore(mask)
         if not isinstance(found, HeadScores) or found.sites != scores.sites:
             got = "those of other sites" if isinstance(found, HeadScores) else type(found).__name__
-            raise InvalidValue("what select(rescore=) returns", "HeadScores of the same sites and heads", got)
+            raise InvalidValue(
+                "what select(rescore=) returns", "HeadScores of the same sites and heads", got
+            )
         return bundled(found, like=units.sites)
 
     return rescored

@@ -1,4 +1,5 @@
-"""Units that keep groups balanced: the best head of every KV group together, then the second best, and so on."""
+"""Units that keep groups balanced: the best head of every KV group together, then the second best,
+and so on."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ def bundled(
 ) -> HeadScores:
     """The scores with one unit for one head of every group, at sites of the policy ``balanced``.
 
-    A bundle's score and cost are the sums of its heads', its curvature that of its heads together (the units of a group
-    of grouped queries add up in the same way), and heads are bundled by rank within their group. So a better bundle
-    goes before a worse one, and whatever number of bundles a selector keeps, every group keeps as many heads.
+    A bundle's score and cost are the sums of its heads', its curvature that of its heads together
+    (the units of a group of grouped queries add up in the same way), and heads are bundled by rank
+    within their group. So a better bundle goes before a worse one, and whatever number of bundles a
+    selector keeps, every group keeps as many heads.
 
     Args:
         scores: Of single heads at such sites.
@@ -42,7 +44,9 @@ def bundled(
         row = dict(zip((u[0] for u in site.units), range(len(site.units)), strict=True))
         if site.policy == "balanced" and len(site.groups) > 1:
             value = {h: scores.values[index][u] for h, u in row.items()}
-            site = replace(site, bundles=like[index].bundles if like else _bundles(site, value, stay, go))
+            site = replace(
+                site, bundles=like[index].bundles if like else _bundles(site, value, stay, go)
+            )
         members = [[row[h] for h in unit if h in row] for unit in site.units]
         sites.append(site)
         merged += [[start + u for u in unit] for unit in members]
@@ -52,8 +56,14 @@ def bundled(
             squares = [[scores.standard_errors[index][u] ** 2 for u in unit] for unit in members]
             errors.append(tuple(sum(unit) ** 0.5 for unit in squares))
         if scores.costs is not None:
-            costs.append(tuple(Cost.sum(scores.costs.units[index][u] for u in unit) for unit in members))
-    curvature, lost = (None, ()) if scores.curvature is None else if_there(partial(scores.curvature.merged, merged))
+            costs.append(
+                tuple(Cost.sum(scores.costs.units[index][u] for u in unit) for unit in members)
+            )
+    curvature, lost = (
+        (None, ())
+        if scores.curvature is None
+        else if_there(partial(scores.curvature.merged, merged))
+    )
     return replace(
         scores,
         sites=tuple(sites),
@@ -72,7 +82,9 @@ def _bundles(
     """Heads of equal rank within their groups, best first."""
     if len({len(group) for group in site.groups}) > 1:
         hint = "Find the sites with policy='free' or 'group'."
-        raise InvalidValue(f"{site.name} with policy 'balanced'", "of groups of one size", site.groups, hint)
+        raise InvalidValue(
+            f"{site.name} with policy 'balanced'", "of groups of one size", site.groups, hint
+        )
 
     def rank(head: int) -> tuple[bool, bool, float, int]:
         name = HeadId(site.name, head)

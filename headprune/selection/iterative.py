@@ -1,4 +1,5 @@
-"""Removes heads in steps and scores what is left anew before each: a head's worth changes when others have gone."""
+"""Removes heads in steps and scores what is left anew before each: a head's worth changes when
+others have gone."""
 
 from __future__ import annotations
 
@@ -15,25 +16,31 @@ from headprune.selection._inner import frozen, inner_selector
 
 @dataclass(frozen=True)
 class Iterative(Selector):
-    """Removes heads in steps and scores what is left anew before each: a head's worth changes when others have gone.
+    """Removes heads in steps and scores what is left anew before each: a head's worth changes when
+    others have gone.
 
-    The budget tightens over ``steps`` steps from what the model costs now to what may stay; at each, another selector
-    chooses by the scores of the model without the heads that are gone (``rescore`` of ``hp.select``), and those heads
-    never come back. The last step meets the budget as that selector does. One step is that selector on the scores as
-    they are, and nothing is scored anew.
+    The budget tightens over ``steps`` steps from what the model costs now to what may stay; at
+    each, another selector chooses by the scores of the model without the heads that are gone
+    (``rescore`` of ``hp.select``), and those heads never come back. The last step meets the budget
+    as that selector does. One step is that selector on the scores as they are, and nothing is
+    scored anew.
 
-    Source: Molchanov et al. 2017, "Pruning Convolutional Neural Networks for Resource Efficient Inference", who remove
-    one unit a step; Yang et al. 2022, "TextPruner", for heads in steps. A recovery between the steps, which is their
-    fine-tuning, belongs into ``rescore``: see ``hp.scoring.rescorer(after_cut=)``.
+    Source: Molchanov et al. 2017, "Pruning Convolutional Neural Networks for Resource Efficient
+    Inference", who remove one unit a step; Yang et al. 2022, "TextPruner", for heads in steps. A
+    recovery between the steps, which is their fine-tuning, belongs into ``rescore``: see
+    ``hp.scoring.rescorer(after_cut=)``.
 
     When: most heads go, so that scores of the whole model no longer say what is missed.
-    Cost: one scoring of a cut copy for every step but the last, and a recovery of it where one is asked for.
+    Cost: one scoring of a cut copy for every step but the last, and a recovery of it where one is
+    asked for.
 
     Args:
         steps: How often heads are removed.
-        schedule: ``linear`` takes away the same cost at every step, ``geometric`` the same share of what is left.
+        schedule: ``linear`` takes away the same cost at every step, ``geometric`` the same share of
+            what is left.
         inner: The selector of every step, by name; one that needs scores alone.
-        inner_settings: Its settings, without ``min_heads`` and ``multiple_of``, which are those given here.
+        inner_settings: Its settings, without ``min_heads`` and ``multiple_of``, which are those
+            given here.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rescore"})
@@ -62,28 +69,43 @@ class Iterative(Selector):
         for step in range(1, self.steps + 1):
             limit = self._limit(start, problem.limit, step)
             try:
-                kept = inner.keep(replace(problem, scores=scores, limit=limit, go=everything - left))
+                kept = inner.keep(
+                    replace(problem, scores=scores, limit=limit, go=everything - left)
+                )
             except InfeasibleBudget:
                 return self._at_once(problem, inner, seen, step)
             if kept != left and step < self.steps:
                 scores = problem.rescore(problem.mask(kept))
                 seen.append((kept, scores))
             left = kept
-        problem.notes.append(f"{self.inner} in {self.steps} steps; scored anew {len(seen) - 1} times.")
+        problem.notes.append(
+            f"{self.inner} in {self.steps} steps; scored anew {len(seen) - 1} times."
+        )
         return left
 
     def _at_once(
-        self, problem: Problem, inner: Selector, seen: list[tuple[frozenset[Position], HeadScores]], step: int
+        self,
+        problem: Problem,
+        inner: Selector,
+        seen: list[tuple[frozenset[Position], HeadScores]],
+        step: int,
     ) -> frozenset[Position]:
-        """The last step from the latest plan that allows it, where units cost differently and the cheap ones went."""
+        """The last step from the latest plan that allows it, where units cost differently and the
+        cheap ones went."""
         everything = frozenset(problem.positions())
         for back, (left, scores) in enumerate(reversed(seen)):
             try:
                 kept = inner.keep(replace(problem, scores=scores, go=everything - left))
             except InfeasibleBudget:
                 continue
-            said = f"{self.inner} in steps, of which step {step} of {self.steps} could not meet the budget with what "
-            said += f"was left: the rest was chosen at once, {back} plans back; scored anew {len(seen) - 1} times."
+            said = (
+                f"{self.inner} in steps, of which step {step} of {self.steps} could not meet the"
+                " budget with what "
+            )
+            said += (
+                f"was left: the rest was chosen at once, {back} plans back; scored anew"
+                f" {len(seen) - 1} times."
+            )
             problem.notes.append(said)
             return kept
         raise AssertionError("the first plan allows it: that was looked at before any work")

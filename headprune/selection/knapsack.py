@@ -1,4 +1,5 @@
-"""Keeps the heads of the highest total score that the budget can hold, exactly, in whatever currency it counts."""
+"""Keeps the heads of the highest total score that the budget can hold, exactly, in whatever
+currency it counts."""
 
 from __future__ import annotations
 
@@ -18,18 +19,22 @@ _VALUE_BITS, _DEFICIT_BITS = 52, 40
 
 @dataclass(frozen=True)
 class Knapsack(Selector):
-    """Keeps the heads of the highest total score that the budget can hold, exactly, in whatever currency it counts.
+    """Keeps the heads of the highest total score that the budget can hold, exactly, in whatever
+    currency it counts.
 
-    Maximises the sum of the kept units' scores subject to the budget: a multiple-choice knapsack, whose classes are
-    the sites and whose options are how many heads stay there, the best ones. A site's cost may be any function of
-    that number, so this is the selector for measured latency (``Budget(speedup=)``), where heads have no price of
-    their own (ZipLM does the same for whole layers' speed: Kurtic, Frantar, Alistarh 2023, section 3.2). Where the
-    units of one site cost differently, its options are all sets of units that no other set beats.
+    Maximises the sum of the kept units' scores subject to the budget: a multiple-choice knapsack,
+    whose classes are the sites and whose options are how many heads stay there, the best ones. A
+    site's cost may be any function of that number, so this is the selector for measured latency
+    (``Budget(speedup=)``), where heads have no price of their own (ZipLM does the same for whole
+    layers' speed: Kurtic, Frantar, Alistarh 2023, section 3.2). Where the units of one site cost
+    differently, its options are all sets of units that no other set beats.
 
-    A sum of scores is what removal costs only as far as heads do not depend on one another. A negative score counts as
-    nothing: such a head is never kept at another's expense, but stays where there is room, because a budget says what
-    may stay. Of choices of equal score that which keeps more heads wins, then that which keeps less negative scores,
-    then the cheaper one, then that which keeps more at earlier sites. Scores are exact to 2^-52 of their sum.
+    A sum of scores is what removal costs only as far as heads do not depend on one another. A
+    negative score counts as
+    nothing: such a head is never kept at another's expense, but stays where there is room, because
+    a budget says what may stay. Of choices of equal score that which keeps more heads wins, then
+    that which keeps less negative scores, then the cheaper one, then that which keeps more at
+    earlier sites. Scores are exact to 2^-52 of their sum.
 
     When: heads cost differently, or the budget is one of speed, where it is the default.
     Cost: no pass over data; below a second for a thousand heads.
@@ -45,7 +50,9 @@ class Knapsack(Selector):
         if chosen is None:
             raise infeasible(problem, sum(min(option.cost for option in row) for row in classes))
         return frozenset(
-            (s, u) for s, (row, place) in enumerate(zip(sites, chosen, strict=True)) for u in row[place][1]
+            (s, u)
+            for s, (row, place) in enumerate(zip(sites, chosen, strict=True))
+            for u in row[place][1]
         )
 
 
@@ -64,7 +71,8 @@ def _worth(scores: HeadScores) -> _Worth:
 
 
 def _whole(values: list[float], bits: int) -> list[int]:
-    """Values as whole numbers that sum to less than 2^bits, scaled by a power of two: equal sums stay equal."""
+    """Values as whole numbers that sum to less than 2^bits, scaled by a power of two: equal sums
+    stay equal."""
     exponent = math.frexp(max(values, default=0.0))[1] + len(values).bit_length()
     return [round(math.ldexp(value, bits - exponent)) for value in values]
 
@@ -73,7 +81,9 @@ def _options(
     problem: Problem, site: int, states: dict[int, tuple[int, ...]], worth: _Worth
 ) -> list[tuple[Option, tuple[int, ...]]]:
     """What may stay of one site, most heads first, without what another set of its units beats."""
-    free = [u for u in range(len(problem.costs[site])) if (site, u) not in problem.stay | problem.go]
+    free = [
+        u for u in range(len(problem.costs[site])) if (site, u) not in problem.stay | problem.go
+    ]
     alike = {(problem.costs[site][u], problem.heads(site, [u])) for u in free}
     if len(alike) < 2:
         sets: Iterable[tuple[int, ...]] = states.values()
@@ -89,21 +99,38 @@ def _options(
 
 
 def _sets(problem: Problem, site: int, free: list[int], worth: _Worth) -> list[tuple[int, ...]]:
-    """Sets of unlike units, at every number of heads those that no other set of as many heads beats."""
+    """Sets of unlike units, at every number of heads those that no other set of as many heads
+    beats."""
     forced = tuple(u for s, u in sorted(problem.stay) if s == site)
-    fronts = {problem.heads(site, forced): [(Option(sum(problem.costs[site][u] for u in forced), 0), forced)]}
+    fronts = {
+        problem.heads(site, forced): [
+            (Option(sum(problem.costs[site][u] for u in forced), 0), forced)
+        ]
+    }
     for unit in reversed(free):  # the earlier unit wins a tie, so it is asked last and put first
-        size, cost, (value, second) = problem.heads(site, [unit]), problem.costs[site][unit], worth[site, unit]
+        size, cost, (value, second) = (
+            problem.heads(site, [unit]),
+            problem.costs[site][unit],
+            worth[site, unit],
+        )
         grown: dict[int, list[tuple[Option, tuple[int, ...]]]] = {}
         for held, front in fronts.items():
-            more = [(Option(o.cost + cost, o.value + value, o.second + second), (unit, *units)) for o, units in front]
+            more = [
+                (Option(o.cost + cost, o.value + value, o.second + second), (unit, *units))
+                for o, units in front
+            ]
             grown.setdefault(held + size, [])[:0] = more
             grown.setdefault(held, []).extend(front)
-        fronts = {n: [row[i] for i in _undominated([o for o, _ in row])] for n, row in grown.items()}
+        fronts = {
+            n: [row[i] for i in _undominated([o for o, _ in row])] for n, row in grown.items()
+        }
     return [units for n, front in fronts.items() if n in problem.counts[site] for _, units in front]
 
 
 def _undominated(options: list[Option]) -> list[int]:
     order = {cost: rank for rank, cost in enumerate(sorted({option.cost for option in options}))}
-    rows = [(order[option.cost], option.value, option.second, place) for place, option in enumerate(options)]
+    rows = [
+        (order[option.cost], option.value, option.second, place)
+        for place, option in enumerate(options)
+    ]
     return [int(i) for i in undominated(*np.array(rows, np.int64).T)]

@@ -1,4 +1,5 @@
-"""Begins with another selector's choice and swaps heads as long as the model's measured loss falls."""
+"""Begins with another selector's choice and swaps heads as long as the model's measured loss
+falls."""
 
 from __future__ import annotations
 
@@ -25,26 +26,32 @@ _SAME = 1e-6
 
 @dataclass(frozen=True)
 class LocalSearch(Selector):
-    """Begins with another selector's choice and swaps heads as long as the model's measured loss falls.
+    """Begins with another selector's choice and swaps heads as long as the model's measured loss
+    falls.
 
-    A swap lets a head go and another one back in, anywhere in the model, within the budget and the rules (which leave
-    swaps inside one layer, mostly, under ``multiple_of``). Swaps are measured (``loss`` of ``hp.select``) some at a
-    time, the lowest kept scores against the highest removed ones first. Of each lot the one of the lowest mean loss is
-    made if it is below the present plan's by ``margin`` standard errors of the differences of single examples; then the
-    order starts again. It ends when no swap is left that was not measured, or after ``max_losses`` measurements.
+    A swap lets a head go and another one back in, anywhere in the model, within the budget and the
+    rules (which leave swaps inside one layer, mostly, under ``multiple_of``). Swaps are measured
+    (``loss`` of ``hp.select``) some at a time, the lowest kept scores against the highest removed
+    ones first. Of each lot the one of the lowest mean loss is made if it is below the present
+    plan's by ``margin`` standard errors of the differences of single examples; then the order
+    starts again. It ends when no swap is left that was not measured, or after ``max_losses``
+    measurements.
 
-    The plan's notes say the loss before and after on the examples that decided: the latter is too low for others, by
-    more the smaller ``margin`` and the more swaps were measured.
+    The plan's notes say the loss before and after on the examples that decided: the latter is too
+    low for others, by more the smaller ``margin`` and the more swaps were measured.
 
-    When: the loss itself is to decide, and there are labelled examples enough to tell small differences.
+    When: the loss itself is to decide, and there are labelled examples enough to tell small
+    differences.
     Cost: up to ``max_losses`` measurements, each a part of a pass over the data.
 
     Args:
-        max_losses: Plans that are measured at most; each is a part of a pass over the data, see ``mask_losses``.
+        max_losses: Plans that are measured at most; each is a part of a pass over the data, see
+            ``mask_losses``.
         at_once: Swaps that are measured together, of which one is made at most.
         margin: How far below zero a swap's mean difference must be, in its standard errors.
         inner: The selector that makes the first plan, by name; one that needs scores alone.
-        inner_settings: Its settings, without ``min_heads`` and ``multiple_of``, which are those given here.
+        inner_settings: Its settings, without ``min_heads`` and ``multiple_of``, which are those
+            given here.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"loss"})
@@ -61,8 +68,14 @@ class LocalSearch(Selector):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise InvalidValue(f"LocalSearch.{name}", f"a count >= {least}", repr(value))
-        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not self.margin >= 0:
-            raise InvalidValue("LocalSearch.margin", "a number of standard errors >= 0", repr(self.margin))
+        if (
+            isinstance(self.margin, bool)
+            or not isinstance(self.margin, (int, float))
+            or not self.margin >= 0
+        ):
+            raise InvalidValue(
+                "LocalSearch.margin", "a number of standard errors >= 0", repr(self.margin)
+            )
         object.__setattr__(self, "inner_settings", frozen(self.inner_settings, self))
         inner_selector(self, self.inner, self.inner_settings)
 
@@ -84,12 +97,16 @@ class LocalSearch(Selector):
             best = self._lower(losses)
             if best is not None:
                 keep, now, swaps = candidates[best], float(losses[1 + best].mean()), swaps + 1
-        said = f"Loss above the uncut model's on the examples that decided: {before:.4g} by {self.inner}, {now:.4g} "
+        said = (
+            f"Loss above the uncut model's on the examples that decided: {before:.4g} by"
+            f" {self.inner}, {now:.4g} "
+        )
         problem.notes.append(f"{said}after {swaps} swaps; {measured} plans measured.")
         return keep
 
     def _lower(self, losses: Floats) -> int | None:
-        """The swap of the lowest loss among those that are surely below the first row, the present plan."""
+        """The swap of the lowest loss among those that are surely below the first row, the present
+        plan."""
         differences = losses[1:] - losses[0]
         means = differences.mean(1)
         errors = differences.std(1, ddof=1) / differences.shape[1] ** 0.5
@@ -117,7 +134,10 @@ def _measured(problem: Problem, plans: list[frozenset[Position]]) -> Floats:
     """
     assert problem.loss is not None
     found = np.asarray(problem.loss([problem.mask(plan) for plan in plans]), dtype=np.float64)
-    where, must = "what select(loss=) returns", f"[masks, examples], {len(plans)} masks and at least 2 examples"
+    where, must = (
+        "what select(loss=) returns",
+        f"[masks, examples], {len(plans)} masks and at least 2 examples",
+    )
     if found.ndim != 2 or len(found) != len(plans) or found.shape[1] < 2:
         raise InvalidValue(where, must, f"the shape {list(found.shape)}")
     if not np.isfinite(found).all():

@@ -14,11 +14,13 @@ from headprune.selection._budget import best_first, infeasible, places
 class Uniform(Selector):
     """Keeps the same number of heads at every site, the best of each, as many as the budget allows.
 
-    Sites of unlike size keep the same share instead: of n units, the whole part of share * n, for the largest share
-    that fits and leaves a head; where that is no number of heads that a site may have, the next lower one, or else the
-    lowest that it may have. No site is filled up with what one more unit everywhere would overspend.
+    Sites of unlike size keep the same share instead: of n units, the whole part of share * n, for
+    the largest share that fits and leaves a head; where that is no number of heads that a site may
+    have, the next lower one, or else the lowest that it may have. No site is filled up with what
+    one more unit everywhere would overspend.
 
-    When: all layers must keep one shape, for example for a checkpoint that loads without headprune; or as a baseline.
+    When: all layers must keep one shape, for example for a checkpoint that loads without headprune;
+    or as a baseline.
     Cost: no pass over data; a sort.
     """
 
@@ -32,7 +34,9 @@ class Uniform(Selector):
         best: frozenset[Position] | None = None
         least: int | None = None
         for share in shares:
-            keep = frozenset((s, u) for s, row in enumerate(rows) for u in _at_most(row, int(share * sizes[s])))
+            keep = frozenset(
+                (s, u) for s, row in enumerate(rows) for u in _at_most(row, int(share * sizes[s]))
+            )
             if not keep and some:
                 continue
             cost = problem.cost(keep)

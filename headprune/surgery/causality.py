@@ -17,9 +17,12 @@ def shown_pairs(scores: Tensor) -> Tensor:
     return scores > HIDDEN
 
 
-def kernel_pairs(query: Tensor, key: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The same of ``scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)``; None where it
-    hides nothing."""
+def kernel_pairs(
+    query: Tensor, key: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """The same of
+    ``scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)``; None where
+    it hides nothing."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     shape = (query.shape[-2], key.shape[-2])
@@ -35,16 +38,19 @@ def kernel_pairs(query: Tensor, key: Tensor, args: tuple[Any, ...], kwargs: Mapp
 def is_causal(pairs: Tensor, example: Any) -> bool:
     """Whether every token sees itself and none after it, and some token sees one before it.
 
-    Only tokens that are no padding are compared, so padding at the end does not pass for causality. A token is padding
-    where no query may see it as a key, where it may see nothing itself, or where the example's ``attention_mask`` says
-    so.
+    Only tokens that are no padding are compared, so padding at the end does not pass for causality.
+    A token is padding where no query may see it as a key, where it may see nothing itself, or where
+    the example's ``attention_mask`` says so.
 
     Args:
-        pairs: ``[..., queries, keys]``: True where a query may see a key; queries and keys must be one sequence. The
-            first of the axes before holds examples, or examples times heads.
+        pairs: ``[..., queries, keys]``: True where a query may see a key; queries and keys must be
+            one sequence. The first of the axes before holds examples, or examples times heads.
         example: The batch.
 
-    >>> masks = torch.ones(3, 3, dtype=torch.bool).tril(), torch.tensor([True, True, False]).expand(3, 3)
+    >>> masks = (
+    ...     torch.ones(3, 3, dtype=torch.bool).tril(),
+    ...     torch.tensor([True, True, False]).expand(3, 3),
+    ... )
     >>> [is_causal(mask, torch.zeros(2, 3)) for mask in masks]
     [True, False]
     """
@@ -55,7 +61,9 @@ def is_causal(pairs: Tensor, example: Any) -> bool:
     n_examples = batch_size(example)
     first = pairs.shape[0] if pairs.ndim > 2 else 1
     by_example = first > 1 and first % n_examples == 0
-    pairs = pairs.reshape(n_examples if by_example else 1, -1, length, length)  # [examples or 1, rows, queries, keys]
+    pairs = pairs.reshape(
+        n_examples if by_example else 1, -1, length, length
+    )  # [examples or 1, rows, queries, keys]
     counted = pairs.any(-2) & pairs.any(-1)
     tokens = token_mask(example, (n_examples, length))
     if tokens is not None:

@@ -1,4 +1,5 @@
-"""``save_pretrained`` and ``from_pretrained``: a cut model in a folder, in our own form or in one that others open."""
+"""``save_pretrained`` and ``from_pretrained``: a cut model in a folder, in our own form or in one
+that others open."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from headprune.attention.sharded import check_whole
-from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnsupportedModel, VerificationFailed
+from headprune.core.errors import (
+    CheckpointError,
+    HeadPruneError,
+    InvalidValue,
+    UnsupportedModel,
+    VerificationFailed,
+)
 from headprune.core.files import settle, staged
 from headprune.core.heads import AttentionSite
 from headprune.core.layout import FOLDED_ATTRIBUTE
@@ -20,7 +27,15 @@ from headprune.model.cut import cut_
 from headprune.model.fingerprint import check_plan, fingerprint
 from headprune.model.offloaded import offloaded
 from headprune.model.sites import BoundSite, Sites, bind, find_sites, unwrap
-from headprune.surgery.formats import card, companions, own, plain, proof, remote_code, transformers_4
+from headprune.surgery.formats import (
+    card,
+    companions,
+    own,
+    plain,
+    proof,
+    remote_code,
+    transformers_4,
+)
 from headprune.surgery.formats.building import fresh
 from headprune.surgery.formats.manifest import MANIFEST as MANIFEST
 from headprune.surgery.formats.manifest import Manifest
@@ -44,14 +59,14 @@ def save_pretrained(
 ) -> Path:
     """Writes a (cut) model to ``folder``, with a model card section that states what was cut.
 
-    | format       | which cut models                                  | what opens it                                |
-    | ------------ | ------------------------------------------------- | -------------------------------------------- |
-    | headprune    | every one, bit for bit                            | ``hp.from_pretrained``                       |
-    | transformers | those whose head counts the configuration can say | Transformers alone                           |
-    | remote-code  | those that no class of ours corrects              | Transformers with ``trust_remote_code=True`` |
+    - ``headprune``: every cut model, bit for bit; ``hp.from_pretrained`` opens it.
+    - ``transformers``: those whose head counts the configuration can say; Transformers alone opens
+      it.
+    - ``remote-code``: those that no class of ours corrects; Transformers opens it with
+      ``trust_remote_code=True``.
 
-    The last two are loaded again and compared with the model, tensor by tensor and in outputs, before anything is put
-    into ``folder``.
+    The last two are loaded again and compared with the model, tensor by tensor and in outputs,
+    before anything is put into ``folder``.
 
     Args:
         model: The model; a ``torch.compile`` wrapper is saved as the model inside.
@@ -60,8 +75,10 @@ def save_pretrained(
         format: See above, and ``applicable_formats``.
         processor: A tokenizer or processor, or several, whose files go into the folder too.
         plan: The plan by which the model was cut, for the model card.
-        example: A batch the model takes, to compare outputs with what loads; by default one is made up.
-        max_shard_size: Bytes, or text such as ``"5GB"``: larger models are written in several files.
+        example: A batch the model takes, to compare outputs with what loads; by default one is made
+            up.
+        max_shard_size: Bytes, or text such as ``"5GB"``: larger models are written in several
+            files.
 
     Returns:
         The folder. All is written beside its place first: on an error the folder is as it was.
@@ -70,7 +87,8 @@ def save_pretrained(
         CheckpointError: ``folder`` is a file, or a tensor has no data (meta device).
         NotWritten: there is no room, or no right to write there.
         UnsupportedModel: the format cannot hold this cut; the message says why.
-        VerificationFailed: what was written does not come back as it was saved; nothing of it is left.
+        VerificationFailed: what was written does not come back as it was saved; nothing of it is
+            left.
     """
     model = unwrap(model)
     folder = Path(folder)
@@ -102,18 +120,22 @@ def write_card(
     plan: PruningPlan | None,
     place: Path,
 ) -> None:
-    """Writes the model card of ``folder`` with its section on what was cut to ``place``, which is to become it; a model
-    on the meta device will do."""
+    """Writes the model card of ``folder`` with its section on what was cut to ``place``, which is
+    to become it; a model on the meta device will do."""
     built: Any = fresh(model)
     if built is not None:
         built.tie_weights()  # an embedding that is also the output counts once
     before = None if built is None else sum(p.numel() for p in built.parameters())
     text = card.section(model, sites, _loading(model, format, folder), plan, before)
     old = folder / card.CARD
-    card.write(place, text, card.hub_name(model), read_bytes(old).decode() if old.is_file() else None)
+    card.write(
+        place, text, card.hub_name(model), read_bytes(old).decode() if old.is_file() else None
+    )
 
 
-def applicable_formats(model: nn.Module, sites: Iterable[AttentionSite] | None = None) -> dict[Format, str | None]:
+def applicable_formats(
+    model: nn.Module, sites: Iterable[AttentionSite] | None = None
+) -> dict[Format, str | None]:
     """Which formats can hold a (cut) model: None for those that can, else the reason why not.
 
     Nothing is written; ``save_pretrained`` proves what it writes besides.
@@ -144,14 +166,16 @@ def from_pretrained(
 
     Args:
         folder: A checkpoint folder.
-        model: For a class that is not a Transformers one: a freshly built full-size model, which is cut and filled.
+        model: For a class that is not a Transformers one: a freshly built full-size model, which is
+            cut and filled.
         sites: Of ``model``, where it has layouts of your own.
 
     Returns:
         The cut model.
 
     Raises:
-        CheckpointError: the folder is not one of ours, is incomplete or damaged, or is for another model.
+        CheckpointError: the folder is not one of ours, is incomplete or damaged, or is for another
+            model.
     """
     folder = Path(folder)
     settle(folder)
@@ -162,7 +186,9 @@ def from_pretrained(
     if model is None:
         model = own.build(folder, manifest)
     elif not isinstance(model, nn.Module):
-        raise InvalidValue("model", "a freshly built full-size torch.nn.Module", type(model).__name__)
+        raise InvalidValue(
+            "model", "a freshly built full-size torch.nn.Module", type(model).__name__
+        )
     return filled(folder, manifest, tensors, model, sites)
 
 
@@ -173,10 +199,16 @@ def filled(
     model: nn.Module,
     sites: Iterable[AttentionSite] | None = None,
 ) -> nn.Module:
-    """A freshly built full-size model, cut as a folder's manifest says, with the folder's tensors in place; as it was,
-    on an error."""
+    """A freshly built full-size model, cut as a folder's manifest says, with the folder's tensors
+    in place; as it was, on an error."""
     try:
-        located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
+        located = (
+            sites
+            if isinstance(sites, Sites)
+            else find_sites(model)
+            if sites is None
+            else Sites(sites, ())
+        )
         if offloaded(model):
             raise UnsupportedModel("model", "a freshly built one", "one that accelerate offloads")
         check_plan(model, located, manifest.mask)
@@ -184,13 +216,17 @@ def filled(
         located = Sites(permitted, located.layouts.values(), located.not_taken)
         bound = bind(model, located)
         if fingerprint(model, [b.site for b in bound]).structure != manifest.structure:
-            raise CheckpointError(str(folder), f"a checkpoint of {type(model).__name__}", manifest.model_class)
+            raise CheckpointError(
+                str(folder), f"a checkpoint of {type(model).__name__}", manifest.model_class
+            )
         undo = cut_(model, bound, manifest.mask)
     except CheckpointError:
         raise
     except HeadPruneError as error:
         hint = "Pass from_pretrained(folder, model=...) the full-size model that it was cut from."
-        raise CheckpointError(str(folder), "a checkpoint of this model", str(error).rstrip("."), hint) from error
+        raise CheckpointError(
+            str(folder), "a checkpoint of this model", str(error).rstrip("."), hint
+        ) from error
     try:
         own.fill_(model, manifest, tensors, folder)
     except BaseException:
@@ -204,12 +240,18 @@ def filled(
 
 
 def _write_for_others(
-    model: Any, bound: list[BoundSite], place: Path, format: Format, example: Any, max_shard_size: int | str
+    model: Any,
+    bound: list[BoundSite],
+    place: Path,
+    format: Format,
+    example: Any,
+    max_shard_size: int | str,
 ) -> None:
     """Writes to ``place`` and proves what is there.
 
-    Some families have other names and packings on disk, and turning back into them can corrupt projections that are
-    no longer equally large; such a model is written under the module's own names, which load as well.
+    Some families have other names and packings on disk, and turning back into them can corrupt
+    projections that are no longer equally large; such a model is written under the module's own
+    names, which load as well.
     """
     alone = format == "transformers"
     config = plain.config_of_cut(model, bound) if alone else None
@@ -220,7 +262,9 @@ def _write_for_others(
         kind, body = (type(model), None) if alone else remote_code.write_code(model, place)
         config = config if alone else remote_code.config_of_cut(model, description)
         try:
-            proof.written_and_proven(kind, config, model, place, max_shard_size, original_names, example)
+            proof.written_and_proven(
+                kind, config, model, place, max_shard_size, original_names, example
+            )
             if body is not None:
                 proof.same_tensors(body, model.base_model, place)
         except VerificationFailed as error:

@@ -1,9 +1,10 @@
-"""``propose_layouts``: layouts for attention modules that nobody described, each proven on an example or refused.
+"""``propose_layouts``: layouts for attention modules that nobody described, each proven on an
+example or refused.
 
-The search runs on a copy in fp64. Where softmax attention happens, over how many heads and of which projections, is
-seen by running the model (``flow.py``, ``trace.py``, ``reach.py``); what else is made of heads is guessed from sizes
-(``guess.py``); and a guess counts once it has passed the whole proof (``search.py``, ``prove.py``). What fails is
-refused by name (``properties.py``).
+The search runs on a copy in fp64. Where softmax attention happens, over how many heads and of which
+projections, is seen by running the model (``flow.py``, ``trace.py``, ``reach.py``); what else is
+made of heads is guessed from sizes (``guess.py``); and a guess counts once it has passed the whole
+proof (``search.py``, ``prove.py``). What fails is refused by name (``properties.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Proposals(tuple[AttentionLayout, ...]):
     """Proven layouts, to be passed as ``find_sites(model, layouts=...)``.
 
     Attributes:
-        found: For each layout, by its name: the modules it is for, and the largest |gated - pruned| of its proof.
+        found: For each layout, by its name: the modules it is for, and the largest |gated - pruned|
+            of its proof.
         refused: The attention modules that no layout takes, and why.
     """
 
@@ -52,20 +54,28 @@ class Proposals(tuple[AttentionLayout, ...]):
         return Proposals, (tuple(self), self.found, self.refused)
 
     def __str__(self) -> str:
-        lines = [f"{n}: {len(m)} modules, |gated - pruned| <= {d:.1e}" for n, (m, d) in self.found.items()]
+        lines = [
+            f"{n}: {len(m)} modules, |gated - pruned| <= {d:.1e}"
+            for n, (m, d) in self.found.items()
+        ]
         lines += [f"refused: {r}" for r in self.refused]
         return "\n".join(lines) or "nothing to propose: every softmax attention has a layout"
 
 
-def propose_layouts(model: nn.Module, example: Any, layouts: Iterable[AttentionLayout] = ()) -> Proposals:
-    """Layouts for the attention modules of ``model`` that none is registered for; each has proven itself.
+def propose_layouts(
+    model: nn.Module, example: Any, layouts: Iterable[AttentionLayout] = ()
+) -> Proposals:
+    """Layouts for the attention modules of ``model`` that none is registered for; each has proven
+    itself.
 
-    Proven means, in fp64 on a copy with shaken weights: gates of zero change the output; a gate an example lands on
-    that example; and |gated - pruned| <= 1e-10 of the largest output for each head alone, for ragged masks and with
-    two units left, gradients included. A layer of a proposed layout keeps at least one head, because a batch cannot
-    prove that a cache works without. What depends on code that the example does not run (another mask, a cache) is
-    not proven: give an example that is like your data, with padding. A module is ``causal`` where no token of the
-    example saw a later one (which masks of ``flex_attention`` do not show), or where its name or flags say so.
+    Proven means, in fp64 on a copy with shaken weights: gates of zero change the output; a gate an
+    example lands on that example; and |gated - pruned| <= 1e-10 of the largest output for each head
+    alone, for ragged masks and with two units left, gradients included. A layer of a proposed
+    layout keeps at least one head, because a batch cannot prove that a cache works without. What
+    depends on code that the example does not run (another mask, a cache) is not proven: give an
+    example that is like your data, with padding. A module is ``causal`` where no token of the
+    example saw a later one (which masks of ``flex_attention`` do not show), or where its name or
+    flags say so.
 
     Args:
         model: Any module; it stays as it is.
@@ -85,9 +95,12 @@ def propose_layouts(model: nn.Module, example: Any, layouts: Iterable[AttentionL
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.n, self.everything, self.end = 4, nn.Linear(16, 48), nn.Linear(16, 16)
+    ...
     ...     def forward(self, x):
     ...         q, k, v = self.everything(x).unflatten(-1, (self.n, 3, -1)).permute(3, 0, 2, 1, 4)
-    ...         return self.end(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    ...         return self.end(
+    ...             nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    ...         )
     >>> model = nn.Sequential(Mine(), Mine())
     >>> found = propose_layouts(model, torch.randn(3, 5, 16))
     >>> print(find_sites(model, layouts=found))
@@ -100,12 +113,16 @@ def propose_layouts(model: nn.Module, example: Any, layouts: Iterable[AttentionL
         scratch = Scratch(model, example)
     except VerificationFailed as error:
         _check_own_run(model, example)
-        name = "random in evaluation mode" if error.got == "random outputs" else "does not run in fp64"
+        name = (
+            "random in evaluation mode" if error.got == "random outputs" else "does not run in fp64"
+        )
         return Proposals((), {}, [Refusal(("",), type(model).__name__, name, str(error))])
     seen = cores(scratch)
     taken = _taken(scratch.model, layouts)
     if not seen and not taken:
-        none = Refusal(("",), type(model).__name__, "no softmax attention", "none was seen on this example")
+        none = Refusal(
+            ("",), type(model).__name__, "no softmax attention", "none was seen on this example"
+        )
         return Proposals((), {}, [none])
     proven: dict[str, tuple[tuple[str, ...], float]] = {}
     chosen: list[AttentionLayout] = []
@@ -155,7 +172,8 @@ def _check_own_run(model: nn.Module, example: Any) -> None:
 
 
 def _alike(scratch: Scratch, seen: list[Core], taken: list[str]) -> list[list[Core]]:
-    """Cores of one build together, inner ones first: of one class, with parameters, heads and widths of one size."""
+    """Cores of one build together, inner ones first: of one class, with parameters, heads and
+    widths of one size."""
     groups: dict[Any, list[Core]] = {}
     for core in sorted(seen, key=lambda c: -c.name.count(".")):
         key = build(scratch, core), core.heads, core.softmax.head_dim
@@ -182,8 +200,11 @@ def _name(kind: type, used: Iterable[str]) -> str:
     return name
 
 
-def _apart(scratch: Scratch, proposals: Proposals, layouts: tuple[AttentionLayout, ...]) -> Proposals:
-    """Drops layouts that take modules they fail on when all are tried in turn, the proposed before the registered."""
+def _apart(
+    scratch: Scratch, proposals: Proposals, layouts: tuple[AttentionLayout, ...]
+) -> Proposals:
+    """Drops layouts that take modules they fail on when all are tried in turn, the proposed before
+    the registered."""
     kept, refused = list(proposals), list(proposals.refused)
     settled = False
     while not settled:
@@ -196,7 +217,14 @@ def _apart(scratch: Scratch, proposals: Proposals, layouts: tuple[AttentionLayou
                 if own and {s.name for s in own} != set(meant):
                     prove(scratch, own)
             except HeadPruneError as error:
-                refused.append(Refusal(meant, layout.name, "head counts kept elsewhere", f"not on all alike: {error}"))
+                refused.append(
+                    Refusal(
+                        meant,
+                        layout.name,
+                        "head counts kept elsewhere",
+                        f"not on all alike: {error}",
+                    )
+                )
                 own = Sites((), ())
             if not own:  # it failed, or earlier ones take all of its modules
                 kept.remove(layout)

@@ -1,8 +1,10 @@
-"""What flows where in one run of a model: of which projections a tensor is made, and what softmax made of it.
+"""What flows where in one run of a model: of which projections a tensor is made, and what softmax
+made of it.
 
-Every tensor carries a *trail*. A projection's output starts a new one, any other operation unites those of what it is
-given. So softmax attention is known by what it does, whatever its names: a matrix product reaches a softmax (scores),
-what the softmax made reaches another product (the heads' outputs, with the values beside it).
+Every tensor carries a *trail*. A projection's output starts a new one, any other operation unites
+those of what it is given. So softmax attention is known by what it does, whatever its names: a
+matrix product reaches a softmax (scores), what the softmax made reaches another product (the heads'
+outputs, with the values beside it).
 """
 
 from __future__ import annotations
@@ -19,9 +21,19 @@ from headprune.model.running import tensors
 from headprune.surgery.causality import is_causal, kernel_pairs, shown_pairs
 
 _KERNELS = {"scaled_dot_product_attention", "flex_attention"}
-_FUSED = {"multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
+_FUSED = {
+    "multi_head_attention_forward",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+}
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum"}
-_LIKE = {"type_as", "expand_as", "view_as", "reshape_as", "to"}  # take only type or shape of what follows the first
+_LIKE = {
+    "type_as",
+    "expand_as",
+    "view_as",
+    "reshape_as",
+    "to",
+}  # take only type or shape of what follows the first
 _NORMS = {"layer_norm", "rms_norm", "group_norm"}
 
 
@@ -31,7 +43,8 @@ class Trail:
 
     Args:
         sources: Projections, with no other one between.
-        products: Matrix products, by their number, that it is a sum or another element-wise function of.
+        products: Matrix products, by their number, that it is a sum or another element-wise
+            function of.
         chances: Softmax calls whose probabilities it holds.
         context: Softmax calls whose heads' outputs it holds.
         fixed: Whether it is made of parameters alone.
@@ -58,7 +71,8 @@ def united(trails: Iterable[Trail]) -> Trail:
 
 @dataclass
 class Product:
-    """A matrix product: the trails of its factors, the length it sums over if known, its shape, what mixes it."""
+    """A matrix product: the trails of its factors, the length it sums over if known, its shape,
+    what mixes it."""
 
     factors: tuple[Trail, Trail]
     summed: int | None
@@ -81,7 +95,8 @@ class Softmax:
         fused: Whether one native function does everything, projections included.
         valued: Projections of the values.
         width: Width of a value; None where it is not known.
-        mixers: Projections and bare tensors that the scores or the probabilities of several heads pass.
+        mixers: Projections and bare tensors that the scores or the probabilities of several heads
+            pass.
         used: Whether its probabilities were multiplied with values.
         causal: Whether no token saw a later one.
     """
@@ -138,18 +153,23 @@ class Flow(TorchFunctionMode):
 
     def trail(self, value: Any) -> Trail:
         """The united trail of all tensors in a value."""
-        return united(self._trails.get(t) or Trail(fixed=isinstance(t, nn.Parameter)) for t in tensors(value))
+        return united(
+            self._trails.get(t) or Trail(fixed=isinstance(t, nn.Parameter)) for t in tensors(value)
+        )
 
     def called(self, name: str, module: nn.Module, given: Any, projection: bool) -> None:
         """Notes that a module is called."""
         trail, first = self.trail(given), next(tensors(given), None)
-        self.events.append(Event("enter", name, tuple(first.shape) if first is not None else (), trail))
+        self.events.append(
+            Event("enter", name, tuple(first.shape) if first is not None else (), trail)
+        )
         if not projection:
             widths = {p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 1}
             self.norms += [Norm(name, w, trail) for w in widths]
 
     def returned(self, name: str, given: Any, made: Any, projection: bool) -> None:
-        """Notes that a module is done; what a projection made starts a new trail, unless it mixes heads' scores."""
+        """Notes that a module is done; what a projection made starts a new trail, unless it mixes
+        heads' scores."""
         shape = next((tuple(t.shape) for t in tensors(made)), ())
         if projection:
             trail = self._mixed(self.trail(given), name, shape) or Trail(frozenset({name}))
@@ -158,7 +178,8 @@ class Flow(TorchFunctionMode):
         self.events.append(Event("leave", name, shape, self.trail(made)))
 
     def _mixed(self, given: Trail, by: str, shape: tuple[int, ...]) -> Trail | None:
-        """The trail of scores or probabilities that something passed on in the same size; None if it took others."""
+        """The trail of scores or probabilities that something passed on in the same size; None if
+        it took others."""
         passed: list[Product | Softmax] = [self._products[i] for i in given.products]
         passed += [self.softmaxes[i] for i in given.chances]
         if not passed or len(shape) < 3 or any(sorted(p.shape) != sorted(shape) for p in passed):
@@ -174,7 +195,9 @@ class Flow(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _FUSED:
             first = next(tensors((args, kwargs)))
-            trail = self._softmax(Softmax(tuple(first.shape), fused=True, kernel=True, used=True), given)
+            trail = self._softmax(
+                Softmax(tuple(first.shape), fused=True, kernel=True, used=True), given
+            )
         elif name in _KERNELS:
             trail = self._kernel(name, given, args, kwargs)
         elif name in ("softmax", "_softmax") and given.products:
@@ -191,7 +214,9 @@ class Flow(TorchFunctionMode):
             if name == "__setitem__":
                 self._trails[args[0]] = given
             elif name.endswith("_") and isinstance(made, Tensor) and made._base is not None:
-                self._trails[made._base] = united([given, self.trail(made._base)])  # written into a part of it
+                self._trails[made._base] = united(
+                    [given, self.trail(made._base)]
+                )  # written into a part of it
             elif name in _NORMS:
                 self._norm(name, args, kwargs, given)
         for tensor in tensors(made):
@@ -209,11 +234,19 @@ class Flow(TorchFunctionMode):
         return Trail(given.sources, none, number, given.context)
 
     def _kernel(self, name: str, given: Trail, args: Any, kwargs: Any) -> Trail:
-        query, key, value, *_ = tensors((args, [kwargs[k] for k in ("query", "key", "value") if k in kwargs]))
+        query, key, value, *_ = tensors(
+            (args, [kwargs[k] for k in ("query", "key", "value") if k in kwargs])
+        )
         asked, keys = self.trail(query).sources, self.trail(key).sources
-        found = Softmax(tuple(query.shape), asked | keys, asked & keys, query.shape[-1], kernel=True, used=True)
+        found = Softmax(
+            tuple(query.shape), asked | keys, asked & keys, query.shape[-1], kernel=True, used=True
+        )
         found.valued, found.width = self.trail(value).sources, value.shape[-1]
-        pairs = kernel_pairs(query, key, args, kwargs) if name == "scaled_dot_product_attention" else None
+        pairs = (
+            kernel_pairs(query, key, args, kwargs)
+            if name == "scaled_dot_product_attention"
+            else None
+        )
         found.causal = pairs is not None and is_causal(pairs, self._example)
         return self._softmax(found, given)
 
@@ -240,7 +273,9 @@ class Flow(TorchFunctionMode):
             factors = factors[::-1]
         trails = (self.trail(factors[0]), self.trail(factors[1]))
         if any(t.fixed for t in trails):
-            mixed = self._mixed(united(t for t in trails if not t.fixed), "a bare tensor", tuple(made.shape))
+            mixed = self._mixed(
+                united(t for t in trails if not t.fixed), "a bare tensor", tuple(made.shape)
+            )
             if mixed is not None:
                 return mixed
         for at, (own, other) in enumerate((trails, trails[::-1])):
@@ -248,7 +283,10 @@ class Flow(TorchFunctionMode):
                 width = _summed(name, args, factors, probabilities=at)
                 for number in own.chances:
                     softmax = self.softmaxes[number]
-                    softmax.used, softmax.width = True, width if softmax.width in (None, width) else softmax.width
+                    softmax.used, softmax.width = (
+                        True,
+                        width if softmax.width in (None, width) else softmax.width,
+                    )
                     softmax.valued |= other.sources
                 none: frozenset[int] = frozenset()
                 return Trail(given.sources, none, none, given.context | own.chances)
@@ -256,13 +294,26 @@ class Flow(TorchFunctionMode):
         return replace(given, products=frozenset({len(self._products) - 1}), chances=frozenset())
 
     def _norm(self, name: str, args: Any, kwargs: Any, given: Trail) -> None:
-        over = args[1] if len(args) > 1 else kwargs.get("normalized_shape", kwargs.get("num_groups", 1))
-        width = args[0].shape[1] // over if name == "group_norm" and args else over[-1] if name != "group_norm" else 0
+        over = (
+            args[1]
+            if len(args) > 1
+            else kwargs.get("normalized_shape", kwargs.get("num_groups", 1))
+        )
+        width = (
+            args[0].shape[1] // over
+            if name == "group_norm" and args
+            else over[-1]
+            if name != "group_norm"
+            else 0
+        )
         self.norms.append(Norm(f"F.{name}", width, given))
 
 
-def _summed(name: str, args: Any, factors: list[Tensor], probabilities: int | None = None) -> int | None:
-    """Length that a product sums over; or, if one factor holds probabilities, the width of the other's features."""
+def _summed(
+    name: str, args: Any, factors: list[Tensor], probabilities: int | None = None
+) -> int | None:
+    """Length that a product sums over; or, if one factor holds probabilities, the width of the
+    other's features."""
     if name != "einsum":
         other = factors[1 - probabilities] if probabilities is not None else factors[0]
         return int(other.shape[-2 if probabilities == 1 else -1])

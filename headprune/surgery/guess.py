@@ -1,8 +1,10 @@
-"""Guesses of how a module with an attention keeps its heads, the likeliest first; ``detect.py`` proves or drops them.
+"""Guesses of how a module with an attention keeps its heads, the likeliest first; ``detect.py``
+proves or drops them.
 
-How many heads there are, which projections make queries, keys and values, and which of their features reach which head
-was seen (``trace.py``). What is left to guess is the packing of fused projections, which other tensors are made of
-heads, and which attributes count them. Names are hints for the order only.
+How many heads there are, which projections make queries, keys and values, and which of their
+features reach which head was seen (``trace.py``). What is left to guess is the packing of fused
+projections, which other tensors are made of heads, and which attributes count them. Names are hints
+for the order only.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from headprune.model.sites import lookup
 from headprune.surgery.reach import Reach, of_all
 from headprune.surgery.trace import Core, Projection, is_projection
 
-#: How many guesses of slabs one module is worth; each costs a forward pass or two, a wrong one mostly less.
+#: How many guesses of slabs one module is worth; each costs a forward pass or two, a wrong one
+#: mostly less.
 _GUESSES = 48
 
 
@@ -38,8 +41,16 @@ class _Sizes:
 
     def width(self, unit: str) -> int:
         """Features of all heads together."""
-        one = {"query": self.head_dim, "gated_query": 2 * self.head_dim, "key": self.head_dim, "head": 1, "kv_head": 1}
-        return (self.n_kv if unit in ("key", "value", "kv_head") else self.n_query) * one.get(unit, self.value_dim)
+        one = {
+            "query": self.head_dim,
+            "gated_query": 2 * self.head_dim,
+            "key": self.head_dim,
+            "head": 1,
+            "kv_head": 1,
+        }
+        return (self.n_kv if unit in ("key", "value", "kv_head") else self.n_query) * one.get(
+            unit, self.value_dim
+        )
 
     def rows(self, slab: HeadSlab, head: int) -> list[int]:
         """The features of a slab that belong to a query head."""
@@ -51,10 +62,14 @@ class _Sizes:
 
 
 def head_counts(core: Core, n_examples: int) -> list[int]:
-    """How many query heads there may be: what was seen or, where a value's width was not, an axis of the scores."""
+    """How many query heads there may be: what was seen or, where a value's width was not, an axis
+    of the scores."""
     if core.heads:
         return [core.heads]
-    shape, features = core.softmax.shape, core.gate.given[-1] if core.gate and core.gate.given else 0
+    shape, features = (
+        core.softmax.shape,
+        core.gate.given[-1] if core.gate and core.gate.given else 0,
+    )
     axes = (*shape[1:-1], shape[0] // n_examples, shape[0]) if shape else ()
     return list(dict.fromkeys(n for n in axes if 0 < n <= features and features % n == 0))
 
@@ -62,7 +77,8 @@ def head_counts(core: Core, n_examples: int) -> list[int]:
 def guesses(
     module: nn.Module, core: Core, gate: Projection, n_query: int, reached: Reach, n_examples: int
 ) -> Iterator[AttentionLayout]:
-    """Layouts with so many query heads that fit what was seen of ``module``, the likeliest first."""
+    """Layouts with so many query heads that fit what was seen of ``module``, the likeliest
+    first."""
     children = tuple(name for name, _ in module.named_children())
     seen = set()
     for sizes in _sizes(core, gate, n_query):
@@ -79,12 +95,15 @@ def guesses(
                 per_head=per_head,
                 grouping=sizes.grouping,
                 policies=("group", "balanced") if sizes.n_kv < sizes.n_query else ("group",),
-                empty="refuse",  # whether a cache works without heads is nothing that a batch could prove
+                # No batch could prove that a cache works without heads.
+                empty="refuse",
             )
             for axis, windows in _batches(gate.given, n_examples):
                 for counts in _counts(module, sizes):
                     requires = tuple(dict.fromkeys((*children, *(path for path, _ in counts))))
-                    found = replace(layout, counts=counts, requires=requires, batch_axis=axis, windows=windows)
+                    found = replace(
+                        layout, counts=counts, requires=requires, batch_axis=axis, windows=windows
+                    )
                     if found not in seen:
                         seen.add(found)
                         yield found
@@ -96,12 +115,17 @@ def kind_of(module: Any, name: str) -> Kind:
     if "cross" in words or "encoder_attn" in words or "encdec" in words:
         return "cross"
     parts = (module, *module.children())
-    return "causal" if any(getattr(p, "is_causal", False) or getattr(p, "is_decoder", False) for p in parts) else "self"
+    return (
+        "causal"
+        if any(getattr(p, "is_causal", False) or getattr(p, "is_decoder", False) for p in parts)
+        else "self"
+    )
 
 
 @dataclass(frozen=True)
 class SeenKind:
-    """``AttentionLayout.kind`` of modules some of which were seen to be causal; of others what ``kind_of`` says.
+    """``AttentionLayout.kind`` of modules some of which were seen to be causal; of others what
+    ``kind_of`` says.
 
     Args:
         causal: Names of the causal ones; None where all were.
@@ -116,20 +140,29 @@ class SeenKind:
 
 
 def numbers(module: nn.Module) -> dict[str, int]:
-    """Whole-number attributes of a module and of those in it, but not of its projections, by path."""
+    """Whole-number attributes of a module and of those in it, but not of its projections, by
+    path."""
     found: dict[str, int] = {}
     for name, part in module.named_modules():
         if is_projection(part) or isinstance(part, (nn.Embedding, nn.LayerNorm, nn.Dropout)):
             continue
         for key, value in part.__dict__.items():
-            if type(value) is int and not key.startswith("_") and not re.search(r"layer|idx|index", key):
+            if (
+                type(value) is int
+                and not key.startswith("_")
+                and not re.search(r"layer|idx|index", key)
+            ):
                 found[f"{name}.{key}".lstrip(".")] = value
     return found
 
 
 def _batches(given: tuple[int, ...], n: int) -> list[tuple[int, bool]]:
     """Where the examples may lie in the output projection's input, and whether in windows."""
-    axes = [axis for axis in (0, 1) if len(given) > axis and given[axis] == n and (axis == 0 or len(given) > 2)]
+    axes = [
+        axis
+        for axis in (0, 1)
+        if len(given) > axis and given[axis] == n and (axis == 0 or len(given) > 2)
+    ]
     windows = len(given) > 2 and given[0] != n and given[0] % n == 0
     return [*((axis, False) for axis in axes), *([(0, windows)] if windows or not axes else [])]
 
@@ -154,7 +187,9 @@ def _slabs(
     module: nn.Module, core: Core, gate: Projection, sizes: _Sizes, reached: Reach
 ) -> Iterator[tuple[tuple[HeadSlab, ...], tuple[str, ...]]]:
     """Slabs beside the gate's, and the paths that no cut touches."""
-    projections = [n for n, part in module.named_modules() if is_projection(part) and n != gate.path]
+    projections = [
+        n for n, part in module.named_modules() if is_projection(part) and n != gate.path
+    ]
     options = [_of_projection(core, path, reached, sizes) for path in projections]
     owned = tuple(f"{path}." for path in (*projections, gate.path))
     for path, tensor in _tensors(module):
@@ -164,8 +199,13 @@ def _slabs(
                 options.append(found)
     for chosen in _by_rank(options):
         slabs = tuple(c for c in chosen if isinstance(c, HeadSlab))
-        units = {p: {u for s in slabs if s.path in p for u in s.units} for p in (core.scoring, core.valued)}
-        missing = (core.scoring and not units[core.scoring]) or (core.valued and "value" not in units[core.valued])
+        units = {
+            p: {u for s in slabs if s.path in p for u in s.units}
+            for p in (core.scoring, core.valued)
+        }
+        missing = (core.scoring and not units[core.scoring]) or (
+            core.valued and "value" not in units[core.valued]
+        )
         keyless = sizes.n_kv < sizes.n_query and "key" not in units[core.scoring]
         if slabs and not missing and not keyless:
             yield slabs, tuple(c for c in chosen if isinstance(c, str))
@@ -184,7 +224,8 @@ def _by_rank(options: list[list[HeadSlab | str]]) -> Iterator[tuple[HeadSlab | s
 
 
 def _of_projection(core: Core, path: str, reached: Reach, sizes: _Sizes) -> list[HeadSlab | str]:
-    """What a projection may be: slabs whose every feature reaches the heads that it should, or none of the heads'."""
+    """What a projection may be: slabs whose every feature reaches the heads that it should, or none
+    of the heads'."""
     reaching = reached.get(path)
     called = {p.path: p for p in (*core.before, *core.after)}
     if path not in called or not called[path].linear or (reached and reaching is None):
@@ -211,7 +252,8 @@ def _reaches_only(slab: HeadSlab, reaching: Tensor | None, sizes: _Sizes) -> boo
 
 
 def _roles(core: Core, path: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Units and packings that a projection may have by where its output went; the likeliest first."""
+    """Units and packings that a projection may have by where its output went; the likeliest
+    first."""
     fused: list[tuple[str, ...]] = []
     if path in core.scoring and path in core.valued:
         fused = [("query", "key", "value")] if path in core.both else []
@@ -219,7 +261,10 @@ def _roles(core: Core, path: str) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("key",), "sequential"
     elif path in core.scoring:
         query_first = _is_query(path, core.scoring.index(path))
-        yield from (((unit,), "sequential") for unit in (("query", "key") if query_first else ("key", "query")))
+        yield from (
+            ((unit,), "sequential")
+            for unit in (("query", "key") if query_first else ("key", "query"))
+        )
         fused = [("query", "key")] if path in core.both else []
         fused += [("gated_query",), ("query", "query")] if query_first else []
     elif path in core.valued:
@@ -244,7 +289,11 @@ def _of_tensor(path: str, tensor: Tensor, sizes: _Sizes) -> list[HeadSlab | str]
     found: list[HeadSlab | str] = []
     for unit in ("query", "key", "value"):
         width = sizes.width(unit) if sizes.head_dim > 1 else 0
-        found += [HeadSlab(path, d, unit) for d, n in axes if n == width and HeadSlab(path, d, "query") not in found]
+        found += [
+            HeadSlab(path, d, unit)
+            for d, n in axes
+            if n == width and HeadSlab(path, d, "query") not in found
+        ]
     if 1 < sizes.n_kv < sizes.n_query:
         found += [HeadSlab(path, d, "kv_head") for d, n in axes if n == sizes.n_kv]
     return [*heads, path, *found]
@@ -266,7 +315,8 @@ def _shape(module: nn.Module, path: str) -> tuple[int, ...]:
 
 
 def _counts(module: nn.Module, sizes: _Sizes) -> Iterator[tuple[tuple[str, Count], ...]]:
-    """Which attributes a cut keeps true: those that are named for heads, then all that fit, then fewer and none."""
+    """Which attributes a cut keeps true: those that are named for heads, then all that fit, then
+    fewer and none."""
     n_query, n_kv = sizes.n_query, sizes.n_kv
     group = n_query // n_kv
     heads: list[tuple[str, Count]] = []
@@ -282,7 +332,9 @@ def _counts(module: nn.Module, sizes: _Sizes) -> Iterator[tuple[tuple[str, Count
         elif n_kv < n_query and value in (n_kv, group):
             fits: list[Count] = ["n_kv_heads"] if value == n_kv else []
             fits += ["group_size"] if value == group else []
-            shared.append((path, tuple(reversed(fits) if re.search(r"rep|group_size|per", leaf) else fits)))
+            shared.append(
+                (path, tuple(reversed(fits) if re.search(r"rep|group_size|per", leaf) else fits))
+            )
         elif value == n_query * sizes.head_dim:
             widths.append((path, "query_width"))
         elif value == n_query * sizes.value_dim:

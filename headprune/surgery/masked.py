@@ -1,7 +1,9 @@
-"""The proof under masks: attention whose code no layout was proven on is compared under masks that no example holds.
+"""The proof under masks: attention whose code no layout was proven on is compared under masks that
+no example holds.
 
-An example shows what a module does with the mask that it is given there. Code of one's own may count heads only where
-another one is given, so each such module is called again, alone, on what it was given, under masks as it takes them.
+An example shows what a module does with the mask that it is given there. Code of one's own may
+count heads only where another one is given, so each such module is called again, alone, on what it
+was given, under masks as it takes them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class MaskedCalls:
     """Calls of modules under several masks, and what they returned before a cut.
 
     Args:
-        sites: Those whose modules are called: each that loses heads, for two of one class may differ in their numbers.
+        sites: Those whose modules are called: each that loses heads, for two of one class may
+            differ in their numbers.
     """
 
     sites: list[BoundSite]
@@ -41,7 +44,9 @@ class MaskedCalls:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Notes what the modules are given, for as long as the block lasts."""
-        handles = [b.module.register_forward_pre_hook(self._noted(b), with_kwargs=True) for b in self.sites]
+        handles = [
+            b.module.register_forward_pre_hook(self._noted(b), with_kwargs=True) for b in self.sites
+        ]
         try:
             yield
         finally:
@@ -55,7 +60,8 @@ class MaskedCalls:
         return note
 
     def expect(self, model: nn.Module) -> None:
-        """Calls the gated modules; a mask under which one does not run, or not twice alike, proves nothing."""
+        """Calls the gated modules; a mask under which one does not run, or not twice alike, proves
+        nothing."""
         for b in self.sites:
             given = self.calls.get(b.site.name)
             for what, changed in () if given is None else _variants(b, given):
@@ -104,8 +110,14 @@ class _Call:
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
         parameters = inspect.signature(module.forward).parameters.values()
-        names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[: len(args)]
-        defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in names}
+        names = tuple(
+            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        )[: len(args)]
+        defaults = {
+            p.name: p.default
+            for p in parameters
+            if p.default is not p.empty and p.name not in names
+        }
         found = cls(_copied(args), _copied(dict(kwargs)), names, defaults)
         return found.having({name: None for name in _CACHES if name in found.named()})
 
@@ -115,7 +127,9 @@ class _Call:
 
     def having(self, changes: Mapping[str, Any]) -> _Call:
         """The call with other values."""
-        args = [changes.get(name, value) for name, value in zip(self.names, self.args, strict=False)]
+        args = [
+            changes.get(name, value) for name, value in zip(self.names, self.args, strict=False)
+        ]
         more = {name: value for name, value in changes.items() if name not in self.names}
         return replace(self, args=(*args, *self.args[len(args) :]), kwargs={**self.kwargs, **more})
 
@@ -131,7 +145,8 @@ class _Call:
 
 
 def _copied(value: Any) -> Any:
-    """Values that a call may change, as they are now; modules, functions and what has no copy pass through."""
+    """Values that a call may change, as they are now; modules, functions and what has no copy pass
+    through."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -160,15 +175,22 @@ def _variants(b: BoundSite, given: _Call) -> Iterator[tuple[str, _Call]]:
         elif value is None:
             x = next(tensors([*given.args, *given.kwargs.values()]), None)
             if x is not None and x.ndim == 3:
-                lengths = 1 + torch.arange(x.shape[b.layout.batch_axis], device=x.device) % x.shape[1]
+                lengths = (
+                    1 + torch.arange(x.shape[b.layout.batch_axis], device=x.device) % x.shape[1]
+                )
                 yield f"{name} of its own", given.having({name: lengths})
 
 
 def _more_hidden(mask: Tensor) -> Tensor:
-    """A mask of the same form that hides the last third of the last example's keys too; lengths one less."""
+    """A mask of the same form that hides the last third of the last example's keys too; lengths one
+    less."""
     mask = mask.clone()
     if mask.ndim == 1:
-        return (mask - 1).clamp(min=1) if not mask.is_floating_point() and mask.dtype != torch.bool else mask
+        return (
+            (mask - 1).clamp(min=1)
+            if not mask.is_floating_point() and mask.dtype != torch.bool
+            else mask
+        )
     hidden = max(1, mask.shape[-1] // 3)
     low = -1e4 if mask.is_floating_point() else 0
     mask[-1, ..., -hidden:] = low
@@ -176,13 +198,21 @@ def _more_hidden(mask: Tensor) -> Tensor:
 
 
 def _new_masks(b: BoundSite, given: _Call) -> Iterator[tuple[str, Tensor]]:
-    """For padding, and causal with padding, ``[batch, 1, queries, keys]``: what is added to scores or is seen."""
+    """For padding, and causal with padding, ``[batch, 1, queries, keys]``: what is added to scores
+    or is seen."""
     named = given.named()
-    inputs = [x for x in tensors([*given.args, *given.kwargs.values()]) if x.ndim == 3 and x.is_floating_point()]
+    inputs = [
+        x
+        for x in tensors([*given.args, *given.kwargs.values()])
+        if x.ndim == 3 and x.is_floating_point()
+    ]
     if not inputs or b.layout.batch_axis or b.layout.windows:
         return
     x = inputs[0]
-    other = [named.get(n) for n in ("key_value_states", "encoder_hidden_states", "key", "keys", "context")]
+    other = [
+        named.get(n)
+        for n in ("key_value_states", "encoder_hidden_states", "key", "keys", "context")
+    ]
     n_keys = next((o.shape[1] for o in other if isinstance(o, Tensor) and o.ndim == 3), x.shape[1])
     padding = torch.ones(x.shape[0], 1, x.shape[1], n_keys, dtype=torch.bool, device=x.device)
     if n_keys > 1:

@@ -21,7 +21,8 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 #: A parameter that is in its model no more; it is gone where nobody else holds it.
 Left: TypeAlias = "weakref.ref[nn.Parameter]"
 
-#: Optimizers whose state lies in pieces on several processes, or in buffers that know parameters by their place.
+#: Optimizers whose state lies in pieces on several processes, or in buffers that know parameters by
+#: their place.
 _SPREAD = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedOptimizerWrapper")
 
 
@@ -106,21 +107,32 @@ def checked(optimizer: Optimizers | None, model: nn.Module) -> list[Any]:
     for number, one in enumerate(found):
         where = f"optimizer[{number}]" if several else "optimizer"
         if not isinstance(one, torch.optim.Optimizer):
-            raise InvalidValue(where, "a torch.optim.Optimizer, or several of them", type(one).__name__)
+            raise InvalidValue(
+                where, "a torch.optim.Optimizer, or several of them", type(one).__name__
+            )
         if _is_spread(one):
             hint = "Cut the model first, and make its optimizer then."
-            raise UnsupportedModel(where, "one whose state is whole in this process", type(one).__name__, hint)
+            raise UnsupportedModel(
+                where, "one whose state is whole in this process", type(one).__name__, hint
+            )
         if not any(id(p) in ours for group in one.param_groups for p in group["params"]):
-            hint = "Pass the optimizer that trains this model; one that was made before an earlier cut has old tensors."
-            raise InvalidValue(where, "one of this model's parameters", "one that has none of them", hint)
+            hint = (
+                "Pass the optimizer that trains this model; one that was made before an earlier cut"
+                " has old tensors."
+            )
+            raise InvalidValue(
+                where, "one of this model's parameters", "one that has none of them", hint
+            )
     return found
 
 
 def carry_(optimizers: Sequence[Any], changes: Iterable[Succession]) -> list[str]:
-    """Lets optimizers go on with the new parameters, each with its part of the old one's state and gradient.
+    """Lets optimizers go on with the new parameters, each with its part of the old one's state and
+    gradient.
 
-    Parameter groups stay the same objects, so that schedules of learning rates go on. What was reduced over removed
-    rows (factored moments) stays as it is; state that cannot be cut by its shape begins anew.
+    Parameter groups stay the same objects, so that schedules of learning rates go on. What was
+    reduced over removed rows (factored moments) stays as it is; state that cannot be cut by its
+    shape begins anew.
 
     Returns:
         What a user should know: whose state began anew, or was kept as it was.
@@ -146,14 +158,18 @@ def _states(optimizer: Any, changes: Iterable[Succession]) -> dict[int, _State]:
     """What it knows of the old parameters, cut as they were; nothing is changed."""
     if hasattr(optimizer, "_numel_cache"):
         return {}
-    return {id(c.old): _State(optimizer.state[c.old], c) for c in changes if c.old in optimizer.state}
+    return {
+        id(c.old): _State(optimizer.state[c.old], c) for c in changes if c.old in optimizer.state
+    }
 
 
 def _notes(optimizer: Any, states: Iterable[_State]) -> list[str]:
     states = list(states)
     chosen = {
         "begins anew for": [s.name for s in states if s.lost],
-        "keeps moments that are averages over removed rows, too, for": [s.name for s in states if s.mixed],
+        "keeps moments that are averages over removed rows, too, for": [
+            s.name for s in states if s.mixed
+        ],
     }
     notes = []
     for text, names in chosen.items():
@@ -166,10 +182,15 @@ def _notes(optimizer: Any, states: Iterable[_State]) -> list[str]:
 def watch_optimizers(left: Iterable[Left]) -> None:
     """Lets living optimizers warn in their next step if they hold parameters that a cut replaced.
 
-    They are looked for only where somebody holds such a parameter, for that takes a look at every living object.
+    They are looked for only where somebody holds such a parameter, for that takes a look at every
+    living object.
     """
     held = {id(parameter) for reference in left if (parameter := reference()) is not None}
-    living = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)] if held else []
+    living = (
+        [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+        if held
+        else []
+    )
     for one in living:
         groups = one.__dict__.get("param_groups", ())  # a wrapper has none of its own
         if any(id(parameter) in held for group in groups for parameter in group["params"]):
@@ -178,7 +199,10 @@ def watch_optimizers(left: Iterable[Left]) -> None:
 
 def _warn_of_left(optimizer: Any, *arguments: Any) -> None:
     hint = "Make it after the cut, or give it to prune_(optimizer=)."
-    text = f"{type(optimizer).__name__} trains parameters that a cut has replaced, and not the new ones. {hint}"
+    text = (
+        f"{type(optimizer).__name__} trains parameters that a cut has replaced, and not the new"
+        f" ones. {hint}"
+    )
     warnings.warn(text, UserWarning, stacklevel=3)
 
 
@@ -218,17 +242,23 @@ class _State:
         if place is None:
             self.mixed = self.mixed or value.numel() > 1
             return value
-        if place < 0 or not value.is_floating_point():  # 8-bit numbers mean nothing without the scales of their blocks
+        if (
+            place < 0 or not value.is_floating_point()
+        ):  # 8-bit numbers mean nothing without the scales of their blocks
             self.lost = True
             return None
         return change.of(value, place)
 
 
 def _place(key: str, shape: tuple[int, ...], whole: tuple[int, ...], dimension: int) -> int | None:
-    """The dimension of a state's tensor that is the parameter's shortened one; None where it has been reduced, -1 where
-    that cannot be known.
+    """The dimension of a state's tensor that is the parameter's shortened one; None where it has
+    been reduced, -1 where that cannot be known.
 
-    >>> _place("exp_avg", (6, 4), (6, 4), 0), _place("step_size", (), (6, 4), 0), _place("absmax", (3,), (6, 4), 0)
+    >>> (
+    ...     _place("exp_avg", (6, 4), (6, 4), 0),
+    ...     _place("step_size", (), (6, 4), 0),
+    ...     _place("absmax", (3,), (6, 4), 0),
+    ... )
     (0, None, -1)
     >>> _place("exp_avg_sq_row", (6,), (6, 6), 0), _place("exp_avg_sq_col", (6,), (6, 6), 0)
     (0, None)
@@ -237,10 +267,14 @@ def _place(key: str, shape: tuple[int, ...], whole: tuple[int, ...], dimension: 
         return dimension
     if shape in ((), (1,)):
         return None
-    if len(shape) == len(whole) and all(ours in (1, theirs) for ours, theirs in zip(shape, whole, strict=True)):
+    if len(shape) == len(whole) and all(
+        ours in (1, theirs) for ours, theirs in zip(shape, whole, strict=True)
+    ):
         return dimension if shape[dimension] == whole[dimension] else None
     missing = [i for i in range(len(whole)) if whole[:i] + whole[i + 1 :] == shape]
-    named = len(whole) - 1 if key.endswith("row") else len(whole) - 2 if key.endswith("col") else None
+    named = (
+        len(whole) - 1 if key.endswith("row") else len(whole) - 2 if key.endswith("col") else None
+    )
     if named in missing:
         missing = [named]
     if len(missing) != 1:
@@ -249,13 +283,18 @@ def _place(key: str, shape: tuple[int, ...], whole: tuple[int, ...], dimension: 
 
 
 def _install_(optimizer: Any, changes: Iterable[Succession], made: Mapping[int, _State]) -> None:
-    """Puts the new parameters and their state in place of the old ones; one that left is dropped from its group."""
+    """Puts the new parameters and their state in place of the old ones; one that left is dropped
+    from its group."""
     changed = {id(c.old): c.new for c in changes}
     for group in optimizer.param_groups:
         stays = [changed.get(id(p), p) is not None for p in group["params"]]
-        group["params"][:] = [changed.get(id(p), p) for p, kept in zip(group["params"], stays, strict=True) if kept]
+        group["params"][:] = [
+            changed.get(id(p), p) for p, kept in zip(group["params"], stays, strict=True) if kept
+        ]
         if "param_names" in group:
-            group["param_names"] = [n for n, kept in zip(group["param_names"], stays, strict=True) if kept]
+            group["param_names"] = [
+                n for n, kept in zip(group["param_names"], stays, strict=True) if kept
+            ]
     for change in changes:
         if change.old in optimizer.state:
             del optimizer.state[change.old]

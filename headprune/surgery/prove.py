@@ -1,7 +1,9 @@
-"""The whole proof that sites of a model are cut exactly, in fp64 on a scratch copy: what a guessed layout must pass.
+"""The whole proof that sites of a model are cut exactly, in fp64 on a scratch copy: what a guessed
+layout must pass.
 
-``prune_`` compares one plan on a batch (``verify.py``). Here nothing is known to be right yet, so every way in which a
-wrong layout could pass by luck is tried: each head alone, ragged masks, two units left, gradients, gates an example.
+``prune_`` compares one plan on a batch (``verify.py``). Here nothing is known to be right yet, so
+every way in which a wrong layout could pass by luck is tried: each head alone, ragged masks, two
+units left, gradients, gates an example.
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ from headprune.model.running import (
 )
 from headprune.model.sites import Sites, bind, unwrap
 
-#: Largest difference of a cut that is exact, relative to the largest output: rounding of fp64 in another order.
+#: Largest difference of a cut that is exact, relative to the largest output: rounding of fp64 in
+#: another order.
 ROUNDING = 1e-10
 
 
 class Scratch:
-    """A copy of a model to try cuts on: fp64 throughout, evaluation mode, the same random numbers in every run.
+    """A copy of a model to try cuts on: fp64 throughout, evaluation mode, the same random numbers
+    in every run.
 
-    Its weights are shaken, because fresh ones (biases of zero, norms and scales of one) would hide mistakes.
+    Its weights are shaken, because fresh ones (biases of zero, norms and scales of one) would hide
+    mistakes.
 
     Args:
         model: Stays as it is.
@@ -67,9 +72,13 @@ class Scratch:
                     parameter.copy_(fresh[name])
         self.full = self._first()
         if not _finite(self.full):
-            raise VerificationFailed("the example", "one on which the model's outputs are finite", "none that is")
+            raise VerificationFailed(
+                "the example", "one on which the model's outputs are finite", "none that is"
+            )
         if largest(self.run(), self.full) > 0:
-            raise VerificationFailed("the model", "one that gives the same outputs twice", "random outputs")
+            raise VerificationFailed(
+                "the model", "one that gives the same outputs twice", "random outputs"
+            )
         self.random = largest(self.run(seed=1), self.full) > 0
 
     def _shake(self) -> None:
@@ -87,7 +96,9 @@ class Scratch:
             return self.run()
         except Exception as error:
             got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise VerificationFailed("the model", "one that runs in fp64 on the example", got) from error
+            raise VerificationFailed(
+                "the model", "one that runs in fp64 on the example", got
+            ) from error
 
     def run(self, graph: bool = False, seed: int = 0) -> list[Tensor]:
         """Every output that is a number."""
@@ -96,14 +107,20 @@ class Scratch:
 
     @contextmanager
     def running(self, seed: int = 0) -> Iterator[None]:
-        """The same random numbers each time, and fp64 where a model makes a tensor and names no type."""
+        """The same random numbers each time, and fp64 where a model makes a tensor and names no
+        type."""
         with undisturbed(self.model, frozen=False), default_dtype(torch.float64):
             torch.manual_seed(seed)
             yield
 
     def gradients(self, inside: tuple[str, ...]) -> list[Tensor]:
-        """Of an objective that weighs every output in its own way, with respect to the parameters no cut touches."""
-        kept = [p for n, p in self.model.named_parameters() if p.requires_grad and not n.startswith(inside)]
+        """Of an objective that weighs every output in its own way, with respect to the parameters
+        no cut touches."""
+        kept = [
+            p
+            for n, p in self.model.named_parameters()
+            if p.requires_grad and not n.startswith(inside)
+        ]
         parts = [_objective(t) for t in self.run(graph=True) if t.requires_grad]
         value = torch.stack([torch.zeros((), dtype=torch.float64), *parts]).sum()
         if not kept or not value.requires_grad:
@@ -112,7 +129,8 @@ class Scratch:
 
 
 def largest(got: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest difference, relative to the largest output (or 1); infinite where shapes or the places of NaN differ."""
+    """Largest difference, relative to the largest output (or 1); infinite where shapes or the
+    places of NaN differ."""
     if [t.shape for t in got] != [t.shape for t in expected]:
         return float("inf")
     worst = 0.0
@@ -128,8 +146,11 @@ def largest(got: list[Tensor], expected: list[Tensor]) -> float:
     return worst
 
 
-def cut_difference(scratch: Scratch, sites: Sites, mask: HeadMask, gradients: bool = False) -> float:
-    """|gated - pruned| for one mask, of outputs and, if asked, of gradients; the scratch model is put back.
+def cut_difference(
+    scratch: Scratch, sites: Sites, mask: HeadMask, gradients: bool = False
+) -> float:
+    """|gated - pruned| for one mask, of outputs and, if asked, of gradients; the scratch model is
+    put back.
 
     Raises:
         UnsupportedModel: what must not be cut.
@@ -158,10 +179,13 @@ def prove(scratch: Scratch, sites: Sites) -> float:
         sites: Those to prove, all of them together.
 
     Raises:
-        VerificationFailed: gates without effect or on the wrong example, or a cut that is not the gated model.
+        VerificationFailed: gates without effect or on the wrong example, or a cut that is not the
+            gated model.
     """
     if all(len(s.units) < 2 for s in sites):
-        raise VerificationFailed("the sites", "some with a unit to remove and one to keep", "one unit each")
+        raise VerificationFailed(
+            "the sites", "some with a unit to remove and one to keep", "one unit each"
+        )
     _check_effects(scratch, sites)
     _check_examples(scratch, sites)
     _check_independence(scratch)
@@ -170,15 +194,19 @@ def prove(scratch: Scratch, sites: Sites) -> float:
         difference = cut_difference(scratch, sites, mask, gradients=index < 2)
         if not difference <= ROUNDING:
             got = f"a difference of {difference:.1e} with {mask.n_heads - mask.n_kept} heads gone"
-            raise VerificationFailed("the pruned model", f"equal to the gated one up to {ROUNDING:.0e}", got)
+            raise VerificationFailed(
+                "the pruned model", f"equal to the gated one up to {ROUNDING:.0e}", got
+            )
         worst = max(worst, difference)
     return worst
 
 
 def masks(sites: Iterable[AttentionSite]) -> list[HeadMask]:
-    """Ragged ones, each part alone gone (at all sites together), and two parts left; none that leaves no head.
+    """Ragged ones, each part alone gone (at all sites together), and two parts left; none that
+    leaves no head.
 
-    All of them are such as the sites' policies allow. A part is a unit; under ``balanced`` also one head of each group.
+    All of them are such as the sites' policies allow. A part is a unit; under ``balanced`` also one
+    head of each group.
     """
     sites = [s for s in sites if s.heads]
     counts = {s.name: s.n_query_heads for s in sites}
@@ -189,7 +217,10 @@ def masks(sites: Iterable[AttentionSite]) -> list[HeadMask]:
     present = {s.name: list(s.heads) for s in sites}
     alone = {s.name: [sorted(set(s.heads) - set(p)) for p in _parts(s)] for s in sites}
     found += [
-        {name: (*keeps, present[name])[min(gone, len(keeps))] or present[name] for name, keeps in alone.items()}
+        {
+            name: (*keeps, present[name])[min(gone, len(keeps))] or present[name]
+            for name, keeps in alone.items()
+        }
         for gone in range(max(map(len, alone.values()), default=0))
     ]
     found.append({s.name: _last_two(s) for s in sites})
@@ -197,7 +228,8 @@ def masks(sites: Iterable[AttentionSite]) -> list[HeadMask]:
 
 
 def first_gone(sites: Iterable[AttentionSite]) -> HeadMask:
-    """The mask without each site's first part: what is tried first, for few heads may broadcast where more do not."""
+    """The mask without each site's first part: what is tried first, for few heads may broadcast
+    where more do not."""
     return masks(sites)[3]
 
 
@@ -214,7 +246,8 @@ def _parts(site: AttentionSite) -> list[tuple[int, ...]]:
 
 
 def _ragged(site: AttentionSite, draw: random.Random, number: int) -> list[int]:
-    """Heads that stay: so many units or, under ``balanced``, so many heads of some groups, drawn at random."""
+    """Heads that stay: so many units or, under ``balanced``, so many heads of some groups, drawn at
+    random."""
     if not _balanced(site):
         kept = draw.sample(site.units, 1 + number % max(1, len(site.units) - 1))
         return sorted(h for unit in kept for h in unit)
@@ -231,14 +264,19 @@ def _last_two(site: AttentionSite) -> list[int]:
 
 def _check_effects(scratch: Scratch, sites: Sites) -> None:
     for site in sites:
-        with gated(scratch.model, {site.name: torch.zeros(len(site.heads), dtype=torch.float64)}, sites):
+        with gated(
+            scratch.model, {site.name: torch.zeros(len(site.heads), dtype=torch.float64)}, sites
+        ):
             if largest(scratch.run(), scratch.full) == 0:
                 must = "one whose heads change the example's outputs"
-                raise VerificationFailed(f"the gates of {site.name}", must, "no effect of gates of zero")
+                raise VerificationFailed(
+                    f"the gates of {site.name}", must, "no effect of gates of zero"
+                )
 
 
 def _check_examples(scratch: Scratch, sites: Sites) -> None:
-    """A gate an example must land on that example: where outputs have a row an example, only its row changes."""
+    """A gate an example must land on that example: where outputs have a row an example, only its
+    row changes."""
     n = batch_size(scratch.example, "example")
     for chosen in range(n if n > 1 else 0):
         row = torch.ones(n, 1, dtype=torch.float64)
@@ -246,7 +284,11 @@ def _check_examples(scratch: Scratch, sites: Sites) -> None:
         gates = {s.name: row.expand(n, len(s.heads)) for s in sites}
         with gated(scratch.model, gates, sites):
             got = scratch.run()
-        changed = [_changed_rows(a, b) for a, b in zip(got, scratch.full, strict=True) if a.ndim and a.shape[0] == n]
+        changed = [
+            _changed_rows(a, b)
+            for a, b in zip(got, scratch.full, strict=True)
+            if a.ndim and a.shape[0] == n
+        ]
         if changed and [chosen] not in changed:
             must = f"the gates of example {chosen} only"
             raise VerificationFailed("a gate an example", must, f"changes in examples {changed[0]}")
@@ -255,8 +297,8 @@ def _check_examples(scratch: Scratch, sites: Sites) -> None:
 def _check_independence(scratch: Scratch) -> None:
     """An example must be an example: another input there changes nothing elsewhere.
 
-    The first axis of a model that takes the sequence first holds tokens, which attend to each other, though a gate of
-    one of them may change that one alone.
+    The first axis of a model that takes the sequence first holds tokens, which attend to each
+    other, though a gate of one of them may change that one alone.
     """
     n = batch_size(scratch.example, "example")
     if n < 2:
@@ -276,11 +318,17 @@ def _check_independence(scratch: Scratch) -> None:
         return
     finally:
         scratch.example = mine
-    changed = [_changed_rows(a, b) for a, b in zip(got, scratch.full, strict=False) if a.ndim and a.shape[0] == n]
+    changed = [
+        _changed_rows(a, b)
+        for a, b in zip(got, scratch.full, strict=False)
+        if a.ndim and a.shape[0] == n
+    ]
     if any(changed) and [1] not in changed:
         must = "examples on the first axis, none of which changes what the model makes of another"
         hint = "Give the model an input with the examples first, and let it turn the axes."
-        raise VerificationFailed("the example", must, f"changes in rows {max(changed, key=len)} for row 1", hint)
+        raise VerificationFailed(
+            "the example", must, f"changes in rows {max(changed, key=len)} for row 1", hint
+        )
 
 
 def _changed_rows(got: Tensor, expected: Tensor) -> list[int]:
@@ -301,9 +349,14 @@ def _copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        hint = "Replace torch.nn.utils.weight_norm by torch.nn.utils.parametrizations.weight_norm, or remove it."
+        hint = (
+            "Replace torch.nn.utils.weight_norm by torch.nn.utils.parametrizations.weight_norm, or"
+            " remove it."
+        )
         must = "a model that copy.deepcopy copies, for cuts are tried on a copy"
-        raise UnsupportedModel(type(model).__name__, must, got, hint if "weight_norm" in got else "") from error
+        raise UnsupportedModel(
+            type(model).__name__, must, got, hint if "weight_norm" in got else ""
+        ) from error
 
 
 def _finite(found: list[Tensor]) -> bool:

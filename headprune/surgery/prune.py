@@ -1,4 +1,5 @@
-"""``prune_``: heads leave for good; W_q, W_k, W_v and W_o shrink, and the result is proven equal to the gated model."""
+"""``prune_``: heads leave for good; W_q, W_k, W_v and W_o shrink, and the result is proven equal to
+the gated model."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class PruneReport:
         params_before, params_after: Parameters of the whole model.
         proof: The comparison with the gated model; None where no example was given.
         warnings: What a user should know.
-        parameters: What became of each parameter that is not as it was; a shared one stands under each of its names.
+        parameters: What became of each parameter that is not as it was; a shared one stands under
+            each of its names.
     """
 
     removed: tuple[tuple[str, tuple[int, ...]], ...]
@@ -70,7 +72,10 @@ class PruneReport:
         text = f"removed {self.n_removed} heads, {sizes}"
         if self.proof is None:
             return f"{text}, not compared with the gated model (no example given)"
-        return f"{text}, |gated - pruned| <= {self.proof.max_difference:.1e} (allowed {self.proof.tolerance:.1e})"
+        return (
+            f"{text}, |gated - pruned| <= {self.proof.max_difference:.1e} (allowed"
+            f" {self.proof.tolerance:.1e})"
+        )
 
 
 def prune_(
@@ -83,24 +88,29 @@ def prune_(
 ) -> PruneReport:
     """Removes from ``model``, in place, every head that ``plan`` does not keep.
 
-    dtype, device, ``requires_grad``, tied weights, module hooks and training mode stay. Parameters are replaced: make
-    optimizers afterwards, or pass them; one that goes on without warns. Hooks that were registered on a parameter
-    itself stay with the old one. A second plan composes with the first; a layer may lose all its heads.
+    dtype, device, ``requires_grad``, tied weights, module hooks and training mode stay. Parameters
+    are replaced: make optimizers afterwards, or pass them; one that goes on without warns. Hooks
+    that were registered on a parameter itself stay with the old one. A second plan composes with
+    the first; a layer may lose all its heads.
 
     Args:
         model: A model with the plan's sites.
-        plan: Kept heads in original indices; or an array ``[layers, heads]`` of 1 (kept) and 0 (removed).
-        example: A batch the model takes. With it the pruned model is compared with the gated one. Needed where an
-            attention runs code of your own (a subclass's ``forward``, a hook), which is tried under other masks too.
+        plan: Kept heads in original indices; or an array ``[layers, heads]`` of 1 (kept) and 0
+            (removed).
+        example: A batch the model takes. With it the pruned model is compared with the gated one.
+            Needed where an attention runs code of your own (a subclass's ``forward``, a hook),
+            which is tried under other masks too.
         sites: Default ``find_sites(model, policy=...)`` with the plan's policy.
-        optimizer: One or several of the model's, which go on with the new parameters and their part of the state.
+        optimizer: One or several of the model's, which go on with the new parameters and their part
+            of the state.
 
     Raises:
         InvalidValue: no example where one is needed.
         PlanMismatch: the plan is for a model of another structure.
         VerificationFailed: pruned and gated differ by more than rounding; the model is as it was.
-        UnsupportedModel: a projection that cannot be cut, or a wrapper that would go on with the old parameters
-            (``DistributedDataParallel``); the model is as it was, here and after any other error.
+        UnsupportedModel: a projection that cannot be cut, or a wrapper that would go on with the
+            old parameters (``DistributedDataParallel``); the model is as it was, here and after any
+            other error.
     """
     policy = plan.policy if isinstance(plan, PruningPlan) else "group"
     if sites is None:
@@ -127,7 +137,8 @@ def _cut_and_proven(
     optimizer: Optimizers | None,
     notes: list[str],
 ) -> tuple[PruneReport, list[Left]]:
-    """The work of ``prune_``; also the parameters that are in the model no more, held by nothing here."""
+    """The work of ``prune_``; also the parameters that are in the model no more, held by nothing
+    here."""
     beyond = not_taken(model, located)
     expected = None
     n_examples = 0 if example is None else batch_size(example, "example")
@@ -192,8 +203,14 @@ def _check_no_own_code(own: Mapping[BoundSite, str]) -> None:
         InvalidValue: sites with code of somebody's own.
     """
     for b, what in own.items():
-        must = f"a batch that the model takes, for layout {b.layout.name!r} was not proven on code of your own"
-        hint = "Pass example=batch: the cut model is compared with the gated one on it, and under other masks."
+        must = (
+            f"a batch that the model takes, for layout {b.layout.name!r} was not proven on code of"
+            " your own"
+        )
+        hint = (
+            "Pass example=batch: the cut model is compared with the gated one on it, and under"
+            " other masks."
+        )
         raise InvalidValue("prune_(example=)", must, f"None, and {what}", hint)
 
 
@@ -203,9 +220,13 @@ def _prove(model: nn.Module, example: Any, expected: list[Tensor], n_examples: i
     if not difference.holds:
         must = f"equal to the gated one up to {difference.tolerance:.1e}"
         hint = "The model is unchanged. Its layout does not fit it: please report it."
-        raise VerificationFailed("the pruned model", must, f"a difference of {difference.maximum:.3e}", hint)
+        raise VerificationFailed(
+            "the pruned model", must, f"a difference of {difference.maximum:.3e}", hint
+        )
     dtype = str(expected[0].dtype).removeprefix("torch.")
-    return Proof("outputs", difference.maximum, difference.scale, difference.tolerance, dtype, n_examples)
+    return Proof(
+        "outputs", difference.maximum, difference.scale, difference.tolerance, dtype, n_examples
+    )
 
 
 def prune_heads_(
@@ -216,23 +237,36 @@ def prune_heads_(
     *,
     optimizer: Optimizers | None = None,
 ) -> PruneReport:
-    """The Transformers 4 call: removes heads ``{layer: [heads]}``, layers counted over the sites in model order.
+    """The Transformers 4 call: removes heads ``{layer: [heads]}``, layers counted over the sites in
+    model order.
 
-    Heads are original indices; one that is gone already may be named again, as in Transformers 4. A negative layer
-    counts from the last. Heads may be a list, a set, a NumPy array or a tensor.
+    Heads are original indices; one that is gone already may be named again, as in Transformers 4. A
+    negative layer counts from the last. Heads may be a list, a set, a NumPy array or a tensor.
 
     Raises:
         UnknownName: a layer or a head that does not exist.
         InvalidValue: no collection of indices.
     """
-    located = sites if isinstance(sites, Sites) else find_sites(model) if sites is None else Sites(sites, ())
+    located = (
+        sites
+        if isinstance(sites, Sites)
+        else find_sites(model)
+        if sites is None
+        else Sites(sites, ())
+    )
     removed: dict[str, set[int]] = {}
     for layer, gone in heads.items():
-        if isinstance(layer, bool) or not isinstance(layer, Integral) or not -len(located) <= layer < len(located):
+        if (
+            isinstance(layer, bool)
+            or not isinstance(layer, Integral)
+            or not -len(located) <= layer < len(located)
+        ):
             raise UnknownName("layer", f"an index below {len(located)}", repr(layer))
         site = located[int(layer)]
         for head in indices(gone, f"heads of layer {layer}", site.n_query_heads):
             if not 0 <= head < site.n_query_heads:
-                raise UnknownName(f"head of layer {layer}", f"an index below {site.n_query_heads}", head)
+                raise UnknownName(
+                    f"head of layer {layer}", f"an index below {site.n_query_heads}", head
+                )
             removed.setdefault(site.name, set()).add(head)
     return prune_(model, without(located, removed), example, located, optimizer=optimizer)

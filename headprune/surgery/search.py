@@ -1,4 +1,5 @@
-"""The search for one layout: guesses for the modules of one build, tried one after another until one proves itself."""
+"""The search for one layout: guesses for the modules of one build, tried one after another until
+one proves itself."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ class Refusal:
 
     def __str__(self) -> str:
         more = f" and {len(self.modules) - 1} more" if len(self.modules) > 1 else ""
-        return f"{self.modules[0] or 'the model itself'}{more} ({self.kind}): {self.property}: {self.reason}"
+        return (
+            f"{self.modules[0] or 'the model itself'}{more} ({self.kind}): {self.property}:"
+            f" {self.reason}"
+        )
 
 
 def build(scratch: Scratch, core: Core) -> Any:
@@ -54,7 +58,8 @@ def build(scratch: Scratch, core: Core) -> Any:
 
 
 def search(scratch: Scratch, group: list[Core]) -> tuple[AttentionLayout, float] | Refusal:
-    """The first guess that proves itself on all modules of one build, with the difference; or why there is none."""
+    """The first guess that proves itself on all modules of one build, with the difference; or why
+    there is none."""
     first, names = group[0], [c.name for c in group]
     module, n_examples = scratch.model.get_submodule(first.name), batch_size(scratch.example)
     attempts: list[Attempt] = []
@@ -98,7 +103,9 @@ def _tried(scratch: Scratch, sites: Sites) -> float | Attempt:
             difference = cut_difference(scratch, sites, first_gone(sites))
             ran = True
             if not difference <= ROUNDING:
-                raise VerificationFailed("the pruned model", "equal to the gated one", "other outputs")
+                raise VerificationFailed(
+                    "the pruned model", "equal to the gated one", "other outputs"
+                )
             return prove(scratch, sites)
         except HeadPruneError as error:
             return Attempt(sites, error, ran, steps.count, _place(scratch, error.__cause__))
@@ -115,9 +122,13 @@ def _place(scratch: Scratch, error: BaseException | None) -> str:
 
 
 def told_apart(
-    scratch: Scratch, answer: tuple[AttentionLayout, float], group: list[Core], groups: list[list[Core]]
+    scratch: Scratch,
+    answer: tuple[AttentionLayout, float],
+    group: list[Core],
+    groups: list[list[Core]],
 ) -> tuple[AttentionLayout, float] | Refusal:
-    """The same layout, bound to an attribute's value where modules of the same sizes have other heads."""
+    """The same layout, bound to an attribute's value where modules of the same sizes have other
+    heads."""
     layout, difference = answer
     assert isinstance(layout.head_dim, int)
 
@@ -126,7 +137,9 @@ def told_apart(
 
     names = {c.name for c in group}
     rivals = [
-        g for g in groups if names.isdisjoint(c.name for c in g) and build(scratch, g[0]) == build(scratch, group[0])
+        g
+        for g in groups
+        if names.isdisjoint(c.name for c in g) and build(scratch, g[0]) == build(scratch, group[0])
     ]
     if not rivals:
         return answer
@@ -142,7 +155,8 @@ def told_apart(
 
 @dataclass(frozen=True)
 class WidthWhere:
-    """``AttentionLayout.head_dim`` of modules whose attribute ``path`` has a value, and of no others."""
+    """``AttentionLayout.head_dim`` of modules whose attribute ``path`` has a value, and of no
+    others."""
 
     path: str
     value: int
@@ -151,7 +165,9 @@ class WidthWhere:
     def __call__(self, module: Any) -> int:
         found = lookup(module, self.path)
         if found != self.value:
-            raise UnsupportedModel(f"{type(module).__name__}.{self.path}", f"{self.value} for this layout", found)
+            raise UnsupportedModel(
+                f"{type(module).__name__}.{self.path}", f"{self.value} for this layout", found
+            )
         return self.width
 
 
@@ -166,7 +182,9 @@ def _with_policies(scratch: Scratch, layout: AttentionLayout, sites: Sites) -> A
     return layout
 
 
-def sites_by(model: nn.Module, layout: AttentionLayout, names: Iterable[str], policy: Policy = "group") -> Sites:
+def sites_by(
+    model: nn.Module, layout: AttentionLayout, names: Iterable[str], policy: Policy = "group"
+) -> Sites:
     """The sites at these modules, of this layout and no other.
 
     Raises:
@@ -177,13 +195,29 @@ def sites_by(model: nn.Module, layout: AttentionLayout, names: Iterable[str], po
         module = model.get_submodule(name)
         against = reason_against(layout, module)
         if against is not None:
-            raise UnsupportedModel(name, f"of layout {layout.name!r}", type(module).__name__, against)
+            raise UnsupportedModel(
+                name, f"of layout {layout.name!r}", type(module).__name__, against
+            )
         now = geometry(layout, module)
         mine: Policy = "balanced" if now.n_kv_heads == 1 < now.n_query_heads else policy
-        counted = now.n_query_heads, now.n_kv_heads, now.head_dim, now.value_dim, tuple(range(now.n_query_heads))
+        counted = (
+            now.n_query_heads,
+            now.n_kv_heads,
+            now.head_dim,
+            now.value_dim,
+            tuple(range(now.n_query_heads)),
+        )
         kind = kind_of(module, name)
         least = 0 if layout.refusal(module) is None else 1
         sites.append(
-            AttentionSite(name, layout.name, kind, *counted, policy=mine, grouping=layout.grouping, least=least)
+            AttentionSite(
+                name,
+                layout.name,
+                kind,
+                *counted,
+                policy=mine,
+                grouping=layout.grouping,
+                least=least,
+            )
         )
     return Sites(sites, [layout])

@@ -1,7 +1,8 @@
 """Where a model computes softmax attention, seen by running it once: no names of classes, no guess.
 
-``flow.py`` follows the tensors. The innermost module around a softmax that called the projections of its queries, keys
-and values, and the one that is given its heads' outputs, holds an attention: its *core*.
+``flow.py`` follows the tensors. The innermost module around a softmax that called the projections
+of its queries, keys and values, and the one that is given its heads' outputs, holds an attention:
+its *core*.
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ class Core:
         softmax: What the softmax showed.
         before: Projections called before its softmax, in order.
         after: Projections called after it.
-        outlets: Those of them that are given the heads' outputs; the first is the output projection.
+        outlets: Those of them that are given the heads' outputs; the first is the output
+            projection.
         leaks: Whether the heads' outputs leave the core by another way too.
         scoring: Projections of its queries and keys.
         both: Those of them that both are made of.
         valued: Projections of its values.
         elsewhere: Qualified names of such projections that the core did not call.
-        norms: Norms of its queries, keys and heads' outputs: name, features, and of what ("scores" or "context").
+        norms: Norms of its queries, keys and heads' outputs: name, features, and of what ("scores"
+            or "context").
     """
 
     name: str
@@ -81,7 +84,8 @@ class Core:
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether a module is a leaf with a matrix or a convolution: something that makes features of features."""
+    """Whether a module is a leaf with a matrix or a convolution: something that makes features of
+    features."""
     return isinstance(module, (nn.Conv1d, nn.Conv2d)) or is_matrix(module)
 
 
@@ -91,7 +95,8 @@ def is_matrix(module: nn.Module) -> bool:
 
 
 def cores(scratch: Scratch) -> list[Core]:
-    """Every module of the scratch model that holds a softmax attention, in the order of their calls."""
+    """Every module of the scratch model that holds a softmax attention, in the order of their
+    calls."""
     modules = dict(scratch.model.named_modules())
     flow = _followed(scratch, modules)
     attentions = {i for i, s in enumerate(flow.softmaxes) if s.used}
@@ -111,10 +116,14 @@ def _followed(scratch: Scratch, modules: dict[str, nn.Module]) -> Flow:
     for name, module in modules.items():
         projection = is_projection(module)
 
-        def enter(module: Any, args: Any, kwargs: Any, name: str = name, projection: bool = projection) -> None:
+        def enter(
+            module: Any, args: Any, kwargs: Any, name: str = name, projection: bool = projection
+        ) -> None:
             flow.called(name, module, (args, kwargs), projection)
 
-        def leave(_: Any, args: Any, out: Any, name: str = name, projection: bool = projection) -> None:
+        def leave(
+            _: Any, args: Any, out: Any, name: str = name, projection: bool = projection
+        ) -> None:
             flow.returned(name, args, out, projection)
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -178,15 +187,20 @@ def _norms(
     own = {_absolute(p.path, name) for p in before} & softmax.scoring
     found = []
     for norm in flow.norms:
-        if number in norm.given.context and norm.name.startswith((f"{name}." if name else "", "F.")):
+        if number in norm.given.context and norm.name.startswith(
+            (f"{name}." if name else "", "F.")
+        ):
             found.append((norm.name, norm.width, "context"))
         elif norm.given.sources and norm.given.sources <= own and not norm.given.products:
             found.append((norm.name, norm.width, "scores"))
     return tuple(dict.fromkeys(found))
 
 
-def _holds_another(events: list[Event], start: int, end: int, innermost: str, attentions: set[int]) -> bool:
-    """Whether another module's attention falls into the same call: then it is not the place of one attention."""
+def _holds_another(
+    events: list[Event], start: int, end: int, innermost: str, attentions: set[int]
+) -> bool:
+    """Whether another module's attention falls into the same call: then it is not the place of one
+    attention."""
     for other in range(start, end):
         if events[other].number in attentions:
             inner, _ = next(_calls_around(events, other))
@@ -214,11 +228,20 @@ def _projections(
     seen = set()
     for at in range(start + 1, end):
         event = events[at]
-        if event.what != "enter" or event.name in seen or event.name == core or not is_projection(modules[event.name]):
+        if (
+            event.what != "enter"
+            or event.name in seen
+            or event.name == core
+            or not is_projection(modules[event.name])
+        ):
             continue
         seen.add(event.name)
-        made = next((e.shape for e in events[at:] if e.what == "leave" and e.name == event.name), ())
-        yield Projection(_relative(event.name, core), event.shape, made, is_matrix(modules[event.name]))
+        made = next(
+            (e.shape for e in events[at:] if e.what == "leave" and e.name == event.name), ()
+        )
+        yield Projection(
+            _relative(event.name, core), event.shape, made, is_matrix(modules[event.name])
+        )
 
 
 def _relative(name: str, core: str) -> str:

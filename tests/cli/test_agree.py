@@ -24,20 +24,30 @@ def save(subject: Subject, folder: Path, **scorers: str) -> list[Path]:
     batches = [as_double(subject.layout.tiny(seed)[1]) for seed in range(3)]
     paths = []
     for name, scorer in scorers.items():
-        paths.append(hp.score(subject.model, batches, scorer, progress=False).save(folder / f"{name}.json"))
+        paths.append(
+            hp.score(subject.model, batches, scorer, progress=False).save(folder / f"{name}.json")
+        )
     return paths
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     torch.manual_seed(0)
-    return save(subject_of("bert"), tmp_path, first="taylor", second="leave_one_out", third="magnitude")
+    return save(
+        subject_of("bert"), tmp_path, first="taylor", second="leave_one_out", third="magnitude"
+    )
 
 
 def test_a_table(files: list[Path]) -> None:
     result = call(*files, "--k", 4)
     assert result.exit_code == 0, result.output
-    for words in ("first - second", "first - third", "second - third", "Kendall tau-b", "Jaccard of the 4 lowest"):
+    for words in (
+        "first - second",
+        "first - third",
+        "second - third",
+        "Kendall tau-b",
+        "Jaccard of the 4 lowest",
+    ):
         assert words in result.stdout
     scores = [hp.HeadScores.load(path) for path in files]
     expected = hp.agreement(*scores, k=4, names=["first", "second", "third"])
@@ -68,7 +78,10 @@ def test_bad_input(files: list[Path], tmp_path: Path) -> None:
         ([files[0]], "two scores or more"),
         ([files[0], tmp_path / "missing.json"], "a readable HeadScores file"),
         ([files[0], stranger], "scores of one model"),
-        ([files[0], tmp_path / "sub" / ".." / files[0].name], "files: must be different from one another"),
+        (
+            [files[0], tmp_path / "sub" / ".." / files[0].name],
+            "files: must be different from one another",
+        ),
         ([*files, "--k", 12], "a count of units from 1 to 11"),
         ([*files, "--out", tmp_path / "a.doc"], "a picture that ends in one of"),
     ):

@@ -23,9 +23,26 @@ import headprune as hp
 from headprune.cli._shared import guarded
 from headprune.cli.main import app
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 16,
+}
 COMMANDS = (
-    *("run", "prune", "inspect", "init", "ls", "show", "validate", "score", "agree", "explain", "diff"),
+    *(
+        "run",
+        "prune",
+        "inspect",
+        "init",
+        "ls",
+        "show",
+        "validate",
+        "score",
+        "agree",
+        "explain",
+        "diff",
+    ),
     *("sweep", "pick", "bench", "report"),
 )
 
@@ -35,7 +52,12 @@ def call(*arguments: object) -> Any:
 
 
 def console(*arguments: object, **settings: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from headprune.cli.main import main; main()", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-c",
+        "from headprune.cli.main import main; main()",
+        *map(str, arguments),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **settings)
 
 
@@ -78,13 +100,14 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("bert")
     torch.manual_seed(0)
-    BertForSequenceClassification(BertConfig(vocab_size=30, max_position_embeddings=16, **SMALL)).save_pretrained(
-        folder
-    )
+    BertForSequenceClassification(
+        BertConfig(vocab_size=30, max_position_embeddings=16, **SMALL)
+    ).save_pretrained(folder)
     return folder
 
 
-# --- start-up ----------------------------------------------------------------------------------------------------
+# --- start-up
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["--version"], ["ls"]])
@@ -100,9 +123,12 @@ def test_light_commands_import_no_torch_and_answer_at_once(arguments: list[str])
     )
     seconds = []
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr
-        # Processor time of the whole process: the clock on the wall says more about a busy machine than about us.
+        # Processor time of the whole process: the clock on the wall says more about a busy machine
+        # than about us.
         seconds.append(float(done.stdout.rsplit("seconds ", 1)[1]))
         if seconds[-1] < 0.5:
             return
@@ -132,7 +158,8 @@ def test_every_command_has_help(command: str) -> None:
     assert "--debug" in result.stdout
 
 
-# --- reading commands --------------------------------------------------------------------------------------------
+# --- reading commands
+# --------------------------------------------------------------------------------------------
 
 
 def test_ls_lists_every_registry() -> None:
@@ -163,17 +190,26 @@ def test_validate_many_with_all_their_errors(tmp_path: Path) -> None:
     result = call("validate", "digits-vit", bad)
     assert result.exit_code == 2
     assert "digits-vit: valid" in result.stdout
-    for words in ("Did you mean 'score'?", "Did you mean 'taylor'", "task: must be given", "model: must be given"):
+    for words in (
+        "Did you mean 'score'?",
+        "Did you mean 'taylor'",
+        "task: must be given",
+        "model: must be given",
+    ):
         assert words in result.stderr
     first, second = json.loads(call("validate", "digits-vit", bad, "--json").stdout)
     assert (first["valid"], second["valid"]) == (True, False)
-    assert {"scor", "score.scorer", "task", "model", "data", "select"} <= {e["path"] for e in second["errors"]}
+    assert {"scor", "score.scorer", "task", "model", "data", "select"} <= {
+        e["path"] for e in second["errors"]
+    }
     assert call("validate", "digits-vit", "llama-stories", "trec-minilm").exit_code == 0
 
 
 def test_inspect(bert: Path, tmp_path: Path) -> None:
     found = json.loads(call("inspect", bert, "--json").stdout)
-    assert [(row["heads"], row["units"], row["layout"]) for row in found["sites"]] == [(4, 4, "bert")] * 2
+    assert [(row["heads"], row["units"], row["layout"]) for row in found["sites"]] == [
+        (4, 4, "bert")
+    ] * 2
     assert found["totals"]["heads"] == 8
     assert 0 < found["totals"]["prunable_params"] < found["totals"]["params"]
     assert found["not_taken"] == []
@@ -203,15 +239,25 @@ def test_inspect_says_why_a_module_is_not_taken(monkeypatch: pytest.MonkeyPatch)
     assert (other["module"], other["class"]) == ("1", "OddAttention")
 
 
-# --- running -----------------------------------------------------------------------------------------------------
+# --- running
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_run_leaves_everything_and_prints_the_record(finished: Path) -> None:
     names = {p.name for p in finished.iterdir()}
-    files = {"record.json", "history.jsonl", "rows.json", "plan.json", "scores.json", "scores.samples.safetensors"}
+    files = {
+        "record.json",
+        "history.jsonl",
+        "rows.json",
+        "plan.json",
+        "scores.json",
+        "scores.samples.safetensors",
+    }
     files |= {"report.html", "report.md", "recipe.yaml", "attention.json", "scores-magnitude.json"}
     assert names - {".lock"} == files | {"model", "base"}  # which the system may keep, or not
-    assert call("report", finished / "record.json", "--out", finished.parent / "again").exit_code == 0
+    assert (
+        call("report", finished / "record.json", "--out", finished.parent / "again").exit_code == 0
+    )
     again = (finished.parent / "again" / "report.html").read_text()
     assert again == (finished / "report.html").read_text()
     assert json.loads(call("report", finished, "--json").stdout)["html"].endswith("report.html")
@@ -285,18 +331,41 @@ def test_score_then_prune_then_bench(recipe_file: Path, finished: Path, tmp_path
     again = call(*base, "--scores", out, "--keep", "3")
     assert again.exit_code == 2
     assert "a new or an empty folder" in again.stderr
-    one_each = call(*base[:-1], tmp_path / "other", "--scores", out, "--keep-params", "0.9", "--min-heads", 2, "--json")
+    one_each = call(
+        *base[:-1],
+        tmp_path / "other",
+        "--scores",
+        out,
+        "--keep-params",
+        "0.9",
+        "--min-heads",
+        2,
+        "--json",
+    )
     assert one_each.exit_code == 0, one_each.stderr
     found = json.loads(one_each.stdout)["report"]
     assert 0 < found["params_after"] <= 0.9 * found["params_before"]
     none = call(*base[:-1], tmp_path / "none", "--scores", out, "--keep", 1)
     assert none.exit_code == 2
     assert "must be at least 2, got 1" in none.stderr
-    free = call(*base[:-1], tmp_path / "free", "--scores", out, "--keep", 1, "--min-heads", 0, "--json")
+    free = call(
+        *base[:-1], tmp_path / "free", "--scores", out, "--keep", 1, "--min-heads", 0, "--json"
+    )
     assert free.exit_code == 0, free.stderr
     assert sum(map(len, json.loads(free.stdout)["report"]["removed"].values())) == 7
 
-    timing = ["bench", finished / "base", small, "--batch", 1, "--batch", 2, "--seconds", 0.01, "--json"]
+    timing = [
+        "bench",
+        finished / "base",
+        small,
+        "--batch",
+        1,
+        "--batch",
+        2,
+        "--seconds",
+        0.01,
+        "--json",
+    ]
     measured = json.loads(call(*timing).stdout)
     assert [row["batch"] for row in measured["speed"]] == [1, 2]
     heads = next(row for row in measured["size"] if row["name"] == "heads")
@@ -305,35 +374,74 @@ def test_score_then_prune_then_bench(recipe_file: Path, finished: Path, tmp_path
 
 
 def test_prune_by_plan_equals_the_run(finished: Path, tmp_path: Path) -> None:
-    result = call("prune", "--model", finished / "base", "--plan", finished / "plan.json", "--out", tmp_path / "small")
+    result = call(
+        "prune",
+        "--model",
+        finished / "base",
+        "--plan",
+        finished / "plan.json",
+        "--out",
+        tmp_path / "small",
+    )
     assert result.exit_code == 0, result.stderr
     assert "removed 4 heads" in result.stdout
     kept = [site.heads for site in hp.find_sites(hp.from_pretrained(tmp_path / "small"))]
     assert kept == [site.heads for site in hp.find_sites(hp.from_pretrained(finished / "model"))]
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------
+# --- bad input
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["run", "digit-vit"], "Did you mean 'digits-vit'"),
-        (["run", "digits-vit", "--set", "score.scorer=tailor"], "score.scorer: .*|Did you mean 'taylor'"),
+        (
+            ["run", "digits-vit", "--set", "score.scorer=tailor"],
+            "score.scorer: .*|Did you mean 'taylor'",
+        ),
         (["run", "digits-vit", "--set", "scoer.x=1"], "Did you mean 'score'"),
         (["run", "digits-vit", "--set", "nonsense"], "written key=value"),
-        (["run", "digits-vit", "--set", "select.keep_heads=0"], "select.keep_heads: must be a count >= 1"),
+        (
+            ["run", "digits-vit", "--set", "select.keep_heads=0"],
+            "select.keep_heads: must be a count >= 1",
+        ),
         (["show", "none.yaml"], "existing recipe file"),
         (["validate", "none.yaml"], "existing recipe file"),
         (["inspect", "./none"], "MODEL: must be an existing folder"),
         (["report", "none.json"], "a readable RunRecord file"),
         (["prune", "--model", "./none", "--out", "x"], "one of --plan, --scores, --data"),
-        (["prune", "--model", "./none", "--out", "x", "--scores", "s.json"], "--keep: must be given"),
-        (["prune", "--model", "./none", "--out", "x", "--scores", "s.json", "--keep", "half"], "a count of heads"),
-        (["prune", "--model", "./none", "--out", "x", "--plan", "p.json", "--keep", "1"], "left out with --plan"),
-        (["prune", "--model", "./none", "--out", "x", "--plan", "p.json", "--min-heads", "1"], "left out with --plan"),
         (
-            ["prune", "--model", "./none", "--out", "x", "--scores", "s.json", "--keep", "1", "--keep-macs", "0.9"],
+            ["prune", "--model", "./none", "--out", "x", "--scores", "s.json"],
+            "--keep: must be given",
+        ),
+        (
+            ["prune", "--model", "./none", "--out", "x", "--scores", "s.json", "--keep", "half"],
+            "a count of heads",
+        ),
+        (
+            ["prune", "--model", "./none", "--out", "x", "--plan", "p.json", "--keep", "1"],
+            "left out with --plan",
+        ),
+        (
+            ["prune", "--model", "./none", "--out", "x", "--plan", "p.json", "--min-heads", "1"],
+            "left out with --plan",
+        ),
+        (
+            [
+                "prune",
+                "--model",
+                "./none",
+                "--out",
+                "x",
+                "--scores",
+                "s.json",
+                "--keep",
+                "1",
+                "--keep-macs",
+                "0.9",
+            ],
             "got --keep and --keep-macs",
         ),
         (["bench", "./a", "./b"], "ORIGINAL: must be an existing folder"),
@@ -359,7 +467,9 @@ def test_usage_errors_are_bad_input_too() -> None:
 
 
 def test_plan_for_another_model(finished: Path, bert: Path, tmp_path: Path) -> None:
-    result = call("prune", "--model", bert, "--plan", finished / "plan.json", "--out", tmp_path / "small")
+    result = call(
+        "prune", "--model", bert, "--plan", finished / "plan.json", "--out", tmp_path / "small"
+    )
     assert result.exit_code == 2
     assert "plan: must be for a model with" in result.stderr
     assert not (tmp_path / "small").exists()
@@ -376,10 +486,15 @@ def test_plan_for_other_weights_is_a_warning(finished: Path, tmp_path: Path) -> 
     common = ["prune", "--model", tmp_path / "other", "--plan", finished / "plan.json"]
     result = call(*common, "--out", tmp_path / "small")
     assert result.exit_code == 0, result.stderr
-    assert "warning: the plan was made for a model of the same structure with other weights" in result.stderr
+    assert (
+        "warning: the plan was made for a model of the same structure with other weights"
+        in result.stderr
+    )
 
 
-@pytest.mark.parametrize("text", ["{", '{"headprune": "HeadScores"}', '{"headprune": "RunRecord", "version": 99}', ""])
+@pytest.mark.parametrize(
+    "text", ["{", '{"headprune": "HeadScores"}', '{"headprune": "RunRecord", "version": 99}', ""]
+)
 def test_corrupt_record(tmp_path: Path, text: str) -> None:
     (tmp_path / "record.json").write_text(text)
     result = call("report", tmp_path / "record.json")
@@ -402,7 +517,9 @@ def test_damaged_checkpoint(finished: Path, tmp_path: Path) -> None:
 def test_a_model_without_known_attention(tmp_path: Path) -> None:
     from transformers import ResNetConfig, ResNetModel
 
-    ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])).save_pretrained(tmp_path)
+    ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])).save_pretrained(
+        tmp_path
+    )
     result = call("inspect", tmp_path)
     assert result.exit_code == 2
     assert "must be a model with attention that headprune knows" in result.stderr
@@ -432,9 +549,11 @@ def test_failures_exit_with_1_and_debug_shows_the_traceback(
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_record_and_exits_with_1(recipe_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    # A shell's background job inherits an ignored SIGINT, and Python keeps it; the user's foreground process does not.
+    # A shell's background job inherits an ignored SIGINT, and Python keeps it; the user's
+    # foreground process does not.
     start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    # Modules of others may swallow an interrupt while they are imported (regex, in a __del__): imported before.
+    # Modules of others may swallow an interrupt while they are imported (regex, in a __del__):
+    # imported before.
     start += "; import regex, transformers.trainer"
     command = [sys.executable, "-c", f"{start}; from headprune.cli.main import main; main()"]
     command += ["run", str(recipe_file), "--out", str(out), "--set", "train.epochs=100000"]
@@ -442,7 +561,9 @@ def test_ctrl_c_leaves_a_record_and_exits_with_1(recipe_file: Path, tmp_path: Pa
     try:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            if (out / "record.json").is_file() and hp.RunRecord.load(out / "record.json").stage == "train":
+            if (out / "record.json").is_file() and hp.RunRecord.load(
+                out / "record.json"
+            ).stage == "train":
                 break
             time.sleep(0.1)
         time.sleep(1.0)
@@ -474,7 +595,9 @@ def test_a_reader_that_went_away_is_no_error_to_tell_of() -> None:
     os.close(reading)
     command = [sys.executable, "-c", "from headprune.cli.main import main; main()", "ls"]
     try:
-        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")

@@ -1,9 +1,11 @@
 """What commands print, letter by letter, on a terminal and without one: ``tests/cli/golden``.
 
-``NAME.txt`` is what goes into a pipe. Where a terminal shows more, ``NAME.terminal.txt`` has its colours and tables,
-and ``NAME.no-color.txt`` what is left of them under ``NO_COLOR``; everywhere else a terminal shows what a pipe gets.
+``NAME.txt`` is what goes into a pipe. Where a terminal shows more, ``NAME.terminal.txt`` has its
+colours and tables, and ``NAME.no-color.txt`` what is left of them under ``NO_COLOR``; everywhere
+else a terminal shows what a pipe gets.
 
-After a change that is meant: ``HEADPRUNE_GOLDEN=write pytest tests/cli/test_golden.py``, and read the difference.
+After a change that is meant: ``HEADPRUNE_GOLDEN=write pytest tests/cli/test_golden.py``, and read
+the difference.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ show({1}.load(sys.argv[1]))
 PRINTERS = {
     "scores": _SHOW.format("scores", "HeadScores"),
     "record": _SHOW.format("record", "RunRecord"),
-    "inspect": "import json, sys; from headprune.cli.inspect import _print; _print(json.load(open(sys.argv[1])))",
+    "inspect": (
+        "import json, sys; from headprune.cli.inspect import _print;"
+        " _print(json.load(open(sys.argv[1])))"
+    ),
 }
 #: What a terminal shows in colours and tables.
 COLOURED = {"agree", "explain", "scores", "record", "inspect"}
@@ -64,7 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs on paper: plans, scores and records with figures that nobody measured."""
     home = tmp_path_factory.mktemp("golden")
     model = ModelFingerprint("structure", "weights")
-    sites = tuple(hp.AttentionSite(f"layer.{i}", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3)) for i in range(2))
+    sites = tuple(
+        hp.AttentionSite(f"layer.{i}", "bert", "self", 4, 4, 8, 8, (0, 1, 2, 3)) for i in range(2)
+    )
     unit = Cost(1000, 0, 900, 16, 64)
     costs = CostTable(Cost(20000, 0, 18000, 128, 512), ((unit,) * 4,) * 2, 16)
     scores = hp.HeadScores(
@@ -76,7 +83,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("other", {"layer.1": [0]}, 0.88),
     ):
         mask = hp.HeadMask.from_keep(keep, {site.name: 4 for site in sites})
-        plan = hp.PruningPlan(mask, hp.Budget(keep_heads=mask.n_kept), "global_topk", scorer="taylor", model=model)
+        plan = hp.PruningPlan(
+            mask, hp.Budget(keep_heads=mask.n_kept), "global_topk", scorer="taylor", model=model
+        )
         (home / name).mkdir()
         plan.save(home / name / "plan.json")
         quality = (
@@ -101,7 +110,9 @@ def said(folder: Path, name: str, place: str) -> str:
     """Everything that a command writes, and its exit status."""
     own = {"COLUMNS": "120", "TERM": "xterm-256color", "COLORTERM": "", "PYTHONUTF8": "1"}
     own |= {"NO_COLOR": "1"} if place == "no-color" else {}
-    around = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    around = {
+        key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")
+    }
     program = [sys.executable, "-c", PRINTERS[name]] if name in PRINTERS else HEADPRUNE
     command = COMMANDS[name]
     if place != "pipe":
@@ -120,7 +131,9 @@ def said(folder: Path, name: str, place: str) -> str:
 
 
 def golden(name: str, place: str) -> Path:
-    return GOLDEN / (f"{name}.txt" if place == "pipe" or name not in COLOURED else f"{name}.{place}.txt")
+    return GOLDEN / (
+        f"{name}.txt" if place == "pipe" or name not in COLOURED else f"{name}.{place}.txt"
+    )
 
 
 @pytest.mark.parametrize(("name", "place"), PLACES)
@@ -137,10 +150,14 @@ def test_every_golden_file_is_of_a_command() -> None:
 
 @pytest.mark.parametrize("name", sorted(COLOURED))
 def test_colours_are_for_terminals_and_nothing_is_said_by_them_alone(name: str) -> None:
-    pipe, coloured, plain = (golden(name, place).read_text() for place in ("pipe", "terminal", "no-color"))
+    pipe, coloured, plain = (
+        golden(name, place).read_text() for place in ("pipe", "terminal", "no-color")
+    )
     assert "\x1b[" not in pipe
     assert "\x1b[" in coloured
-    settings = {int(code) for found in re.findall(r"\x1b\[([\d;]+)m", plain) for code in found.split(";")}
+    settings = {
+        int(code) for found in re.findall(r"\x1b\[([\d;]+)m", plain) for code in found.split(";")
+    }
     assert settings <= {0, 1, 3}, "bold and italics alone are no colours"
     assert clean(plain) == clean(coloured)
     words, shown = (set(re.findall(r"\w[\w.]*|[▁-█]", text)) for text in (pipe, clean(coloured)))

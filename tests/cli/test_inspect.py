@@ -1,4 +1,5 @@
-"""``headprune inspect``: policies, what a cut changes, and every attention-like module that is not taken."""
+"""``headprune inspect``: policies, what a cut changes, and every attention-like module that is not
+taken."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def found(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *arguments: str) ->
 
 def test_policies_and_units_of_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = registry.get("llama").tiny(0, "llama")
-    by_group, by_head = (found(monkeypatch, model, "--policy", p)["sites"] for p in ("group", "balanced"))
+    by_group, by_head = (
+        found(monkeypatch, model, "--policy", p)["sites"] for p in ("group", "balanced")
+    )
     assert {tuple(r["policies"][:2]) for r in by_group} == {("group", "balanced")}
     assert [r["policy"] for r in by_group] == ["group"] * 3
     assert [r["units"] for r in by_group] == [r["kv_heads"] for r in by_group]
@@ -47,11 +50,19 @@ def test_policies_and_units_of_grouped_queries(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_a_policy_costs_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = registry.get("llama").tiny(0, "llama")
-    lines = {p: call(monkeypatch, model, "--policy", p).stdout for p in ("group", "balanced", "free")}
+    lines = {
+        p: call(monkeypatch, model, "--policy", p).stdout for p in ("group", "balanced", "free")
+    }
     assert all("KV bytes/token" in text and " 96 " in text for text in lines.values())
     assert all("288 bytes of KV cache a token" in text for text in lines.values())
-    assert "group: a key/value head leaves with all its query heads, and the cache shrinks by it" in lines["group"]
-    assert "balanced: the cache keeps every key/value head that a kept head reads, once" in lines["balanced"]
+    assert (
+        "group: a key/value head leaves with all its query heads, and the cache shrinks by it"
+        in lines["group"]
+    )
+    assert (
+        "balanced: the cache keeps every key/value head that a kept head reads, once"
+        in lines["balanced"]
+    )
     assert "free: the cache keeps" in lines["free"]
     assert "every step repeats keys and values for each query head" in lines["free"]
     assert found(monkeypatch, model)["totals"]["kv_bytes_per_token"] == 288
@@ -68,16 +79,23 @@ def test_one_key_head_for_all_query_heads(monkeypatch: pytest.MonkeyPatch) -> No
     assert "(MQA): it stays as long as one of them does, whatever the policy" in text
 
 
-def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_layer_may_lose_all_heads_is_tried_and_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = registry.get("bart").tiny(0, "bart")
     before = {n: (t.shape, type(m)) for n, m in model.named_modules() for t in m.parameters()}
     answers = found(monkeypatch, model)["layouts"]["bart"]["no_heads_left"]
     assert answers == {"self": "yes", "causal": "yes", "cross": "yes"}
-    assert {n: (t.shape, type(m)) for n, m in model.named_modules() for t in m.parameters()} == before
+    assert {
+        n: (t.shape, type(m)) for n, m in model.named_modules() for t in m.parameters()
+    } == before
     model(**batch)
     refusing, _ = registry.get("t5").tiny(0, "t5")
     monkeypatch.setattr("headprune.model.cut.cut_", _refused)
-    assert "a layer may lose all its heads: no: must be left with a head" in call(monkeypatch, refusing).stdout
+    assert (
+        "a layer may lose all its heads: no: must be left with a head"
+        in call(monkeypatch, refusing).stdout
+    )
 
 
 def _refused(*_: Any) -> Any:
@@ -89,7 +107,9 @@ def test_parameters_and_cache_of_a_site_do_not_depend_on_the_policy(
     layout: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = registry.get(layout).tiny(0, family)
-    by_group, by_head = (found(monkeypatch, model, "--policy", p)["sites"] for p in ("group", "free"))
+    by_group, by_head = (
+        found(monkeypatch, model, "--policy", p)["sites"] for p in ("group", "free")
+    )
     of_a_site = by_head[0]
     assert of_a_site["kv_bytes_per_token"] == 2 * of_a_site["kv_heads"] * of_a_site["head_dim"] * 4
     for key in ("params", "kv_bytes_per_token"):
@@ -113,8 +133,12 @@ def test_what_a_cut_changes_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(line in text for line in (*layout["cut"], *layout["patched"]))
 
 
-def test_every_module_that_is_not_taken_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(hp.MultiHeadAttention(8, 2), *(OddAttention() for _ in range(12)), OddAttention(16))
+def test_every_module_that_is_not_taken_is_named_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(
+        hp.MultiHeadAttention(8, 2), *(OddAttention() for _ in range(12)), OddAttention(16)
+    )
     groups = found(monkeypatch, model)["not_taken"]
     assert [g["modules"] for g in groups] == [[str(i) for i in range(1, 14)]]
     errors = call(monkeypatch, model).stderr
@@ -123,6 +147,8 @@ def test_every_module_that_is_not_taken_is_named_with_its_reason(monkeypatch: py
 
 
 def test_a_model_without_any_site_names_all_that_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = call(monkeypatch, nn.Sequential(*(OddAttention() for _ in range(20)), torch.nn.Linear(2, 2)))
+    result = call(
+        monkeypatch, nn.Sequential(*(OddAttention() for _ in range(20)), torch.nn.Linear(2, 2))
+    )
     assert result.exit_code == 2
     assert "not taken: 0 and 19 more (OddAttention" in result.stderr

@@ -1,4 +1,5 @@
-"""The command line as a person uses it: recipes made up, dry runs, plans explained, runs compared, one command."""
+"""The command line as a person uses it: recipes made up, dry runs, plans explained, runs compared,
+one command."""
 
 from __future__ import annotations
 
@@ -48,8 +49,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_encoder(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, num_labels=3, **shape)
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+    }
+    config = BertConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=32, num_labels=3, **shape
+    )
     BertForSequenceClassification(config).save_pretrained(folder / "classifier")
     tokenizer.save_pretrained(folder / "classifier")
     draw = random.Random(0)
@@ -63,14 +71,29 @@ def test_a_cut_on_data_that_ended_early_goes_on(
     where: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of its run, or between its run and the folder that comes of it."""
-    arguments = ("--model", home / "classifier", "--data", home / "rows.csv", "--keep", "0.5", "--out", tmp_path / "a")
+    arguments = (
+        "--model",
+        home / "classifier",
+        "--data",
+        home / "rows.csv",
+        "--keep",
+        "0.5",
+        "--out",
+        tmp_path / "a",
+    )
     short = ("--set", "bench.seconds=0.05", "--set", "score.random_draws=1")
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("power is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((stages, "bench", fail) if where == "bench" else (headprune.cli.prune, "_write", fail)))
+        patch.setattr(
+            *(
+                (stages, "bench", fail)
+                if where == "bench"
+                else (headprune.cli.prune, "_write", fail)
+            )
+        )
         assert "power is gone" in call("prune", *arguments, *short).stderr
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"run"}
     result = call("prune", *arguments, *short)
@@ -94,7 +117,9 @@ def small(home: Path) -> tuple[Path, Any]:
 def test_alone_it_says_where_to_start() -> None:
     result = call()
     assert result.exit_code == 0
-    commands = [line.split() for line in result.stdout.splitlines() if line.startswith("  headprune ")]
+    commands = [
+        line.split() for line in result.stdout.splitlines() if line.startswith("  headprune ")
+    ]
     assert len(commands) == 3
     assert {words[1] for words in commands} <= {command.__name__ for command in COMMANDS}
 
@@ -121,7 +146,11 @@ def test_init_writes_a_recipe_that_runs(home: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     text = (tmp_path / "mine.yaml").read_text()
     recipe = load_recipe(tmp_path / "mine.yaml")
-    assert (recipe.task, recipe.data.text, recipe.data.label) == ("text_classification", "text", "label")
+    assert (recipe.task, recipe.data.text, recipe.data.label) == (
+        "text_classification",
+        "text",
+        "label",
+    )
     assert recipe.train is None  # the classifier has its head
     assert recipe.data.max_length == 32  # what it can read
     notes = {line.index("#") for line in text.splitlines() if " # " in line}
@@ -175,7 +204,9 @@ def test_columns_are_told_by_what_they_hold(
 
 
 def test_a_task_is_checked(home: Path) -> None:
-    result = call("init", "--model", home / "model", "--data", home / "rows.csv", "--task", "regresion")
+    result = call(
+        "init", "--model", home / "model", "--data", home / "rows.csv", "--task", "regresion"
+    )
     assert result.exit_code == 2
     assert "regression" in result.stderr
 
@@ -184,7 +215,12 @@ def test_a_task_is_checked(home: Path) -> None:
 
 
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path) -> None:
-    short = ["data.calibration=64", "data.holdout=100", "data.test_holdout=200", "model.config.num_hidden_layers=2"]
+    short = [
+        "data.calibration=64",
+        "data.holdout=100",
+        "data.test_holdout=200",
+        "model.config.num_hidden_layers=2",
+    ]
     settings = [word for setting in short for word in ("--set", setting)]
     result = call("run", "digits-vit", *settings, "--out", tmp_path / "out", "--dry-run", "--json")
     assert result.exit_code == 0, result.output
@@ -197,20 +233,40 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path) ->
     assert list(stages) == ["train", "score", "quality", "recover (finetune)", "bench"]
     assert seconds == pytest.approx(sum(stage.seconds or 0 for stage in found.stages))
     recipe = load_recipe("digits-vit", short)
-    steps, one = recipe.train.epochs * found.rows["train"], recipe.recover[0].settings["epochs"] * found.rows["train"]  # type: ignore[union-attr]
-    assert stages["train"].seconds / stages["recover (finetune)"].seconds == pytest.approx(steps / one)  # type: ignore[operator]
+    steps, one = (
+        recipe.train.epochs * found.rows["train"],
+        recipe.recover[0].settings["epochs"] * found.rows["train"],
+    )  # type: ignore[union-attr]
+    assert stages["train"].seconds / stages["recover (finetune)"].seconds == pytest.approx(
+        steps / one
+    )  # type: ignore[operator]
     weights = found.memory["weights of the whole model and of its cut copy"]
     assert weights == 8 * found.parameters
     assert found.memory["gradients and both moments of AdamW"] == 12 * found.parameters
     assert str(found).endswith("nothing was trained, cut or written")
 
 
-SHORT = ["data.calibration=64", "data.holdout=100", "data.test_holdout=200", "model.config.num_hidden_layers=2"]
-ALONE = [*SHORT, "train=null", "bench=null", "recover=[]", "score.random_draws=0", "score.magnitude=false"]
+SHORT = [
+    "data.calibration=64",
+    "data.holdout=100",
+    "data.test_holdout=200",
+    "model.config.num_hidden_layers=2",
+]
+ALONE = [
+    *SHORT,
+    "train=null",
+    "bench=null",
+    "recover=[]",
+    "score.random_draws=0",
+    "score.magnitude=false",
+]
 
 
-def counted_dry_run(monkeypatch: pytest.MonkeyPatch, scorer: str, settings: str = "{}") -> dict[str, Any]:
-    """Batches that were scored in each call; matrices that were inverted, and removals; what was said of the score."""
+def counted_dry_run(
+    monkeypatch: pytest.MonkeyPatch, scorer: str, settings: str = "{}"
+) -> dict[str, Any]:
+    """Batches that were scored in each call; matrices that were inverted, and removals; what was
+    said of the score."""
     batches: list[int] = []
     inverted, removed = [0], [0]
     real = dry.score, torch.linalg.cholesky_ex, torch.linalg.solve_ex
@@ -235,7 +291,13 @@ def counted_dry_run(monkeypatch: pytest.MonkeyPatch, scorer: str, settings: str 
         found = dry_run("digits-vit", [*ALONE, *chosen], say=lambda line: None)
     stage = next(stage for stage in found.stages if stage.stage == "score")
     site = found.sites[0]
-    return {"batches": batches, "inverted": inverted[0], "removed": removed[0], "stage": stage, "site": site}
+    return {
+        "batches": batches,
+        "inverted": inverted[0],
+        "removed": removed[0],
+        "stage": stage,
+        "site": site,
+    }
 
 
 def test_a_dry_run_scores_one_batch_and_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,21 +307,29 @@ def test_a_dry_run_scores_one_batch_and_two(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("scorer", "removes"), [("surgeon", True), ("obs", False)])
-def test_a_dry_run_inverts_one_matrix(monkeypatch: pytest.MonkeyPatch, scorer: str, removes: bool) -> None:
+def test_a_dry_run_inverts_one_matrix(
+    monkeypatch: pytest.MonkeyPatch, scorer: str, removes: bool
+) -> None:
     """Of all sites and blocks: 2 sites, 8 blocks and all examples together."""
     found = counted_dry_run(monkeypatch, scorer)
     assert sorted(found["batches"]) == [1, 1, 1, 2]
     assert found["inverted"] == 1
     assert found["removed"] <= len(found["site"].units) if removes else not found["removed"]
     assert bool(found["removed"]) is removes
-    assert "one of 18 equal parts was timed (the largest site, without a standard error)" in found["stage"].basis
+    assert (
+        "one of 18 equal parts was timed (the largest site, without a standard error)"
+        in found["stage"].basis
+    )
     assert found["stage"].seconds > 0
     alone = counted_dry_run(monkeypatch, scorer, "{blocks: 1}")
     assert "one of 2 equal parts was timed" in alone["stage"].basis
 
 
-def test_what_a_dry_run_leaves_out_is_counted_for_all_sites_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second for every batch, 100 for the matrices of one site: 4 batches, and 2 sites times 9 runs."""
+def test_what_a_dry_run_leaves_out_is_counted_for_all_sites_and_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second for every batch, 100 for the matrices of one site: 4 batches, and 2 sites times 9
+    runs."""
     clock = [0.0]
 
     def scored(model: Any, batches: Any, scorer: Any, *, sites: Any, progress: bool) -> None:
@@ -276,21 +346,44 @@ def test_what_a_dry_run_leaves_out_is_counted_for_all_sites_and_blocks(monkeypat
 
 
 def test_a_dry_run_counts_learned_gates_by_their_steps_and_takes_latency_at_its_word() -> None:
-    short = ["data.calibration=64", "data.holdout=100", "data.test_holdout=200", "model.config.num_hidden_layers=2"]
-    speed = ["select.keep_heads=null", "select.speedup=1.2", "select.latency.seconds=7", "train=null", "bench=null"]
-    gates = ["score.scorer=hard_concrete", "score.settings={steps: 12, warmup: 1, block: 16}", "recover=[]"]
+    short = [
+        "data.calibration=64",
+        "data.holdout=100",
+        "data.test_holdout=200",
+        "model.config.num_hidden_layers=2",
+    ]
+    speed = [
+        "select.keep_heads=null",
+        "select.speedup=1.2",
+        "select.latency.seconds=7",
+        "train=null",
+        "bench=null",
+    ]
+    gates = [
+        "score.scorer=hard_concrete",
+        "score.settings={steps: 12, warmup: 1, block: 16}",
+        "recover=[]",
+    ]
     found = dry_run("digits-vit", [*short, *speed, *gates], say=lambda line: None)
     stages = {stage.stage: stage for stage in found.stages}
     assert list(stages) == ["score", "quality", "latency"]
-    assert (stages["latency"].seconds, stages["latency"].basis) == (14, "as long as the recipe says")
+    assert (stages["latency"].seconds, stages["latency"].basis) == (
+        14,
+        "as long as the recipe says",
+    )
     assert stages["score"].basis == "12 steps of 16 rows"
 
 
-AUTO = ["score.scorer=auto", "score.settings={candidates: [taylor, surgeon], random_draws: 1}", "score.batch_size=16"]
+AUTO = [
+    "score.scorer=auto",
+    "score.settings={candidates: [taylor, surgeon], random_draws: 1}",
+    "score.batch_size=16",
+]
 
 
 def test_a_dry_run_judges_one_plan_of_auto_once_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates are timed as they are alone; one cut and refit on 16 rows and one on 32, half of which judge."""
+    """Candidates are timed as they are alone; one cut and refit on 16 rows and one on 32, half of
+    which judge."""
     scored: list[tuple[str, int]] = []
     judged: list[int] = []
     score, losses = dry.score, run_auto.losses_of_fold
@@ -312,13 +405,25 @@ def test_a_dry_run_judges_one_plan_of_auto_once_in_small(monkeypatch: pytest.Mon
     monkeypatch.setattr(dry, "score", seen)
     monkeypatch.setattr(run_auto, "losses_of_fold", once)
     monkeypatch.setattr(run_auto.Auto, "estimate", whole)
-    found = dry_run("digits-vit", [*ALONE, *AUTO, "recover=[{method: lstsq}]"], say=lambda line: None)
+    found = dry_run(
+        "digits-vit", [*ALONE, *AUTO, "recover=[{method: lstsq}]"], say=lambda line: None
+    )
     assert scored[:2] == [("Taylor", 1), ("Taylor", 2)]
-    assert sorted(scored[2:]) == [("Surgeon", 1), ("_OnlyPasses", 1), ("_OnlyPasses", 1), ("_OnlyPasses", 2)]
+    assert sorted(scored[2:]) == [
+        ("Surgeon", 1),
+        ("_OnlyPasses", 1),
+        ("_OnlyPasses", 1),
+        ("_OnlyPasses", 2),
+    ]
     assert judged == [8, 16]
     stages = {stage.stage: stage.basis for stage in found.stages}
-    assert stages["score"] == "auto on 64 rows in 4 batches, 2 of which were timed: 2 scorers, one after the other"
-    assert stages["choose"].startswith("up to 3 plans, each cut and refitted by lstsq 2 times; one such time")
+    assert (
+        stages["score"]
+        == "auto on 64 rows in 4 batches, 2 of which were timed: 2 scorers, one after the other"
+    )
+    assert stages["choose"].startswith(
+        "up to 3 plans, each cut and refitted by lstsq 2 times; one such time"
+    )
     assert stages["choose"].endswith("on 16 and 32 rows")
 
 
@@ -336,7 +441,9 @@ def test_what_a_dry_run_leaves_out_of_auto_is_counted(
     monkeypatch.setattr(dry, "score", lambda *args, **kwargs: None)
     monkeypatch.setattr(dry, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(run_auto.AutoOfRun, "judge_once", once)
-    found = dry_run("digits-vit", [*ALONE, *AUTO, f"score.batch_size={size}"], say=lambda line: None)
+    found = dry_run(
+        "digits-vit", [*ALONE, *AUTO, f"score.batch_size={size}"], say=lambda line: None
+    )
     stage = next(stage for stage in found.stages if stage.stage == "choose")
     assert judged == samples
     assert stage.seconds == 3 * 2 * (100 + 64)
@@ -353,19 +460,25 @@ def test_a_dry_run_of_auto_measures_no_latency_table(monkeypatch: pytest.MonkeyP
     assert [stage.stage for stage in found.stages] == ["score", "choose", "quality", "latency"]
 
 
-def test_a_dry_run_of_auto_goes_on_where_the_model_refuses_the_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_of_auto_goes_on_where_the_model_refuses_the_refit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(*args: Any) -> Any:
         raise UnsupportedModel("the model", "one that can be refitted", "another")
 
     monkeypatch.setattr(run_auto.AutoOfRun, "refit_", refused)
-    found = dry_run("digits-vit", [*ALONE, *AUTO, "recover=[{method: lstsq}]"], say=lambda line: None)
+    found = dry_run(
+        "digits-vit", [*ALONE, *AUTO, "recover=[{method: lstsq}]"], say=lambda line: None
+    )
     assert next(stage for stage in found.stages if stage.stage == "choose").seconds is not None
 
 
 # ---------------------------------------------------------------- prune on data
 
 
-def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Path, Any], home: Path) -> None:
+def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(
+    small: tuple[Path, Any], home: Path
+) -> None:
     folder, result = small
     model = hp.from_pretrained(folder)
     assert sum(len(site.heads) for site in hp.find_sites(model)) == 4
@@ -385,8 +498,26 @@ def test_one_command_from_a_folder_and_a_csv_to_a_smaller_model(small: tuple[Pat
 
 
 def test_a_format_that_cannot_hold_the_cut_loses_nothing(home: Path, tmp_path: Path) -> None:
-    where = ("--model", home / "classifier", "--data", home / "rows.csv", "--keep", "3", "--out", tmp_path / "out")
-    result = call("prune", *where, "--format", "transformers", "--set", "bench=null", "--set", "score.random_draws=0")
+    where = (
+        "--model",
+        home / "classifier",
+        "--data",
+        home / "rows.csv",
+        "--keep",
+        "3",
+        "--out",
+        tmp_path / "out",
+    )
+    result = call(
+        "prune",
+        *where,
+        "--format",
+        "transformers",
+        "--set",
+        "bench=null",
+        "--set",
+        "score.random_draws=0",
+    )
     assert result.exit_code == 2
     assert "--format: must be one that can hold this cut" in result.stderr
     left = hp.from_pretrained(tmp_path / "out" / "run" / "model")
@@ -400,7 +531,10 @@ def test_what_prune_goes_by_is_one_thing(home: Path, tmp_path: Path) -> None:
         (("--data", "a", "--plan", "b"), "--plan and --data"),
         (("--plan", "b", "--task", "regression"), "left out without --data"),
         (("--data", home / "rows.csv"), "--keep: must be given with --data"),
-        (("--data", home / "rows.csv", "--keep", "0.5", "--keep-macs", "0.5"), "--keep and --keep-macs"),
+        (
+            ("--data", home / "rows.csv", "--keep", "0.5", "--keep-macs", "0.5"),
+            "--keep and --keep-macs",
+        ),
     ):
         result = call(*base, *more)
         assert result.exit_code == 2, result.output
@@ -420,10 +554,14 @@ def test_explain_says_which_go_and_why(small: tuple[Path, Any]) -> None:
     gone = {(fate.site, fate.heads[0]) for fate in found.removed}
     assert gone == {(row.site, h) for row in plan.mask.rows for h in plan.mask.removed(row.site)}
     assert [fate.score for fate in found.units] == sorted(unit.value for unit in scores.units())
-    assert found.share == pytest.approx(sum(f.score for f in found.removed) / sum(f.score for f in found.units))
+    assert found.share == pytest.approx(
+        sum(f.score for f in found.removed) / sum(f.score for f in found.units)
+    )
     saved = {name: (part, whole) for name, part, whole in found.saved}
     model = hp.from_pretrained(small[0])
-    assert saved["parameters"][1] - saved["parameters"][0] == sum(p.numel() for p in model.parameters())
+    assert saved["parameters"][1] - saved["parameters"][0] == sum(
+        p.numel() for p in model.parameters()
+    )
     text = call("explain", run / "plan.json").stdout
     assert "what was measured:" in text
     assert text.count("rank ") >= 4
@@ -445,7 +583,9 @@ def test_what_a_score_alone_does_not_say() -> None:
         explain(other, scores)
 
 
-def test_explain_says_of_scores_that_the_plan_was_not_made_from_them(small: tuple[Path, Any], tmp_path: Path) -> None:
+def test_explain_says_of_scores_that_the_plan_was_not_made_from_them(
+    small: tuple[Path, Any], tmp_path: Path
+) -> None:
     run = small[0] / "run"
     scores, plan = hp.HeadScores.load(run / "scores.json"), hp.PruningPlan.load(run / "plan.json")
     plan.save(tmp_path / "plan.json")
@@ -471,18 +611,24 @@ def test_diff_of_plans_and_of_records(small: tuple[Path, Any], tmp_path: Path) -
     sizes = {"a": 4, "b": 2}
     for name, keep in (("x", {"a": [0, 1]}), ("y", {"a": [1, 2], "b": [1]})):
         hp.PruningPlan(hp.HeadMask.from_keep(keep, sizes)).save(tmp_path / f"{name}.json")
-    found = PlanDifference.from_json(call("diff", tmp_path / "x.json", tmp_path / "y.json", "--json").stdout)
+    found = PlanDifference.from_json(
+        call("diff", tmp_path / "x.json", tmp_path / "y.json", "--json").stdout
+    )
     assert (found.n_heads, found.both_keep, found.both_remove) == (6, 2, 1)
     assert [str(h) for h in found.only_first] == ["a[0]", "b[0]"]
     assert [str(h) for h in found.only_second] == ["a[2]"]
     assert found.agreement == 0.25
     record = RunRecord.load(small[0] / "run" / "record.json")
-    other = RunRecord.from_dict({**record.to_dict(), "git_commit": "abc", "recipe": {**record.recipe, "seed": 1}})
+    other = RunRecord.from_dict(
+        {**record.to_dict(), "git_commit": "abc", "recipe": {**record.recipe, "seed": 1}}
+    )
     other.save(tmp_path / "record.json")
     text = call("diff", small[0] / "run", tmp_path).stdout
     assert "  seed: 0 -> 1 (+1)" in text
     assert "  git_commit: " in text
-    difference = RecordDifference.from_json(call("diff", small[0] / "run", tmp_path, "--json").stdout)
+    difference = RecordDifference.from_json(
+        call("diff", small[0] / "run", tmp_path, "--json").stdout
+    )
     assert {change.what for change in difference.recipe} == {"seed"}
     assert difference.plans is not None
     assert difference.plans.agreement == 1
@@ -494,7 +640,9 @@ def test_diff_of_plans_and_of_records(small: tuple[Path, Any], tmp_path: Path) -
         other = call("diff", tmp_path / "x.json", tmp_path / "z.json")
         assert other.exit_code == 2
         assert f"z.json: must be a plan, a record or the folder of a run, got {got}" in other.stderr
-    assert "got FileNotFoundError" in call("diff", tmp_path / "x.json", tmp_path / "none.json").stderr
+    assert (
+        "got FileNotFoundError" in call("diff", tmp_path / "x.json", tmp_path / "none.json").stderr
+    )
 
 
 # ---------------------------------------------------------------- terminals

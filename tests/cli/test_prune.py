@@ -1,4 +1,5 @@
-"""``headprune prune`` and ``score``: dtypes and policies that stay, adapters, licences, and folders that run code."""
+"""``headprune prune`` and ``score``: dtypes and policies that stay, adapters, licences, and folders
+that run code."""
 
 from __future__ import annotations
 
@@ -46,7 +47,16 @@ def planned(folder: Path, model: nn.Module) -> hp.HeadMask:
 
 
 def prune(folder: Path, *more: object, model: str = "base") -> Any:
-    return call("prune", "--model", folder / model, "--plan", folder / "plan.json", "--out", folder / "out", *more)
+    return call(
+        "prune",
+        "--model",
+        folder / model,
+        "--plan",
+        folder / "plan.json",
+        "--out",
+        folder / "out",
+        *more,
+    )
 
 
 # ---------------------------------------------------------------- dtypes
@@ -63,7 +73,9 @@ def test_half_precision_stays(name: str, dtype: torch.dtype, tmp_path: Path) -> 
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     loaded = hp.from_pretrained(tmp_path / "out")
     hp.prune_(model, mask)
-    for (key, a), (_, b) in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
+    for (key, a), (_, b) in zip(
+        loaded.state_dict().items(), model.state_dict().items(), strict=True
+    ):
         assert_close(a, b, rtol=0, atol=0, msg=key)
     found = json.loads(call("inspect", tmp_path / "base", "--json").stdout)
     assert found["dtype"] == str(dtype).removeprefix("torch.")
@@ -78,7 +90,9 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stories")
     saved(folder, "llama")
     draw = random.Random(0)
-    rows = [{"input_ids": [1, *draw.choices(range(3, 29), k=draw.randint(6, 20))]} for _ in range(30)]
+    rows = [
+        {"input_ids": [1, *draw.choices(range(3, 29), k=draw.randint(6, 20))]} for _ in range(30)
+    ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     raw = {
         "name": "tiny",
@@ -86,7 +100,12 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "task": "causal_lm",
         "device": "cpu",
         "model": {"path": str(folder / "base")},
-        "data": {"path": str(folder / "rows.jsonl"), "tokens": "input_ids", "holdout": 5, "test_holdout": 5},
+        "data": {
+            "path": str(folder / "rows.jsonl"),
+            "tokens": "input_ids",
+            "holdout": 5,
+            "test_holdout": 5,
+        },
         "select": {"keep_heads": 0.5, "policy": "balanced"},
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(raw))
@@ -94,37 +113,67 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("policy", "units"), [("group", 3), ("free", 6), (None, 6)])
-def test_score_with_a_policy_and_prune_by_it(policy: str | None, units: int, stories: Path, tmp_path: Path) -> None:
+def test_score_with_a_policy_and_prune_by_it(
+    policy: str | None, units: int, stories: Path, tmp_path: Path
+) -> None:
     more = ["--policy", policy] if policy else []
     result = call("score", stories / "tiny.yaml", *more, "--out", tmp_path / "scores.json")
     assert result.exit_code == 0, result.output
     scores = hp.HeadScores.load(tmp_path / "scores.json")
-    assert {s.policy for s in scores.sites} == {policy or "balanced"}, "the recipe's, where none is given"
+    assert {s.policy for s in scores.sites} == {policy or "balanced"}, (
+        "the recipe's, where none is given"
+    )
     assert [len(s.units) for s in scores.sites] == [units] * 3
-    command = ["prune", "--model", stories / "base", "--scores", tmp_path / "scores.json", "--keep", 12]
+    command = [
+        "prune",
+        "--model",
+        stories / "base",
+        "--scores",
+        tmp_path / "scores.json",
+        "--keep",
+        12,
+    ]
     result = call(*command, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert (f"note: {policy or 'balanced'}: " in result.stdout) == (policy != "group")
-    assert sum(len(s.heads) for s in hp.find_sites(hp.from_pretrained(tmp_path / "out"), policy="free")) == 12
+    assert (
+        sum(
+            len(s.heads) for s in hp.find_sites(hp.from_pretrained(tmp_path / "out"), policy="free")
+        )
+        == 12
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"keep 12 heads, policy {policy or 'balanced'}" in card
 
 
 def test_a_run_cuts_under_the_policy_of_its_recipe(stories: Path, tmp_path: Path) -> None:
-    more = ["--set", "select.policy=free", "--set", "select.keep_heads=7", "--set", "score.random_draws=1"]
+    more = [
+        "--set",
+        "select.policy=free",
+        "--set",
+        "select.keep_heads=7",
+        "--set",
+        "score.random_draws=1",
+    ]
     result = call("run", stories / "tiny.yaml", "--out", tmp_path / "out", *more)
     assert result.exit_code == 0, result.output
     assert "    free: " in result.stderr
     record = hp.RunRecord.load(tmp_path / "out" / "record.json")
     assert record.plan is not None
-    assert (record.plan.policy, record.plan.mask.n_kept) == ("free", 7), "no multiple of a group's two heads"
+    assert (record.plan.policy, record.plan.mask.n_kept) == (
+        "free",
+        7,
+    ), "no multiple of a group's two heads"
     assert {p.what for p in record.proofs} == {"outputs", "generation", "reload"}
 
 
 def test_a_policy_that_does_not_exist(stories: Path) -> None:
     result = call("score", stories / "tiny.yaml", "--policy", "fre")
     assert result.exit_code == 2
-    assert "select.policy: must be 'group', 'balanced' or 'free', got 'fre'. Did you mean 'free'?" in result.stderr
+    assert (
+        "select.policy: must be 'group', 'balanced' or 'free', got 'fre'. Did you mean 'free'?"
+        in result.stderr
+    )
 
 
 # ---------------------------------------------------------------- PEFT
@@ -136,9 +185,13 @@ def adapted(tmp_path: Path) -> Callable[[str], nn.Module]:
     peft = pytest.importorskip("peft")
 
     def make(name: str) -> nn.Module:
-        targets = {"llama": ["q_proj", "k_proj", "v_proj", "o_proj"], "bert": ["query", "value"]}[name]
+        targets = {"llama": ["q_proj", "k_proj", "v_proj", "o_proj"], "bert": ["query", "value"]}[
+            name
+        ]
         task = {"llama": "CAUSAL_LM", "bert": "SEQ_CLS"}[name]
-        config = peft.LoraConfig(target_modules=targets, r=2, task_type=task, init_lora_weights=False)
+        config = peft.LoraConfig(
+            target_modules=targets, r=2, task_type=task, init_lora_weights=False
+        )
         saved(tmp_path, name)
         model = peft.get_peft_model(open_model(str(tmp_path / "base")), config)
         model.save_pretrained(tmp_path / "adapters")
@@ -148,7 +201,9 @@ def adapted(tmp_path: Path) -> Callable[[str], nn.Module]:
     return make
 
 
-IGNORED = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+IGNORED = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks
 
 
 @IGNORED
@@ -171,11 +226,16 @@ def test_whole_models_have_no_adapters_to_merge(tmp_path: Path) -> None:
     planned(tmp_path, saved(tmp_path, "bert"))
     result = prune(tmp_path, "--merge-adapters")
     assert result.exit_code == 2
-    assert "--merge-adapters: must be left out for a model without a folder of adapters" in result.stderr
+    assert (
+        "--merge-adapters: must be left out for a model without a folder of adapters"
+        in result.stderr
+    )
 
 
 @IGNORED
-def test_adapters_are_inspected_merged_and_refused_by_recipes(adapted: Any, stories: Path, tmp_path: Path) -> None:
+def test_adapters_are_inspected_merged_and_refused_by_recipes(
+    adapted: Any, stories: Path, tmp_path: Path
+) -> None:
     adapted("bert")
     found = json.loads(call("inspect", tmp_path / "adapters", "--json").stdout)
     assert found["model"] == "BertForSequenceClassification"
@@ -194,24 +254,34 @@ def test_adapters_without_their_base(adapted: Any, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "error: MODEL: its base model: must be an existing folder or a hub name" in result.stderr
     config = tmp_path / "adapters" / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": None}))
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": None})
+    )
     result = call("inspect", tmp_path / "adapters")
     assert result.exit_code == 2
-    assert "must be adapters that name their base model, got none in adapter_config.json" in result.stderr
+    assert (
+        "must be adapters that name their base model, got none in adapter_config.json"
+        in result.stderr
+    )
 
 
-# ---------------------------------------------------------------- what travels, and what is refused early
+# ---------------------------------------------------------------- what travels, and what is refused
+# early
 
 
 def test_the_licence_and_words_of_the_card_travel(tmp_path: Path) -> None:
     planned(tmp_path, saved(tmp_path, "bert"))
-    (tmp_path / "base" / "README.md").write_text("---\nlicense: mit\n---\n# Small BERT\n\nTrained on news.\n")
+    (tmp_path / "base" / "README.md").write_text(
+        "---\nlicense: mit\n---\n# Small BERT\n\nTrained on news.\n"
+    )
     (tmp_path / "base" / "LICENSE.txt").write_text("MIT")
     result = prune(tmp_path)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "LICENSE.txt").read_text() == "MIT"
     card = (tmp_path / "out" / "README.md").read_text()
-    assert card.startswith("---\nlicense: mit\n---\n# Small BERT\n\nTrained on news.\n\n<!-- headprune: begin -->\n")
+    assert card.startswith(
+        "---\nlicense: mit\n---\n# Small BERT\n\nTrained on news.\n\n<!-- headprune: begin -->\n"
+    )
     assert "those of the model before the cut" in card
     (tmp_path / "out").rename(tmp_path / "cut")
     assert prune(tmp_path, model="cut").exit_code == 0
@@ -234,7 +304,8 @@ def test_a_plan_for_another_family_names_what_is_missing(tmp_path: Path) -> None
     result = prune(tmp_path)
     assert result.exit_code == 2
     words = (
-        "must be for a model with 6 heads at 'model.layers.0.self_attn', like the plan's, got one without such a site"
+        "must be for a model with 6 heads at 'model.layers.0.self_attn', like the plan's, got one"
+        " without such a site"
     )
     assert words in result.stderr
 
@@ -244,7 +315,8 @@ def test_a_format_that_cannot_hold_a_cut_is_refused_in_a_whole_sentence(tmp_path
     result = prune(tmp_path, "--format", "transformers")
     assert result.exit_code == 2
     words = (
-        "got 'transformers': it is for the same number of heads in every layer, got layers with 2, 4, 2 heads. Those"
+        "got 'transformers': it is for the same number of heads in every layer, got layers with 2,"
+        " 4, 2 heads. Those"
     )
     assert words in result.stderr
 
@@ -261,10 +333,14 @@ def test_a_folder_that_runs_code_is_opened_by_no_command(stories: Path, tmp_path
         assert "ignore_mismatched_sizes" not in result.stderr
     result = call("score", stories / "tiny.yaml", "--set", f"model.path={tmp_path / 'out'}")
     assert result.exit_code == 2
-    assert "model.path: must be a model that Transformers or headprune opens by itself" in result.stderr
+    assert (
+        "model.path: must be a model that Transformers or headprune opens by itself"
+        in result.stderr
+    )
 
 
-# ---------------------------------------------------------------- models that no inputs can be made up for
+# ---------------------------------------------------------------- models that no inputs can be made
+# up for
 
 
 @pytest.fixture
@@ -273,9 +349,19 @@ def listener(tmp_path: Path) -> Any:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     torch.manual_seed(0)
-    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sides = {
+        f"{side}_{name}": 2
+        for side in ("encoder", "decoder")
+        for name in ("layers", "attention_heads")
+    }
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    sizes = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_mel_bins": 4, "vocab_size": 20}
+    sizes = {
+        "d_model": 8,
+        "encoder_ffn_dim": 8,
+        "decoder_ffn_dim": 8,
+        "num_mel_bins": 4,
+        "vocab_size": 20,
+    }
     config = WhisperConfig(max_source_positions=8, max_target_positions=8, **sizes, **sides, **ends)
     model = WhisperForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path / "base")
@@ -288,13 +374,18 @@ def test_a_cut_that_nothing_can_be_compared_with_says_so(listener: Any, tmp_path
     assert result.exit_code == 0, result.output
     said = "no inputs could be made up for this model; the cut is not compared with the gated model"
     assert result.stderr.count(f"warning: {said}") == 1
-    assert hp.find_sites(hp.from_pretrained(tmp_path / "out"))[1].heads == mask.kept("model.encoder.layers.1.self_attn")
+    assert hp.find_sites(hp.from_pretrained(tmp_path / "out"))[1].heads == mask.kept(
+        "model.encoder.layers.1.self_attn"
+    )
 
 
 def test_bench_needs_inputs(listener: Any, tmp_path: Path) -> None:
     result = call("bench", tmp_path / "base", tmp_path / "base")
     assert result.exit_code == 2
-    assert "ORIGINAL: must be a model that takes tokens, images or waves, got WhisperForCond" in result.stderr
+    assert (
+        "ORIGINAL: must be a model that takes tokens, images or waves, got WhisperForCond"
+        in result.stderr
+    )
 
 
 # ---------------------------------------------------------------- from file to file
@@ -305,7 +396,10 @@ def test_streaming_needs_a_folder(tmp_path: Path) -> None:
     given = ("--plan", tmp_path / "plan.json", "--out", tmp_path / "out", "--streaming")
     result = call("prune", "--model", "someone/something", *given)
     assert result.exit_code == 2
-    assert "--model: must be a folder with --streaming, got 'someone/something'. Download it first: hf" in result.stderr
+    assert (
+        "--model: must be a folder with --streaming, got 'someone/something'. Download it first: hf"
+        in result.stderr
+    )
 
 
 def test_streaming_as_json_and_with_what_a_user_should_know(tmp_path: Path) -> None:
@@ -316,7 +410,11 @@ def test_streaming_as_json_and_with_what_a_user_should_know(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert hp.PruningPlan.from_dict(data["plan"]).mask == mask
-    assert (data["format"], data["copied"], data["out"]) == ("headprune", ["LICENSE"], str(tmp_path / "out"))
+    assert (data["format"], data["copied"], data["out"]) == (
+        "headprune",
+        ["LICENSE"],
+        str(tmp_path / "out"),
+    )
     report = data["report"]
     assert report["params_after"] < report["params_before"]
     assert report["warnings"] == []

@@ -1,4 +1,5 @@
-"""``headprune sweep`` and ``headprune pick``: killed and resumed, in two processes, locked; exit codes and words."""
+"""``headprune sweep`` and ``headprune pick``: killed and resumed, in two processes, locked; exit
+codes and words."""
 
 from __future__ import annotations
 
@@ -22,7 +23,16 @@ from headprune.cli.main import app
 from headprune.core.sweeps import SweepTable
 from tests.tiny_recipe import TINY
 
-GRID = ["--grid", "scorer=taylor,random", "--grid", "keep=0.75,0.5", "--grid", "recover=none,mean_fold", "--seeds", 2]
+GRID = [
+    "--grid",
+    "scorer=taylor,random",
+    "--grid",
+    "keep=0.75,0.5",
+    "--grid",
+    "recover=none,mean_fold",
+    "--seeds",
+    2,
+]
 
 
 def call(*arguments: object) -> Any:
@@ -30,12 +40,23 @@ def call(*arguments: object) -> Any:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-c", "from headprune.cli.main import main; main()", *map(str, arguments)]
+    return [
+        sys.executable,
+        "-c",
+        "from headprune.cli.main import main; main()",
+        *map(str, arguments),
+    ]
 
 
 def files(folder: Path, ending: str = "*.*") -> dict[str, tuple[int, int]]:
-    found = [p for kind in ("scores", "plans", "outcomes", "runs", "bases") for p in (folder / kind).rglob(ending)]
-    whole = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    found = [
+        p
+        for kind in ("scores", "plans", "outcomes", "runs", "bases")
+        for p in (folder / kind).rglob(ending)
+    ]
+    whole = [
+        p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)
+    ]
     return {str(p.relative_to(folder)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in whole}
 
 
@@ -62,7 +83,9 @@ def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_and_called_again(recipe: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
     process = subprocess.Popen(
-        command("sweep", recipe, *GRID, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command("sweep", recipe, *GRID, "--out", out),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + 120
@@ -82,7 +105,14 @@ def test_killed_and_called_again(recipe: Path, whole: Path, tmp_path: Path) -> N
     assert f"{n_done} of 16 runs are done already" in result.stderr
     assert "[train]" not in result.stderr
     assert {name: mark for name, mark in files(out).items() if name in before} == before
-    for name in ("table.json", "table.csv", "table.parquet", "tradeoff.svg", "summary.md", "report.html"):
+    for name in (
+        "table.json",
+        "table.csv",
+        "table.parquet",
+        "tradeoff.svg",
+        "summary.md",
+        "report.html",
+    ):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
@@ -91,7 +121,10 @@ def test_two_processes_give_the_same_table(recipe: Path, whole: Path, tmp_path: 
     out = tmp_path / "parallel"
     shutil.copytree(whole / "bases", out / "bases")
     done = subprocess.run(
-        command("sweep", recipe, *GRID, "--out", out, "--jobs", 2), capture_output=True, text=True, timeout=170
+        command("sweep", recipe, *GRID, "--out", out, "--jobs", 2),
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert done.returncode == 0, done.stderr
     assert (out / "table.json").read_bytes() == (whole / "table.json").read_bytes()
@@ -101,7 +134,8 @@ def test_two_processes_give_the_same_table(recipe: Path, whole: Path, tmp_path: 
 
 @pytest.mark.long
 def test_a_cluster_gives_the_same_table(recipe: Path, whole: Path, tmp_path: Path) -> None:
-    """One of Dask's on this machine, which the command starts by itself; ``pip install distributed``."""
+    """One of Dask's on this machine, which the command starts by itself;
+    ``pip install distributed``."""
     pytest.importorskip("distributed")
     out = tmp_path / "cluster"
     shutil.copytree(whole / "bases", out / "bases")
@@ -115,8 +149,14 @@ def test_its_page_is_drawn_anew(whole: Path, tmp_path: Path) -> None:
     result = call("report", whole, "--out", tmp_path, "--json")
     assert result.exit_code == 0, result.output
     assert sorted(json.loads(result.stdout)) == ["html", "markdown", "png", "svg"]
-    elsewhere = (tmp_path / "report.html").read_text().replace(f"headprune pick {whole} ", "headprune pick . ")
-    assert elsewhere == (whole / "report.html").read_text().replace("; in the folder of this page", "")
+    elsewhere = (
+        (tmp_path / "report.html")
+        .read_text()
+        .replace(f"headprune pick {whole} ", "headprune pick . ")
+    )
+    assert elsewhere == (whole / "report.html").read_text().replace(
+        "; in the folder of this page", ""
+    )
 
 
 def test_one_sweep_a_folder(recipe: Path, whole: Path) -> None:
@@ -126,7 +166,9 @@ def test_one_sweep_a_folder(recipe: Path, whole: Path) -> None:
     assert "must be free, got a sweep that is running there" in result.stderr
 
 
-def test_failed_runs_end_in_a_list_and_an_exit_code(recipe: Path, whole: Path, tmp_path: Path) -> None:
+def test_failed_runs_end_in_a_list_and_an_exit_code(
+    recipe: Path, whole: Path, tmp_path: Path
+) -> None:
     shutil.copytree(whole / "bases", tmp_path / "bases")
     result = call("sweep", recipe, "--grid", "keep=1,0.5", "--out", tmp_path)
     assert result.exit_code == 1
@@ -135,11 +177,16 @@ def test_failed_runs_end_in_a_list_and_an_exit_code(recipe: Path, whole: Path, t
     assert "## Failed" in (tmp_path / "summary.md").read_text()
 
 
-def test_bad_input(recipe: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(
+    recipe: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for arguments, words in (
         (["--grid", "scorer=tailor", "--grid", "kep=1"], "2 errors"),
         (["--grid", "keep=0.5", "--seeds", 0], "seeds"),
-        (["--grid", "keep=0.5", "--backend", "loki"], "backend: must be one of joblib's, got 'loki'"),
+        (
+            ["--grid", "keep=0.5", "--backend", "loki"],
+            "backend: must be one of joblib's, got 'loki'",
+        ),
         (
             ["--grid", "keep=0.5", "--backend", "dask"],
             "backend: must be one whose package is installed: pip install distributed",
@@ -161,8 +208,13 @@ def test_pick(whole: Path, tmp_path: Path) -> None:
     assert "4 heads, surely loses at most 90.00 points at 95 % confidence" in result.stdout
     assert "test rows: drop" in result.stdout
     assert sorted(os.listdir(tmp_path / "small")) == ["model", "pick.json", "plan.json"]
-    assert re.match(r"making .*seed \d.* again, to prove that it answers as in the sweep\n", result.stderr)
-    assert "making" not in call("pick", whole, "--max-drop", 0.9, "--out", tmp_path / "other", "--quiet").stderr
+    assert re.match(
+        r"making .*seed \d.* again, to prove that it answers as in the sweep\n", result.stderr
+    )
+    assert (
+        "making"
+        not in call("pick", whole, "--max-drop", 0.9, "--out", tmp_path / "other", "--quiet").stderr
+    )
     found = json.loads(call("pick", whole, "--max-drop", 0.9, "--json").stdout)
     assert (found["headprune"], found["size"]) == ("Pick", 4.0)
 

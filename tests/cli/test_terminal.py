@@ -1,4 +1,5 @@
-"""A terminal and a shell: progress while one waits, nothing of it in a pipe, and words that a shell completes."""
+"""A terminal and a shell: progress while one waits, nothing of it in a pipe, and words that a shell
+completes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("bert")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     BertForSequenceClassification(BertConfig(vocab_size=30, **sizes)).save_pretrained(folder)
     return folder
 
@@ -44,7 +50,9 @@ def test_bench_shows_how_long_it_takes_on_a_terminal(
     parent, child = terminal()
     with os.fdopen(child, "w") as errors, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", errors)
-        bench(str(model), str(model), batch=[1, 2], length=[4], seconds=0.2, device="cpu", quiet=quiet)
+        bench(
+            str(model), str(model), batch=[1, 2], length=[4], seconds=0.2, device="cpu", quiet=quiet
+        )
     said = read_all(parent)
     assert bool(BAR.search(said)) is not quiet, said
     assert ("timing 2 sizes" in said) is not quiet
@@ -63,8 +71,14 @@ def test_nothing_is_drawn_into_a_pipe(model: Path) -> None:
     ("words", "expected"),
     [
         ("headprune run dig", [name for name in shipped_recipes() if name.startswith("dig")]),
-        ("headprune validate llama", [name for name in shipped_recipes() if name.startswith("llama")]),
-        ("headprune score digits-vit --set score.scorer=tay", ["score.scorer=taylor", "score.scorer=taylor2"]),
+        (
+            "headprune validate llama",
+            [name for name in shipped_recipes() if name.startswith("llama")],
+        ),
+        (
+            "headprune score digits-vit --set score.scorer=tay",
+            ["score.scorer=taylor", "score.scorer=taylor2"],
+        ),
         ("headprune sweep digits-vit --grid scorer=tay", ["scorer=taylor", "scorer=taylor2"]),
         ("headprune prune --selector kn", ["knapsack"]),
         ("headprune expl", ["explain"]),
@@ -72,7 +86,13 @@ def test_nothing_is_drawn_into_a_pipe(model: Path) -> None:
 )
 def test_a_shell_completes(words: str, expected: list[str]) -> None:
     assert expected
-    asked = {"_HEADPRUNE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    asked = {
+        "_HEADPRUNE_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
     command = [sys.executable, "-c", SHELL]
-    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == expected

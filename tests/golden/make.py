@@ -1,4 +1,5 @@
-"""Writes a file of every kind of stored value under its present schema version; files that are there stay.
+"""Writes a file of every kind of stored value under its present schema version; files that are
+there stay.
 
 python -m tests.golden.make
 """
@@ -28,14 +29,22 @@ def made() -> list[Value]:
     assert record.scores is not None
     n_units = sum(map(len, record.scores.values))
     samples = Samples.of([[row + unit / 8 for unit in range(n_units)] for row in range(3)])
-    curvature = Curvature.of([[float(row == unit) + 0.25 for unit in range(n_units)] for row in range(n_units)])
-    scores = replace(record.scores, samples=samples, curvature=curvature, notes=("made for the tests",))
+    curvature = Curvature.of(
+        [[float(row == unit) + 0.25 for unit in range(n_units)] for row in range(n_units)]
+    )
+    scores = replace(
+        record.scores, samples=samples, curvature=curvature, notes=("made for the tests",)
+    )
     record = replace(record, scores=replace(scores, samples=None, curvature=None))
     plan = replace(plan_of(scores), model=scores.model, notes=("made for the tests",))
-    other = replace(plan_of(scores, 0.75), budget=None, budgets=(SiteBudget("causal", Budget(keep_heads=0.75)),))
+    other = replace(
+        plan_of(scores, 0.75), budget=None, budgets=(SiteBudget("causal", Budget(keep_heads=0.75)),)
+    )
     measure = Measure(0.5, -0.25, 0.75)
     name = scores.sites[0].name
-    table = LatencyTable(1.0, (SiteLatency(name, (0.1, 0.3, 0.4)),), 8, 128, "a processor", "float32", ("rounded",))
+    table = LatencyTable(
+        1.0, (SiteLatency(name, (0.1, 0.3, 0.4)),), 8, 128, "a processor", "float32", ("rounded",)
+    )
     return [
         scores,
         plan,
@@ -47,7 +56,14 @@ def made() -> list[Value]:
         record,
         sweep_table(),
         pictures_of(record, 1, 4),
-        Agreement(("taylor", "fisher"), 2, n_units, 0.95, (Pair(0, 1, measure, measure, measure),), ("few",)),
+        Agreement(
+            ("taylor", "fisher"),
+            2,
+            n_units,
+            0.95,
+            (Pair(0, 1, measure, measure, measure),),
+            ("few",),
+        ),
         table,
         explain(plan, replace(scores, samples=None)),
         plan_difference(plan, other, ("run", "other")),
@@ -56,7 +72,8 @@ def made() -> list[Value]:
 
 
 def made_by_auto() -> list[Value]:
-    """Scores that say how `auto` chose their scorer, and a record with them: others have no such key."""
+    """Scores that say how `auto` chose their scorer, and a record with them: others have no such
+    key."""
     settings = FrozenDict({"curvature": "logits"})
     candidates = (
         Candidate("surgeon", settings, True, 0.5, 0.0, 0.0, 0.0),
@@ -64,7 +81,16 @@ def made_by_auto() -> list[Value]:
         Candidate("obs", EMPTY, False, 0.75, 0.25, -0.125, 0.625, same_as="taylor"),
         Candidate("random", EMPTY, False, 1.5, 1.0, 0.5, 1.5),
     )
-    choice = Choice(candidates, candidates[0].name, "keep 50 % of the heads", "lstsq", 64, 0.25, 0.95, ("a note",))
+    choice = Choice(
+        candidates,
+        candidates[0].name,
+        "keep 50 % of the heads",
+        "lstsq",
+        64,
+        0.25,
+        0.95,
+        ("a note",),
+    )
     record = record_of(2, 4, 2)
     assert record.scores is not None
     scores = replace(record.scores, scorer="surgeon", settings=settings, choice=choice)
@@ -91,9 +117,28 @@ def made_by_sweeps() -> list[Value]:
     recipe = FrozenDict(load_recipe("sst2-minilm").model_dump())
     rows = FrozenDict({"validation": {"rows": 5, "sha256": KEY}})
     return [
-        Pick(0.01, 0.95, "heads", table.metric, KEY, "taylor", plan_of(scores), 16.0, drop, drop, 0.02, looks),
+        Pick(
+            0.01,
+            0.95,
+            "heads",
+            table.metric,
+            KEY,
+            "taylor",
+            plan_of(scores),
+            16.0,
+            drop,
+            drop,
+            0.02,
+            looks,
+        ),
         SweepRun(values, values, 1, recipe, KEY, "done", KEY, KEY),
-        Base(KEY, FrozenDict({"config.json": KEY}), ModelFingerprint(KEY, KEY[::-1]), rows, FrozenDict({"loss": 0.5})),
+        Base(
+            KEY,
+            FrozenDict({"config.json": KEY}),
+            ModelFingerprint(KEY, KEY[::-1]),
+            rows,
+            FrozenDict({"loss": 0.5}),
+        ),
     ]
 
 
@@ -120,18 +165,27 @@ def checkpoint(folder: Path) -> None:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    config = LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32
+    )
     model = LlamaForCausalLM(config).eval()
     hp.prune_heads_(model, {0: [0, 1]})
     hp.save_pretrained(model, folder)
     input_ids = torch.arange(8)[None]
     with torch.no_grad():
         logits = model(input_ids).logits
-    save_file({"input_ids": input_ids, "logits": logits}, folder.with_name(f"{folder.name}.expected.safetensors"))
+    save_file(
+        {"input_ids": input_ids, "logits": logits},
+        folder.with_name(f"{folder.name}.expected.safetensors"),
+    )
 
 
 def main(folder: Path = GOLDEN) -> None:
-    for place, values in ((folder, made()), (folder / "sweep", made_by_sweeps()), (folder / "auto", made_by_auto())):
+    for place, values in (
+        (folder, made()),
+        (folder / "sweep", made_by_sweeps()),
+        (folder / "auto", made_by_auto()),
+    ):
         for value in values:
             path = place / f"{type(value).__name__}-{value.SCHEMA_VERSION}.json"
             if not path.exists():

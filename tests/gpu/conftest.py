@@ -1,7 +1,8 @@
 """The device of the checks on a GPU and the record of what they found.
 
-``HEADPRUNE_GPU_TESTS=cpu`` has the CPU stand in for the GPU, as a rehearsal. Without a GPU and without this variable
-every test here is skipped. ``HEADPRUNE_GPU_RECORD=path.json`` names the record's file, see ``record.py``.
+``HEADPRUNE_GPU_TESTS=cpu`` has the CPU stand in for the GPU, as a rehearsal. Without a GPU and
+without this variable every test here is skipped. ``HEADPRUNE_GPU_RECORD=path.json`` names the
+record's file, see ``record.py``.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _with_a_device(device: torch.device) -> Iterator[None]:
-    """Every test here needs the device. On a GPU warnings are written down and are no errors: libraries warn of what is
-    fast or slow on each machine, and the numbers count here."""
+    """Every test here needs the device. On a GPU warnings are written down and are no errors:
+    libraries warn of what is fast or slow on each machine, and the numbers count here."""
     if device.type != "cuda":
         yield
         return
@@ -53,7 +54,8 @@ def _with_a_device(device: torch.device) -> Iterator[None]:
 
 @pytest.fixture
 def compare(request: pytest.FixtureRequest, device: torch.device) -> Compare:
-    """``compare(name, found, wanted, tolerance)``: writes the relative error into the record, then asserts."""
+    """``compare(name, found, wanted, tolerance)``: writes the relative error into the record, then
+    asserts."""
     return Compare(_name(request.node))
 
 
@@ -77,7 +79,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
         RECORD.n_passed += report.when == "call"
     else:
         message = str(call.excinfo.value) if call.excinfo is not None else ""
-        RECORD.tests.append({"test": _name(item), "outcome": report.outcome, "when": report.when, "why": message[:600]})
+        RECORD.tests.append(
+            {
+                "test": _name(item),
+                "outcome": report.outcome,
+                "when": report.when,
+                "why": message[:600],
+            }
+        )
     if report.when == "teardown":
         RECORD.write()
     return report

@@ -1,7 +1,9 @@
-"""Models with random weights for the checks on a GPU, small but no toys, and padded batches for them.
+"""Models with random weights for the checks on a GPU, small but no toys, and padded batches for
+them.
 
-Weights and inputs are numbers that bfloat16 and float16 hold exactly, so that one model in fp64 on the CPU is the
-truth for every precision on the GPU: what a comparison finds is the error of computing, not of storing.
+Weights and inputs are numbers that bfloat16 and float16 hold exactly, so that one model in fp64 on
+the CPU is the truth for every precision on the GPU: what a comparison finds is the error of
+computing, not of storing.
 """
 
 from __future__ import annotations
@@ -52,13 +54,17 @@ class Subject:
     sites: Sites
     loss: Loss
 
-    def copy(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
+    def copy(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> nn.Module:
         """A copy of the model to run, cut or train."""
         model = copy.deepcopy(self.model)
         model = double_(model) if dtype == torch.float64 else model.to(dtype)
         return model.to(device)
 
-    def data(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    def data(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> list[dict[str, Any]]:
         """The batches, floating-point tensors in a dtype."""
         return [placed(batch, device, dtype) for batch in self.batches]
 
@@ -73,15 +79,20 @@ class Subject:
 
 def placed(batch: Any, device: torch.device | str, dtype: torch.dtype) -> Any:
     """A batch on a device, its floating-point tensors in a dtype."""
-    return over_tensors(batch, lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device))
+    return over_tensors(
+        batch, lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device)
+    )
 
 
 class OwnModel(nn.Module):
-    """Three layers of our own attention with grouped queries, one of them causal, and a classifier."""
+    """Three layers of our own attention with grouped queries, one of them causal, and a
+    classifier."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.ModuleList(hp.MultiHeadAttention(96, 6, n_kv_heads=3, value_dim=12) for _ in range(3))
+        self.attention = nn.ModuleList(
+            hp.MultiHeadAttention(96, 6, n_kv_heads=3, value_dim=12) for _ in range(3)
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(96) for _ in range(3))
         self.head = nn.Linear(96, 3)
 
@@ -109,7 +120,11 @@ class TorchModel(nn.Module):
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
     """``[batch]``, for models without labels."""
     logits = call(model, batch)
-    return logits.float().logsumexp(-1).square() if logits.dtype != torch.float64 else logits.logsumexp(-1).square()
+    return (
+        logits.float().logsumexp(-1).square()
+        if logits.dtype != torch.float64
+        else logits.logsumexp(-1).square()
+    )
 
 
 def _encoder() -> nn.Module:
@@ -193,7 +208,10 @@ def _labelled_text(n_tokens: int) -> dict[str, Any]:
 
 
 def _images(n_tokens: int) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(N_EXAMPLES, 3, 16, 16), "labels": torch.randint(0, 3, (N_EXAMPLES,))}
+    return {
+        "pixel_values": torch.randn(N_EXAMPLES, 3, 16, 16),
+        "labels": torch.randint(0, 3, (N_EXAMPLES,)),
+    }
 
 
 def _text_to_text(n_tokens: int) -> dict[str, Any]:
@@ -230,11 +248,15 @@ def subject(name: str) -> Subject:
         model = make_model().eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 1:  # fresh biases are zero and norms one, which would hide mistakes
+                if (
+                    parameter.ndim == 1
+                ):  # fresh biases are zero and norms one, which would hide mistakes
                     parameter += 0.1 * torch.randn_like(parameter)
                 parameter.copy_(exact(parameter))
         batches = [make_batch(n_tokens) for n_tokens in (N_TOKENS, N_TOKENS - 6)]
-    batches = [over_tensors(batch, lambda t: exact(t) if t.is_floating_point() else t) for batch in batches]
+    batches = [
+        over_tensors(batch, lambda t: exact(t) if t.is_floating_point() else t) for batch in batches
+    ]
     return Subject(name, model, batches, hp.find_sites(model), loss)
 
 

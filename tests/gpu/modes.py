@@ -42,7 +42,8 @@ WIDE = (FP64, FP32, TF32)
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Allows or forbids TF32 in products and in convolutions, which PyTorch allows it by default."""
+    """Allows or forbids TF32 in products and in convolutions, which PyTorch allows it by
+    default."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         torch.set_float32_matmul_precision("high" if allowed else "highest")
@@ -55,7 +56,8 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def computing(mode: Mode, device: torch.device) -> Iterator[None]:
-    """Computes in a mode for as long as the block lasts; in fp64 also the steps that models take in fp32."""
+    """Computes in a mode for as long as the block lasts; in fp64 also the steps that models take in
+    fp32."""
     with ExitStack() as stack:
         stack.enter_context(tf32(mode.tf32))
         if mode.dtype == torch.float64:

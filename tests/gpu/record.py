@@ -25,7 +25,8 @@ VARIABLE = "HEADPRUNE_GPU_RECORD"
 
 
 def relative_error(found: Any, wanted: Any) -> float:
-    """The largest difference over the largest number wanted, pair by pair; infinite where shapes or NaN differ.
+    """The largest difference over the largest number wanted, pair by pair; infinite where shapes or
+    NaN differ.
 
     Args:
         found: A number, a tensor, or mappings and lists of tensors.
@@ -80,17 +81,22 @@ class Record:
         self.warnings[message] = self.warnings.get(message, 0) + 1
 
     def write(self) -> None:
-        """Writes the file whole, if one is named: after every test, so that a run that is killed leaves what it had."""
+        """Writes the file whole, if one is named: after every test, so that a run that is killed
+        leaves what it had."""
         if not os.environ.get(VARIABLE):
             return
         path = Path(os.environ[VARIABLE])
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(self._content(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        part.write_text(
+            json.dumps(self._content(), indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
         part.replace(path)
 
     def _content(self) -> dict[str, Any]:
-        failed = [c for c in self.checks if not c["passed"]] + [t for t in self.tests if t["outcome"] == "failed"]
+        failed = [c for c in self.checks if not c["passed"]] + [
+            t for t in self.tests if t["outcome"] == "failed"
+        ]
         return {
             "what": "checks of headprune on a GPU against the CPU",
             "device": _machine(self.device),
@@ -99,7 +105,9 @@ class Record:
                 "matmul": torch.get_float32_matmul_precision() != "highest",
                 "convolution": torch.backends.cudnn.allow_tf32,
             },
-            "tolerances": {name: value for name, value in vars(tolerances).items() if name.isupper()},
+            "tolerances": {
+                name: value for name, value in vars(tolerances).items() if name.isupper()
+            },
             "checks": self.checks,
             "notes": self.notes,
             "tests": self.tests,
@@ -111,7 +119,10 @@ class Record:
 
 def _machine(device: torch.device | None) -> dict[str, Any]:
     if device is None or device.type != "cuda":
-        return {"name": "cpu, standing in for a GPU" if device is not None else "none", "type": "cpu"}
+        return {
+            "name": "cpu, standing in for a GPU" if device is not None else "none",
+            "type": "cpu",
+        }
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
@@ -141,18 +152,24 @@ class Compare:
     def __init__(self, test: str) -> None:
         self.test = test
 
-    def __call__(self, name: str, found: Any, wanted: Any, tolerance: float, mode: str = "") -> float:
+    def __call__(
+        self, name: str, found: Any, wanted: Any, tolerance: float, mode: str = ""
+    ) -> float:
         """Asserts that two values are equal up to a relative tolerance; returns the error."""
         error = relative_error(found, wanted)
         self._add(name, mode, error, tolerance, passed=error <= tolerance)
         assert error <= tolerance, f"{name} {mode}: {error:.3e} off, and {tolerance:.3e} is allowed"
         return error
 
-    def differs(self, name: str, found: Any, wanted: Any, tolerance: float, mode: str = "") -> float:
+    def differs(
+        self, name: str, found: Any, wanted: Any, tolerance: float, mode: str = ""
+    ) -> float:
         """The negative control of a check: asserts that the error is above its tolerance."""
         error = relative_error(found, wanted)
         self._add(f"control: {name}", mode, error, tolerance, passed=error > tolerance)
-        assert error > tolerance, f"{name} {mode}: only {error:.3e} off, so the check would not have seen it"
+        assert error > tolerance, (
+            f"{name} {mode}: only {error:.3e} off, so the check would not have seen it"
+        )
         return error
 
     def holds(self, name: str, condition: bool, mode: str = "") -> None:
@@ -165,7 +182,14 @@ class Compare:
 
     def _add(self, name: str, mode: str, error: float, tolerance: float, passed: bool) -> None:
         shown = error if math.isfinite(error) else str(error)
-        row = {"test": self.test, "check": name, "mode": mode, "error": shown, "tolerance": tolerance, "passed": passed}
+        row = {
+            "test": self.test,
+            "check": name,
+            "mode": mode,
+            "error": shown,
+            "tolerance": tolerance,
+            "passed": passed,
+        }
         RECORD.checks.append(row)
 
 
@@ -180,7 +204,11 @@ def disagreement(found: Tensor, wanted: Tensor) -> float:
     return 1.0 - float(torch.corrcoef(together)[0, 1])
 
 
-def same_bits(found: Iterable[Tensor] | Mapping[str, Tensor], wanted: Iterable[Tensor] | Mapping[str, Tensor]) -> bool:
+def same_bits(
+    found: Iterable[Tensor] | Mapping[str, Tensor], wanted: Iterable[Tensor] | Mapping[str, Tensor]
+) -> bool:
     """Whether all tensors are equal, bit for bit, and of one dtype."""
     pairs = list(zip(tensors(found), tensors(wanted), strict=True))
-    return bool(pairs) and all(a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+    return bool(pairs) and all(
+        a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in pairs
+    )

@@ -27,7 +27,9 @@ def output(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("mode", [FP32, BF16, FP16], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("of", NAMES)
-def test_saved_on_the_gpu(compare: Compare, device: torch.device, tmp_path: Path, of: str, mode: Mode) -> None:
+def test_saved_on_the_gpu(
+    compare: Compare, device: torch.device, tmp_path: Path, of: str, mode: Mode
+) -> None:
     found = subject(of)
     model = found.copy(device, mode.dtype)
     hp.prune_(model, found.ragged(1))
@@ -36,18 +38,23 @@ def test_saved_on_the_gpu(compare: Compare, device: torch.device, tmp_path: Path
     loaded = hp.from_pretrained(tmp_path / "small", fresh)
     assert {p.device for p in loaded.parameters()} == {CPU}
     compare.holds(
-        f"weights of the {of}, loaded on the CPU", same_bits(loaded.state_dict(), model.state_dict()), mode.name
+        f"weights of the {of}, loaded on the CPU",
+        same_bits(loaded.state_dict(), model.state_dict()),
+        mode.name,
     )
     batch = found.data(device, mode.dtype)[0]
     with computing(mode, device):
         wanted, got = output(model, batch), output(loaded.to(device), batch)
-    compare.holds(f"outputs of the {of}, loaded and moved to the GPU", same_bits([got], [wanted]), mode.name)
+    compare.holds(
+        f"outputs of the {of}, loaded and moved to the GPU", same_bits([got], [wanted]), mode.name
+    )
     assert [s.heads for s in hp.find_sites(loaded)] == [s.heads for s in hp.find_sites(model)]
 
 
 @pytest.mark.parametrize("form", ["transformers", "remote-code"])
 def test_other_formats(compare: Compare, device: torch.device, tmp_path: Path, form: str) -> None:
-    """Written from the GPU, where what loads is compared with the model before anything is put into the folder."""
+    """Written from the GPU, where what loads is compared with the model before anything is put into
+    the folder."""
     import transformers
 
     found = subject("decoder")
@@ -57,7 +64,9 @@ def test_other_formats(compare: Compare, device: torch.device, tmp_path: Path, f
     hp.save_pretrained(model, tmp_path / "small", format=form)
     if form == "transformers":
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
-        compare.holds(f"weights in format {form}", same_bits(loaded.state_dict(), model.state_dict()), "fp32")
+        compare.holds(
+            f"weights in format {form}", same_bits(loaded.state_dict(), model.state_dict()), "fp32"
+        )
 
 
 def test_a_refit_survives(compare: Compare, device: torch.device, tmp_path: Path) -> None:
@@ -68,4 +77,6 @@ def test_a_refit_survives(compare: Compare, device: torch.device, tmp_path: Path
     hp.recover_(model, batches, "lstsq", teacher)
     hp.save_pretrained(model, tmp_path / "small")
     loaded = hp.from_pretrained(tmp_path / "small").to(device)
-    compare.holds("weights of a refitted model", same_bits(loaded.state_dict(), model.state_dict()), "fp32")
+    compare.holds(
+        "weights of a refitted model", same_bits(loaded.state_dict(), model.state_dict()), "fp32"
+    )

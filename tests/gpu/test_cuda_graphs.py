@@ -1,4 +1,5 @@
-"""A gated call, captured as a CUDA graph: gates that are changed in place take effect when it is replayed.
+"""A gated call, captured as a CUDA graph: gates that are changed in place take effect when it is
+replayed.
 
 This file runs last (``conftest.LAST``): a capture that fails may leave the GPU's context unusable.
 """
@@ -50,6 +51,18 @@ def test_a_gated_call_is_captured(compare: Compare, gpu: torch.device, of: str) 
         whole = logits(model, batch)
         with hp.gated(model, changed):
             wanted = logits(model, batch)
-    compare(f"a captured call of the {of}, gates open", opened, whole, tolerances.OUTPUTS["fp32"], "fp32")
-    compare(f"a captured call of the {of}, other gates", replayed, wanted, tolerances.OUTPUTS["fp32"], "fp32")
+    compare(
+        f"a captured call of the {of}, gates open",
+        opened,
+        whole,
+        tolerances.OUTPUTS["fp32"],
+        "fp32",
+    )
+    compare(
+        f"a captured call of the {of}, other gates",
+        replayed,
+        wanted,
+        tolerances.OUTPUTS["fp32"],
+        "fp32",
+    )
     compare.differs("other gates do something", replayed, whole, tolerances.OUTPUTS["fp32"], "fp32")

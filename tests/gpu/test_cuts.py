@@ -1,4 +1,5 @@
-"""Cuts on the GPU: gated equals pruned equals the CPU, for every model, precision and policy, and in generation."""
+"""Cuts on the GPU: gated equals pruned equals the CPU, for every model, precision and policy, and
+in generation."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def plans(of: Subject) -> dict[str, hp.HeadMask]:
 )
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("of", NAMES)
-def test_gated_is_pruned_is_the_cpus(compare: Compare, device: torch.device, of: str, mode: Mode, plan: str) -> None:
+def test_gated_is_pruned_is_the_cpus(
+    compare: Compare, device: torch.device, of: str, mode: Mode, plan: str
+) -> None:
     usable(mode, device)
     found = subject(of)
     mask, tolerance = plans(found)[plan], tolerances.OUTPUTS[mode.name]
@@ -66,7 +69,9 @@ def test_gated_is_pruned_is_the_cpus(compare: Compare, device: torch.device, of:
         hp.prune_(model, mask)
         pruned = output(model, batch)
     compare(f"gated and pruned {of}, {plan}", pruned, gated, tolerance, mode.name)
-    compare(f"pruned {of} on GPU and CPU, {plan}", pruned, cut_output(of, mask), tolerance, mode.name)
+    compare(
+        f"pruned {of} on GPU and CPU, {plan}", pruned, cut_output(of, mask), tolerance, mode.name
+    )
     for name, parameter in model.named_parameters():
         assert parameter.device == device, name
         assert parameter.dtype == mode.dtype, name
@@ -74,7 +79,9 @@ def test_gated_is_pruned_is_the_cpus(compare: Compare, device: torch.device, of:
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("of", NAMES)
-def test_the_proof_of_a_cut_holds(compare: Compare, device: torch.device, of: str, mode: Mode) -> None:
+def test_the_proof_of_a_cut_holds(
+    compare: Compare, device: torch.device, of: str, mode: Mode
+) -> None:
     """``prune_`` with an example refuses no cut that is right, however PyTorch is set."""
     usable(mode, device)
     found = subject(of)
@@ -102,28 +109,42 @@ def test_policies(compare: Compare, device: torch.device, of: str, policy: str) 
     tolerance = tolerances.OUTPUTS["fp64"]
     compare(f"gated and pruned {of}, policy {policy}", pruned, gated, tolerance, "fp64")
     compare(
-        f"pruned {of} on GPU and CPU, policy {policy}", pruned, cut_output(of, plan.mask, policy), tolerance, "fp64"
+        f"pruned {of} on GPU and CPU, policy {policy}",
+        pruned,
+        cut_output(of, plan.mask, policy),
+        tolerance,
+        "fp64",
     )
 
 
 @pytest.mark.parametrize("of", NAMES)
-def test_a_cut_on_the_gpu_has_the_weights_of_a_cut_on_the_cpu(compare: Compare, device: torch.device, of: str) -> None:
+def test_a_cut_on_the_gpu_has_the_weights_of_a_cut_on_the_cpu(
+    compare: Compare, device: torch.device, of: str
+) -> None:
     found, mask = subject(of), subject(of).ragged(3)
     here, there = found.copy(device), found.copy(CPU)
     hp.prune_(here, mask)
     hp.prune_(there, mask)
-    compare.holds(f"weights of the cut {of}", same_bits(here.state_dict(), there.state_dict()), "fp32")
+    compare.holds(
+        f"weights of the cut {of}", same_bits(here.state_dict(), there.state_dict()), "fp32"
+    )
     moved = found.copy(CPU)
     hp.prune_(moved, mask)
     moved.to(device)
     batch = found.data(device)[0]
-    compare.holds(f"outputs of a cut {of} that moved", same_bits([output(moved, batch)], [output(here, batch)]), "fp32")
+    compare.holds(
+        f"outputs of a cut {of} that moved",
+        same_bits([output(moved, batch)], [output(here, batch)]),
+        "fp32",
+    )
 
 
 @pytest.mark.parametrize("plan", ["uneven", "first layer without heads"])
 @pytest.mark.parametrize("mode", [FP64, FP32, TF32], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("of", ["decoder", "encoder-decoder"])
-def test_generation_with_the_cache(compare: Compare, device: torch.device, of: str, mode: Mode, plan: str) -> None:
+def test_generation_with_the_cache(
+    compare: Compare, device: torch.device, of: str, mode: Mode, plan: str
+) -> None:
     """Greedy tokens of the gated and of the pruned model, and of the pruned one on the CPU."""
     usable(mode, device)
     found, mask = subject(of), plans(subject(of))[plan]
@@ -133,13 +154,19 @@ def test_generation_with_the_cache(compare: Compare, device: torch.device, of: s
             gated = generated(model, found, device)
         hp.prune_(model, mask)
         pruned = generated(model, found, device)
-    compare.holds(f"tokens of the gated and the pruned {of}, {plan}", same_bits([gated], [pruned]), mode.name)
+    compare.holds(
+        f"tokens of the gated and the pruned {of}, {plan}", same_bits([gated], [pruned]), mode.name
+    )
     if mode is not TF32:  # whose rounding may swap two tokens that are almost equal
         model = found.copy(CPU, mode.dtype)
         hp.prune_(model, mask)
         with computing(mode, CPU):
             wanted = generated(model, found, CPU)
-        compare.holds(f"tokens of the pruned {of} on GPU and CPU, {plan}", same_bits([pruned], [wanted]), mode.name)
+        compare.holds(
+            f"tokens of the pruned {of} on GPU and CPU, {plan}",
+            same_bits([pruned], [wanted]),
+            mode.name,
+        )
 
 
 @torch.no_grad()
@@ -172,7 +199,9 @@ def test_a_wrong_cut_is_seen(compare: Compare, device: torch.device) -> None:
                 gated = output(model, batch)
             hp.prune_(model, wrong)
             pruned = output(model, batch)
-        compare.differs("another head leaves", pruned, gated, tolerances.OUTPUTS[mode.name], mode.name)
+        compare.differs(
+            "another head leaves", pruned, gated, tolerances.OUTPUTS[mode.name], mode.name
+        )
 
 
 def test_tf32_is_really_on(compare: Compare, gpu: torch.device) -> None:
@@ -183,7 +212,13 @@ def test_tf32_is_really_on(compare: Compare, gpu: torch.device) -> None:
     hp.prune_(model, mask)
     with computing(TF32, gpu):
         pruned = output(model, batch)
-    compare.differs("TF32 taken for fp32", pruned, cut_output("decoder", mask), tolerances.OUTPUTS["fp32"], "tf32")
+    compare.differs(
+        "TF32 taken for fp32",
+        pruned,
+        cut_output("decoder", mask),
+        tolerances.OUTPUTS["fp32"],
+        "tf32",
+    )
 
 
 def test_two_cuts_are_one(compare: Compare, device: torch.device) -> None:
@@ -194,4 +229,8 @@ def test_two_cuts_are_one(compare: Compare, device: torch.device) -> None:
     second = first & ragged(found.sites, 2)
     hp.prune_(model, second)
     hp.prune_(direct, second)
-    compare.holds("weights after two cuts and after one", same_bits(model.state_dict(), direct.state_dict()), "fp32")
+    compare.holds(
+        "weights after two cuts and after one",
+        same_bits(model.state_dict(), direct.state_dict()),
+        "fp32",
+    )

@@ -1,4 +1,5 @@
-"""Training on the GPU: the loss falls as on the CPU, and the same training twice, or stopped, gives the same bits."""
+"""Training on the GPU: the loss falls as on the CPU, and the same training twice, or stopped, gives
+the same bits."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ N_STEPS = 6
 
 
 def finetune(**settings: Any) -> Any:
-    return hp.recovery.Finetune(**{"steps": N_STEPS, "learning_rate": 1e-3, "schedule": "constant", **settings})
+    return hp.recovery.Finetune(
+        **{"steps": N_STEPS, "learning_rate": 1e-3, "schedule": "constant", **settings}
+    )
 
 
 def parts(of: str, mode: Mode, device: torch.device) -> tuple[nn.Module, nn.Module, list[Any]]:
@@ -49,7 +52,9 @@ def loss_of(model: nn.Module, batches: list[Any], mode: Mode, device: torch.devi
 
 @pytest.mark.parametrize("of", ["encoder", "decoder"])
 @pytest.mark.parametrize("mode", [FP64, FP32], ids=lambda mode: mode.name)
-def test_the_loss_falls_as_on_the_cpu(compare: Compare, device: torch.device, of: str, mode: Mode) -> None:
+def test_the_loss_falls_as_on_the_cpu(
+    compare: Compare, device: torch.device, of: str, mode: Mode
+) -> None:
     losses = []
     for where in (device, CPU):
         model, teacher, batches = parts(of, mode, where)
@@ -59,7 +64,12 @@ def test_the_loss_falls_as_on_the_cpu(compare: Compare, device: torch.device, of
         after = loss_of(model, batches, mode, where)
         compare.holds(f"the loss of the {of} falls on {where.type}", after < before, mode.name)
         losses.append(after)
-    compare(f"the loss of the {of} after {N_STEPS} steps", *losses, tolerances.TRAINING[mode.name], mode.name)
+    compare(
+        f"the loss of the {of} after {N_STEPS} steps",
+        *losses,
+        tolerances.TRAINING[mode.name],
+        mode.name,
+    )
 
 
 def test_mixed_precision(compare: Compare, device: torch.device) -> None:
@@ -83,7 +93,8 @@ def test_mixed_precision(compare: Compare, device: torch.device) -> None:
 def trained(
     device: torch.device, folder: Path | None = None, stop: int | None = None, **settings: Any
 ) -> dict[str, Tensor]:
-    """The weights after a training with dropout; with ``stop``, one that was interrupted in this step and goes on."""
+    """The weights after a training with dropout; with ``stop``, one that was interrupted in this
+    step and goes on."""
     found = subject("encoder")
     teacher, batches = found.copy(device), found.data(device)
     chosen = finetune(distill=0.5, **settings)
@@ -116,8 +127,11 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_deterministic_training(compare: Compare, device: torch.device, tmp_path: Path, precision: str | None) -> None:
-    """A study goes on on the next machine from a checkpoint: that must be the training that was never stopped."""
+def test_deterministic_training(
+    compare: Compare, device: torch.device, tmp_path: Path, precision: str | None
+) -> None:
+    """A study goes on on the next machine from a checkpoint: that must be the training that was
+    never stopped."""
     mode = "autocast" if precision else "fp32"
     with deterministic():
         first, again = (trained(device, precision=precision) for _ in range(2))
@@ -130,7 +144,10 @@ def test_deterministic_training(compare: Compare, device: torch.device, tmp_path
 
 def test_training_without_these_settings(compare: Compare, device: torch.device) -> None:
     """Not promised to be the same twice; whether it is, is written down."""
-    compare.note("trained twice without deterministic settings", same_bits=same_bits(trained(device), trained(device)))
+    compare.note(
+        "trained twice without deterministic settings",
+        same_bits=same_bits(trained(device), trained(device)),
+    )
 
 
 def test_cublas_knows_its_workspace(compare: Compare, device: torch.device) -> None:

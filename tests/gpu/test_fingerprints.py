@@ -19,21 +19,31 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("mode", [FP64, FP32, BF16], ids=lambda mode: mode.name)
 @pytest.mark.parametrize("of", NAMES)
-def test_the_same_on_both_devices(compare: Compare, device: torch.device, of: str, mode: Mode) -> None:
+def test_the_same_on_both_devices(
+    compare: Compare, device: torch.device, of: str, mode: Mode
+) -> None:
     found = subject(of)
     here, there = found.copy(device, mode.dtype), found.copy(CPU, mode.dtype)
     marks = [fingerprint(model, hp.find_sites(model)) for model in (here, there)]
     compare.holds(f"fingerprints of the {of}", marks[0] == marks[1], mode.name)
     compare.holds(f"digests of the {of}", weights_digest(here) == weights_digest(there), mode.name)
     batches = [found.data(where, mode.dtype)[0] for where in (device, CPU)]
-    compare.holds(f"digests of the data of the {of}", digest_of(batches[0]) == digest_of(batches[1]), mode.name)
+    compare.holds(
+        f"digests of the data of the {of}",
+        digest_of(batches[0]) == digest_of(batches[1]),
+        mode.name,
+    )
     with torch.no_grad():
         next(here.parameters()).view(-1)[0] += 1
-    compare.holds(f"another weight of the {of} is seen", fingerprint(here, found.sites) != marks[1], mode.name)
+    compare.holds(
+        f"another weight of the {of} is seen", fingerprint(here, found.sites) != marks[1], mode.name
+    )
 
 
 @pytest.mark.parametrize("of", NAMES)
-def test_a_plan_from_one_device_fits_the_other(compare: Compare, device: torch.device, of: str) -> None:
+def test_a_plan_from_one_device_fits_the_other(
+    compare: Compare, device: torch.device, of: str
+) -> None:
     """Without the warning that the weights are others."""
     found, cut = subject(of), []
     for scored_on, cut_on in ((CPU, device), (device, CPU)):

@@ -1,4 +1,5 @@
-"""Gates on the GPU: a closed head is a zeroed head, open gates are the same bits, and every kernel keeps to it."""
+"""Gates on the GPU: a closed head is a zeroed head, open gates are the same bits, and every kernel
+keeps to it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.laws.support import logits, objective
 from tests.reference import scores as reference
 
 CPU = torch.device("cpu")
-#: Kernels that take what they are given here on every GPU of the last years: a refusal of theirs is a failure.
+#: Kernels that take what they are given here on every GPU of the last years: a refusal of theirs is
+#: a failure.
 EXPECTED = (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION)
 
 
@@ -47,25 +49,43 @@ def usable(mode: Mode, device: torch.device) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("of", NAMES)
-def test_a_closed_gate_is_a_zeroed_head(compare: Compare, device: torch.device, of: str, mode: Mode) -> None:
+def test_a_closed_gate_is_a_zeroed_head(
+    compare: Compare, device: torch.device, of: str, mode: Mode
+) -> None:
     usable(mode, device)
     found = subject(of)
-    model, batch, mask = found.copy(device, mode.dtype), found.data(device, mode.dtype)[0], found.ragged(1)
+    model, batch, mask = (
+        found.copy(device, mode.dtype),
+        found.data(device, mode.dtype)[0],
+        found.ragged(1),
+    )
     with computing(mode, device):
         whole = output(model, batch)
         with hp.gated(model, mask):
             gated = output(model, batch)
     model = found.copy(device, mode.dtype)
     zero_(model, found, mask)
-    with computing(mode, device):  # anew: autocast keeps its narrow copies of weights for the length of a block
+    with computing(
+        mode, device
+    ):  # anew: autocast keeps its narrow copies of weights for the length of a block
         zeroed = output(model, batch)
-    compare(f"gated and zeroed heads of the {of}", gated, zeroed, tolerances.OUTPUTS[mode.name], mode.name)
-    compare.differs(f"heads of the {of} do something", gated, whole, tolerances.OUTPUTS[mode.name], mode.name)
+    compare(
+        f"gated and zeroed heads of the {of}",
+        gated,
+        zeroed,
+        tolerances.OUTPUTS[mode.name],
+        mode.name,
+    )
+    compare.differs(
+        f"heads of the {of} do something", gated, whole, tolerances.OUTPUTS[mode.name], mode.name
+    )
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("of", NAMES)
-def test_open_gates_are_the_same_bits(compare: Compare, device: torch.device, of: str, mode: Mode) -> None:
+def test_open_gates_are_the_same_bits(
+    compare: Compare, device: torch.device, of: str, mode: Mode
+) -> None:
     usable(mode, device)
     found = subject(of)
     model, batch = found.copy(device, mode.dtype), found.data(device, mode.dtype)[0]
@@ -85,19 +105,28 @@ def test_open_gates_are_the_same_bits(compare: Compare, device: torch.device, of
 
 @pytest.mark.parametrize("mode", [FP64, FP32, AUTOCAST, BF16, FP16], ids=lambda mode: mode.name)
 def test_gates_of_every_example(compare: Compare, device: torch.device, mode: Mode) -> None:
-    """``[batch, heads]``: each example as if it were alone with its own gates, on the CPU in fp64."""
+    """``[batch, heads]``: each example as if it were alone with its own gates, on the CPU in
+    fp64."""
     found = subject("encoder")
     generator = torch.Generator().manual_seed(0)
-    table = {s.name: torch.rand(4, s.n_query_heads, generator=generator).half().float() for s in found.sites}
+    table = {
+        s.name: torch.rand(4, s.n_query_heads, generator=generator).half().float()
+        for s in found.sites
+    }
     model, batch = found.copy(device, mode.dtype), found.data(device, mode.dtype)[0]
-    with computing(mode, device), hp.gated(model, {name: gate.to(device) for name, gate in table.items()}):
+    with (
+        computing(mode, device),
+        hp.gated(model, {name: gate.to(device) for name, gate in table.items()}),
+    ):
         together = output(model, batch)
     model, batch, alone = found.copy(CPU, FP64.dtype), found.data(CPU, FP64.dtype)[0], []
     for row in range(4):
         gates = {name: gate[row].double() for name, gate in table.items()}
         with computing(FP64, CPU), hp.gated(model, gates):
             alone.append(output(model, reference.example(batch, row)))
-    compare("gates [batch, heads]", together, torch.cat(alone), tolerances.OUTPUTS[mode.name], mode.name)
+    compare(
+        "gates [batch, heads]", together, torch.cat(alone), tolerances.OUTPUTS[mode.name], mode.name
+    )
 
 
 @pytest.mark.parametrize("of", NAMES)
@@ -105,9 +134,14 @@ def test_gradients_of_gates(compare: Compare, device: torch.device, of: str) -> 
     found, slopes = subject(of), []
     for where in (device, CPU):
         model, batch = found.copy(where, FP64.dtype), found.data(where, FP64.dtype)[0]
-        gates = {s.name: torch.ones(4, s.n_query_heads, device=where, requires_grad=True) for s in found.sites}
+        gates = {
+            s.name: torch.ones(4, s.n_query_heads, device=where, requires_grad=True)
+            for s in found.sites
+        }
         with computing(FP64, where), hp.gated(model, gates):
-            gradients = torch.autograd.grad(objective(logits(model, batch).cpu()), list(gates.values()))
+            gradients = torch.autograd.grad(
+                objective(logits(model, batch).cpu()), list(gates.values())
+            )
         slopes.append(list(gradients))
     compare(f"gradients of gates of the {of}", *slopes, tolerances.GATE_GRADIENTS, "fp64")
 
@@ -118,9 +152,13 @@ def full_length(of: Subject, device: torch.device, dtype: torch.dtype) -> dict[s
     return {"input_ids": batch["input_ids"].clamp(min=3)}
 
 
-@pytest.mark.parametrize("backend", SDPBackend.__members__.values(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend", SDPBackend.__members__.values(), ids=lambda backend: backend.name
+)
 @pytest.mark.parametrize("of", ["encoder", "decoder"])
-def test_every_kernel_of_sdpa(compare: Compare, device: torch.device, of: str, backend: SDPBackend) -> None:
+def test_every_kernel_of_sdpa(
+    compare: Compare, device: torch.device, of: str, backend: SDPBackend
+) -> None:
     """Forced one after the other: gated equals pruned equals the CPU in fp64."""
     if backend in (SDPBackend.ERROR, SDPBackend.OVERRIDEABLE):
         pytest.skip("no kernel of PyTorch's own")
@@ -162,21 +200,32 @@ def test_eager_attention(compare: Compare, device: torch.device, of: str) -> Non
             eager = output(model, batch)
         hp.prune_(model, mask)
         pruned = output(model, batch)
-    compare(f"eager and fused attention of the {of}", eager, fused, tolerances.OUTPUTS["fp32"], "fp32")
-    compare(f"gated and pruned, eager attention of the {of}", pruned, eager, tolerances.OUTPUTS["fp32"], "fp32")
+    compare(
+        f"eager and fused attention of the {of}", eager, fused, tolerances.OUTPUTS["fp32"], "fp32"
+    )
+    compare(
+        f"gated and pruned, eager attention of the {of}",
+        pruned,
+        eager,
+        tolerances.OUTPUTS["fp32"],
+        "fp32",
+    )
 
 
 def test_a_compiled_model(compare: Compare, device: torch.device) -> None:
     """Gates take effect after compilation, other ones the next time, and none afterwards.
 
-    Inductor on a GPU alone: for a CPU it needs a compiler and half a minute. One layer says all, and takes less time.
+    Inductor on a GPU alone: for a CPU it needs a compiler and half a minute. One layer says all,
+    and takes less time.
     """
     found = subject("torch")
     model, batch = found.copy(device), found.data(device)[0]
     del model.encoder.layers[1:]  # type: ignore[operator, union-attr]
     (site,) = hp.find_sites(model)
     backend: Any = "inductor" if device.type == "cuda" else "eager"
-    masks = [hp.HeadMask.from_keep({site.name: keep}, {site.name: 6}) for keep in ([0, 3], [1, 2, 5])]
+    masks = [
+        hp.HeadMask.from_keep({site.name: keep}, {site.name: 6}) for keep in ([0, 3], [1, 2, 5])
+    ]
     # Dynamo and inductor warn of what they may improve, each version of other things.
     with warnings.catch_warnings(), computing(FP32, device), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -188,8 +237,20 @@ def test_a_compiled_model(compare: Compare, device: torch.device) -> None:
                 got = call(compiled, batch)
             with hp.gated(model, mask):
                 wanted = call(model, batch)
-            compare(f"compiled ({backend}) with gates {number}", got, wanted, tolerances.OUTPUTS["fp32"], "fp32")
-            compare.differs(f"compiled gates {number} do something", got, before, tolerances.OUTPUTS["fp32"], "fp32")
+            compare(
+                f"compiled ({backend}) with gates {number}",
+                got,
+                wanted,
+                tolerances.OUTPUTS["fp32"],
+                "fp32",
+            )
+            compare.differs(
+                f"compiled gates {number} do something",
+                got,
+                before,
+                tolerances.OUTPUTS["fp32"],
+                "fp32",
+            )
         after = call(compiled, batch)
     compare("compiled, after the gates", after, before, tolerances.OUTPUTS["fp32"], "fp32")
 
@@ -199,7 +260,10 @@ def test_gates_may_lie_on_the_cpu(compare: Compare, device: torch.device) -> Non
     model, batch, gates = found.copy(device), found.data(device)[0], torch.rand(4, 8)
     outputs = []
     for where in (CPU, device):
-        with nullcontext() if device.type == "cpu" else computing(FP32, device), hp.gated(model, gates.to(where)):
+        with (
+            nullcontext() if device.type == "cpu" else computing(FP32, device),
+            hp.gated(model, gates.to(where)),
+        ):
             outputs.append(output(model, batch))
     compare("gates on the CPU and on the GPU", *outputs, tolerances.EXACT, "fp32")
 

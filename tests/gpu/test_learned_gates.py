@@ -1,4 +1,5 @@
-"""Learned gates on the GPU: steps run, nothing lies on two devices, draws and gradients are the CPU's."""
+"""Learned gates on the GPU: steps run, nothing lies on two devices, draws and gradients are the
+CPU's."""
 
 from __future__ import annotations
 
@@ -20,14 +21,20 @@ CPU = torch.device("cpu")
 DISTRIBUTIONS = [HardConcrete(keep=0.5, warmup=2), SubsetTopk(keep=0.5, steps=3)]
 
 
-def trained(of: str, distribution: GateDistribution, mode: Mode, device: torch.device) -> tuple[Tensor, Tensor]:
+def trained(
+    of: str, distribution: GateDistribution, mode: Mode, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Slopes of the gates' weights in the first step, and the weights after four."""
     found = subject(of)
-    model, batches = no_dropout(found.copy(device, mode.dtype)).eval(), found.data(device, mode.dtype)
+    model, batches = (
+        no_dropout(found.copy(device, mode.dtype)).eval(),
+        found.data(device, mode.dtype),
+    )
     model.training = True  # gates are drawn, and dropout that is a function stays out
     slopes: list[Tensor] = []
     with computing(mode, device), hp.learned_gates(model, distribution, seed=3) as gates:
-        # The slope at a step of length 1 is compared, because Adam's step has one length whatever the slope is.
+        # The slope at a step of length 1 is compared, because Adam's step has one length whatever
+        # the slope is.
         optimizer = torch.optim.SGD(gates.parameters(), lr=1.0)
         for batch in batches * 2:
             loss = default_loss(model, batch).mean() + gates.penalty()
@@ -54,7 +61,11 @@ def test_gates_are_trained(
     close = tolerances.SCORES["fp32" if mode is FP64 else mode.name]
     compare(f"slopes of {name}", slopes, first, close, mode.name)
     compare(
-        f"weights of {name}", weights, last, tolerances.TRAINED_SCORES["fp32" if mode is FP64 else mode.name], mode.name
+        f"weights of {name}",
+        weights,
+        last,
+        tolerances.TRAINED_SCORES["fp32" if mode is FP64 else mode.name],
+        mode.name,
     )
     compare.differs(
         f"weights of {name} move",
@@ -69,9 +80,13 @@ def test_evaluation_is_hard(compare: Compare, device: torch.device) -> None:
     found = subject("encoder")
     model, batch = found.copy(device), found.data(device)[0]
     with hp.learned_gates(model, SubsetTopk(keep=0.5, steps=3)) as gates, torch.no_grad():
-        gates.weights.copy_(torch.randn(gates.weights.shape, generator=torch.Generator().manual_seed(0)))
+        gates.weights.copy_(
+            torch.randn(gates.weights.shape, generator=torch.Generator().manual_seed(0))
+        )
         learned = model(**batch).logits
-        table = dict(zip([s.name for s in found.sites], gates.by_site(gates.evaluated()), strict=True))
+        table = dict(
+            zip([s.name for s in found.sites], gates.by_site(gates.evaluated()), strict=True)
+        )
     with hp.gated(model, table), torch.no_grad():
         gated = model(**batch).logits
     compare("learned gates in evaluation and gated", learned, gated, tolerances.EXACT, "fp32")

@@ -1,4 +1,5 @@
-"""Refits on the GPU are those of the CPU: weights and outputs, in fp64 and fp32; TF32 costs them its rounding alone."""
+"""Refits on the GPU are those of the CPU: weights and outputs, in fp64 and fp32; TF32 costs them
+its rounding alone."""
 
 from __future__ import annotations
 
@@ -32,11 +33,19 @@ METHODS = [
 ]
 #: All of them on the first two; on the others those that take another way there.
 MODELS = ("encoder", "decoder", "encoder-decoder", "own")
-CASES = [(of, method) for of in MODELS for method in METHODS if of in MODELS[:2] or method in METHODS[1::4]]
+CASES = [
+    (of, method)
+    for of in MODELS
+    for method in METHODS
+    if of in MODELS[:2] or method in METHODS[1::4]
+]
 
 
-def refitted(of: str, method: Any, mode: Mode, device: torch.device) -> tuple[dict[str, Tensor], Tensor, float]:
-    """What a refit changes, what the model then puts out, and the share of the error that is left over."""
+def refitted(
+    of: str, method: Any, mode: Mode, device: torch.device
+) -> tuple[dict[str, Tensor], Tensor, float]:
+    """What a refit changes, what the model then puts out, and the share of the error that is left
+    over."""
     found = subject(of)
     teacher, batches = found.copy(device, mode.dtype), found.data(device, mode.dtype)
     model = copy.deepcopy(teacher)
@@ -68,11 +77,17 @@ def test_a_refit(compare: Compare, device: torch.device, of: str, method: Any, m
     assert list(weights) == list(wanted)
     # Sums in float32 are not those of fp64, whatever the weights are.
     name = "fp32" if mode is FP64 and getattr(method, "precision", "") == "float32" else mode.name
-    compare(f"weights of {method!r} of the {of}", weights, wanted, tolerances.REFITS[name], mode.name)
-    outputs = tolerances.REFITS["fp64"] if mode is FP64 and name == "fp64" else tolerances.OUTPUTS[name]
+    compare(
+        f"weights of {method!r} of the {of}", weights, wanted, tolerances.REFITS[name], mode.name
+    )
+    outputs = (
+        tolerances.REFITS["fp64"] if mode is FP64 and name == "fp64" else tolerances.OUTPUTS[name]
+    )
     compare(f"outputs of {method!r} of the {of}", output, wanted_output, outputs, mode.name)
     if mode is TF32:
-        compare(f"error left by {method!r} of the {of}", left, wanted_left, tolerances.RUINED, mode.name)
+        compare(
+            f"error left by {method!r} of the {of}", left, wanted_left, tolerances.RUINED, mode.name
+        )
 
 
 def test_all_that_do_not_train_are_here() -> None:
@@ -89,4 +104,9 @@ def test_a_refit_of_other_data_is_seen(compare: Compare, device: torch.device) -
     with computing(FP64, device):
         report = hp.recover_(model, batches[:1], R.Lstsq(), teacher)
     weights = {name: model.state_dict()[name] for name in report.changed}
-    compare.differs("a refit over half of the data", weights, truth("encoder", R.Lstsq())[0], tolerances.REFITS["tf32"])
+    compare.differs(
+        "a refit over half of the data",
+        weights,
+        truth("encoder", R.Lstsq())[0],
+        tolerances.REFITS["tf32"],
+    )

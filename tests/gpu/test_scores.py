@@ -1,10 +1,10 @@
 """Scores on the GPU are the CPU's in fp64, in every precision that a scorer takes.
 
-Draws: ``random``, ``shapley`` (orders) and the learned scorers draw from generators on the CPU, by their seed;
-``ggn`` and ``surgeon`` of token distributions and ``resample`` draw by what examples contain. So all of them must be
-the same on both devices; nothing here is compared statistically. A label that is drawn lies at a step of a cumulated
-distribution, which rounding may cross: with narrow numbers drawn labels differ, so drawing scorers are compared in fp64
-and fp32.
+Draws: ``random``, ``shapley`` (orders) and the learned scorers draw from generators on the CPU, by
+their seed; ``ggn`` and ``surgeon`` of token distributions and ``resample`` draw by what examples
+contain. So all of them must be the same on both devices; nothing here is compared statistically. A
+label that is drawn lies at a step of a cumulated distribution, which rounding may cross: with
+narrow numbers drawn labels differ, so drawing scorers are compared in fp64 and fp32.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def rehearsable(known: str, mode: Mode) -> None:
         pytest.skip("float16 takes ten times as long on a CPU")
 
 
-def check(compare: Compare, of: str, scorer: Any, mode: Mode, device: torch.device, known: str) -> None:
+def check(
+    compare: Compare, of: str, scorer: Any, mode: Mode, device: torch.device, known: str
+) -> None:
     if device.type == "cpu":
         rehearsable(known, mode)
     wanted = truth(of, scorer)
@@ -92,7 +94,13 @@ def check(compare: Compare, of: str, scorer: Any, mode: Mode, device: torch.devi
     table = tolerances.TRAINED_SCORES if known in TRAINED else tolerances.SCORES
     compare(f"scores of the {of} by {known}", found, wanted, table[mode.name], mode.name)
     if mode not in WIDE:
-        compare(f"ranks of the {of} by {known}", disagreement(found, wanted), 0.0, tolerances.RANKS, mode.name)
+        compare(
+            f"ranks of the {of} by {known}",
+            disagreement(found, wanted),
+            0.0,
+            tolerances.RANKS,
+            mode.name,
+        )
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -110,7 +118,9 @@ def test_other_settings(compare: Compare, device: torch.device, scorer: Any, mod
 @pytest.mark.parametrize("mode", WIDE, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("scorer", SOME)
 @pytest.mark.parametrize("of", [name for name in NAMES if name != "encoder"])
-def test_every_model(compare: Compare, device: torch.device, of: str, scorer: str, mode: Mode) -> None:
+def test_every_model(
+    compare: Compare, device: torch.device, of: str, scorer: str, mode: Mode
+) -> None:
     if (of, scorer) in NO_MAPS:
         pytest.skip("no attention maps are to be had")
     draws = scorer in ("ggn", "surgeon") and of in ("decoder", "encoder-decoder")
@@ -133,9 +143,13 @@ def test_policies(compare: Compare, device: torch.device, policy: str) -> None:
 def test_batches_may_lie_on_either_device(compare: Compare, device: torch.device) -> None:
     of = subject("encoder")
     model = of.copy(device)
-    found = [flat(hp.score(model, of.data(where), "taylor", progress=False)) for where in (device, CPU)]
+    found = [
+        flat(hp.score(model, of.data(where), "taylor", progress=False)) for where in (device, CPU)
+    ]
     # Not the same bits: the backward pass of fused attention may add up in any order.
-    compare("scores with batches on the GPU and on the CPU", *found, tolerances.SCORES["fp32"], "fp32")
+    compare(
+        "scores with batches on the GPU and on the CPU", *found, tolerances.SCORES["fp32"], "fp32"
+    )
 
 
 def test_standard_errors_samples_and_curvature(compare: Compare, device: torch.device) -> None:
@@ -143,8 +157,12 @@ def test_standard_errors_samples_and_curvature(compare: Compare, device: torch.d
     for where in (device, CPU):
         with computing(FP64, where):
             scores = hp.score(of.copy(where, FP64.dtype), of.data(where), "fisher", progress=False)
-        errors = torch.tensor([e for row in scores.standard_errors for e in row], dtype=torch.float64)
-        found.append([errors, torch.tensor(scores.samples.matrix), torch.tensor(scores.curvature.matrix)])
+        errors = torch.tensor(
+            [e for row in scores.standard_errors for e in row], dtype=torch.float64
+        )
+        found.append(
+            [errors, torch.tensor(scores.samples.matrix), torch.tensor(scores.curvature.matrix)]
+        )
     compare("standard errors, samples and curvature", *found, tolerances.SCORES["fp64"], "fp64")
 
 
@@ -156,13 +174,21 @@ def test_a_head_that_is_scaled_is_seen(compare: Compare, device: torch.device) -
         reference.projection(model, site).weight[:, reference.columns(site, 2)] *= 1.01
     with computing(FP32, device):
         found = flat(hp.score(model, of.data(device), "taylor", progress=False))
-    compare.differs("a head scaled by 1.01", found, truth("encoder", "taylor"), tolerances.SCORES["fp32"], "fp32")
+    compare.differs(
+        "a head scaled by 1.01",
+        found,
+        truth("encoder", "taylor"),
+        tolerances.SCORES["fp32"],
+        "fp32",
+    )
 
 
 def test_tf32_is_really_on(compare: Compare, gpu: torch.device) -> None:
     """What is compared as TF32 is TF32: it would not pass for fp32."""
     found = scored(subject("decoder"), "taylor", TF32, gpu)
-    compare.differs("TF32 taken for fp32", found, truth("decoder", "taylor"), tolerances.SCORES["fp32"], "tf32")
+    compare.differs(
+        "TF32 taken for fp32", found, truth("decoder", "taylor"), tolerances.SCORES["fp32"], "tf32"
+    )
 
 
 def test_generated_batches_keep_their_device(compare: Compare, device: torch.device) -> None:
@@ -172,5 +198,7 @@ def test_generated_batches_keep_their_device(compare: Compare, device: torch.dev
         model = of.copy(where, FP64.dtype)
         batches = (placed(batch, "cpu", FP64.dtype) for batch in of.batches * 3)
         with computing(FP64, where):
-            found.append(flat(hp.score(model, batches, "taylor", until=hp.Stable(k=8), progress=False)))
+            found.append(
+                flat(hp.score(model, batches, "taylor", until=hp.Stable(k=8), progress=False))
+            )
     compare("scores until they are stable", *found, tolerances.SCORES["fp64"], "fp64")

@@ -44,24 +44,37 @@ def per_batch(of: Subject, work: Callable[[list[Any]], Any]) -> float:
     return (many - few) / (MANY - FEW)
 
 
-@pytest.mark.parametrize("scorer", ["taylor", "fisher", "leave_one_out", "activation_norm", "obs", "ggn", "surgeon"])
+@pytest.mark.parametrize(
+    "scorer", ["taylor", "fisher", "leave_one_out", "activation_norm", "obs", "ggn", "surgeon"]
+)
 @pytest.mark.parametrize("of", ["own", "encoder", "decoder"])
-def test_scoring_waits_no_more_than_the_model_does(compare: Compare, gpu: torch.device, of: str, scorer: str) -> None:
-    """Of ``taylor`` it is asserted, of the others written down. A model of Transformers may wait by itself, where it
-    looks at masks."""
+def test_scoring_waits_no_more_than_the_model_does(
+    compare: Compare, gpu: torch.device, of: str, scorer: str
+) -> None:
+    """Of ``taylor`` it is asserted, of the others written down. A model of Transformers may wait by
+    itself, where it looks at masks."""
     found = subject(of)
     model = found.copy(gpu)
 
     def bare(batches: list[Any]) -> None:
         for batch in batches:
             with torch.no_grad():
-                call(model, {name: value.to(gpu, non_blocking=True) for name, value in batch.items()})
+                call(
+                    model, {name: value.to(gpu, non_blocking=True) for name, value in batch.items()}
+                )
 
     own = per_batch(found, bare)
-    ours = per_batch(found, lambda batches: hp.score(model, batches, scorer, loss=found.loss, progress=False))
+    ours = per_batch(
+        found, lambda batches: hp.score(model, batches, scorer, loss=found.loss, progress=False)
+    )
     compare.note("waits a batch", of=of, scorer=scorer, scoring=ours, model_alone=own)
     if scorer == "taylor":
-        compare(f"waits a batch of taylor on the {of}, beyond the model's own", max(0.0, ours - own), 0.0, 0.0)
+        compare(
+            f"waits a batch of taylor on the {of}, beyond the model's own",
+            max(0.0, ours - own),
+            0.0,
+            0.0,
+        )
 
 
 def test_a_wait_is_seen(compare: Compare, gpu: torch.device) -> None:

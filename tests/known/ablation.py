@@ -1,4 +1,5 @@
-"""The ground truth, measured by switching heads off, and how well a scorer's ranking agrees with it."""
+"""The ground truth, measured by switching heads off, and how well a scorer's ranking agrees with
+it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def highest(scores: HeadScores, k: int) -> tuple[HeadId, ...]:
 
 
 def recall(scores: HeadScores, wanted: Collection[HeadId]) -> float:
-    """Share of the k wanted heads among the k highest; a head that ties with one too many counts as missed."""
+    """Share of the k wanted heads among the k highest; a head that ties with one too many counts as
+    missed."""
     values = [unit.value for unit in scores.units()]
     found = [head for head in wanted if sum(v >= scores[head] for v in values) <= len(wanted)]
     return len(found) / len(wanted)

@@ -1,6 +1,8 @@
-"""Weights written by hand: a previous-token head, an induction head that reads it, and eight decoys.
+"""Weights written by hand: a previous-token head, an induction head that reads it, and eight
+decoys.
 
-The residual stream is five subspaces side by side, and the unembedding reads the last of them alone:
+The residual stream is five subspaces side by side, and the unembedding reads the last of them
+alone:
 
 | subspace | width | who writes it |
 | --- | --- | --- |
@@ -10,23 +12,27 @@ The residual stream is five subspaces side by side, and the unembedding reads th
 | scrap | N_TOKENS | decoys; read by a decoy only |
 | answer | N_TOKENS | head ``induction``: the predicted token |
 
-A head's query and key are each a subspace of the stream as it is, or shifted by one position. As these are one-hot,
-a query meets a key with SHARPNESS or with 0, and the softmax is near one-hot; a head without a query attends evenly.
+A head's query and key are each a subspace of the stream as it is, or shifted by one position. As
+these are one-hot, a query meets a key with SHARPNESS or with 0, and the softmax is near one-hot; a
+head without a query attends evenly.
 
-Layer 0, ``previous``: the query is position t - 1, the key is position, the value is token, written to *previous*.
-Layer 1, ``induction``: the query is token, the key is *previous*, so it looks where the token before was the present
-one; the value is token, written to *answer*. Without ``previous`` it sees all positions alike; without ``induction``
-nothing is written that tells one answer from another. So both are necessary, and together they suffice.
+Layer 0, ``previous``: the query is position t - 1, the key is position, the value is token, written
+to *previous*. Layer 1, ``induction``: the query is token, the key is *previous*, so it looks where
+the token before was the present one; the value is token, written to *answer*. Without ``previous``
+it sees all positions alike; without ``induction`` nothing is written that tells one answer from
+another. So both are necessary, and together they suffice.
 
 The decoys are loud, or change what is read by less than what it takes to change an answer:
 
-- ``loud`` (both layers) attends evenly and writes to *scrap*, 30 times what it reads; that of layer 1 reads *scrap*, so
-  it depends on the decoys before it;
+- ``loud`` (both layers) attends evenly and writes to *scrap*, 30 times what it reads; that of layer
+  1 reads *scrap*, so it depends on the decoys before it;
 - ``sharp`` (layer 0) attends to BOS with certainty and writes its position to *scrap*, as loudly;
-- ``twin`` (both layers) attends exactly as the necessary head of its layer and writes to *scrap*, as loudly;
-- ``murmur`` (both layers) attends evenly and writes a little of every token to what the necessary head of its layer
-  writes, within the margin of the answer: the loss changes, no prediction does;
-- ``shift`` (layer 1) adds the same number to every answer, as large as an answer; the softmax does not see it.
+- ``twin`` (both layers) attends exactly as the necessary head of its layer and writes to *scrap*,
+  as loudly;
+- ``murmur`` (both layers) attends evenly and writes a little of every token to what the necessary
+  head of its layer writes, within the margin of the answer: the loss changes, no prediction does;
+- ``shift`` (layer 1) adds the same number to every answer, as large as an answer; the softmax does
+  not see it.
 """
 
 from __future__ import annotations
@@ -45,7 +51,13 @@ ANSWER = 10.0  # logit of the predicted token over the others
 LOUD = 30.0
 MURMUR = 0.2  # of what the necessary head writes, spread over the tokens seen
 
-_WIDTHS = {"token": N_TOKENS, "position": LENGTH, "previous": N_TOKENS, "scrap": N_TOKENS, "answer": N_TOKENS}
+_WIDTHS = {
+    "token": N_TOKENS,
+    "position": LENGTH,
+    "previous": N_TOKENS,
+    "scrap": N_TOKENS,
+    "answer": N_TOKENS,
+}
 _SPACES: dict[str, slice] = {}
 for _name, _width in _WIDTHS.items():
     _start = sum(_WIDTHS[before] for before in _SPACES)
@@ -58,7 +70,8 @@ class Head:
 
     Args:
         name: What the text above calls it.
-        value, to: The subspaces it reads from and writes to; ``one`` is the constant, spread over all of ``to``.
+        value, to: The subspaces it reads from and writes to; ``one`` is the constant, spread over
+        all of ``to``.
         size: What is written for a value of one.
         query, key: Subspaces that are compared; empty attends evenly.
         back: Positions that the query is moved back; None asks for position 0, which is BOS.
@@ -105,7 +118,13 @@ NECESSARY, DECOYS = _heads(True), _heads(False)
 
 def constructed(layers: Sequence[Sequence[Head]] = LAYERS) -> AttentionOnly:
     """The model, fp32, in evaluation mode."""
-    model = AttentionOnly(sum(_WIDTHS.values()), tuple(map(len, layers)), head_dim=LENGTH, value_dim=LENGTH, bias=False)
+    model = AttentionOnly(
+        sum(_WIDTHS.values()),
+        tuple(map(len, layers)),
+        head_dim=LENGTH,
+        value_dim=LENGTH,
+        bias=False,
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -124,7 +143,9 @@ def _write_(module: MultiHeadAttention, index: int, head: Head) -> None:
     output = module.W_o.weight[:, rows]
     if head.query:
         # attention divides by the square root of head_dim
-        query[:, _SPACES[head.query]] = SHARPNESS * LENGTH**0.5 * _moved(_WIDTHS[head.query], head.back)
+        query[:, _SPACES[head.query]] = (
+            SHARPNESS * LENGTH**0.5 * _moved(_WIDTHS[head.query], head.back)
+        )
         key[: _WIDTHS[head.key], _SPACES[head.key]] = torch.eye(_WIDTHS[head.key])
     if head.value == "one":  # one-hot positions add up to one
         value[0, _SPACES["position"]] = 1.0

@@ -1,10 +1,12 @@
 """The task of the known answer: continue a random sequence that has begun to repeat.
 
-``BOS x1 .. xp x1 .. xp x1 ..``: x1 .. xp are p different tokens in random order, and p differs from example to example.
-From the p-th token on, the next token is the one that followed the present token's earlier occurrence. No token follows
-from another one in general and no fixed distance leads to the answer, so attention alone can find it, and needs two
-layers: one head tells every position which token came before it, a later one looks for the position whose previous
-token is the present one (Olsson et al. 2022, "In-context Learning and Induction Heads").
+``BOS x1 .. xp x1 .. xp x1 ..``: x1 .. xp are p different tokens in random order, and p differs from
+example to example. From the p-th token on, the next token is the one that followed the present
+token's earlier occurrence. No token follows from another one in general and no fixed distance leads
+to the answer, so attention alone can find it, and needs two
+layers: one head tells every position which token came before it, a later one looks for the position
+whose previous token is the present one (Olsson et al. 2022, "In-context Learning and Induction
+Heads").
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Batch = dict[str, Tensor]
 
 
 def examples(n: int, seed: int) -> Batch:
-    """``input_ids`` and ``labels``, ``[n, LENGTH]``; a label is the next token, or IGNORED where it does not follow."""
+    """``input_ids`` and ``labels``, ``[n, LENGTH]``; a label is the next token, or IGNORED where it
+    does not follow."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(n, N_TOKENS, generator=generator).argsort(1)
     period = torch.tensor(PERIODS)[torch.randint(len(PERIODS), (n, 1), generator=generator)]
@@ -35,7 +38,8 @@ def examples(n: int, seed: int) -> Batch:
 
 
 class AttentionOnly(nn.Module):
-    """Token and position embeddings, layers of causal attention, each added to the residual stream, an unembedding.
+    """Token and position embeddings, layers of causal attention, each added to the residual stream,
+    an unembedding.
 
     Args:
         width: Of the residual stream.
@@ -46,13 +50,20 @@ class AttentionOnly(nn.Module):
     """
 
     def __init__(
-        self, width: int, n_heads: tuple[int, ...], head_dim: int, value_dim: int | None = None, bias: bool = True
+        self,
+        width: int,
+        n_heads: tuple[int, ...],
+        head_dim: int,
+        value_dim: int | None = None,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(N_TOKENS + 1, width)
         self.position = nn.Embedding(LENGTH, width)
         self.layers = nn.ModuleList(
-            MultiHeadAttention(width, n, head_dim=head_dim, value_dim=value_dim, bias=False, output_bias=bias)
+            MultiHeadAttention(
+                width, n, head_dim=head_dim, value_dim=value_dim, bias=False, output_bias=bias
+            )
             for n in n_heads
         )
         self.unembed = nn.Linear(width, N_TOKENS, bias=False)
@@ -73,7 +84,9 @@ class AttentionOnly(nn.Module):
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross entropy of each example, the mean over the tokens that follow, ``[batch]``."""
     labels = batch["labels"]
-    each = functional.cross_entropy(model(batch["input_ids"]).transpose(1, 2), labels, reduction="none")
+    each = functional.cross_entropy(
+        model(batch["input_ids"]).transpose(1, 2), labels, reduction="none"
+    )
     counted = labels != IGNORED
     return (each * counted).sum(1) / counted.sum(1)
 

@@ -1,11 +1,13 @@
-"""The same task learned from data; as a script it trains the model and writes the weights that the tests load.
+"""The same task learned from data; as a script it trains the model and writes the weights that the
+tests load.
 
     python -m tests.known.trained
 
-Trained on the task alone, several heads of layer 1 learn the same and stand in for each other, so that no one of them
-is necessary. So two more terms are minimised. A price on the size of heads, ``sum_h |W_V,h| |W_O,h|``, leaves fewer
-that do the work. And the first token after BOS is to be read off the residual stream, through a matrix that is thrown
-away afterwards: a head that learns this moves activations and no answer. Which heads turn out necessary nobody says:
+Trained on the task alone, several heads of layer 1 learn the same and stand in for each other, so
+that no one of them is necessary. So two more terms are minimised. A price on the size of heads,
+``sum_h |W_V,h| |W_O,h|``, leaves fewer that do the work. And the first token after BOS is to be
+read off the residual stream, through a matrix that is thrown away afterwards: a head that learns
+this moves activations and no answer. Which heads turn out necessary nobody says:
 ``ablation.necessary`` measures it.
 """
 
@@ -30,7 +32,8 @@ WIDTH = 48
 
 
 def untrained() -> AttentionOnly:
-    """The model as training finds it, drawn from torch's random state: 2 layers of 4 heads, 21,312 parameters."""
+    """The model as training finds it, drawn from torch's random state: 2 layers of 4 heads, 21,312
+    parameters."""
     return AttentionOnly(WIDTH, n_heads=(4, 4), head_dim=12)
 
 
@@ -47,9 +50,13 @@ def train(seed: int = SEED, steps: int = STEPS, progress: bool = False) -> Atten
         torch.manual_seed(seed)
         model, first = untrained(), nn.Linear(WIDTH, N_TOKENS)
     optimizer = torch.optim.Adam([*model.parameters(), *first.parameters()])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, RATE, total_steps=steps, pct_start=0.05
+    )
     for step in range(steps):
-        batch = examples(BATCH, seed=10**6 * (seed + 1) + step)  # measurements have seeds below 10 ** 6
+        batch = examples(
+            BATCH, seed=10**6 * (seed + 1) + step
+        )  # measurements have seeds below 10 ** 6
         mean = loss(model, batch).mean()
         total = mean + FIRST * _first_token(model, first, batch["input_ids"]) + SIZE * _sizes(model)
         optimizer.zero_grad()
@@ -57,7 +64,10 @@ def train(seed: int = SEED, steps: int = STEPS, progress: bool = False) -> Atten
         optimizer.step()
         schedule.step()
         if progress and (step + 1) % 100 == 0:
-            print(f"step {step + 1}: loss {mean.item():.4f}, accuracy {accuracy(model, batch):.3f}", flush=True)
+            print(
+                f"step {step + 1}: loss {mean.item():.4f}, accuracy {accuracy(model, batch):.3f}",
+                flush=True,
+            )
     return model.eval()
 
 
@@ -70,13 +80,20 @@ def _sizes(model: AttentionOnly) -> Tensor:
     total = torch.zeros(())
     for layer in model.layers:
         value = layer.W_v.weight.unflatten(0, (layer.n_heads, -1)).flatten(1).norm(dim=1)
-        output = layer.W_o.weight.unflatten(1, (layer.n_heads, -1)).transpose(0, 1).flatten(1).norm(dim=1)
+        output = (
+            layer.W_o.weight.unflatten(1, (layer.n_heads, -1))
+            .transpose(0, 1)
+            .flatten(1)
+            .norm(dim=1)
+        )
         total = total + value @ output
     return total
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     args = parser.parse_args(argv)

@@ -1,4 +1,5 @@
-"""The matrix of the laws: every registered family, what can be told of it without building it, and how it is run."""
+"""The matrix of the laws: every registered family, what can be told of it without building it, and
+how it is run."""
 
 from __future__ import annotations
 
@@ -19,16 +20,21 @@ from headprune.model.running import call, outputs
 from tests.laws.support import Subject, objective, set_implementation
 
 #: (layout, family), everything that is registered.
-FAMILIES = [(layout, family) for layout in registry.names() for family, _ in registry.get(layout).families]
+FAMILIES = [
+    (layout, family) for layout in registry.names() for family, _ in registry.get(layout).families
+]
 
 #: Families whose layers must keep a head; every other one may lose all.
 KEEP_A_HEAD = {"diffusers-style", "x_transformers.Encoder", "x_transformers.Decoder"}
 
 
 def over(families: Iterable[tuple[str, str]] = FAMILIES) -> pytest.MarkDecorator:
-    """Runs a test on every one of these families; its argument ``subject`` is the family's model."""
+    """Runs a test on every one of these families; its argument ``subject`` is the family's
+    model."""
     pairs = list(families)
-    return pytest.mark.parametrize("subject", pairs, indirect=True, ids=[family for _, family in pairs])
+    return pytest.mark.parametrize(
+        "subject", pairs, indirect=True, ids=[family for _, family in pairs]
+    )
 
 
 def builder(layout: str, family: str) -> Any:
@@ -48,7 +54,8 @@ def batch_of(layout: str, family: str) -> dict[str, Any]:
 
 
 def implementations(layout: str, family: str) -> list[str]:
-    """The attention kernels that a family's class has; "own" is the code of a module from elsewhere."""
+    """The attention kernels that a family's class has; "own" is the code of a module from
+    elsewhere."""
     kind = model_class(layout, family)
     if kind is None:
         return ["own"]
@@ -78,7 +85,14 @@ def assert_equal(got: list[Tensor], expected: list[Tensor], **tolerance: float) 
 
 
 def far(got: list[Tensor], expected: list[Tensor]) -> bool:
-    return max(float((a - b).detach().abs().max()) for a, b in zip(got, expected, strict=True) if a.numel()) > 1e-6
+    return (
+        max(
+            float((a - b).detach().abs().max())
+            for a, b in zip(got, expected, strict=True)
+            if a.numel()
+        )
+        > 1e-6
+    )
 
 
 def gradients(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -90,11 +104,16 @@ def gradients(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         if not aim.requires_grad:  # all that is trained, adapters, has been cut
             return {n: torch.zeros_like(p) for n, p in named.items()}
         found = torch.autograd.grad(aim, list(named.values()), allow_unused=True)
-    return {n: torch.zeros_like(named[n]) if g is None else g for n, g in zip(named, found, strict=True)}
+    return {
+        n: torch.zeros_like(named[n]) if g is None else g for n, g in zip(named, found, strict=True)
+    }
 
 
-def slices(model: nn.Module, full: dict[str, Tensor], mask: hp.HeadMask, sites: Any) -> dict[str, Tensor]:
-    """What is left of the gated model's gradients after a cut: they take the weights' place, and are cut like them."""
+def slices(
+    model: nn.Module, full: dict[str, Tensor], mask: hp.HeadMask, sites: Any
+) -> dict[str, Tensor]:
+    """What is left of the gated model's gradients after a cut: they take the weights' place, and
+    are cut like them."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
@@ -104,14 +123,25 @@ def slices(model: nn.Module, full: dict[str, Tensor], mask: hp.HeadMask, sites: 
 
 
 def assert_same_gradients(
-    subject: Subject, small: nn.Module, full: dict[str, Tensor], mask: hp.HeadMask, sites: Any = None
+    subject: Subject,
+    small: nn.Module,
+    full: dict[str, Tensor],
+    mask: hp.HeadMask,
+    sites: Any = None,
 ) -> None:
     """The gradients of a cut model are slices of the gated model's, ``full``.
 
-    Rounding is of the largest gradient: keys' biases have none but what softmax leaves of it in rounding.
+    Rounding is of the largest gradient: keys' biases have none but what softmax leaves of it in
+    rounding.
     """
     expected, got = slices(subject.model, full, mask, sites), gradients(small, subject.batch)
     assert list(got) == list(expected)
     scale = max(1.0, *(float(g.abs().max()) for g in expected.values() if g.numel()))
     for name, gradient in got.items():
-        assert_close(gradient, expected[name], rtol=1e-10, atol=1e-11 * scale, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close(
+            gradient,
+            expected[name],
+            rtol=1e-10,
+            atol=1e-11 * scale,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )

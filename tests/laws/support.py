@@ -1,4 +1,5 @@
-"""Models for the laws, what they put out, and a picture of everything a reversible change must put back."""
+"""Models for the laws, what they put out, and a picture of everything a reversible change must put
+back."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def subject_of(name: str, seed: int = 0) -> Subject:
 
 
 def family_subject(layout: str, family: str, seed: int = 0) -> Subject:
-    """A family's tiny model; run it in ``Doubled``, for the norms of most families compute in fp32 of their own."""
+    """A family's tiny model; run it in ``Doubled``, for the norms of most families compute in fp32
+    of their own."""
     found = registry.get(layout)
     model, batch = found.tiny(seed, family)
     model = double_(shaken(model, norms=False)).eval()
@@ -86,7 +88,8 @@ def family_subject(layout: str, family: str, seed: int = 0) -> Subject:
 
 
 def labelled_subject(name: str) -> Subject:
-    """``subject_of``, and T5 with labels in place of its decoder's inputs, for losses and generation alike."""
+    """``subject_of``, and T5 with labels in place of its decoder's inputs, for losses and
+    generation alike."""
     if name != "t5":
         return subject_of(name)
     found = family_subject("t5", "t5")
@@ -102,16 +105,20 @@ def examples_of(subject: Subject, n: int = 7) -> dict[str, Any]:
 
 
 def shaken(model: nn.Module, norms: bool = True) -> nn.Module:
-    """Random values everywhere: fresh models have biases of zero and norms of one, which would hide mistakes."""
+    """Random values everywhere: fresh models have biases of zero and norms of one, which would hide
+    mistakes."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter += 0.1 * torch.randn(
+                parameter.shape, generator=generator, dtype=parameter.dtype
+            )
     return without_float32_norms(model) if norms else model
 
 
 def without_float32_norms(model: nn.Module) -> nn.Module:
-    """Llama's RMSNorm computes in float32, whatever the model's dtype; PyTorch's is the same formula in any dtype."""
+    """Llama's RMSNorm computes in float32, whatever the model's dtype; PyTorch's is the same
+    formula in any dtype."""
     for module in model.modules():
         for name, child in module.named_children():
             if type(child).__name__ == "LlamaRMSNorm":
@@ -122,7 +129,10 @@ def without_float32_norms(model: nn.Module) -> nn.Module:
 
 
 def as_double(batch: Any) -> Any:
-    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    return {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in batch.items()
+    }
 
 
 def logits(model: nn.Module, batch: Any) -> Tensor:
@@ -137,7 +147,8 @@ def objective(output: Tensor) -> Tensor:
 
 
 def picture(model: nn.Module) -> list[Any]:
-    """Everything about a model that must be as before: classes, attributes, hooks, and the very same tensors."""
+    """Everything about a model that must be as before: classes, attributes, hooks, and the very
+    same tensors."""
     seen: list[Any] = []
     for name, module in model.named_modules(remove_duplicate=False):
         seen.append((name, type(module)))
@@ -147,7 +158,9 @@ def picture(model: nn.Module) -> list[Any]:
             else:
                 plain = isinstance(value, (int, float, str, tuple, type(None)))
                 seen.append((name, key, value if plain else id(value)))
-    seen += [(n, id(p), p.requires_grad, p.data_ptr(), p._version) for n, p in model.named_parameters()]
+    seen += [
+        (n, id(p), p.requires_grad, p.data_ptr(), p._version) for n, p in model.named_parameters()
+    ]
     return seen
 
 

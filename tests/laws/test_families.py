@@ -1,4 +1,5 @@
-"""The matrix of the laws itself: which families are in it, and that all their attentions are found."""
+"""The matrix of the laws itself: which families are in it, and that all their attentions are
+found."""
 
 from __future__ import annotations
 
@@ -47,13 +48,24 @@ def test_the_matrix_has_both_kernels() -> None:
 def test_every_attention_of_the_model_is_a_site_of_its_layout(subject: Subject) -> None:
     others = MIXED.get(subject.family, {})
     for site in subject.sites:
-        expected = [layout for part, layout in others.items() if part in site.name] or [subject.layout.name]
+        expected = [layout for part, layout in others.items() if part in site.name] or [
+            subject.layout.name
+        ]
         assert [site.layout] == expected, site.name
-        assert reason_against(registry.get(site.layout), subject.model.get_submodule(site.name)) is None
+        assert (
+            reason_against(registry.get(site.layout), subject.model.get_submodule(site.name))
+            is None
+        )
     assert {s.layout for s in subject.sites} == {subject.layout.name, *others.values()}
     inside = tuple(f"{s.name}." if s.name else "" for s in subject.sites)
     own = {s.name for s in subject.sites}
     for name, module in subject.model.named_modules():
         holds = any(site.startswith(f"{name}.") for site in own)
-        if type(module).__name__.endswith(("Attention", "SelfAttention")) and list(module.parameters()) and not holds:
-            assert name in own or name.startswith(inside), f"{name} ({type(module).__name__}) was not found"
+        if (
+            type(module).__name__.endswith(("Attention", "SelfAttention"))
+            and list(module.parameters())
+            and not holds
+        ):
+            assert name in own or name.startswith(inside), (
+                f"{name} ({type(module).__name__}) was not found"
+            )

@@ -1,4 +1,5 @@
-"""Law 1: no gate costs nothing; gates at 1 are bit-identical and carry their gradient; nothing remains afterwards."""
+"""Law 1: no gate costs nothing; gates at 1 are bit-identical and carry their gradient; nothing
+remains afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from headprune.layouts import registry
 from tests.laws.support import CLOSE, DEEP, EXACT, Subject, objective, picture
 
 
-def gates(subject: Subject, form: str, value: float = 1.0, batch: int = 3) -> torch.Tensor | dict[str, torch.Tensor]:
+def gates(
+    subject: Subject, form: str, value: float = 1.0, batch: int = 3
+) -> torch.Tensor | dict[str, torch.Tensor]:
     n_heads = subject.sites[0].n_query_heads
     if form == "table":
         return torch.full((len(subject.sites), n_heads), value, dtype=torch.float64)
@@ -41,7 +44,9 @@ def test_gates_at_one_are_bit_identical(subject: Subject, form: str) -> None:
     with hp.gated(subject.model, gates(subject, form)):
         assert_close(subject.run(), expected, **EXACT)
     with hp.gated(subject.model, gates(subject, form, 0.5)):
-        assert (subject.run() - expected).abs().max() > 1e-4  # the same form at another value does something
+        assert (
+            subject.run() - expected
+        ).abs().max() > 1e-4  # the same form at another value does something
 
 
 @pytest.mark.parametrize("form", ["heads", "batch", "tokens", "table"])
@@ -82,7 +87,11 @@ def test_every_form_of_gradient_adds_up_to_the_others(subject: Subject) -> None:
     per_head, per_example = (torch.ones(*lead, n_heads, dtype=torch.float64) for lead in ((), (3,)))
     table = torch.ones(len(subject.sites), n_heads, dtype=torch.float64)
     found = []
-    for leaf, given in ((per_head, {site.name: per_head}), (per_example, {site.name: per_example}), (table, table)):
+    for leaf, given in (
+        (per_head, {site.name: per_head}),
+        (per_example, {site.name: per_example}),
+        (table, table),
+    ):
         leaf.requires_grad_()
         with hp.gated(subject.model, given):
             found.append(torch.autograd.grad(objective(subject.run()), leaf)[0])
@@ -151,7 +160,8 @@ def test_nested_gates_multiply(subject: Subject) -> None:
 
 
 def test_one_tensor_may_gate_two_nested_blocks(subject: Subject) -> None:
-    """The inner block takes only its own gate away, though the outer block's is the very same tensor."""
+    """The inner block takes only its own gate away, though the outer block's is the very same
+    tensor."""
     before, site = picture(subject.model), subject.sites[0]
     a = torch.full((site.n_query_heads,), 0.5, dtype=torch.float64)
     with hp.gated(subject.model, {site.name: a}):

@@ -1,4 +1,5 @@
-"""Law 2 over every family: a gate of zero is a head whose output nobody reads, and it has an effect; fp64."""
+"""Law 2 over every family: a gate of zero is a head whose output nobody reads, and it has an
+effect; fp64."""
 
 from __future__ import annotations
 

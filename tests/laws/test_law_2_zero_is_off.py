@@ -1,4 +1,5 @@
-"""Law 2: a gate at 0 equals a head whose slice of the output projection is zero, and changes the output."""
+"""Law 2: a gate at 0 equals a head whose slice of the output projection is zero, and changes the
+output."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from tests.laws.support import CLOSE, EXACT, Subject
 
 
 def with_zeroed(subject: Subject, site: hp.AttentionSite, heads: list[int]) -> nn.Module:
-    """A copy in which the output projection no longer reads the heads: no code of ours says which columns those are."""
+    """A copy in which the output projection no longer reads the heads: no code of ours says which
+    columns those are."""
     model = subject.copy()
     projection = model.get_submodule(f"{site.name}.{subject.layout.gate}")
     width = subject.sites[0].value_dim

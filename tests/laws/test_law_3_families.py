@@ -1,5 +1,6 @@
-"""Law 3 over every family: gated = pruned in outputs and in every gradient, with every kernel, padded left and right,
-under every policy of grouped queries, and beneath accelerate's hooks; fp64."""
+"""Law 3 over every family: gated = pruned in outputs and in every gradient, with every kernel,
+padded left and right, under every policy of grouped queries, and beneath accelerate's hooks;
+fp64."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ from tests.laws.support import CLOSE, Subject
 
 #: One case a family and kernel that it has.
 KERNELS = [
-    pytest.param(pair, kernel, id=f"{pair[1]}-{kernel}") for pair in FAMILIES for kernel in implementations(*pair)
+    pytest.param(pair, kernel, id=f"{pair[1]}-{kernel}")
+    for pair in FAMILIES
+    for kernel in implementations(*pair)
 ]
 
 
@@ -52,14 +55,19 @@ def test_law_3_gated_is_pruned(subject: Subject, implementation: str) -> None:
         assert_equal(run(small, subject.batch), expected, **CLOSE)
         assert_same_gradients(subject, small, full, mask)
         for site in subject.sites:
-            inside = (g for n, g in full.items() if n.startswith(f"{site.name}." if site.name else ""))
+            inside = (
+                g for n, g in full.items() if n.startswith(f"{site.name}." if site.name else "")
+            )
             assert any((g.abs() > 1e-6).any() for g in inside), f"{site.name} has no gradient"
 
 
 def turned(batch: dict[str, Any]) -> dict[str, Any] | None:
-    """The batch with its padding on the left; None where there is none, or where it may only be on the right."""
+    """The batch with its padding on the left; None where there is none, or where it may only be on
+    the right."""
     if "attention_mask" in batch and "input_ids" in batch:
-        return {k: v.flip(1) if k in ("attention_mask", "input_ids") else v for k, v in batch.items()}
+        return {
+            k: v.flip(1) if k in ("attention_mask", "input_ids") else v for k, v in batch.items()
+        }
     if "padding" in batch:
         return {k: v.flip(-1) if k == "padding" else v for k, v in batch.items()}
     return None
@@ -88,7 +96,8 @@ def mask_of(layout: str, left: bool) -> dict[str, Any]:
     }[layout]
 
 
-#: Families whose model takes no mask while its attentions do. The textbook ones' models pad on the right by themselves.
+#: Families whose model takes no mask while its attentions do. The textbook ones' models pad on the
+#: right by themselves.
 MASKED = {"x_transformers.Encoder": 2, "x_transformers.Decoder": 2, "timm.AttentionRope": 2}
 MASKED |= {"annotated transformer": 1, "labml": 1}
 PADDED = [
@@ -134,7 +143,10 @@ def test_law_3_policies_of_grouped_queries(subject: Subject, policy: Any) -> Non
     for seed in range(2):
         mask, small = allowed(sites, policy, seed), copy.deepcopy(subject.model)
         with hp.gated(subject.model, mask, sites):
-            expected, full = run(subject.model, subject.batch), gradients(subject.model, subject.batch)
+            expected, full = (
+                run(subject.model, subject.batch),
+                gradients(subject.model, subject.batch),
+            )
         hp.prune_(small, mask, sites=sites)
         assert_equal(run(small, subject.batch), expected, **CLOSE)
         assert_same_gradients(subject, small, full, mask, sites)
@@ -160,7 +172,9 @@ def allowed(sites: Any, policy: str, seed: int) -> hp.HeadMask:
 
 
 @over(pair for pair in FAMILIES if set(registry.get(pair[0]).policies) != set(POLICIES))
-def test_law_3_a_policy_that_a_layout_lacks_is_refused_or_makes_no_difference(subject: Subject) -> None:
+def test_law_3_a_policy_that_a_layout_lacks_is_refused_or_makes_no_difference(
+    subject: Subject,
+) -> None:
     for policy in set(POLICIES) - set(subject.layout.policies):
         if any(s.n_kv_heads < s.n_query_heads for s in subject.sites):
             with pytest.raises(UnsupportedModel, match="a policy that layout"):
@@ -170,8 +184,8 @@ def test_law_3_a_policy_that_a_layout_lacks_is_refused_or_makes_no_difference(su
 
 
 def hooked(model: nn.Module) -> nn.Module:
-    """A copy with accelerate's hooks on every module, as ``device_map="auto"`` puts them there: each takes the place of
-    its module's ``forward``."""
+    """A copy with accelerate's hooks on every module, as ``device_map="auto"`` puts them there:
+    each takes the place of its module's ``forward``."""
     twin = copy.deepcopy(model)
     for module in list(twin.modules()):
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=False))
@@ -195,7 +209,8 @@ def test_law_3_beneath_the_hooks_of_accelerate(subject: Subject) -> None:
     assert_equal(run(small, subject.batch), expected, **CLOSE)
 
 
-#: Those whose own code reads weights of a module that it does not call, which accelerate does not fetch.
+#: Those whose own code reads weights of a module that it does not call, which accelerate does not
+#: fetch.
 NOT_OFFLOADED = {
     "deberta-v2",
     "deberta-v3",

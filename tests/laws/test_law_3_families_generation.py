@@ -1,5 +1,5 @@
-"""Law 3 in generation, over every family that generates: both kernels, caches, left padding, beams, layers without
-heads; fp64."""
+"""Law 3 in generation, over every family that generates: both kernels, caches, left padding, beams,
+layers without heads; fp64."""
 
 from __future__ import annotations
 
@@ -28,11 +28,17 @@ def generates(layout: str, family: str) -> bool:
 
 
 FAMILIES = [pair for pair in families.FAMILIES if generates(*pair)]
-#: Families that have another kernel than eager attention, and run with it where nothing else is said.
+#: Families that have another kernel than eager attention, and run with it where nothing else is
+#: said.
 BOTH = [pair for pair in FAMILIES if "sdpa" in implementations(*pair)]
-#: Transformers builds ALiBi from a mask of two axes, and hands it one of four where the cache is static.
+#: Transformers builds ALiBi from a mask of two axes, and hands it one of four where the cache is
+#: static.
 NO_STATIC = {"falcon-alibi"}
-STATIC = [pair for pair in FAMILIES if model_class(*pair)._can_compile_fullgraph and pair[1] not in NO_STATIC]
+STATIC = [
+    pair
+    for pair in FAMILIES
+    if model_class(*pair)._can_compile_fullgraph and pair[1] not in NO_STATIC
+]
 BEAMS = ["t5", "bart", "whisper", "llama", "falcon"]
 FLEX = ["bart", "gpt_neox", "opt", "t5"]
 MASKS = ["ragged", "without heads"]
@@ -45,7 +51,8 @@ def named(names: list[str]) -> list[tuple[str, str]]:
 
 
 def cut(subject: Subject, which: str) -> tuple[hp.HeadMask, nn.Module]:
-    """A mask and the model that was cut by it: every site ragged, or the first site of every kind without heads."""
+    """A mask and the model that was cut by it: every site ragged, or the first site of every kind
+    without heads."""
     small = subject.copy()
     if which == "ragged":
         mask = subject.ragged(1)
@@ -57,7 +64,8 @@ def cut(subject: Subject, which: str) -> tuple[hp.HeadMask, nn.Module]:
 
 
 def left_padded(subject: Subject) -> dict[str, Tensor]:
-    """The batch as generation takes it, ragged and padded on the left; images and sounds are as long as they are."""
+    """The batch as generation takes it, ragged and padded on the left; images and sounds are as
+    long as they are."""
     batch = {k: v for k, v in subject.batch.items() if k not in ("labels", "decoder_input_ids")}
     if "pixel_values" in batch or "attention_mask" not in batch:
         return batch
@@ -66,10 +74,19 @@ def left_padded(subject: Subject) -> dict[str, Tensor]:
 
 
 def generate(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Any:
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    options = {
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        **options,
+    }
     with Doubled():
         return model.generate(  # type: ignore[operator]
-            **inputs, output_scores=True, output_logits=True, return_dict_in_generate=True, **options
+            **inputs,
+            output_scores=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
         )
 
 
@@ -139,13 +156,18 @@ def test_beam_search_reorders_every_cache(subject: Subject, which: str) -> None:
     assert expected.beam_indices.unique().numel() > 3, "beams have moved"
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # said by Transformers' own call
+@pytest.mark.filterwarnings(
+    "ignore:_compile flag on create_block_mask"
+)  # said by Transformers' own call
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # said as PyTorch imports inductor
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated"
+)  # said as PyTorch imports inductor
 @pytest.mark.parametrize("which", MASKS)
 @over(named(FLEX))  # test_law_3_gated_is_pruned.py has bert, llama and vit
 def test_flex_attention_forward(subject: Subject, which: str) -> None:
-    """Uncompiled, for inductor would take half a minute a model. One example: T5's bias does not fit more in flex."""
+    """Uncompiled, for inductor would take half a minute a model. One example: T5's bias does not
+    fit more in flex."""
     batch = {k: v[:1] for k, v in subject.batch.items()}
     set_implementation(subject.model, "flex_attention")
     mask, small = cut(subject, which)

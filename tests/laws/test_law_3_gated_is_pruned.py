@@ -25,7 +25,9 @@ from tests.laws.support import (
 )
 
 
-def gated_output(subject: Subject, mask: hp.HeadMask, model: nn.Module | None = None) -> torch.Tensor:
+def gated_output(
+    subject: Subject, mask: hp.HeadMask, model: nn.Module | None = None
+) -> torch.Tensor:
     model = subject.model if model is None else model
     with hp.gated(model, mask):
         return subject.run(model)
@@ -54,23 +56,32 @@ def test_outputs_with_every_kernel(name: str, implementation: str) -> None:
         small = subject.copy()
         hp.prune_(small, mask)
         assert_close(subject.run(small), gated_output(subject, mask), **CLOSE)
-        other = "sdpa" if implementation == "eager" else "eager"  # and after the cut the kernel can still be chosen
+        other = (
+            "sdpa" if implementation == "eager" else "eager"
+        )  # and after the cut the kernel can still be chosen
         set_implementation(small, other)
         # Eager attention takes its softmax in float32, whatever the model's dtype.
         assert_close(subject.run(small), gated_output(subject, mask), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # said by Transformers' own call
+@pytest.mark.filterwarnings(
+    "ignore:_compile flag on create_block_mask"
+)  # said by Transformers' own call
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # said as PyTorch imports inductor
-@pytest.mark.parametrize("name", ["bert", "llama", "vit"])  # Transformers has no flex attention for GPT-2
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated"
+)  # said as PyTorch imports inductor
+@pytest.mark.parametrize(
+    "name", ["bert", "llama", "vit"]
+)  # Transformers has no flex attention for GPT-2
 def test_flex_attention_forward(name: str) -> None:
     subject = subject_of(name)
     model = subject.model.float()
     subject.batch = {k: v.float() if v.is_floating_point() else v for k, v in subject.batch.items()}
     set_implementation(model, "flex_attention")
     mask, small = subject.mask({s.name: s.units[-1] for s in subject.sites}), copy.deepcopy(model)
-    # Inductor would take half a minute a model; uncompiled, the same operator computes the same thing.
+    # Inductor would take half a minute a model; uncompiled, the same operator computes the same
+    # thing.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         expected = gated_output(subject, mask, model)
         hp.prune_(small, mask)
@@ -80,7 +91,8 @@ def test_flex_attention_forward(name: str) -> None:
 
 @pytest.mark.parametrize("masked", ["ragged", "first layer without heads"])
 def test_gradients_of_the_parameters_that_remain(subject: Subject, masked: str) -> None:
-    """The gated model's gradients are put in the place of its weights, so that the same cut picks their slices."""
+    """The gated model's gradients are put in the place of its weights, so that the same cut picks
+    their slices."""
     mask = subject.ragged() if masked == "ragged" else subject.mask({subject.sites[0].name: []})
     small = subject.copy()
     hp.prune_(small, mask)
@@ -92,7 +104,9 @@ def test_gradients_of_the_parameters_that_remain(subject: Subject, masked: str) 
             ours.copy_(torch.zeros_like(full) if full.grad is None else full.grad)
     hp.prune_(slices, mask)
     compared = 0
-    for (name, got), (_, expected) in zip(small.named_parameters(), slices.named_parameters(), strict=True):
+    for (name, got), (_, expected) in zip(
+        small.named_parameters(), slices.named_parameters(), strict=True
+    ):
         gradient = torch.zeros_like(got) if got.grad is None else got.grad
         assert_close(gradient, expected.detach(), msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
         compared += bool((expected.abs() > 1e-6).any())
@@ -105,7 +119,9 @@ def test_gradients_of_the_inputs(subject: Subject) -> None:
 
     def inputs(model: nn.Module) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
         if "input_ids" in subject.batch:
-            embedded = model.get_input_embeddings()(subject.batch["input_ids"]).detach().requires_grad_()
+            embedded = (
+                model.get_input_embeddings()(subject.batch["input_ids"]).detach().requires_grad_()
+            )
             return {"input_ids": None, "inputs_embeds": embedded}, embedded
         key = "x" if "x" in subject.batch else "pixel_values"
         leaf = subject.batch[key].clone().requires_grad_()
@@ -120,22 +136,29 @@ def test_gradients_of_the_inputs(subject: Subject) -> None:
     assert_close(got, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("subject", [name for name in DEEP if name != "vit"], indirect=True)  # images have no padding
+@pytest.mark.parametrize(
+    "subject", [name for name in DEEP if name != "vit"], indirect=True
+)  # images have no padding
 def test_padding_does_not_reach_the_tokens(subject: Subject) -> None:
-    """The shortest example on its own and among longer ones: the pruned model keeps the masks in order."""
+    """The shortest example on its own and among longer ones: the pruned model keeps the masks in
+    order."""
     small = subject.copy()
     hp.prune_(small, subject.ragged())
     together = subject.run(small)
     if "attention_mask" in subject.batch:
         last = int(subject.batch["attention_mask"][2].sum())
-        alone = subject.run(small, input_ids=subject.batch["input_ids"][2:, :last], attention_mask=None, labels=None)
+        alone = subject.run(
+            small, input_ids=subject.batch["input_ids"][2:, :last], attention_mask=None, labels=None
+        )
         assert last < subject.batch["input_ids"].shape[1]
         together = together[2:] if together.ndim == 2 else together[2:, :last]
     else:
         last = int(subject.batch["valid_lens"][2])
         alone = subject.run(small, x=subject.batch["x"][2:, :last], valid_lens=torch.tensor([last]))
         together = together[2:]
-    assert_close(together, alone, rtol=1e-6, atol=1e-6)  # Llama's rotary tables and eager softmax are in float32
+    assert_close(
+        together, alone, rtol=1e-6, atol=1e-6
+    )  # Llama's rotary tables and eager softmax are in float32
 
 
 def test_gradient_checkpointing_gives_the_same_gate_gradients(subject: Subject) -> None:
@@ -143,7 +166,9 @@ def test_gradient_checkpointing_gives_the_same_gate_gradients(subject: Subject) 
     site = subject.sites[0]
     gate = torch.full((site.n_query_heads,), 0.7, dtype=torch.float64, requires_grad=True)
     calls: list[str] = []
-    model.get_submodule(f"{site.name}.{subject.layout.gate}").register_forward_hook(lambda *_: calls.append("o"))
+    model.get_submodule(f"{site.name}.{subject.layout.gate}").register_forward_hook(
+        lambda *_: calls.append("o")
+    )
 
     def gradient(checkpointed: bool) -> torch.Tensor:
         calls.clear()
@@ -151,7 +176,9 @@ def test_gradient_checkpointing_gives_the_same_gate_gradients(subject: Subject) 
             if checkpointed and subject.layout.name == "multi_head_attention":
                 out = checkpoint(lambda: subject.run(model), use_reentrant=False)
             else:
-                out = subject.run(model, **({"use_cache": False} if "input_ids" in subject.batch else {}))
+                out = subject.run(
+                    model, **({"use_cache": False} if "input_ids" in subject.batch else {})
+                )
             found: torch.Tensor = torch.autograd.grad(objective(out), gate)[0]
         return found
 
@@ -159,7 +186,9 @@ def test_gradient_checkpointing_gives_the_same_gate_gradients(subject: Subject) 
     assert calls == ["o"]
     if hasattr(model, "gradient_checkpointing_enable"):
         # Transformers renames this within version 5.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
         enable()
     got = gradient(checkpointed=True)
     assert calls == ["o", "o"], "the forward did not run again"
@@ -167,11 +196,13 @@ def test_gradient_checkpointing_gives_the_same_gate_gradients(subject: Subject) 
     assert_close(got, expected, **CLOSE)
 
 
-# Dynamo looks at .grad of the gates' views, behind a filter of its own that does not stop warnings from being errors.
+# Dynamo looks at .grad of the gates' views, behind a filter of its own that does not stop warnings
+# from being errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_a_model_that_was_compiled_and_run_before(subject: Subject) -> None:
-    """Gates take effect inside the block, other values the next time, and none afterwards; then comes the knife."""
+    """Gates take effect inside the block, other values the next time, and none afterwards; then
+    comes the knife."""
     torch._dynamo.reset()
     graphs: list[int] = []
 

@@ -1,4 +1,5 @@
-"""Law 3, decoders: gated = pruned in generation with a KV cache, with left padding, with one layer's heads all gone."""
+"""Law 3, decoders: gated = pruned in generation with a KV cache, with left padding, with one
+layer's heads all gone."""
 
 from __future__ import annotations
 
@@ -22,15 +23,25 @@ MASKS = ["ragged", "first layer without heads", "middle layer without heads", "n
 
 def mask_of(subject: Subject, which: str) -> hp.HeadMask:
     names = [s.name for s in subject.sites]
-    gone = {"first layer without heads": names[:1], "middle layer without heads": names[1:2], "no heads at all": names}
-    return subject.ragged(1) if which == "ragged" else subject.mask({name: [] for name in gone[which]})
+    gone = {
+        "first layer without heads": names[:1],
+        "middle layer without heads": names[1:2],
+        "no heads at all": names,
+    }
+    return (
+        subject.ragged(1) if which == "ragged" else subject.mask({name: [] for name in gone[which]})
+    )
 
 
 def generate(subject: Subject, model: nn.Module, **options: Any) -> Any:
     ids = torch.randint(3, 50, (3, 7), generator=torch.Generator().manual_seed(3)) * LEFT
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **options}
     return model.generate(
-        input_ids=ids, attention_mask=LEFT, output_logits=True, return_dict_in_generate=True, **options
+        input_ids=ids,
+        attention_mask=LEFT,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
     )
 
 
@@ -51,7 +62,9 @@ def test_greedy_with_a_left_padded_batch(decoder: Subject, which: str) -> None:
     assert got.past_key_values.get_seq_length() == 7 + 6 - 1
     for layer, site in zip(got.past_key_values.layers, decoder.sites, strict=True):
         n_kept = len(mask.kept(site.name))
-        assert layer.keys.shape[1] == max(1, n_kept // site.group_size), "the cache has not shrunk with the heads"
+        assert layer.keys.shape[1] == max(1, n_kept // site.group_size), (
+            "the cache has not shrunk with the heads"
+        )
     assert not torch.equal(generate(decoder, decoder.model).sequences, expected.sequences)
 
 
@@ -62,7 +75,9 @@ def test_a_left_padded_example_is_generated_as_if_alone(decoder: Subject, which:
     hp.prune_(small, mask_of(decoder, which))
     together = generate(decoder, small)
     ids = torch.randint(3, 50, (3, 7), generator=torch.Generator().manual_seed(3))[2:, 4:]
-    alone = small.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, min_new_tokens=6)
+    alone = small.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, min_new_tokens=6
+    )
     assert torch.equal(together.sequences[2, 7:], alone[0, 3:])
 
 
@@ -88,7 +103,8 @@ def test_beam_search_reorders_every_cache(decoder: Subject, which: str) -> None:
 
 @pytest.mark.parametrize("which", MASKS)
 def test_eager_attention_in_float32(decoder: Subject, which: str) -> None:
-    """Not in fp64: there Transformers' eager mask for a row of padding overflows its own float32 softmax to NaN."""
+    """Not in fp64: there Transformers' eager mask for a row of padding overflows its own float32
+    softmax to NaN."""
     decoder.model.float().set_attn_implementation("eager")
     mask, small = mask_of(decoder, which), decoder.copy()
     hp.prune_(small, mask)
@@ -126,7 +142,8 @@ def test_generation_in_a_model_cut_twice() -> None:
 
 
 def test_a_layer_without_heads_under_the_hooks_of_accelerate(decoder: Subject) -> None:
-    """With a device_map every module has a forward of its own, which would hide that of its new class."""
+    """With a device_map every module has a forward of its own, which would hide that of its new
+    class."""
     mask, small = mask_of(decoder, "first layer without heads"), decoder.copy()
     with hp.gated(decoder.model, mask):
         expected = generate(decoder, decoder.model)
@@ -144,5 +161,7 @@ def test_a_layer_whose_forward_someone_replaced_keeps_a_head(decoder: Subject) -
     before = picture(decoder.model)
     with pytest.raises(UnsupportedModel, match="its forward is replaced"):
         hp.prune_(decoder.model, mask_of(decoder, "first layer without heads"))
-    assert [row for row in picture(decoder.model) if row[1] != "forward"] == [r for r in before if r[1] != "forward"]
+    assert [row for row in picture(decoder.model) if row[1] != "forward"] == [
+        r for r in before if r[1] != "forward"
+    ]
     hp.prune_(decoder.model, decoder.ragged(), decoder.batch)

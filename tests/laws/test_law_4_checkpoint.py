@@ -1,4 +1,5 @@
-"""Law 4: save -> load gives the same model back, bit for bit: every layout, ragged plans, layers without heads."""
+"""Law 4: save -> load gives the same model back, bit for bit: every layout, ragged plans, layers
+without heads."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def keep_some(model: nn.Module, **keep: list[int]) -> HeadMask:
 def reload(name: str, folder: Path, seed: int = 5) -> nn.Module:
     """From the folder; for a module of the user's own, into a full-size one with other weights."""
     return (
-        hp.from_pretrained(folder) if name in TRANSFORMERS else hp.from_pretrained(folder, model=fresh(name, seed)[0])
+        hp.from_pretrained(folder)
+        if name in TRANSFORMERS
+        else hp.from_pretrained(folder, model=fresh(name, seed)[0])
     )
 
 
@@ -96,7 +99,10 @@ def test_nothing_is_left_on_the_meta_device(name: str, tmp_path: Path) -> None:
     hp.prune_(model, keep_some(model, s0=[]))
     hp.save_pretrained(model, tmp_path)
     loaded = reload(name, tmp_path)
-    for kind, named in (("parameters", loaded.named_parameters()), ("buffers", loaded.named_buffers())):
+    for kind, named in (
+        ("parameters", loaded.named_parameters()),
+        ("buffers", loaded.named_buffers()),
+    ):
         for tensor_name, tensor in named:
             assert tensor.device.type == "cpu", f"{kind}: {tensor_name}"
     for module in loaded.modules():  # tensors that are neither
@@ -150,7 +156,9 @@ def test_rotary_angles_that_were_rounded_come_back(dtype: torch.dtype, tmp_path:
     hp.prune_heads_(model, {0: [1]})
     hp.save_pretrained(model, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    assert ("model.rotary_emb.inv_freq" in stored) == (dtype == torch.bfloat16), "stored only where it differs"
+    assert ("model.rotary_emb.inv_freq" in stored) == (dtype == torch.bfloat16), (
+        "stored only where it differs"
+    )
     batch = {"input_ids": torch.randint(3, 50, (2, 48))}
     loaded = hp.from_pretrained(tmp_path)
     assert_same(loaded, model, batch)
@@ -160,7 +168,12 @@ def test_rotary_angles_that_were_rounded_come_back(dtype: torch.dtype, tmp_path:
 def test_rounded_tables_matter() -> None:
     """The test above can fail: rounded frequencies give other outputs."""
     config = hf.LlamaConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16, intermediate_size=8
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=16,
+        intermediate_size=8,
     )
     model = hf.LlamaForCausalLM(config).eval().bfloat16()
     ids = torch.randint(3, 50, (2, 48))
@@ -195,7 +208,9 @@ def test_untied_embeddings_stay_untied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("empty", [False, True], ids=["some heads", "no heads"])
-def test_a_bias_that_recovery_added_comes_back(empty: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_bias_that_recovery_added_comes_back(
+    empty: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model, batch = fresh("llama")
     model = model.to(dtype)
     teacher = copy.deepcopy(model)
@@ -220,7 +235,10 @@ def test_generation_is_the_same(name: str, empty: bool, tmp_path: Path) -> None:
     hp.save_pretrained(model, tmp_path)
     loaded = hp.from_pretrained(tmp_path)
     ids = batch["input_ids"][:2]
-    found, expected = (m.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False) for m in (loaded, model))
+    found, expected = (
+        m.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False)
+        for m in (loaded, model)
+    )
     assert found.shape == expected.shape
     assert ids.shape[1] < found.shape[1] <= ids.shape[1] + 9
     assert torch.equal(found, expected)
@@ -233,21 +251,34 @@ def test_the_folder_follows_the_conventions(name: str, tmp_path: Path) -> None:
     hp.prune_(model, keep_some(model))
     hp.save_pretrained(model, tmp_path)
     files = {p.name for p in tmp_path.iterdir()}
-    assert files - {"generation_config.json"} == {"model.safetensors", "config.json", "headprune.json", "README.md"}
+    assert files - {"generation_config.json"} == {
+        "model.safetensors",
+        "config.json",
+        "headprune.json",
+        "README.md",
+    }
     assert ("generation_config.json" in files) == (name in DECODERS)
     config = hf.AutoConfig.from_pretrained(tmp_path)
     assert type(config) is type(model.config)
     assert config.architectures == [type(model).__name__]
     # The full model's configuration: the heads that are left stand in headprune.json.
-    assert config.num_attention_heads == model.config.num_attention_heads == hp.find_sites(model)[0].n_query_heads
+    assert (
+        config.num_attention_heads
+        == model.config.num_attention_heads
+        == hp.find_sites(model)[0].n_query_heads
+    )
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
-    assert json.loads((tmp_path / "headprune.json").read_text())["model_class"] == type(model).__name__
+    assert (
+        json.loads((tmp_path / "headprune.json").read_text())["model_class"] == type(model).__name__
+    )
     assert set(load_file(tmp_path / "model.safetensors")) <= set(model.state_dict())
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["some heads", "no heads"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers_alone_does_not_load_a_cut_model_in_silence(name: str, empty: bool, tmp_path: Path) -> None:
+def test_transformers_alone_does_not_load_a_cut_model_in_silence(
+    name: str, empty: bool, tmp_path: Path
+) -> None:
     model, _ = fresh(name)
     hp.prune_(model, keep_some(model, **({"s0": []} if empty else {})))
     hp.save_pretrained(model, tmp_path)
@@ -293,4 +324,6 @@ def test_loaded_weights_can_be_trained(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in loaded.parameters():
             parameter.mul_(2.0)
-    assert (tmp_path / "model.safetensors").read_bytes() == hash_before, "training does not write through to the file"
+    assert (tmp_path / "model.safetensors").read_bytes() == hash_before, (
+        "training does not write through to the file"
+    )

@@ -1,4 +1,5 @@
-"""Law 4 over every family: dtypes, classes and frozen parameters survive a cut; save and load gives the same bits."""
+"""Law 4 over every family: dtypes, classes and frozen parameters survive a cut; save and load gives
+the same bits."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_law_4_what_survives(subject: Subject, dtype: torch.dtype) -> None:
     classes = [type(m).__name__ for m in model.modules()]
     held = {n: t.dtype for n, t in model.state_dict().items()}
     hp.prune_(model, subject.ragged(), sites=subject.sites)
-    listed = any(s.axis == "list" for layout in subject.sites.layouts.values() for s in layout.slabs)
+    listed = any(
+        s.axis == "list" for layout in subject.sites.layouts.values() for s in layout.slabs
+    )
     if not listed:
         assert {n: p.requires_grad for n, p in model.named_parameters()} == needed
         assert [type(m).__name__ for m in model.modules()] == classes
@@ -58,7 +61,9 @@ def test_law_4_save_and_load(subject: Subject, empty: bool, tmp_path: Path) -> N
     hp.prune_(model, mask)
     hp.save_pretrained(model, tmp_path)
     ours = hasattr(model, "config")
-    loaded = hp.from_pretrained(tmp_path, None if ours else subject.layout.tiny(1, subject.family)[0])
+    loaded = hp.from_pretrained(
+        tmp_path, None if ours else subject.layout.tiny(1, subject.family)[0]
+    )
     with torch.no_grad():
         assert_equal(outputs(call(loaded, batch)), outputs(call(model, batch)), **EXACT)
     mine, theirs = model.state_dict(), loaded.state_dict()

@@ -1,5 +1,6 @@
-"""Law 4 for state dicts, over every family and policy: weights of one cut that go into another of the same shapes give
-the model that they were stored of, or an error that names both sets of heads; fp64."""
+"""Law 4 for state dicts, over every family and policy: weights of one cut that go into another of
+the same shapes give the model that they were stored of, or an error that names both sets of heads;
+fp64."""
 
 from __future__ import annotations
 
@@ -20,14 +21,20 @@ from headprune.layouts import registry
 from tests.laws.families import FAMILIES, assert_equal, run
 from tests.laws.support import EXACT, Subject
 
-REFUSED = r"the heads of .* in the state dict: must be those of the module, \[.*\] of \d+, got \[.*\] of \d+"
+REFUSED = (
+    r"the heads of .* in the state dict: must be those of the module, \[.*\] of \d+, got \[.*\]"
+    r" of \d+"
+)
 #: Cuts a family and policy; every two of the same shapes are tried both ways.
 _CUTS = 4
 
 
 def kept_sets(site: AttentionSite, n_units: int, seed: int) -> list[tuple[int, ...]]:
     """Some sets of so many units of a site, each as its heads."""
-    found = [tuple(sorted(h for unit in units for h in unit)) for units in combinations(site.units, n_units)]
+    found = [
+        tuple(sorted(h for unit in units for h in unit))
+        for units in combinations(site.units, n_units)
+    ]
     random.Random(seed).shuffle(found)
     return [heads for heads in found if lawful(site, heads)][:_CUTS]
 
@@ -58,7 +65,9 @@ def cuts_of(subject: Subject, policy: Policy, n_units: int) -> list[nn.Module]:
 
 
 def heads_of(model: nn.Module) -> list[tuple[int, ...]]:
-    return [getattr(m, STATE_ATTRIBUTE).heads for m in model.modules() if hasattr(m, STATE_ATTRIBUTE)]
+    return [
+        getattr(m, STATE_ATTRIBUTE).heads for m in model.modules() if hasattr(m, STATE_ATTRIBUTE)
+    ]
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
@@ -73,7 +82,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("subject", "policy"), CASES, indirect=["subject"])
-def test_law_4_a_state_dict_gives_the_model_it_is_of_or_an_error(subject: Subject, policy: Policy) -> None:
+def test_law_4_a_state_dict_gives_the_model_it_is_of_or_an_error(
+    subject: Subject, policy: Policy
+) -> None:
     tried = 0
     for n_units in (3, 2, 1):
         if tried and n_units == 1:
@@ -82,7 +93,9 @@ def test_law_4_a_state_dict_gives_the_model_it_is_of_or_an_error(subject: Subjec
         outputs = [run(model, subject.batch) for model in models]
         for a, b in permutations(range(len(models)), 2):
             state = models[a].state_dict()
-            if heads_of(models[a]) == heads_of(models[b]) or shapes_of(models[a]) != shapes_of(models[b]):
+            if heads_of(models[a]) == heads_of(models[b]) or shapes_of(models[a]) != shapes_of(
+                models[b]
+            ):
                 continue
             tried += 1
             target = copy.deepcopy(models[b])

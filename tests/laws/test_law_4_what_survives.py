@@ -1,4 +1,5 @@
-"""Law 4, the cut itself: dtype, device, requires_grad, tied weights, hooks and training modes survive ``prune_``."""
+"""Law 4, the cut itself: dtype, device, requires_grad, tied weights, hooks and training modes
+survive ``prune_``."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def test_hooks_stay_and_fire(subject: Subject) -> None:
     attention = subject.model.get_submodule(site.name)
     slabs = slabs_of(subject.layout, attention)
     for slab in slabs:
-        attention.get_submodule(slab.path).register_forward_hook(lambda *_, p=slab.path: fired.append(p))
+        attention.get_submodule(slab.path).register_forward_hook(
+            lambda *_, p=slab.path: fired.append(p)
+        )
     attention.register_forward_pre_hook(lambda *_: fired.append("attention"))
     hp.prune_(subject.model, subject.ragged())
     subject.run()
@@ -75,7 +78,11 @@ def test_the_proof_disturbs_nothing_else(subject: Subject) -> None:
     """Random state, the gradients that were there, and tensors that were not cut."""
     subject.run().sum().backward()
     cut = {f"{s.name}.{slab.path}" for s in subject.sites for slab in subject.layout.slabs}
-    others = {n: (p, p.grad) for n, p in subject.model.named_parameters() if n.rpartition(".")[0] not in cut}
+    others = {
+        n: (p, p.grad)
+        for n, p in subject.model.named_parameters()
+        if n.rpartition(".")[0] not in cut
+    }
     state = torch.get_rng_state()
     hp.prune_(subject.model, subject.ragged(), subject.batch)
     assert torch.equal(torch.get_rng_state(), state)
@@ -89,7 +96,9 @@ def test_the_proof_disturbs_nothing_else(subject: Subject) -> None:
 def test_the_cut_shares_no_memory_with_what_it_was_cut_from(subject: Subject) -> None:
     full = subject.copy()
     old = {p.untyped_storage().data_ptr() for p in subject.model.parameters()}
-    keep = list(subject.model.parameters())  # the old parameters stay alive, so no address is reused
+    keep = list(
+        subject.model.parameters()
+    )  # the old parameters stay alive, so no address is reused
     hp.prune_(subject.model, subject.ragged())
     site = subject.sites[0]
     weight = subject.model.get_submodule(f"{site.name}.{subject.layout.gate}").weight

@@ -1,4 +1,5 @@
-"""Law 5: prune A then B = prune A ∪ B; nothing pruned, nothing changed; a layer may lose every head."""
+"""Law 5: prune A then B = prune A ∪ B; nothing pruned, nothing changed; a layer may lose every
+head."""
 
 from __future__ import annotations
 
@@ -13,14 +14,27 @@ from torch.testing import assert_close
 import headprune as hp
 from headprune.attention.kept_heads import weights_of
 from headprune.core.layout import STATE_ATTRIBUTE
-from tests.laws.support import CLOSE, EXACT, TRANSFORMERS, Subject, objective, picture, set_implementation
+from tests.laws.support import (
+    CLOSE,
+    EXACT,
+    TRANSFORMERS,
+    Subject,
+    objective,
+    picture,
+    set_implementation,
+)
 
 EMPTY = ["first", "middle", "last", "all"]
 
 
 def emptied(subject: Subject, which: str) -> hp.HeadMask:
     names = [s.name for s in subject.sites]
-    chosen = {"first": names[:1], "middle": names[len(names) // 2 :][:1], "last": names[-1:], "all": names}[which]
+    chosen = {
+        "first": names[:1],
+        "middle": names[len(names) // 2 :][:1],
+        "last": names[-1:],
+        "all": names,
+    }[which]
     return subject.mask({name: [] for name in chosen})
 
 
@@ -39,7 +53,15 @@ def assert_same_bits(got: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(mine[name], tensor), name
     for (name, a), (_, b) in zip(got.named_modules(), expected.named_modules(), strict=True):
         assert getattr(a, STATE_ATTRIBUTE, None) == getattr(b, STATE_ATTRIBUTE, None), name
-        for count in ("in_features", "out_features", "nf", "nx", "num_heads", "num_attention_heads", "n_heads"):
+        for count in (
+            "in_features",
+            "out_features",
+            "nf",
+            "nx",
+            "num_heads",
+            "num_attention_heads",
+            "n_heads",
+        ):
             assert getattr(a, count, None) == getattr(b, count, None), (name, count)
 
 
@@ -72,7 +94,9 @@ def test_gates_on_a_pruned_model_are_for_the_heads_that_are_left(subject: Subjec
         assert_close(subject.run(small), expected, **CLOSE)
     by_hand = {}
     for site in hp.find_sites(small):
-        by_hand[site.name] = torch.tensor([float(h in b.kept(site.name)) for h in site.heads], dtype=torch.float64)
+        by_hand[site.name] = torch.tensor(
+            [float(h in b.kept(site.name)) for h in site.heads], dtype=torch.float64
+        )
     with hp.gated(small, by_hand):
         assert_close(subject.run(small), expected, **CLOSE)
 
@@ -103,13 +127,20 @@ def test_a_layer_without_heads_equals_the_gated_one(subject: Subject, which: str
     assert (expected - subject.run()).abs().max() > 1e-4
     assert_close(subject.run(small), expected, **CLOSE)
     assert [s.heads for s in report.sites] == [mask.kept(s.name) for s in subject.sites]
-    assert [type(m).__name__ for m in small.modules()] == [type(m).__name__ for m in subject.model.modules()]
-    assert all(isinstance(a, type(b)) for a, b in zip(small.modules(), subject.model.modules(), strict=True))
+    assert [type(m).__name__ for m in small.modules()] == [
+        type(m).__name__ for m in subject.model.modules()
+    ]
+    assert all(
+        isinstance(a, type(b))
+        for a, b in zip(small.modules(), subject.model.modules(), strict=True)
+    )
     assert list(weights_of(small)) == list(subject.model.state_dict())
 
 
 @pytest.mark.parametrize("which", EMPTY)
-def test_a_layer_without_heads_can_be_copied_trained_and_cut_again(subject: Subject, which: str) -> None:
+def test_a_layer_without_heads_can_be_copied_trained_and_cut_again(
+    subject: Subject, which: str
+) -> None:
     mask = emptied(subject, which)
     hp.prune_(subject.model, mask)
     twin = copy.deepcopy(subject.model)
@@ -136,7 +167,9 @@ def test_output_attentions_of_a_layer_without_heads(subject: Subject, which: str
     hp.prune_(subject.model, mask)
     out = subject.model(**subject.batch, output_attentions=True)
     assert [a.shape[1] for a in out.attentions] == [len(mask.kept(s.name)) for s in subject.sites]
-    assert {(a.shape[0], *a.shape[2:]) for a in out.attentions} == {(3, *out.attentions[-1].shape[2:])}
+    assert {(a.shape[0], *a.shape[2:]) for a in out.attentions} == {
+        (3, *out.attentions[-1].shape[2:])
+    }
 
 
 def test_removing_the_last_unit_of_a_layer_unit_by_unit(subject: Subject) -> None:
@@ -151,7 +184,9 @@ def test_removing_the_last_unit_of_a_layer_unit_by_unit(subject: Subject) -> Non
 
 
 @pytest.mark.parametrize("which", ["first", "all"])
-@pytest.mark.parametrize("subject", TRANSFORMERS, indirect=True)  # the other one's class no pickle can name
+@pytest.mark.parametrize(
+    "subject", TRANSFORMERS, indirect=True
+)  # the other one's class no pickle can name
 def test_a_layer_without_heads_survives_a_pickle(subject: Subject, which: str) -> None:
     hp.prune_(subject.model, emptied(subject, which))
     twin = pickle.loads(pickle.dumps(subject.model))

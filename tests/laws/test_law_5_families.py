@@ -1,5 +1,5 @@
-"""Law 5 over every family: one cut after the other is both at once, nothing pruned is nothing changed, and a layer may
-lose all its heads or the plan is refused in words; fp64."""
+"""Law 5 over every family: one cut after the other is both at once, nothing pruned is nothing
+changed, and a layer may lose all its heads or the plan is refused in words; fp64."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ import torch
 import headprune as hp
 from headprune.attention.kept_heads import weights_of
 from headprune.core.errors import UnsupportedModel
-from tests.laws.families import KEEP_A_HEAD, assert_equal, assert_same_gradients, far, gradients, over, run
+from tests.laws.families import (
+    KEEP_A_HEAD,
+    assert_equal,
+    assert_same_gradients,
+    far,
+    gradients,
+    over,
+    run,
+)
 from tests.laws.support import CLOSE, EXACT, Subject, picture
 
 
 def two_plans(subject: Subject) -> tuple[hp.HeadMask, hp.HeadMask]:
-    """The first unit of every other site, then the last of every site; each plan takes what the other leaves."""
+    """The first unit of every other site, then the last of every site; each plan takes what the
+    other leaves."""
     first = subject.without({s.name: s.units[0] for s in subject.sites[::2]})
     second = subject.without({s.name: s.units[-1] for s in subject.sites})
     assert (first & second).n_kept < min(first.n_kept, second.n_kept)

@@ -1,6 +1,8 @@
-"""Law 6 in numbers: how far scores of 64 examples move, relative to their layer's largest, in fp64 and in fp32.
+"""Law 6 in numbers: how far scores of 64 examples move, relative to their layer's largest, in fp64
+and in fp32.
 
-``test_law_6_scores`` tries the law in every corner; here every change comes with the bound that users are promised.
+``test_law_6_scores`` tries the law in every corner; here every change comes with the bound that
+users are promised.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def examples(name: str, dtype: torch.dtype) -> tuple[Subject, dict[str, Tensor]]
     return subject, {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
 
-def scored(subject: Subject, scorers: Sequence[Any], batches: list[Any], model: nn.Module | None = None) -> Any:
+def scored(
+    subject: Subject, scorers: Sequence[Any], batches: list[Any], model: nn.Module | None = None
+) -> Any:
     return hp.score(model or subject.model, batches, scorers, loss=loss_of(subject), progress=False)
 
 
@@ -43,7 +47,9 @@ def check(found: Sequence[Any], expected: Sequence[Any], dtype: torch.dtype) -> 
     """No score moves by more than the bound, relative to the largest of its site."""
     beyond = {}
     for a, b in zip(found, expected, strict=True):
-        for site, x, y in zip(b.sites, *(map(torch.DoubleTensor, s.values) for s in (a, b)), strict=True):
+        for site, x, y in zip(
+            b.sites, *(map(torch.DoubleTensor, s.values) for s in (a, b)), strict=True
+        ):
             assert y.abs().max() > 0
             change = float((x - y).abs().max() / y.abs().max())
             if not change <= BOUNDS[dtype]:
@@ -56,10 +62,14 @@ def test_batch_size_and_order(name: str, dtype: torch.dtype) -> None:
     subject, batch = examples(name, dtype)
     expected = scored(subject, ALL, [batch])
     check(scored(subject, ALL, split(batch, 7)), expected, dtype)
-    check(scored(subject, CHEAP, split(batch, 1)), expected[: len(CHEAP)], dtype)  # FEW: in test_law_6_scores
+    check(
+        scored(subject, CHEAP, split(batch, 1)), expected[: len(CHEAP)], dtype
+    )  # FEW: in test_law_6_scores
     free = [i for i, s in enumerate(ALL) if s not in BLOCKS]
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    found = scored(subject, [ALL[i] for i in free], split({k: v[order] for k, v in batch.items()}, 7))
+    found = scored(
+        subject, [ALL[i] for i in free], split({k: v[order] for k, v in batch.items()}, 7)
+    )
     check(found, [expected[i] for i in free], dtype)
 
 
@@ -93,13 +103,21 @@ def test_attention_implementation(name: str, dtype: torch.dtype) -> None:
 @names
 def test_permutation_of_heads(name: str, dtype: torch.dtype) -> None:
     subject, batch = examples(name, dtype)
-    scorers = [s for s in ALL if not isinstance(s, Shapley)]  # its drawn orders name heads by their places
+    scorers = [
+        s for s in ALL if not isinstance(s, Shapley)
+    ]  # its drawn orders name heads by their places
     expected = scored(subject, scorers, [batch])
     other = subject.copy()
     orders = renumbered_(subject, other)
     found = []
     for scores in scored(subject, scorers, [batch], other):
         rows = zip(scores.sites, scores.values, strict=True)
-        back = [[row[orders[site.name].index(unit)] for unit in range(len(row))] for site, row in rows]
-        found.append(type("Moved", (), {"scorer": scores.scorer, "settings": scores.settings, "values": back})())
+        back = [
+            [row[orders[site.name].index(unit)] for unit in range(len(row))] for site, row in rows
+        ]
+        found.append(
+            type(
+                "Moved", (), {"scorer": scores.scorer, "settings": scores.settings, "values": back}
+            )()
+        )
     check(found, expected, dtype)

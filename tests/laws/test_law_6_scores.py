@@ -1,9 +1,10 @@
-"""Law 6: scores depend on the examples and on nothing else: not on batches, padding, kernels, order or head numbers.
+"""Law 6: scores depend on the examples and on nothing else: not on batches, padding, kernels, order
+or head numbers.
 
-``random`` is excepted: it looks at nothing. ``auto`` is held to it by what it chose: its scores are those of another
-scorer. It deals rows to folds by their place, so that order matters to it.
-``Taylor(reduce="batch")`` and learned gates are defined by blocks in data order, so that order matters to them, the
-loader's batch size does not.
+``random`` is excepted: it looks at nothing. ``auto`` is held to it by what it chose: its scores are
+those of another scorer. It deals rows to folds by their place, so that order matters to it.
+``Taylor(reduce="batch")`` and learned gates are defined by blocks in data order, so that order
+matters to them, the loader's batch size does not.
 """
 
 from __future__ import annotations
@@ -29,10 +30,20 @@ from tests.laws.support import CLOSE, TRANSFORMERS, Subject, set_implementation,
 from tests.laws.support import examples_of as data
 
 #: A few steps tell as much here as the default's hundreds.
-LEARNED: dict[str, Any] = {"hard_concrete": HardConcrete(steps=3, block=2), "subset_topk": SubsetTopk(steps=3, block=2)}
+LEARNED: dict[str, Any] = {
+    "hard_concrete": HardConcrete(steps=3, block=2),
+    "subset_topk": SubsetTopk(steps=3, block=2),
+}
 EXCEPTED = {"auto", "random"}
-SCORERS: list[Any] = [LEARNED.get(name) or registry.get(name)() for name in registry.names() if name not in EXCEPTED]
-SCORERS += [Taylor(reduce="token"), Taylor(reduce="signed"), Taylor(normalize="l2"), Taylor(reduce="batch", block=2)]
+SCORERS: list[Any] = [
+    LEARNED.get(name) or registry.get(name)() for name in registry.names() if name not in EXCEPTED
+]
+SCORERS += [
+    Taylor(reduce="token"),
+    Taylor(reduce="signed"),
+    Taylor(normalize="l2"),
+    Taylor(reduce="batch", block=2),
+]
 BLOCKS = [s for s in SCORERS if getattr(s, "reduce", None) == "batch" or s in LEARNED.values()]
 
 
@@ -49,7 +60,9 @@ def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
     return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, n, size)]
 
 
-def score(subject: Subject, scorers: list[Any], batches: list[Any], model: nn.Module | None = None) -> Any:
+def score(
+    subject: Subject, scorers: list[Any], batches: list[Any], model: nn.Module | None = None
+) -> Any:
     return hp.score(model or subject.model, batches, scorers, loss=loss_of(subject), progress=False)
 
 
@@ -61,12 +74,22 @@ def same(found: Sequence[Any], expected: Sequence[Any], **tolerance: float) -> N
         for x, y in ((a.values, b.values), (a.standard_errors, b.standard_errors)):
             assert (x is None) == (y is None)
             for row, other in zip(x or (), y or (), strict=True):
-                row, other = torch.tensor(row, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)
-                assert_close(row, other, **(tolerance or CLOSE), msg=lambda m, s=a: f"{s.scorer} {s.settings}: {m}")
+                row, other = (
+                    torch.tensor(row, dtype=torch.float64),
+                    torch.tensor(other, dtype=torch.float64),
+                )
+                assert_close(
+                    row,
+                    other,
+                    **(tolerance or CLOSE),
+                    msg=lambda m, s=a: f"{s.scorer} {s.settings}: {m}",
+                )
 
 
 def test_every_scorer_is_held_to_this_law() -> None:
-    assert {registry.resolve(s, Scorer, "scorer")[0] for s in SCORERS} == set(registry.names()) - EXCEPTED
+    assert {registry.resolve(s, Scorer, "scorer")[0] for s in SCORERS} == set(
+        registry.names()
+    ) - EXCEPTED
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -95,7 +118,9 @@ def same_choice(found: Choice, expected: Choice) -> None:
     by_name = {one.name: one for one in expected.candidates}
     for one in found.candidates:
         other = by_name.pop(one.name)
-        for a, b in zip((one.loss, one.low, one.high), (other.loss, other.low, other.high), strict=True):
+        for a, b in zip(
+            (one.loss, one.low, one.high), (other.loss, other.low, other.high), strict=True
+        ):
             assert abs(a - b) < 1e-6 * (1 + abs(expected.whole)), one.name
     assert not by_name
 
@@ -110,7 +135,8 @@ def test_batch_size_of_what_auto_chooses(subject: Subject, size: int) -> None:
 
 
 def padded(subject: Subject, left: int, right: int) -> dict[str, Any]:
-    """The examples of a text model as they are without padding, then with so many tokens more than the longest."""
+    """The examples of a text model as they are without padding, then with so many tokens more than
+    the longest."""
     mask = subject.batch["attention_mask"]
     longest = int(mask.sum(1).max())
     rows = []
@@ -122,10 +148,15 @@ def padded(subject: Subject, left: int, right: int) -> dict[str, Any]:
         rows.append(
             (
                 torch.cat([padding.expand(before), kept, padding.expand(after)]),
-                torch.cat([mask.new_zeros(before), mask.new_ones(len(kept)), mask.new_zeros(after)]),
+                torch.cat(
+                    [mask.new_zeros(before), mask.new_ones(len(kept)), mask.new_zeros(after)]
+                ),
             )
         )
-    changed = {"input_ids": torch.stack([r[0] for r in rows]), "attention_mask": torch.stack([r[1] for r in rows])}
+    changed = {
+        "input_ids": torch.stack([r[0] for r in rows]),
+        "attention_mask": torch.stack([r[1] for r in rows]),
+    }
     return {**subject.batch, **changed}
 
 
@@ -133,7 +164,10 @@ def padded(subject: Subject, left: int, right: int) -> dict[str, Any]:
 def test_padding_on_the_right(name: str) -> None:
     subject = subject_of(name)
     alone = [{k: v[i : i + 1] for k, v in padded(subject, 0, 0).items()} for i in range(3)]
-    alone = [{k: v[:, : int(b["attention_mask"].sum())] if v.ndim == 2 else v for k, v in b.items()} for b in alone]
+    alone = [
+        {k: v[:, : int(b["attention_mask"].sum())] if v.ndim == 2 else v for k, v in b.items()}
+        for b in alone
+    ]
     assert [b["input_ids"].shape[1] for b in alone] == [7, 7, 4]
     expected = score(subject, SCORERS, alone)
     same(score(subject, SCORERS, [padded(subject, 0, 0)]), expected)
@@ -155,10 +189,13 @@ def test_padding_on_the_left(name: str, labelled: bool) -> None:
     for batch in batches:
         if labelled:
             batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        if name == "gpt2":  # its positions are absolute: they begin at the first token that is no padding
+        if (
+            name == "gpt2"
+        ):  # its positions are absolute: they begin at the first token that is no padding
             batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     right, left = (score(subject, SCORERS, [b]) for b in batches)
-    # Llama's rotary angles are relative, but their sines are computed in float32, at other positions.
+    # Llama's rotary angles are relative, but their sines are computed in float32, at other
+    # positions.
     same(left, right, **({"rtol": 1e-4, "atol": 1e-5} if name == "llama" else CLOSE))
 
 
@@ -190,7 +227,8 @@ def test_attention_implementation(name: str) -> None:
 
 
 def renumbered_(subject: Subject, model: nn.Module) -> dict[str, list[int]]:
-    """Permutes the units of every site in the weights, and the heads inside each; returns the new order of units."""
+    """Permutes the units of every site in the weights, and the heads inside each; returns the new
+    order of units."""
     chance, orders = random.Random(0), {}
     for site in subject.sites:
         module = model.get_submodule(site.name)
@@ -237,10 +275,16 @@ def test_scores_follow_a_permutation_of_heads(subject: Subject) -> None:
     assert_close(subject.run(other), subject.run(), **CLOSE)
     for found, old in zip(score(subject, SCORERS, [batch], other), expected, strict=True):
         tolerance = CLOSE
-        if found.scorer == "shapley":  # its drawn orders name heads by their places: equal up to what is drawn
+        if (
+            found.scorer == "shapley"
+        ):  # its drawn orders name heads by their places: equal up to what is drawn
             spread = max(e for row in old.standard_errors or () for e in row)
             tolerance = {"rtol": 0.0, "atol": 5 * spread}
         for site, row, before in zip(subject.sites, found.values, old.values, strict=True):
             moved = [before[unit] for unit in orders[site.name]]
-            assert_close(torch.tensor(row, dtype=torch.float64), torch.tensor(moved, dtype=torch.float64), **tolerance)
+            assert_close(
+                torch.tensor(row, dtype=torch.float64),
+                torch.tensor(moved, dtype=torch.float64),
+                **tolerance,
+            )
         assert found.values != old.values

@@ -1,8 +1,10 @@
-"""Scores from contexts and attention maps written out literally: one example, one token, one channel at a time.
+"""Scores from contexts and attention maps written out literally: one example, one token, one
+channel at a time.
 
-Slow on purpose, and independent of the package's statistics: contexts are kept whole, means and variances take two
-passes, errors leave out one example and start again, maps come from Transformers' ``output_attentions`` (or from the
-attention's own ``need_weights``), the scaled maps of attribution from finite differences.
+Slow on purpose, and independent of the package's statistics: contexts are kept whole, means and
+variances take two passes, errors leave out one example and start again, maps come from
+Transformers' ``output_attentions`` (or from the attention's own ``need_weights``), the scaled maps
+of attribution from finite differences.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def real_tokens(site: AttentionSite, one: dict[str, Any], length: int, decoder: 
 
 
 def in_decoder(model: Any, site: AttentionSite) -> bool:
-    return site.kind != "self" and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return site.kind != "self" and getattr(
+        getattr(model, "config", None), "is_encoder_decoder", False
+    )
 
 
 def contexts(model: nn.Module, batch: dict[str, Any], site: AttentionSite) -> Contexts:
@@ -46,14 +50,20 @@ def contexts(model: nn.Module, batch: dict[str, Any], site: AttentionSite) -> Co
     for i in range(n_examples(batch)):
         one = example(batch, i)
         seen: list[Tensor] = []
-        handle = projection(model, site).register_forward_pre_hook(lambda m, args, kept=seen: kept.append(args[0][0]))
+        handle = projection(model, site).register_forward_pre_hook(
+            lambda m, args, kept=seen: kept.append(args[0][0])
+        )
         try:
             run(model, one)
         finally:
             handle.remove()
         rows = []
         for x in seen:  # one for every run of the module
-            rows += [x[t] for t, real in enumerate(real_tokens(site, one, len(x), in_decoder(model, site))) if real]
+            rows += [
+                x[t]
+                for t, real in enumerate(real_tokens(site, one, len(x), in_decoder(model, site)))
+                if real
+            ]
         found.append(torch.stack(rows).double())
     return found
 
@@ -69,7 +79,9 @@ def channels(site: AttentionSite, unit: Sequence[int]) -> list[int]:
     return [j for head in unit for j in range(columns(site, head).start, columns(site, head).stop)]
 
 
-def jackknifed(values: Callable[[Contexts], list[float]], found: Contexts) -> tuple[list[float], list[float]]:
+def jackknifed(
+    values: Callable[[Contexts], list[float]], found: Contexts
+) -> tuple[list[float], list[float]]:
     """The statistic, and the standard error by leaving out one example at a time."""
     n = len(found)
     left_out = [values(found[:i] + found[i + 1 :]) for i in range(n)]
@@ -88,7 +100,9 @@ def activation_norm(weight: Tensor, site: AttentionSite, found: Contexts) -> lis
     for unit in site.units:
         total = 0.0
         for j in channels(site, unit):
-            total += sum((sum(abs(float(t[j])) for t in x) / len(x)) ** 2 for x in found) / len(found)
+            total += sum((sum(abs(float(t[j])) for t in x) / len(x)) ** 2 for x in found) / len(
+                found
+            )
         scores.append(math.sqrt(total))
     return scores
 
@@ -102,7 +116,9 @@ def output_norm(weight: Tensor, site: AttentionSite, found: Contexts) -> list[fl
     return scores
 
 
-def fluctuation(weight: Tensor, site: AttentionSite, found: Contexts, normalize: bool = True) -> list[float]:
+def fluctuation(
+    weight: Tensor, site: AttentionSite, found: Contexts, normalize: bool = True
+) -> list[float]:
     measured = []
     for j in range(weight.shape[1]):
         values = [float(t[j]) for x in found for t in x]
@@ -113,7 +129,10 @@ def fluctuation(weight: Tensor, site: AttentionSite, found: Contexts, normalize:
         mean = sum(measured) / len(measured)
         spread = math.sqrt(sum((m - mean) ** 2 for m in measured) / (len(measured) - 1))
         measured = [(m - mean) / spread for m in measured]
-    return [sum(measured[j] for j in channels(site, unit)) / len(channels(site, unit)) for unit in site.units]
+    return [
+        sum(measured[j] for j in channels(site, unit)) / len(channels(site, unit))
+        for unit in site.units
+    ]
 
 
 def wanda(weight: Tensor, site: AttentionSite, found: Contexts) -> list[float]:
@@ -129,20 +148,25 @@ def wanda(weight: Tensor, site: AttentionSite, found: Contexts) -> list[float]:
 
 
 def obs(weight: Tensor, site: AttentionSite, found: Contexts, ridge: float = 1e-2) -> list[float]:
-    """By refitting: the ridge problem is solved without the unit's columns, and its error is measured, all by QR.
+    """By refitting: the ridge problem is solved without the unit's columns, and its error is
+    measured, all by QR.
 
-    The objective ``mean_t |W x_t - V x_t|^2 + lambda |W - V|^2`` is 0 at V = W; ``lambda |.|^2`` is a row more for
-    every channel.
+    The objective ``mean_t |W x_t - V x_t|^2 + lambda |W - V|^2`` is 0 at V = W; ``lambda |.|^2`` is
+    a row more for every channel.
     """
     rows = torch.cat(found)
     penalty = ridge * float(rows.square().mean())
-    stacked = torch.cat([rows / len(rows) ** 0.5, penalty**0.5 * torch.eye(rows.shape[1], dtype=torch.float64)])
+    stacked = torch.cat(
+        [rows / len(rows) ** 0.5, penalty**0.5 * torch.eye(rows.shape[1], dtype=torch.float64)]
+    )
     target = stacked @ weight.T
     scores = []
     for unit in site.units:
         mine = set(channels(site, unit))
         kept = [j for j in range(rows.shape[1]) if j not in mine]
-        refitted = torch.linalg.lstsq(stacked[:, kept], target, driver="gelsd").solution if kept else None
+        refitted = (
+            torch.linalg.lstsq(stacked[:, kept], target, driver="gelsd").solution if kept else None
+        )
         left = target if refitted is None else target - stacked[:, kept] @ refitted
         scores.append(float(left.square().sum()))
     return scores
@@ -156,7 +180,9 @@ def maps(model: Any, one: dict[str, Any], site: AttentionSite, sites: Any) -> Te
     module = model.get_submodule(site.name)
     if hasattr(module, "W_o"):  # our own attention
         seen: list[Any] = []
-        handle = module.register_forward_pre_hook(lambda m, a, k: seen.append((a, k)), with_kwargs=True)
+        handle = module.register_forward_pre_hook(
+            lambda m, a, k: seen.append((a, k)), with_kwargs=True
+        )
         try:
             run(model, one)
         finally:
@@ -175,7 +201,11 @@ def maps(model: Any, one: dict[str, Any], site: AttentionSite, sites: Any) -> Te
 
 
 def of_queries(
-    model: Any, batch: dict[str, Any], site: AttentionSite, sites: Any, measure: Callable[[list[float]], float]
+    model: Any,
+    batch: dict[str, Any],
+    site: AttentionSite,
+    sites: Any,
+    measure: Callable[[list[float]], float],
 ) -> list[list[float]]:
     """For every example and unit the mean over queries of a number read off a row of the map."""
     rows = []
@@ -184,8 +214,13 @@ def of_queries(
         found = maps(model, one, site, sites)
         real = real_tokens(site, one, found.shape[1], in_decoder(model, site))
         queries = [q for q, here in enumerate(real) if here]
-        heads = [sum(measure(found[h][q].tolist()) for q in queries) / len(queries) for h in range(len(found))]
-        rows.append([sum(heads[site.heads.index(h)] for h in unit) / len(unit) for unit in site.units])
+        heads = [
+            sum(measure(found[h][q].tolist()) for q in queries) / len(queries)
+            for h in range(len(found))
+        ]
+        rows.append(
+            [sum(heads[site.heads.index(h)] for h in unit) / len(unit) for unit in site.units]
+        )
     return rows
 
 
@@ -194,7 +229,8 @@ def minus_entropy(row: list[float]) -> float:
 
 
 class Replaced(TorchFunctionMode):
-    """What ``change`` makes of the number ``which`` of the softmaxes with four dimensions takes its place."""
+    """What ``change`` makes of the number ``which`` of the softmaxes with four dimensions takes its
+    place."""
 
     def __init__(self, which: int, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -208,8 +244,11 @@ class Replaced(TorchFunctionMode):
         return out
 
 
-def attention_attribution(model: nn.Module, one: dict[str, Any], loss: Loss, which: int, steps: int) -> Tensor:
-    """``[heads, queries, keys]`` by central differences in every entry of a map of a model that computes eagerly.
+def attention_attribution(
+    model: nn.Module, one: dict[str, Any], loss: Loss, which: int, steps: int
+) -> Tensor:
+    """``[heads, queries, keys]`` by central differences in every entry of a map of a model that
+    computes eagerly.
 
     Args:
         model: The model.

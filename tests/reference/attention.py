@@ -1,4 +1,5 @@
-"""Multi-head attention written out literally, head by head and query by query; an oracle, slow on purpose.
+"""Multi-head attention written out literally, head by head and query by query; an oracle, slow on
+purpose.
 
     h_i = g_i · f(W_i^q q, W_i^k k, W_i^v v)          output = W_o [h_1; ...; h_h]
 
@@ -52,7 +53,9 @@ def may_see(
                 for j in range(keys):
                     sees = True
                     if valid_lens is not None:
-                        sees &= j < int(valid_lens[b] if valid_lens.dim() == 1 else valid_lens[b, i])
+                        sees &= j < int(
+                            valid_lens[b] if valid_lens.dim() == 1 else valid_lens[b, i]
+                        )
                     if full is not None:
                         sees &= bool(full[b, h, i, j])
                     if causal:
@@ -73,10 +76,12 @@ def multi_head(
     gates: Tensor | None = None,
     order: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[batch, queries, output]`` and weights ``[batch, heads, queries, keys]`` of a batch-first module.
+    """Output ``[batch, queries, output]`` and weights ``[batch, heads, queries, keys]`` of a
+    batch-first module.
 
     Args:
-        module: Holds ``W_q W_k W_v W_o``, ``n_heads``, ``n_kv_heads``, ``head_dim`` and ``value_dim``.
+        module: Holds ``W_q W_k W_v W_o``, ``n_heads``, ``n_kv_heads``, ``head_dim`` and
+            ``value_dim``.
         query: ``[batch, queries, width]``.
         key: ``[batch, keys, width]``.
         value: ``[batch, keys, width]``.
@@ -100,7 +105,9 @@ def multi_head(
                 seen = [j for j in range(key.shape[1]) if allowed[b, h, i, j]]
                 pooled = torch.zeros(dv, dtype=query.dtype)
                 if seen:
-                    numbers = torch.stack([fit(q, affine(module.W_k, key[b, j], shared)) for j in seen])
+                    numbers = torch.stack(
+                        [fit(q, affine(module.W_k, key[b, j], shared)) for j in seen]
+                    )
                     share = torch.exp(numbers) / torch.exp(numbers).sum()
                     for s, j in zip(share, seen, strict=True):
                         pooled = pooled + s * affine(module.W_v, value[b, j], shared_v)

@@ -1,4 +1,5 @@
-"""Ablations and Shapley values written out literally: every coalition, every order; oracles, slow on purpose."""
+"""Ablations and Shapley values written out literally: every coalition, every order; oracles, slow
+on purpose."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def units_of(sites: Any) -> list[tuple[Any, tuple[int, ...]]]:
     return [(site, unit) for site in sites for unit in site.units]
 
 
-def worth(model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any, opened: set[int]) -> list[float]:
+def worth(
+    model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any, opened: set[int]
+) -> list[float]:
     """``v`` of a set of units, for every example: minus the loss when only those are open."""
     found = []
     for number in range(n_examples(batch)):
@@ -29,7 +32,9 @@ def worth(model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any, opene
     return found
 
 
-def coalitions(model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any) -> dict[frozenset[int], list[float]]:
+def coalitions(
+    model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any
+) -> dict[frozenset[int], list[float]]:
     """``v`` of every set of units, for every example."""
     n = len(units_of(sites))
     sets = (set(s) for size in range(n + 1) for s in itertools.combinations(range(n), size))
@@ -42,7 +47,11 @@ def shapley(v: dict[frozenset[int], list[float]]) -> Tensor:
     n, count = len(everyone), len(v[everyone])
     shares = torch.zeros(count, n, dtype=torch.float64)
     for s in v:
-        weight = math.factorial(len(s)) * math.factorial(n - len(s) - 1) / math.factorial(n) if len(s) < n else 0.0
+        weight = (
+            math.factorial(len(s)) * math.factorial(n - len(s) - 1) / math.factorial(n)
+            if len(s) < n
+            else 0.0
+        )
         for h in everyone - s:
             for i in range(count):
                 shares[i, h] += weight * (v[s | {h}][i] - v[s][i])
@@ -50,9 +59,15 @@ def shapley(v: dict[frozenset[int], list[float]]) -> Tensor:
 
 
 def in_place_of(
-    model: nn.Module, one: dict[str, Any], loss: Loss, site: Any, unit: tuple[int, ...], stand: Tensor
+    model: nn.Module,
+    one: dict[str, Any],
+    loss: Loss,
+    site: Any,
+    unit: tuple[int, ...],
+    stand: Tensor,
 ) -> float:
-    """The loss of one example when a unit's outputs are replaced by ``stand``, ``[tokens or 1, heads * width]``."""
+    """The loss of one example when a unit's outputs are replaced by ``stand``,
+    ``[tokens or 1, heads * width]``."""
 
     def swap(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0].clone()
@@ -68,10 +83,15 @@ def in_place_of(
         handle.remove()
 
 
-def contexts(model: nn.Module, batch: dict[str, Any], loss: Loss, site: Any, mask: Tensor | None) -> list[Tensor]:
-    """What a site's output projection reads, ``[tokens, heads * width]`` an example, without padding."""
+def contexts(
+    model: nn.Module, batch: dict[str, Any], loss: Loss, site: Any, mask: Tensor | None
+) -> list[Tensor]:
+    """What a site's output projection reads, ``[tokens, heads * width]`` an example, without
+    padding."""
     found: list[Tensor] = []
-    handle = projection(model, site).register_forward_pre_hook(lambda m, args: found.append(args[0][0].detach()))
+    handle = projection(model, site).register_forward_pre_hook(
+        lambda m, args: found.append(args[0][0].detach())
+    )
     try:
         for number in range(n_examples(batch)):
             value(model, example(batch, number), loss)

@@ -1,7 +1,9 @@
-"""Scores from gate gradients written out literally: one example, one head, one token, one label at a time.
+"""Scores from gate gradients written out literally: one example, one head, one token, one label at
+a time.
 
-Slow on purpose. Gates are hooks of ``tests.reference.scores``; derivatives are finite differences wherever that is
-affordable, else the product of a context and its gradient in a batch of one. Nothing of ``headprune.scoring`` is used.
+Slow on purpose. Gates are hooks of ``tests.reference.scores``; derivatives are finite differences
+wherever that is affordable, else the product of a context and its gradient in a batch of one.
+Nothing of ``headprune.scoring`` is used.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from tests.reference.scores import Loss, columns, example, n_examples, projectio
 Function = Callable[[nn.Module, Any], float]
 
 
-def with_gates(model: nn.Module, sites: Any, gates: Sequence[Sequence[float]], run: Callable[[], Any]) -> Any:
+def with_gates(
+    model: nn.Module, sites: Any, gates: Sequence[Sequence[float]], run: Callable[[], Any]
+) -> Any:
     """Runs with one gate for every head of every site."""
     with ExitStack() as stack:
         for site, row in zip(sites, gates, strict=True):
@@ -36,7 +40,11 @@ def all_gates(sites: Any, at: float) -> list[list[float]]:
 
 def units_of(sites: Any) -> list[tuple[int, list[int]]]:
     """Every unit as the number of its site and its heads' positions."""
-    return [(s, [site.heads.index(h) for h in unit]) for s, site in enumerate(sites) for unit in site.units]
+    return [
+        (s, [site.heads.index(h) for h in unit])
+        for s, site in enumerate(sites)
+        for unit in site.units
+    ]
 
 
 def moved(gates: list[list[float]], unit: tuple[int, list[int]], step: float) -> list[list[float]]:
@@ -47,12 +55,17 @@ def moved(gates: list[list[float]], unit: tuple[int, list[int]], step: float) ->
     return copy
 
 
-def slopes(model: nn.Module, one: Any, loss: Loss, sites: Any, at: float = 1.0, step: float = 1e-4) -> list[float]:
-    """``dl/dm`` of every unit, whose heads move together, by central differences with all gates at ``at``."""
+def slopes(
+    model: nn.Module, one: Any, loss: Loss, sites: Any, at: float = 1.0, step: float = 1e-4
+) -> list[float]:
+    """``dl/dm`` of every unit, whose heads move together, by central differences with all gates at
+    ``at``."""
     found = []
     for unit in units_of(sites):
         ends = [
-            with_gates(model, sites, moved(all_gates(sites, at), unit, s), lambda: value(model, one, loss))
+            with_gates(
+                model, sites, moved(all_gates(sites, at), unit, s), lambda: value(model, one, loss)
+            )
             for s in (step, -step)
         ]
         found.append((ends[0] - ends[1]) / (2 * step))
@@ -60,7 +73,8 @@ def slopes(model: nn.Module, one: Any, loss: Loss, sites: Any, at: float = 1.0, 
 
 
 def integrated(model: nn.Module, one: Any, loss: Loss, sites: Any, intervals: int) -> list[float]:
-    """``-int_0^1 dl/dm (a, ..., a) da`` of every unit by Simpson's rule over an even number of intervals."""
+    """``-int_0^1 dl/dm (a, ..., a) da`` of every unit by Simpson's rule over an even number of
+    intervals."""
     total = [0.0] * len(units_of(sites))
     for node in range(intervals + 1):
         weight = 1 if node in (0, intervals) else 4 if node % 2 else 2
@@ -69,7 +83,9 @@ def integrated(model: nn.Module, one: Any, loss: Loss, sites: Any, intervals: in
     return total
 
 
-def contexts(model: nn.Module, one: Any, loss: Loss, sites: Any, backward: bool = True) -> list[Tensor]:
+def contexts(
+    model: nn.Module, one: Any, loss: Loss, sites: Any, backward: bool = True
+) -> list[Tensor]:
     """What every output projection read, with its gradient."""
     read: dict[str, Tensor] = {}
 
@@ -94,15 +110,22 @@ def contexts(model: nn.Module, one: Any, loss: Loss, sites: Any, backward: bool 
 
 
 def alone(model: nn.Module, batch: Any, loss: Loss, sites: Any) -> list[list[float]]:
-    """``[examples][units]``: signed ``sum_t sum_h <ctx, dl/dctx>`` over a unit's heads, one example a batch."""
+    """``[examples][units]``: signed ``sum_t sum_h <ctx, dl/dctx>`` over a unit's heads, one example
+    a batch."""
     rows = []
     for number in range(n_examples(batch)):
         row = []
-        for site, x in zip(sites, contexts(model, example(batch, number), loss, sites), strict=True):
+        for site, x in zip(
+            sites, contexts(model, example(batch, number), loss, sites), strict=True
+        ):
             assert x.grad is not None
             for unit in site.units:
                 parts = [
-                    float(torch.dot(x.detach()[0, t, columns(site, h)], x.grad[0, t, columns(site, h)]))
+                    float(
+                        torch.dot(
+                            x.detach()[0, t, columns(site, h)], x.grad[0, t, columns(site, h)]
+                        )
+                    )
                     for h in unit
                     for t in range(x.shape[1])
                 ]
@@ -118,18 +141,30 @@ def fisher_matrix(gradients: Sequence[Sequence[float]], block: int = 1) -> list[
     for start in range(0, len(gradients), block):
         rows = gradients[start : start + block]
         means.append([math.fsum(row[u] for row in rows) / len(rows) for u in range(n_units)])
-    return [[math.fsum(m[h] * m[k] for m in means) / len(means) for k in range(n_units)] for h in range(n_units)]
+    return [
+        [math.fsum(m[h] * m[k] for m in means) / len(means) for k in range(n_units)]
+        for h in range(n_units)
+    ]
 
 
 def taylor2(gradients: Sequence[Sequence[float]]) -> list[float]:
     n = len(gradients)
-    return [math.fsum(row[u] ** 2 / 2 - row[u] for row in gradients) / n for u in range(len(gradients[0]))]
+    return [
+        math.fsum(row[u] ** 2 / 2 - row[u] for row in gradients) / n
+        for u in range(len(gradients[0]))
+    ]
 
 
 def hessian(
-    model: nn.Module, one: Any, function: Function, sites: Any, diagonal: bool = False, step: float = 1e-3
+    model: nn.Module,
+    one: Any,
+    function: Function,
+    sites: Any,
+    diagonal: bool = False,
+    step: float = 1e-3,
 ) -> list[list[float]]:
-    """Second derivatives with respect to the units' gates at 1, by differences of a function with a minimum there."""
+    """Second derivatives with respect to the units' gates at 1, by differences of a function with a
+    minimum there."""
     units = units_of(sites)
 
     def at(*moves: tuple[tuple[int, list[int]], float]) -> float:
@@ -144,7 +179,9 @@ def hessian(
     for h, unit in enumerate(units):
         found[h][h] = (at((unit, step)) - 2 * middle + at((unit, -step))) / step**2
         for k in range(0 if diagonal else h):
-            ends = [a * b * at((unit, a * step), (units[k], b * step)) for a in (1, -1) for b in (1, -1)]
+            ends = [
+                a * b * at((unit, a * step), (units[k], b * step)) for a in (1, -1) for b in (1, -1)
+            ]
             found[h][k] = found[k][h] = math.fsum(ends) / (4 * step**2)
     return found
 
@@ -157,7 +194,9 @@ def divergence(logits: Callable[[nn.Module, Any], Tensor], whole: Tensor) -> Fun
             log_p, log_q = whole.log_softmax(-1), logits(model, one).log_softmax(-1)
         rows = []
         for p, q in zip(log_p.tolist(), log_q.tolist(), strict=True):
-            rows.append(math.fsum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True) if a > -math.inf))
+            rows.append(
+                math.fsum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True) if a > -math.inf)
+            )
         return math.fsum(rows) / len(rows)
 
     return of
@@ -168,8 +207,14 @@ def bernoulli_divergence(logits: Callable[[nn.Module, Any], Tensor], whole: Tens
 
     def of(model: nn.Module, one: Any) -> float:
         with torch.no_grad():
-            p, q = whole.sigmoid().flatten().tolist(), logits(model, one).sigmoid().flatten().tolist()
-        each = [a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in zip(p, q, strict=True)]
+            p, q = (
+                whole.sigmoid().flatten().tolist(),
+                logits(model, one).sigmoid().flatten().tolist(),
+            )
+        each = [
+            a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
+            for a, b in zip(p, q, strict=True)
+        ]
         return math.fsum(each) / len(each)
 
     return of
@@ -181,7 +226,9 @@ def squared_difference(outputs: Callable[[nn.Module, Any], Tensor], whole: Tenso
     def of(model: nn.Module, one: Any) -> float:
         with torch.no_grad():
             found = outputs(model, one).flatten().tolist()
-        return math.fsum((a - b) ** 2 for a, b in zip(found, whole.flatten().tolist(), strict=True)) / len(found)
+        return math.fsum(
+            (a - b) ** 2 for a, b in zip(found, whole.flatten().tolist(), strict=True)
+        ) / len(found)
 
     return of
 
@@ -201,7 +248,9 @@ def patched(
     rows = []
     for number in range(n_examples(batch)):
         row = []
-        for s, (site, x) in enumerate(zip(sites, contexts(model, example(batch, number), loss, sites), strict=True)):
+        for s, (site, x) in enumerate(
+            zip(sites, contexts(model, example(batch, number), loss, sites), strict=True)
+        ):
             assert x.grad is not None
             for unit in site.units:
                 parts = []
@@ -209,7 +258,12 @@ def patched(
                     for h in unit:
                         place = columns(site, h)
                         parts.append(
-                            float(torch.dot(base(number, s, t)[place] - x.detach()[0, t, place], x.grad[0, t, place]))
+                            float(
+                                torch.dot(
+                                    base(number, s, t)[place] - x.detach()[0, t, place],
+                                    x.grad[0, t, place],
+                                )
+                            )
                         )
                 row.append(math.fsum(parts))
         rows.append(row)

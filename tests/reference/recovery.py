@@ -1,7 +1,9 @@
-"""Layer-wise recovery written out literally: activations are kept whole, token by token, and NumPy solves.
+"""Layer-wise recovery written out literally: activations are kept whole, token by token, and NumPy
+solves.
 
-Where a sub-layer's stream can be read is written down by hand for each family here (the input of the norm behind it,
-or the output of the module around it); nothing of how the package finds it is used.
+Where a sub-layer's stream can be read is written down by hand for each family here (the input of
+the norm behind it, or the output of the module around it); nothing of how the package finds it is
+used.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Place:
-    """A projection, and the module whose input ("in") or output ("out") is the stream after its sub-layer.
+    """A projection, and the module whose input ("in") or output ("out") is the stream after its
+    sub-layer.
 
-    ``writer`` is the module whose output is the projection's, where code passes by the projection itself; ``padding``
-    the batch's tensor that is True at padding, where it is no attention mask.
+    ``writer`` is the module whose output is the projection's, where code passes by the projection
+    itself; ``padding`` the batch's tensor that is True at padding, where it is no attention mask.
     """
 
     projection: str
@@ -44,7 +47,10 @@ def bert(layer: int, feed_forward: bool) -> list[Place]:
 
 def gpt2(layer: int, feed_forward: bool) -> list[Place]:
     at = f"transformer.h.{layer}"
-    return [Place(f"{at}.attn.c_proj", f"{at}.ln_2", "in"), *[Place(f"{at}.mlp.c_proj", at, "out")] * feed_forward]
+    return [
+        Place(f"{at}.attn.c_proj", f"{at}.ln_2", "in"),
+        *[Place(f"{at}.mlp.c_proj", at, "out")] * feed_forward,
+    ]
 
 
 def llama(layer: int, feed_forward: bool) -> list[Place]:
@@ -65,7 +71,9 @@ def multi_head_attention(layer: int, feed_forward: bool) -> list[Place]:
 
 def torch_encoder(layer: int, feed_forward: bool) -> list[Place]:
     at = f"encoder.layers.{layer}"
-    first = Place(f"{at}.self_attn.out_proj", f"{at}.norm1", "in", writer=f"{at}.self_attn", padding="padding")
+    first = Place(
+        f"{at}.self_attn.out_proj", f"{at}.norm1", "in", writer=f"{at}.self_attn", padding="padding"
+    )
     return [first, *[Place(f"{at}.linear2", f"{at}.norm2", "in", padding="padding")] * feed_forward]
 
 
@@ -76,7 +84,10 @@ def t5(layer: int, feed_forward: bool) -> list[Place]:
     places = [Place(f"{at}.0.SelfAttention.o", f"{at}.0", "out", decoder)]
     places += [Place(f"{at}.1.EncDecAttention.o", f"{at}.1", "out", decoder)] * decoder
     last = 1 + decoder
-    return [*places, *[Place(f"{at}.{last}.DenseReluDense.wo", f"{at}.{last}", "out", decoder)] * feed_forward]
+    return [
+        *places,
+        *[Place(f"{at}.{last}.DenseReluDense.wo", f"{at}.{last}", "out", decoder)] * feed_forward,
+    ]
 
 
 def real(place: Place, batch: dict[str, Any], example: int, length: int) -> list[int]:
@@ -89,7 +100,9 @@ def real(place: Place, batch: dict[str, Any], example: int, length: int) -> list
     return [t for t in range(length) if mask is None or bool(mask[example, t])]
 
 
-def rows(model: nn.Module, place: Place, batches: Sequence[dict[str, Any]]) -> tuple[Array, Array, Array]:
+def rows(
+    model: nn.Module, place: Place, batches: Sequence[dict[str, Any]]
+) -> tuple[Array, Array, Array]:
     """What the projection reads and writes, and the stream after it, ``[tokens, width]`` each."""
     seen: dict[str, list[Tensor]] = {"x": [], "y": [], "s": []}
 
@@ -104,7 +117,9 @@ def rows(model: nn.Module, place: Place, batches: Sequence[dict[str, Any]]) -> t
         seen["s"].append(found)
 
     handles = [model.get_submodule(place.projection).register_forward_hook(projected)]
-    handles.append(model.get_submodule(place.writer or place.projection).register_forward_hook(written))
+    handles.append(
+        model.get_submodule(place.writer or place.projection).register_forward_hook(written)
+    )
     handles.append(model.get_submodule(place.stream).register_forward_hook(streamed))
     tokens: dict[str, list[Tensor]] = {"x": [], "y": [], "s": []}
     for batch in batches:
@@ -117,7 +132,9 @@ def rows(model: nn.Module, place: Place, batches: Sequence[dict[str, Any]]) -> t
     for handle in handles:
         handle.remove()
     s = torch.cat(tokens["s"]).numpy()
-    x = torch.cat(tokens["x"]).numpy() if tokens["x"] else np.zeros((len(s), 0))  # it may not be called
+    x = (
+        torch.cat(tokens["x"]).numpy() if tokens["x"] else np.zeros((len(s), 0))
+    )  # it may not be called
     y = torch.cat(tokens["y"]).numpy() if tokens["y"] else np.zeros_like(s)
     return x, y, s
 
@@ -133,8 +150,11 @@ def install(model: nn.Module, place: Place, weight: Array, bias: Array) -> None:
         module.bias.copy_(torch.from_numpy(bias))
 
 
-def lstsq(model: nn.Module, teacher: nn.Module, places: Sequence[Place], batches: Sequence[dict[str, Any]]) -> None:
-    """Every place in turn: ``[x, 1] solution = T - R`` for all tokens at once; changes the model."""
+def lstsq(
+    model: nn.Module, teacher: nn.Module, places: Sequence[Place], batches: Sequence[dict[str, Any]]
+) -> None:
+    """Every place in turn: ``[x, 1] solution = T - R`` for all tokens at once; changes the
+    model."""
     for place in places:
         if getattr(model.get_submodule(place.projection), "bias", None) is None:
             width = teacher.get_submodule(place.projection).weight.shape[0]
@@ -144,14 +164,22 @@ def lstsq(model: nn.Module, teacher: nn.Module, places: Sequence[Place], batches
         x, y, s = rows(model, place, batches)
         y = y if x.shape[1] else model.get_submodule(place.projection).bias.detach().numpy()
         target = rows(teacher, place, batches)[2] - (s - y)
-        solution = np.linalg.lstsq(np.concatenate([x, np.ones((len(x), 1))], 1), target, rcond=None)[0]
+        solution = np.linalg.lstsq(
+            np.concatenate([x, np.ones((len(x), 1))], 1), target, rcond=None
+        )[0]
         install(model, place, solution[:-1], solution[-1])
 
 
 def rescale(
-    model: nn.Module, teacher: nn.Module, place: Place, columns: Sequence[slice], batches: Any, intercept: bool
+    model: nn.Module,
+    teacher: nn.Module,
+    place: Place,
+    columns: Sequence[slice],
+    batches: Any,
+    intercept: bool,
 ) -> tuple[Array, Array]:
-    """Factors of the kept heads and the intercept, from one long system with a row a token and channel."""
+    """Factors of the kept heads and the intercept, from one long system with a row a token and
+    channel."""
     x, y, s = rows(model, place, batches)
     module: Any = model.get_submodule(place.projection)
     weight = module.weight.detach().numpy()
@@ -159,12 +187,18 @@ def rescale(
     bias = 0.0 if module.bias is None else module.bias.detach().numpy()
     target = rows(teacher, place, batches)[2] - (s - y) - bias
     written = np.stack([(x[:, c] @ weight[c]).ravel() for c in columns], 1)
-    extra = np.tile(np.eye(target.shape[1]), (len(target), 1)) if intercept else np.zeros((target.size, 0))
+    extra = (
+        np.tile(np.eye(target.shape[1]), (len(target), 1))
+        if intercept
+        else np.zeros((target.size, 0))
+    )
     solution = np.linalg.lstsq(np.concatenate([written, extra], 1), target.ravel(), rcond=None)[0]
     return solution[: len(columns)], solution[len(columns) :]
 
 
-def error(model: nn.Module, teacher: nn.Module, place: Place, batches: Sequence[dict[str, Any]]) -> float:
+def error(
+    model: nn.Module, teacher: nn.Module, place: Place, batches: Sequence[dict[str, Any]]
+) -> float:
     """``sum |T - S|² / sum |A - mean A|²``."""
     _, _, ours = rows(model, place, batches)
     _, written, theirs = rows(teacher, place, batches)

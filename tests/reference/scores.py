@@ -1,6 +1,8 @@
-"""Head scores written out literally: one example, one head, one token at a time; oracles, slow on purpose.
+"""Head scores written out literally: one example, one head, one token at a time; oracles, slow on
+purpose.
 
-Gates are put on by a hook on the output projection's input here, so that nothing of ``headprune.gating`` is used.
+Gates are put on by a hook on the output projection's input here, so that nothing of
+``headprune.gating`` is used.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def columns(site: AttentionSite, head: int) -> slice:
 
 
 @contextmanager
-def times(model: nn.Module, site: AttentionSite, heads: Sequence[int], factor: float) -> Iterator[None]:
+def times(
+    model: nn.Module, site: AttentionSite, heads: Sequence[int], factor: float
+) -> Iterator[None]:
     """Multiplies some heads of one site."""
 
     def scale(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -63,7 +67,9 @@ def value(model: nn.Module, batch: dict[str, Any], loss: Loss) -> float:
     return float(losses[0])
 
 
-def central_differences(model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any, step: float) -> Tensor:
+def central_differences(
+    model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any, step: float
+) -> Tensor:
     """``[examples, heads]``: ``(l(m_h = 1 + step) - l(m_h = 1 - step)) / 2 step``."""
     rows = []
     for number in range(n_examples(batch)):
@@ -83,7 +89,9 @@ def by_unit(per_head: Tensor, sites: Any) -> Tensor:
     """Sums heads that go together; the last axis is heads before and units after."""
     parts, start = [], 0
     for site in sites:
-        parts += [sum(per_head[..., start + site.heads.index(h)] for h in unit) for unit in site.units]
+        parts += [
+            sum(per_head[..., start + site.heads.index(h)] for h in unit) for unit in site.units
+        ]
         start += len(site.heads)
     return torch.stack(parts, -1)
 
@@ -110,13 +118,19 @@ def _backward(model: nn.Module, one: dict[str, Any], loss: Loss, sites: Any) -> 
 
 
 def context_route(model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any) -> Tensor:
-    """``[examples, tokens, heads]``: ``<ctx_h, dl/dctx_h>`` at every token; all sites have the same tokens."""
+    """``[examples, tokens, heads]``: ``<ctx_h, dl/dctx_h>`` at every token; all sites have the same
+    tokens."""
     rows = []
     for number in range(n_examples(batch)):
         contexts = _backward(model, example(batch, number), loss, sites)
         row = [
             [
-                float(torch.dot(x[0, token, columns(site, head)].detach(), x.grad[0, token, columns(site, head)]))
+                float(
+                    torch.dot(
+                        x[0, token, columns(site, head)].detach(),
+                        x.grad[0, token, columns(site, head)],
+                    )
+                )
                 for site, x in zip(sites, contexts, strict=True)
                 for head in site.heads
             ]
@@ -142,7 +156,9 @@ def weight_route(model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def leave_one_out(model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any) -> list[list[float]]:
+def leave_one_out(
+    model: nn.Module, batch: dict[str, Any], loss: Loss, sites: Any
+) -> list[list[float]]:
     """``[examples][units]``: how much each example's loss rises without each unit."""
     rows = []
     for number in range(n_examples(batch)):
@@ -164,12 +180,19 @@ def mean_and_error(samples: Sequence[Sequence[float]]) -> tuple[list[float], lis
         mean = math.fsum(column) / n
         means.append(mean)
         if n > 1:
-            errors.append(math.sqrt(math.fsum((x - mean) ** 2 for x in column) / (n - 1)) / math.sqrt(n))
+            errors.append(
+                math.sqrt(math.fsum((x - mean) ** 2 for x in column) / (n - 1)) / math.sqrt(n)
+            )
     return means, errors or None
 
 
 def taylor(
-    gradients: Tensor, token_gradients: Tensor, sizes: Sequence[int], reduce: str, normalize: str, block: int
+    gradients: Tensor,
+    token_gradients: Tensor,
+    sizes: Sequence[int],
+    reduce: str,
+    normalize: str,
+    block: int,
 ) -> tuple[list[float], list[float] | None]:
     """Taylor scores and their standard errors.
 
@@ -186,10 +209,15 @@ def taylor(
     if reduce == "batch":
         for start in range(0, len(matrix), block):
             rows = matrix[start : start + block]
-            samples.append([abs(math.fsum(row[u] for row in rows) / len(rows)) for u in range(len(matrix[0]))])
+            samples.append(
+                [abs(math.fsum(row[u] for row in rows) / len(rows)) for u in range(len(matrix[0]))]
+            )
     elif reduce == "token":
         for_each = token_gradients.tolist()
-        samples = [[math.fsum(abs(row[u]) for row in tokens) for u in range(len(matrix[0]))] for tokens in for_each]
+        samples = [
+            [math.fsum(abs(row[u]) for row in tokens) for u in range(len(matrix[0]))]
+            for tokens in for_each
+        ]
     else:
         samples = [[abs(g) if reduce == "example" else -g for g in row] for row in matrix]
     values, errors = mean_and_error(samples)

@@ -1,4 +1,5 @@
-"""Agreement of scores: against SciPy and by hand, its intervals, what it refuses; ranks put together."""
+"""Agreement of scores: against SciPy and by hand, its intervals, what it refuses; ranks put
+together."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from headprune.core.scores import HeadScores, ModelFingerprint
 from headprune.report import draw_agreement
 from headprune.scoring import rank_average
 
-SITES = tuple(AttentionSite(f"layer.{i}", "bert", "self", 6, 6, 8, 8, tuple(range(6))) for i in range(2))
+SITES = tuple(
+    AttentionSite(f"layer.{i}", "bert", "self", 6, 6, 8, 8, tuple(range(6))) for i in range(2)
+)
 MARK = ModelFingerprint("s", "w")
 
 
@@ -33,7 +36,9 @@ def fixed(values: Any, scorer: str = "magnitude", **changes: Any) -> HeadScores:
 
 
 def sampled(matrix: Any, scorer: str = "taylor", data: str = "data") -> HeadScores:
-    return fixed(matrix.mean(0), scorer, samples=Samples.of(matrix), n_examples=len(matrix), data=data)
+    return fixed(
+        matrix.mean(0), scorer, samples=Samples.of(matrix), n_examples=len(matrix), data=data
+    )
 
 
 def noise(seed: int, n: int = 40) -> Any:
@@ -55,8 +60,12 @@ def test_measures_are_scipys_and_sets_by_hand(seed: int) -> None:
 def test_equal_and_opposite_orders() -> None:
     order = np.arange(12)
     same, opposite = hp.agreement(fixed(order), fixed(order**3), fixed(-order), k=6).pairs[:2]
-    assert [m.value for m in (same.spearman, same.kendall, same.jaccard)] == pytest.approx([1, 1, 1])
-    assert [m.value for m in (opposite.spearman, opposite.kendall, opposite.jaccard)] == pytest.approx([-1, -1, 0])
+    assert [m.value for m in (same.spearman, same.kendall, same.jaccard)] == pytest.approx(
+        [1, 1, 1]
+    )
+    assert [
+        m.value for m in (opposite.spearman, opposite.kendall, opposite.jaccard)
+    ] == pytest.approx([-1, -1, 0])
 
 
 def test_intervals_are_those_of_a_literal_bootstrap() -> None:
@@ -71,7 +80,11 @@ def test_intervals_are_those_of_a_literal_bootstrap() -> None:
     value = pair.spearman.value
     assert width > 0.05
     # Both standard deviations come from 1,000 draws, 2 to 3 % each.
-    assert_allclose([pair.spearman.low, pair.spearman.high], [value - width, min(value + width, 1)], atol=0.15 * width)
+    assert_allclose(
+        [pair.spearman.low, pair.spearman.high],
+        [value - width, min(value + width, 1)],
+        atol=0.15 * width,
+    )
 
 
 def test_scores_of_the_same_examples_share_their_resamples() -> None:
@@ -84,7 +97,9 @@ def test_scores_of_the_same_examples_share_their_resamples() -> None:
 
 
 def test_scores_without_samples_are_held_fixed() -> None:
-    found = hp.agreement(sampled(noise(0)), fixed(np.arange(12)), fixed(noise(2).mean(0), "old", n_examples=9))
+    found = hp.agreement(
+        sampled(noise(0)), fixed(np.arange(12)), fixed(noise(2).mean(0), "old", n_examples=9)
+    )
     by_name = {found.label(p): p for p in found.pairs}
     assert by_name["taylor - magnitude"].spearman.low is not None
     assert by_name["magnitude - old"].spearman.low is None
@@ -92,7 +107,10 @@ def test_scores_without_samples_are_held_fixed() -> None:
 
 
 def test_more_data_make_narrower_intervals() -> None:
-    wide, narrow = (hp.agreement(sampled(noise(0, n)), fixed(np.arange(12))).pairs[0].kendall for n in (40, 4000))
+    wide, narrow = (
+        hp.agreement(sampled(noise(0, n)), fixed(np.arange(12))).pairs[0].kendall
+        for n in (40, 4000)
+    )
     assert wide.high - wide.low > 2 * (narrow.high - narrow.low)  # type: ignore[operator]
 
 
@@ -116,7 +134,10 @@ def test_it_is_a_value_with_a_table() -> None:
         console.print(found.__rich__())
     assert str(pair.kendall) in captured.get()
     assert (
-        hp.agreement(fixed(np.arange(12)), fixed(np.arange(12)), names=["<b>", "[b]"])._repr_html_().count("<b>") == 0
+        hp.agreement(fixed(np.arange(12)), fixed(np.arange(12)), names=["<b>", "[b]"])
+        ._repr_html_()
+        .count("<b>")
+        == 0
     )
 
 
@@ -129,7 +150,8 @@ def test_equal_scores_have_no_order() -> None:
 
 
 def test_measures_that_are_not_defined_are_equal() -> None:
-    """NaN is not equal to itself; an agreement is equal to what is read back, and so is its hash."""
+    """NaN is not equal to itself; an agreement is equal to what is read back, and so is its
+    hash."""
     found = hp.agreement(fixed(np.ones(12), "flat"), sampled(noise(0)))
     read = Agreement.from_json(found.to_json())
     assert (read, hash(read)) == (found, hash(found))
@@ -141,7 +163,9 @@ def test_measures_that_are_not_defined_are_equal() -> None:
 
 def test_a_name_has_no_agreement_with_itself() -> None:
     found = hp.agreement(fixed(np.arange(12)), sampled(noise(0)))
-    with pytest.raises(UnknownName, match="two different names of those compared, got 'taylor' twice"):
+    with pytest.raises(
+        UnknownName, match="two different names of those compared, got 'taylor' twice"
+    ):
         found.between("taylor", "taylor")
 
 
@@ -154,7 +178,9 @@ def test_averaged_ranks_say_what_to_ask_instead() -> None:
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_the_picture(ending: str, tmp_path: Path) -> None:
-    found = hp.agreement(sampled(noise(0)), fixed(np.ones(12)), sampled(noise(1)), names=["one", "two", "three"])
+    found = hp.agreement(
+        sampled(noise(0)), fixed(np.ones(12)), sampled(noise(1)), names=["one", "two", "three"]
+    )
     path = draw_agreement(found, tmp_path / f"a.{ending}")
     data = path.read_bytes()
     assert len(data) > 5000
@@ -170,9 +196,13 @@ def test_what_cannot_be_compared_is_refused() -> None:
         hp.agreement(a)
     with pytest.raises(InvalidValue, match=r"given HeadScores, .*got list"):
         hp.agreement([a, a])  # type: ignore[arg-type]
-    with pytest.raises(PlanMismatch, match="scores of one model, got magnitude and other of different models"):
+    with pytest.raises(
+        PlanMismatch, match="scores of one model, got magnitude and other of different models"
+    ):
         hp.agreement(a, fixed(np.arange(12), "other", model=ModelFingerprint("t", "w")))
-    with pytest.raises(PlanMismatch, match=r"same sites and units, got layer\.1 with 6 units in one of"):
+    with pytest.raises(
+        PlanMismatch, match=r"same sites and units, got layer\.1 with 6 units in one of"
+    ):
         hp.agreement(a, a.of("layer.0"))
     for k in (0, 12):
         with pytest.raises(InvalidValue, match="a count of units from 1 to 11"):

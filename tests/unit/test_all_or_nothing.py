@@ -1,7 +1,8 @@
-"""An error at any call inside `prune_`, `recover_` or `save_pretrained` leaves the model exactly as it was.
+"""An error at any call inside `prune_`, `recover_` or `save_pretrained` leaves the model exactly as
+it was.
 
-Every function that our code calls, and every function of torch or Python that our code calls, is made to raise once: at
-the first call of all, at the second, and so on.
+Every function that our code calls, and every function of torch or Python that our code calls, is
+made to raise once: at the first call of all, at the second, and so on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,23 @@ class Injected(Exception):
 
 
 #: They compute nothing that could fail half-way.
-_HARMLESS = (isinstance, len, getattr, hasattr, issubclass, callable, sorted, sum, any, all, min, max, next, iter, id)
+_HARMLESS = (
+    isinstance,
+    len,
+    getattr,
+    hasattr,
+    issubclass,
+    callable,
+    sorted,
+    sum,
+    any,
+    all,
+    min,
+    max,
+    next,
+    iter,
+    id,
+)
 
 
 class Raise:
@@ -48,29 +65,50 @@ class Raise:
     def _watch(self, frame: Any, event: str, function: Any) -> None:
         if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(HERE):
             return
-        # Where a generator goes on, its frame would end without its own `finally`, which no real error does.
-        if frame.f_code.co_flags & inspect.CO_GENERATOR if event == "call" else function in _HARMLESS:
+        # Where a generator goes on, its frame would end without its own `finally`, which no real
+        # error does.
+        if (
+            frame.f_code.co_flags & inspect.CO_GENERATOR
+            if event == "call"
+            else function in _HARMLESS
+        ):
             return
         self.count += 1
         if self.count == self.n:
             sys.setprofile(None)
-            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {event} {getattr(function, '__name__', '')}"
+            self.where = (
+                f"{frame.f_code.co_filename}:{frame.f_lineno} {event}"
+                f" {getattr(function, '__name__', '')}"
+            )
             raise Injected(self.where)
 
 
 def picture(model: nn.Module) -> Any:
-    """Everything that a model is: classes, attributes, hooks, and tensors by identity, flags and bits."""
+    """Everything that a model is: classes, attributes, hooks, and tensors by identity, flags and
+    bits."""
     modules = {}
     for name, module in model.named_modules(remove_duplicate=False):
         held = {}
         for key, value in module.__dict__.items():
-            inside = list(value.items()) if isinstance(value, dict) else sorted(value) if isinstance(value, set) else ()
+            inside = (
+                list(value.items())
+                if isinstance(value, dict)
+                else sorted(value)
+                if isinstance(value, set)
+                else ()
+            )
             parts = [(k, id(v)) for k, v in inside] if isinstance(value, dict) else inside
-            held[key] = (id(value) if not isinstance(value, (bool, int, float, str)) else value, parts)
+            held[key] = (
+                id(value) if not isinstance(value, (bool, int, float, str)) else value,
+                parts,
+            )
         modules[name] = (type(module), held)
     tensors = {
         name: (id(t), t.requires_grad, t.grad is None, t.dtype, t.detach().clone())
-        for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        for name, t in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
     }
     config = getattr(model, "config", None)
     return modules, tensors, None if config is None else config.to_dict()
@@ -89,7 +127,8 @@ def same(before: Any, after: Any, where: str) -> None:
 
 
 def raised_everywhere(model: nn.Module, work: Callable[[nn.Module], Any], step: int) -> int:
-    """Lets every ``step``-th call of the work raise, in turn; the model must be as it was. Returns how many did."""
+    """Lets every ``step``-th call of the work raise, in turn; the model must be as it was. Returns
+    how many did."""
     for _ in range(2):  # the second has found what is remembered between calls
         with Raise() as counted:
             work(copy.deepcopy(model))
@@ -105,7 +144,8 @@ def raised_everywhere(model: nn.Module, work: Callable[[nn.Module], Any], step: 
                 n_raised += 1
                 same(before, picture(subject), raising.where)
                 continue
-        # Where an error is one of the answers that the work expects, it goes on and comes to its end.
+        # Where an error is one of the answers that the work expects, it goes on and comes to its
+        # end.
         subject = copy.deepcopy(model)
         before = picture(subject)
     return n_raised
@@ -113,7 +153,9 @@ def raised_everywhere(model: nn.Module, work: Callable[[nn.Module], Any], step: 
 
 def parts(some: int, many: int = 1) -> Any:
     """Every so many-th call in the usual tier, and more of them, or all, in the long one."""
-    return pytest.mark.parametrize("step", [some, pytest.param(many, marks=pytest.mark.long)], ids=["some", "many"])
+    return pytest.mark.parametrize(
+        "step", [some, pytest.param(many, marks=pytest.mark.long)], ids=["some", "many"]
+    )
 
 
 @parts(307)
@@ -133,7 +175,9 @@ def test_a_cut_with_its_proof(name: str, step: int) -> None:
     for parameter in list(case.model.parameters())[::2]:
         parameter.requires_grad_(False)
     mask = case.ragged(2)
-    assert raised_everywhere(case.model, lambda m: hp.prune_(m, mask, example=case.batch), step) >= 3
+    assert (
+        raised_everywhere(case.model, lambda m: hp.prune_(m, mask, example=case.batch), step) >= 3
+    )
 
 
 @parts(907, 5)
@@ -161,12 +205,17 @@ def test_a_recovery(method: str, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [Finetune(steps=2, learning_rate=0.1), Finetune(steps=2, lora_rank=2)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [Finetune(steps=2, learning_rate=0.1), Finetune(steps=2, lora_rank=2)], ids=str
+)
 def test_a_training(settings: Finetune) -> None:
     if settings.lora_rank is not None:
         pytest.importorskip("peft")
     case = subject_of("bert")
-    assert raised_everywhere(case.model, lambda m: hp.recover_(m, [case.batch], settings), step=301) >= 2
+    assert (
+        raised_everywhere(case.model, lambda m: hp.recover_(m, [case.batch], settings), step=301)
+        >= 2
+    )
 
 
 @parts(2503, 101)
@@ -191,7 +240,9 @@ def test_a_save(format: str, step: int, tmp_path: Path) -> None:
             hp.save_pretrained(small, out, format=format)  # type: ignore[arg-type]
         except BaseException:
             left = {p.name: p.read_bytes() for p in out.iterdir()}
-            assert left == old or (left.keys() >= new and left["model.safetensors"] != old["model.safetensors"])
+            assert left == old or (
+                left.keys() >= new and left["model.safetensors"] != old["model.safetensors"]
+            )
             raise
 
     assert raised_everywhere(model, work, step) >= 3

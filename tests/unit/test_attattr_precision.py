@@ -1,4 +1,5 @@
-"""``attattr`` proves its maps within the rounding of what products are computed in, and refuses wrong ones there."""
+"""``attattr`` proves its maps within the rounding of what products are computed in, and refuses
+wrong ones there."""
 
 from __future__ import annotations
 
@@ -58,9 +59,17 @@ NARROW = pytest.mark.parametrize("how", ["tf32", "autocast"])
 
 
 def test_the_step_of_products() -> None:
-    assert [product_eps(t, CPU) for t in (torch.float64, torch.float32, torch.bfloat16)] == [2**-52, 2**-23, 2**-7]
+    assert [product_eps(t, CPU) for t in (torch.float64, torch.float32, torch.bfloat16)] == [
+        2**-52,
+        2**-23,
+        2**-7,
+    ]
     with torch.autocast("cpu", torch.float16):
-        assert [product_eps(t, CPU) for t in (torch.float64, torch.float32, torch.bfloat16)] == [2**-52, 2**-10, 2**-7]
+        assert [product_eps(t, CPU) for t in (torch.float64, torch.float32, torch.bfloat16)] == [
+            2**-52,
+            2**-10,
+            2**-7,
+        ]
         assert product_eps(torch.float32, CUDA) == 2**-23, "autocast is for one kind of device"
     for precision, step in (("high", 2**-10), ("highest", 2**-23)):
         torch.set_float32_matmul_precision(precision)
@@ -71,7 +80,10 @@ def test_the_step_of_products() -> None:
     assert product_eps(torch.float32, CUDA) == 2**-10
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this PyTorch has the old switch")
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"),
+    reason="this PyTorch has the old switch",
+)
 def test_the_step_by_the_newer_switch() -> None:
     """PyTorch refuses to answer by its old switch once the new one says something else."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -83,7 +95,11 @@ def test_the_step_by_the_newer_switch() -> None:
 def test_maps_in_use_are_accepted(name: str, how: str) -> None:
     subject = family_subject(name, name)
     model = subject.model.float().requires_grad_(True)
-    batch = {k: v.float() if v.is_floating_point() else v for k, v in subject.batch.items() if k != "labels"}
+    batch = {
+        k: v.float() if v.is_floating_point() else v
+        for k, v in subject.batch.items()
+        if k != "labels"
+    }
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         out = model(**batch)

@@ -1,4 +1,5 @@
-"""headprune.attention against a literal transcription of the formula, and against PyTorch's own module."""
+"""headprune.attention against a literal transcription of the formula, and against PyTorch's own
+module."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ F64 = torch.float64
 
 
 def make(query_size: int = 12, n_heads: int = 4, **options: Any) -> MultiHeadAttention:
-    return MultiHeadAttention(query_size, n_heads, dtype=options.pop("dtype", F64), **options).eval()
+    return MultiHeadAttention(
+        query_size, n_heads, dtype=options.pop("dtype", F64), **options
+    ).eval()
 
 
 def rand(*shape: int, dtype: torch.dtype = F64) -> torch.Tensor:
@@ -56,17 +59,34 @@ SHAPES = {
     "multi-query": {"n_kv_heads": 1},
     "no-bias": {"bias": False},
     "output-bias-only": {"bias": False, "output_bias": True},
-    "separate-widths": {"key_size": 7, "value_size": 9, "output_size": 5, "head_dim": 2, "value_dim": 6},
-    "all": {"n_kv_heads": 2, "key_size": 7, "value_size": 9, "output_size": 5, "head_dim": 5, "value_dim": 2},
+    "separate-widths": {
+        "key_size": 7,
+        "value_size": 9,
+        "output_size": 5,
+        "head_dim": 2,
+        "value_dim": 6,
+    },
+    "all": {
+        "n_kv_heads": 2,
+        "key_size": 7,
+        "value_size": 9,
+        "output_size": 5,
+        "head_dim": 5,
+        "value_dim": 2,
+    },
 }
 MASKS = {
     "none": {},
     "lens": {"valid_lens": torch.tensor([3, 1])},
     "lens-per-query": {"valid_lens": torch.tensor([[1, 2, 3, 0], [4, 4, 1, 2]])},
-    "mask-2d": {"mask": torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()},
+    "mask-2d": {
+        "mask": torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    },
     "mask-keys": {"mask": torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0]]).bool()[:, None, None, :]},
     "mask-queries": {"mask": torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0]]).bool()[:, None, :, None]},
-    "mask-heads": {"mask": torch.rand(2, 4, 4, 4, generator=torch.Generator().manual_seed(1)) > 0.6},
+    "mask-heads": {
+        "mask": torch.rand(2, 4, 4, 4, generator=torch.Generator().manual_seed(1)) > 0.6
+    },
     "causal": {"causal": True},
     "hide-self": {"hide_self": True},
     "everything": {
@@ -83,7 +103,10 @@ MASKS = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @torch.no_grad()
 def test_equals_the_literal_loop(
-    shape: dict[str, Any], masks: dict[str, Any], compatibility: str, monkeypatch: pytest.MonkeyPatch
+    shape: dict[str, Any],
+    masks: dict[str, Any],
+    compatibility: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = make(**shape, compatibility=compatibility)
     query, key, value = (rand(2, 4, p.in_features) for p in (module.W_q, module.W_k, module.W_v))
@@ -107,7 +130,9 @@ def test_more_keys_than_queries_puts_the_queries_last(causal: bool, need_weights
     module = make(n_kv_heads=2)
     query, key = rand(2, 3, 12), rand(2, 5, 12)
     masks = {"causal": causal, "hide_self": not causal}
-    expected, _ = reference.multi_head(module, query, key, key, reference.may_see(2, 4, 3, 5, **masks))
+    expected, _ = reference.multi_head(
+        module, query, key, key, reference.may_see(2, 4, 3, 5, **masks)
+    )
     out = module(query, key, need_weights=need_weights, **masks)
     assert_close(out[0] if need_weights else out, expected, **EXACT)
 
@@ -146,7 +171,11 @@ def test_sequence_first_is_a_transposition() -> None:
     query, key = rand(2, 3, 12), rand(2, 5, 12)
     seen: list[torch.Size] = []
     other.W_o.register_forward_pre_hook(lambda _m, args: seen.append(args[0].shape))
-    options: dict[str, Any] = {"valid_lens": torch.tensor([4, 2]), "gates": rand(2, 4), "need_weights": True}
+    options: dict[str, Any] = {
+        "valid_lens": torch.tensor([4, 2]),
+        "gates": rand(2, 4),
+        "need_weights": True,
+    }
     out, weights = module(query, key, **options)
     other_out, other_weights = other(query.transpose(0, 1), key.transpose(0, 1), **options)
     assert_close(other_out, out.transpose(0, 1), **EXACT)
@@ -261,7 +290,9 @@ def test_scale(need_weights: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])
-def test_gates_of_one_change_no_bit_and_carry_their_gradient(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_gates_of_one_change_no_bit_and_carry_their_gradient(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     module, x = make(dtype=dtype), rand(2, 3, 12, dtype=dtype)
     gates = torch.ones(shape, requires_grad=True)
     out = module(x, gates=gates)
@@ -274,7 +305,9 @@ def test_gates_of_one_change_no_bit_and_carry_their_gradient(dtype: torch.dtype,
 def test_gates_equal_the_loop_and_finite_differences(per_example: bool) -> None:
     module, x = make(n_kv_heads=2, value_dim=5), rand(2, 3, 12)
     gates = rand(2, 4) if per_example else rand(4)
-    expected, _ = reference.multi_head(module, x, x, x, reference.may_see(2, 4, 3, 3), gates=gates.expand(2, 4))
+    expected, _ = reference.multi_head(
+        module, x, x, x, reference.may_see(2, 4, 3, 3), gates=gates.expand(2, 4)
+    )
     assert_close(module(x, gates=gates), expected, **EXACT)
     assert torch.autograd.gradcheck(lambda g: module(x, gates=g), gates.clone().requires_grad_())
     ones = torch.ones_like(gates, requires_grad=True)
@@ -284,8 +317,12 @@ def test_gates_equal_the_loop_and_finite_differences(per_example: bool) -> None:
         up, down = torch.ones_like(gates), torch.ones_like(gates)
         up[i] += step
         down[i] -= step
-        numeric = (module(x, gates=up).square().sum() - module(x, gates=down).square().sum()) / (2 * step)
-        assert_close(ones.grad[i], numeric.detach(), rtol=1e-6, atol=1e-7)  # central differences are second order
+        numeric = (module(x, gates=up).square().sum() - module(x, gates=down).square().sum()) / (
+            2 * step
+        )
+        assert_close(
+            ones.grad[i], numeric.detach(), rtol=1e-6, atol=1e-7
+        )  # central differences are second order
 
 
 class Operations(TorchDispatchMode):
@@ -337,7 +374,9 @@ def test_dropout_acts_in_training_only(need_weights: bool) -> None:
     assert not torch.allclose(first, second)
     with torch.no_grad():
         mean = torch.stack([run(module) for _ in range(1000)]).mean(0)
-    assert_close(mean, run(plain), rtol=0, atol=0.1)  # the mean of 1000 draws, each of spread about 1
+    assert_close(
+        mean, run(plain), rtol=0, atol=0.1
+    )  # the mean of 1000 draws, each of spread about 1
 
 
 def test_weights_are_shown_before_dropout() -> None:
@@ -350,7 +389,10 @@ def test_weights_are_shown_before_dropout() -> None:
 
 
 def test_importing_the_room_imports_no_torch() -> None:
-    code = "import sys, headprune.attention as a; assert 'torch' not in sys.modules; a.KVCache; assert a.KVCache"
+    code = (
+        "import sys, headprune.attention as a; assert 'torch' not in sys.modules; a.KVCache; assert"
+        " a.KVCache"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     import headprune.attention as room
 

@@ -39,7 +39,9 @@ def test_from_heads(own: bool) -> None:
     assert {p.device.type for p in module.parameters()} == {"cpu"}
     module.prune_heads_([1, 2])
     if not own:
-        expected = torch.cat([p if i in (1, 2) else torch.zeros_like(p) for i, p in enumerate(parts)], -1)
+        expected = torch.cat(
+            [p if i in (1, 2) else torch.zeros_like(p) for i, p in enumerate(parts)], -1
+        )
         assert_close(module(query, key, value), expected, **EXACT)
         assert not module.W_o.weight.requires_grad
     module.prune_heads_([])
@@ -49,7 +51,9 @@ def test_from_heads(own: bool) -> None:
 def test_from_heads_copies_and_one_matrix_may_serve_thrice() -> None:
     shared = [rand(3, 8), rand(3, 8)]
     W_o = rand(4, 6)
-    module = MultiHeadAttention.from_heads([(m, m, m) for m in shared], W_o, compatibility="additive")
+    module = MultiHeadAttention.from_heads(
+        [(m, m, m) for m in shared], W_o, compatibility="additive"
+    )
     x = rand(1, 4, 8)
     module(x).sum().backward()
     expected = module(x)
@@ -63,8 +67,16 @@ def test_from_heads_copies_and_one_matrix_may_serve_thrice() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
-def test_from_and_to_torch(batch_first: bool, bias: bool, kdim: int | None, dtype: torch.dtype) -> None:
-    options = {"bias": bias, "batch_first": batch_first, "kdim": kdim, "vdim": 7 if kdim else None, "dtype": dtype}
+def test_from_and_to_torch(
+    batch_first: bool, bias: bool, kdim: int | None, dtype: torch.dtype
+) -> None:
+    options = {
+        "bias": bias,
+        "batch_first": batch_first,
+        "kdim": kdim,
+        "vdim": 7 if kdim else None,
+        "dtype": dtype,
+    }
     theirs = nn.MultiheadAttention(12, 4, dropout=0.25, **options).eval()
     if bias:
         nn.init.normal_(theirs.in_proj_bias)
@@ -72,10 +84,14 @@ def test_from_and_to_torch(batch_first: bool, bias: bool, kdim: int | None, dtyp
     theirs.out_proj.weight.requires_grad_(False)
     ours = MultiHeadAttention.from_torch(theirs)
     query, key, value = rand(2, 3, 12), rand(2, 5, kdim or 12), rand(2, 5, 7 if kdim else 12)
-    query, key, value = (x.to(dtype) if batch_first else x.to(dtype).transpose(0, 1) for x in (query, key, value))
+    query, key, value = (
+        x.to(dtype) if batch_first else x.to(dtype).transpose(0, 1) for x in (query, key, value)
+    )
     lens = torch.tensor([4, 2])
     hidden = torch.arange(5) >= lens[:, None]
-    expected, weights = theirs(query, key, value, key_padding_mask=hidden, average_attn_weights=False)
+    expected, weights = theirs(
+        query, key, value, key_padding_mask=hidden, average_attn_weights=False
+    )
     tolerance = EXACT if dtype is F64 else {}
     assert_close(ours(query, key, value, valid_lens=lens), expected, **tolerance)
     out, shown = ours(query, key, value, mask=~hidden[:, None, None], need_weights=True)
@@ -84,7 +100,9 @@ def test_from_and_to_torch(batch_first: bool, bias: bool, kdim: int | None, dtyp
     back = ours.to_torch()
     assert (back.dropout, back.training, back.batch_first) == (0.25, False, batch_first)
     assert list(back.state_dict()) == list(theirs.state_dict())
-    for (name, tensor), (_, other) in zip(theirs.named_parameters(), back.named_parameters(), strict=True):
+    for (name, tensor), (_, other) in zip(
+        theirs.named_parameters(), back.named_parameters(), strict=True
+    ):
         assert torch.equal(tensor, other), name
         assert tensor.requires_grad == other.requires_grad, name
         assert tensor.dtype == other.dtype
@@ -151,18 +169,45 @@ X = torch.zeros(2, 4, 12, dtype=F64)
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda m: m(X[0]), InvalidValue, "query: must be of shape [batch, length, 12], got [4, 12]"),
-        (lambda m: m(X, X[..., :5]), InvalidValue, "key: must be of shape [batch, length, 12], got [2, 4, 5]"),
-        (lambda m: m(X, X, X[:, :2]), InvalidValue, "value: must be as long as key, [2, 4], got [2, 2]"),
+        (
+            lambda m: m(X[0]),
+            InvalidValue,
+            "query: must be of shape [batch, length, 12], got [4, 12]",
+        ),
+        (
+            lambda m: m(X, X[..., :5]),
+            InvalidValue,
+            "key: must be of shape [batch, length, 12], got [2, 4, 5]",
+        ),
+        (
+            lambda m: m(X, X, X[:, :2]),
+            InvalidValue,
+            "value: must be as long as key, [2, 4], got [2, 2]",
+        ),
         (lambda m: m(X, X[:1]), InvalidValue, "key: must be of query's batch size 2, got 1"),
-        (lambda m: m(X, mask=X), InvalidValue, "mask: must be a boolean tensor, got torch.float64. True may be seen"),
+        (
+            lambda m: m(X, mask=X),
+            InvalidValue,
+            "mask: must be a boolean tensor, got torch.float64. True may be seen",
+        ),
         (
             lambda m: m(X, mask=torch.ones(2, 3).bool()),
             InvalidValue,
-            "mask: must be broadcastable to [batch, heads, queries, keys] = [2, 4, 4, 4], got [2, 3]",
+            (
+                "mask: must be broadcastable to [batch, heads, queries, keys] = [2, 4, 4, 4], got"
+                " [2, 3]"
+            ),
         ),
-        (lambda m: m(X, mask=torch.ones(1, 1, 1, 4, 4).bool()), InvalidValue, "got [1, 1, 1, 4, 4]"),
-        (lambda m: m(X, valid_lens=[1, 2]), InvalidValue, "valid_lens: must be a tensor of integers, got list"),
+        (
+            lambda m: m(X, mask=torch.ones(1, 1, 1, 4, 4).bool()),
+            InvalidValue,
+            "got [1, 1, 1, 4, 4]",
+        ),
+        (
+            lambda m: m(X, valid_lens=[1, 2]),
+            InvalidValue,
+            "valid_lens: must be a tensor of integers, got list",
+        ),
         (
             lambda m: m(X, valid_lens=torch.ones(2)),
             InvalidValue,
@@ -178,8 +223,16 @@ X = torch.zeros(2, 4, 12, dtype=F64)
             InvalidValue,
             "valid_lens: must be between 0 and the number of keys 4, got -1 to 5",
         ),
-        (lambda m: m(X, X[:, :2], causal=True), InvalidValue, "causal=True: must be used with at least 4 keys"),
-        (lambda m: m(X, X[:, :2], hide_self=True), InvalidValue, "hide_self=True: must be used with at least 4 keys"),
+        (
+            lambda m: m(X, X[:, :2], causal=True),
+            InvalidValue,
+            "causal=True: must be used with at least 4 keys",
+        ),
+        (
+            lambda m: m(X, X[:, :2], hide_self=True),
+            InvalidValue,
+            "hide_self=True: must be used with at least 4 keys",
+        ),
         (
             lambda m: m(X, gates=torch.ones(5)),
             InvalidValue,
@@ -190,26 +243,74 @@ X = torch.zeros(2, 4, 12, dtype=F64)
             InvalidValue,
             "gates: must be a floating-point tensor, got torch.b",
         ),
-        (lambda m: m(X, gates=[1.0] * 4), InvalidValue, "gates: must be a floating-point tensor, got list"),
+        (
+            lambda m: m(X, gates=[1.0] * 4),
+            InvalidValue,
+            "gates: must be a floating-point tensor, got list",
+        ),
         (
             lambda _: make(compatibility="scaled_dot_prodct"),
             UnknownName,
             "Did you mean 'scaled_dot_product'?",
         ),
-        (lambda _: make(compatibility=3), InvalidValue, "compatibility: must be a name or a callable"),
-        (lambda _: make(compatibility=Additive), InvalidValue, "compatibility: must be a name or a callable"),
-        (lambda _: make(compatibility=lambda q, k, h: q)(X), InvalidValue, "= [2, 4, 4, 4], got [2, 4, 4, 3]"),
+        (
+            lambda _: make(compatibility=3),
+            InvalidValue,
+            "compatibility: must be a name or a callable",
+        ),
+        (
+            lambda _: make(compatibility=Additive),
+            InvalidValue,
+            "compatibility: must be a name or a callable",
+        ),
+        (
+            lambda _: make(compatibility=lambda q, k, h: q)(X),
+            InvalidValue,
+            "= [2, 4, 4, 4], got [2, 4, 4, 3]",
+        ),
         (lambda _: make(compatibility=lambda q, k, h: 0)(X), InvalidValue, "got int"),
-        (lambda _: make(13), InvalidValue, "query_size: must be a multiple of n_heads = 4, got 13. Or give head_dim."),
+        (
+            lambda _: make(13),
+            InvalidValue,
+            "query_size: must be a multiple of n_heads = 4, got 13. Or give head_dim.",
+        ),
         (lambda _: make(12, 0), InvalidValue, "n_heads: must be at least 1, got 0"),
-        (lambda _: make(n_kv_heads=3), InvalidValue, "n_kv_heads: must be a divisor of the 4 query heads, got 3"),
+        (
+            lambda _: make(n_kv_heads=3),
+            InvalidValue,
+            "n_kv_heads: must be a divisor of the 4 query heads, got 3",
+        ),
         (lambda _: make(dropout=1.0), InvalidValue, "dropout: must be a probability"),
-        (lambda m: m.prune_heads_([0, 4]), UnknownName, "must be one of the present heads [0, 1, 2, 3], got 4"),
-        (lambda m: m.prune_heads_([True, False]), InvalidValue, "keep: must be a collection of head indices, got True"),
-        (lambda m: m.prune_heads_([0.0]), InvalidValue, "keep: must be a collection of head indices, got 0.0"),
-        (lambda _: MultiHeadAttention.from_heads([]), InvalidValue, "heads: must be at least one triple"),
-        (lambda _: MultiHeadAttention.from_heads([(X[0], X[0])]), InvalidValue, "heads[0]: must be three matrices"),
-        (lambda _: MultiHeadAttention.from_heads([X[0]]), InvalidValue, "heads[0]: must be three matrices"),
+        (
+            lambda m: m.prune_heads_([0, 4]),
+            UnknownName,
+            "must be one of the present heads [0, 1, 2, 3], got 4",
+        ),
+        (
+            lambda m: m.prune_heads_([True, False]),
+            InvalidValue,
+            "keep: must be a collection of head indices, got True",
+        ),
+        (
+            lambda m: m.prune_heads_([0.0]),
+            InvalidValue,
+            "keep: must be a collection of head indices, got 0.0",
+        ),
+        (
+            lambda _: MultiHeadAttention.from_heads([]),
+            InvalidValue,
+            "heads: must be at least one triple",
+        ),
+        (
+            lambda _: MultiHeadAttention.from_heads([(X[0], X[0])]),
+            InvalidValue,
+            "heads[0]: must be three matrices",
+        ),
+        (
+            lambda _: MultiHeadAttention.from_heads([X[0]]),
+            InvalidValue,
+            "heads[0]: must be three matrices",
+        ),
         (
             lambda _: MultiHeadAttention.from_heads([(X[0], X[0], X[0]), (X[0], X[0], X[0].T)]),
             InvalidValue,

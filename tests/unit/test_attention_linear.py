@@ -24,8 +24,12 @@ class Named(nn.Linear):
     """A subclass that adds no tensors."""
 
 
-@pytest.mark.parametrize("build", [lambda: nn.Linear(4, 6), lambda: Named(4, 6, bias=False), lambda: Conv1D(6, 4)])
-@pytest.mark.parametrize(("axis", "index"), [("out", [0, 5]), ("in", [1, 2, 3]), ("out", []), ("in", [])])
+@pytest.mark.parametrize(
+    "build", [lambda: nn.Linear(4, 6), lambda: Named(4, 6, bias=False), lambda: Conv1D(6, 4)]
+)
+@pytest.mark.parametrize(
+    ("axis", "index"), [("out", [0, 5]), ("in", [1, 2, 3]), ("out", []), ("in", [])]
+)
 def test_cut_features(build: Any, axis: Any, index: list[int]) -> None:
     module = build()
     x = torch.randn(3, 4)
@@ -41,7 +45,11 @@ def test_cut_features(build: Any, axis: Any, index: list[int]) -> None:
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, before[name])
     assert all(not t.requires_grad for t in tensors.values())
-    assert replace_features_(module, tensors)[axis == "out"] == len(index) == feature_count(module, axis)
+    assert (
+        replace_features_(module, tensors)[axis == "out"]
+        == len(index)
+        == feature_count(module, axis)
+    )
     assert original_class(module) is kind
     names = ("nx", "nf") if kind is Conv1D else ("in_features", "out_features")
     assert (getattr(module, names[0]), getattr(module, names[1])) == (
@@ -67,7 +75,11 @@ def test_replace_installs_parameters_as_they_are() -> None:
 def test_cut_on_the_meta_device() -> None:
     module = nn.Linear(4, 6, device="meta", dtype=torch.bfloat16)
     replace_features_(module, cut_features(module, "out", [1, 2]))
-    assert (module.weight.device.type, module.weight.dtype, module.weight.shape) == ("meta", torch.bfloat16, (2, 4))
+    assert (module.weight.device.type, module.weight.dtype, module.weight.shape) == (
+        "meta",
+        torch.bfloat16,
+        (2, 4),
+    )
 
 
 class Adapted(nn.Linear):

@@ -1,4 +1,5 @@
-"""hp.attention_maps: the weights that the model used, without padding; stored, and said in words where they hold."""
+"""hp.attention_maps: the weights that the model used, without padding; stored, and said in words
+where they hold."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import headprune as hp
 from headprune.core import attention_maps
 from headprune.core.arrays import packed
 from headprune.core.attention_maps import AttentionMaps, Pattern, SiteMaps
-from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, UnknownName, UnsupportedModel
+from headprune.core.errors import (
+    CheckpointError,
+    HeadPruneError,
+    InvalidValue,
+    UnknownName,
+    UnsupportedModel,
+)
 from headprune.core.heads import HeadId
 
 
@@ -32,7 +39,12 @@ def bert() -> Any:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
     return BertModel(BertConfig(vocab_size=30, **sizes)).eval()
 
 
@@ -73,7 +85,9 @@ def test_a_cut_model_shows_its_heads_by_their_original_numbers(bert: Any) -> Non
     maps = hp.attention_maps(small, padded())
     assert list(maps) == [HeadId(first, 1), HeadId(first, 3)]
     whole = hp.attention_maps(bert, padded())
-    np.testing.assert_allclose(maps[HeadId(first, 3)], whole[HeadId(first, 3)], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        maps[HeadId(first, 3)], whole[HeadId(first, 3)], rtol=1e-5, atol=1e-6
+    )
     with pytest.raises(InvalidValue, match="one of its heads"):
         maps[HeadId(first, 0)]
     with pytest.raises(UnknownName, match="a site that was looked at"):
@@ -85,7 +99,13 @@ def test_a_translator_has_words_of_both_languages() -> None:
     from headprune.attention.transformer import TransformerConfig, TransformerForTranslation
 
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "d_model": 16,
+        "ffn_dim": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = TransformerForTranslation(TransformerConfig(vocab_size=30, **sizes)).eval()
     labels = torch.tensor([[11, 12, 13], [14, 15, -100]])
     maps = hp.attention_maps(model, {**padded(), "labels": labels}, tokenizer=Words())
@@ -102,7 +122,9 @@ def test_a_model_without_heads_is_refused(bert: Any) -> None:
     model = copy.deepcopy(bert)
     names = {s.name: s.n_query_heads for s in hp.find_sites(model)}
     hp.prune_(model, hp.HeadMask.from_keep(dict.fromkeys(names, ()), names))
-    with pytest.raises(UnsupportedModel, match="the model: must be one with a head left, got no head at any site"):
+    with pytest.raises(
+        UnsupportedModel, match="the model: must be one with a head left, got no head at any site"
+    ):
         hp.attention_maps(model, padded())
 
 
@@ -111,7 +133,11 @@ def test_what_shows_no_map_is_refused() -> None:
     with pytest.raises((UnsupportedModel, InvalidValue)):
         hp.attention_maps(torch.nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(InvalidValue, match="left out where the batch has no input_ids"):
-        hp.attention_maps(torch.nn.Sequential(hp.MultiHeadAttention(8, 2)), torch.randn(2, 3, 8), tokenizer=Words())
+        hp.attention_maps(
+            torch.nn.Sequential(hp.MultiHeadAttention(8, 2)),
+            torch.randn(2, 3, 8),
+            tokenizer=Words(),
+        )
     assert layer is not None
 
 
@@ -143,7 +169,11 @@ def test_they_are_stored_and_damage_is_seen(bert: Any, tmp_path: Path) -> None:
     ("arrays", "facts", "words"),
     [
         ({"0.weights": np.ones((1, 1, 2, 2))}, {}, "numbers of type BOOL, F64"),
-        ({}, {"sites": [["x", "upwards", [0]]]}, "the site 'x' is described by other things than words and heads"),
+        (
+            {},
+            {"sites": [["x", "upwards", [0]]]},
+            "the site 'x' is described by other things than words and heads",
+        ),
         ({}, {"sites": [["x", "self", [0.0]]]}, "the site 'x' is described by other things"),
         ({}, {"sites": [["x", "self", [0, 1]]]}, r"x has 2 heads and weights \[1, 1, 2, 2\]"),
         ({"0.keys": np.ones((1, 3), bool)}, {}, r"x has 1 heads and weights \[1, 1, 2, 2\]"),
@@ -154,22 +184,31 @@ def test_they_are_stored_and_damage_is_seen(bert: Any, tmp_path: Path) -> None:
         ({}, {"tokens": [["a", "b"], ["c"]]}, "AttentionMaps"),
     ],
 )
-def test_a_file_whose_words_do_not_fit_its_numbers(tmp_path: Path, arrays: Any, facts: Any, words: str) -> None:
+def test_a_file_whose_words_do_not_fit_its_numbers(
+    tmp_path: Path, arrays: Any, facts: Any, words: str
+) -> None:
     """Somebody else's: its hash is right."""
     masks = {f"0.{name}": np.ones((1, 2), bool) for name in ("queries", "keys")}
     found = {"0.weights": np.full((1, 1, 2, 2), 0.5, np.float32), **masks, **arrays}
     whole = {"sites": [["x", "self", [0]]], "tokens": [], "targets": [], "image": None}
     text = json.dumps({**whole, **facts})
-    marks = {"headprune": attention_maps._MARK, "facts": text, "sha256": attention_maps._digest(found, text)}
+    marks = {
+        "headprune": attention_maps._MARK,
+        "facts": text,
+        "sha256": attention_maps._digest(found, text),
+    }
     (tmp_path / "maps.safetensors").write_bytes(packed(found, marks))
     with pytest.raises(HeadPruneError, match=words):
         AttentionMaps.load(tmp_path / "maps.safetensors")
-    (tmp_path / "maps.safetensors").write_bytes(packed(found if not arrays else masks, {**marks, "headprune": "x"}))
+    (tmp_path / "maps.safetensors").write_bytes(
+        packed(found if not arrays else masks, {**marks, "headprune": "x"})
+    )
     with pytest.raises(CheckpointError, match="got a file of something else"):
         AttentionMaps.load(tmp_path / "maps.safetensors")
 
 
-# ---------------------------------------------------------------------------------------------- words
+# ----------------------------------------------------------------------------------------------
+# words
 
 
 def made(weights: Any, kind: str = "self", tokens: tuple[str, ...] = ()) -> AttentionMaps:
@@ -183,7 +222,12 @@ HEAD = HeadId("x", 0)
 
 
 def test_shares_are_what_they_say() -> None:
-    weights = [[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.1, 0.6, 0.2, 0.1], [0.0, 0.0, 0.5, 0.5]]
+    weights = [
+        [0.1, 0.2, 0.3, 0.4],
+        [0.7, 0.1, 0.1, 0.1],
+        [0.1, 0.6, 0.2, 0.1],
+        [0.0, 0.0, 0.5, 0.5],
+    ]
     maps = made(weights, tokens=("a", ",", "##.", "[SEP]"))
     found = {p.name: p for p in maps.patterns(HEAD)}
     assert found["previous token"].share == pytest.approx((0.7 + 0.6 + 0.5) / 3)
@@ -195,7 +239,10 @@ def test_shares_are_what_they_say() -> None:
     assert found["previous token"].chance == pytest.approx(0.25)
     assert found["punctuation"].chance == pytest.approx(0.5)
     assert maps.mostly(HEAD) == found["previous token"]
-    assert str(Pattern("previous token", 0.6, 0.25)) == "previous token (60 % of its weight; even attention: 25 %)"
+    assert (
+        str(Pattern("previous token", 0.6, 0.25))
+        == "previous token (60 % of its weight; even attention: 25 %)"
+    )
 
 
 def test_what_even_attention_would_do_is_nothing_to_say() -> None:
@@ -222,9 +269,14 @@ def test_byte_pairs_are_shown_as_text(bert: torch.nn.Module) -> None:
     from transformers import PreTrainedTokenizerFast
 
     pairs = Tokenizer(models.BPE())
-    pairs.pre_tokenizer, pairs.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    pairs.pre_tokenizer, pairs.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     letters = pre_tokenizers.ByteLevel.alphabet()
-    how = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], initial_alphabet=letters, show_progress=False)
+    how = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>"], initial_alphabet=letters, show_progress=False
+    )
     pairs.train_from_iterator(["fünf und fünf und"] * 9, how)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs)
     ids = torch.tensor([[0, *tokenizer("fünf und\nö")["input_ids"]]])
@@ -234,7 +286,8 @@ def test_byte_pairs_are_shown_as_text(bert: torch.nn.Module) -> None:
 
 
 class Shifted:
-    """A tokenizer that reads other numbers than the batch has, for a model with a small vocabulary."""
+    """A tokenizer that reads other numbers than the batch has, for a model with a small
+    vocabulary."""
 
     def __init__(self, tokenizer: Any, ids: torch.Tensor) -> None:
         self.backend_tokenizer, self.convert_tokens_to_string = (

@@ -1,4 +1,5 @@
-"""AttentionPictures: what is stored is the maps to a 255th, small enough, and says what is left out; and patterns."""
+"""AttentionPictures: what is stored is the maps to a 255th, small enough, and says what is left
+out; and patterns."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tests.report_records import maps_of, pictures_of, record_of
 
 
 def bytes_of(pictures: AttentionPictures) -> int:
-    return sum(len(site.heads) * queries * keys for site in pictures.sites for queries, keys in site.sizes)
+    return sum(
+        len(site.heads) * queries * keys for site in pictures.sites for queries, keys in site.sizes
+    )
 
 
 def test_every_weight_is_kept_to_a_255th_of_the_largest_and_survives_a_file(tmp_path: Path) -> None:
@@ -31,7 +34,9 @@ def test_every_weight_is_kept_to_a_255th_of_the_largest_and_survives_a_file(tmp_
     for head in maps:
         for example in range(3):
             true = maps.shown(head, example)
-            np.testing.assert_allclose(again.shown(head, example), true, atol=true.max() * (0.5 / 255 + 1e-3))
+            np.testing.assert_allclose(
+                again.shown(head, example), true, atol=true.max() * (0.5 / 255 + 1e-3)
+            )
         assert again.pattern(head) == maps.mostly(head)
     assert again.examples[1].tokens == maps.tokens[1]
     assert str(again) == "AttentionPictures of 8 heads in 3 examples; words for 2 of them"
@@ -43,7 +48,11 @@ def test_padding_is_left_out() -> None:
     site = maps.sites[0]
     keys = site.keys.copy()
     keys[1, 3:] = False
-    short = replace(maps, sites=(replace(site, keys=keys, queries=keys),), tokens=(maps.tokens[0], maps.tokens[1][:3]))
+    short = replace(
+        maps,
+        sites=(replace(site, keys=keys, queries=keys),),
+        tokens=(maps.tokens[0], maps.tokens[1][:3]),
+    )
     assert AttentionPictures.of(short).sites[0].sizes == ((5, 5), (3, 3))
 
 
@@ -94,13 +103,19 @@ def test_damage_is_seen(tmp_path: Path) -> None:
         AttentionPictures((), (site,))
     with pytest.raises(InvalidValue, match=r"the sizes of .*: must be counts >= 0, got \(-3, -3\)"):
         replace(site, sizes=((-3, -3),))
-    with pytest.raises(InvalidValue, match=r"AttentionPictures.sites: must be at least one, got none"):
+    with pytest.raises(
+        InvalidValue, match=r"AttentionPictures.sites: must be at least one, got none"
+    ):
         AttentionPictures((ShownExample("x"),), ())
-    with pytest.raises(InvalidValue, match=r"AttentionPictures.image: must be rows and columns of patches, both >= 1"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"AttentionPictures.image: must be rows and columns of patches, both >= 1",
+    ):
         AttentionPictures((), (), image=(0, 3))
 
 
-# ---------------------------------------------------------------------------------------------- patterns
+# ----------------------------------------------------------------------------------------------
+# patterns
 
 
 def shifted(n: int, shift: int, share: float = 0.8) -> np.ndarray:
@@ -111,7 +126,8 @@ def shifted(n: int, shift: int, share: float = 0.8) -> np.ndarray:
 
 
 def test_positions_of_a_cut_off_text_and_of_an_image_that_a_text_looks_at_are_not_told() -> None:
-    """Causal maps with more keys than queries, and cross attention to patches: which is whose neighbour is unknown."""
+    """Causal maps with more keys than queries, and cross attention to patches: which is whose
+    neighbour is unknown."""
     assert find_patterns([np.full((2, 3), 1 / 3)], "causal", (), None) == ()
     across = find_patterns([np.full((2, 4), 0.25)], "cross", (), (2, 2))
     assert {pattern.name for pattern in across} == {ONE_KEY}
@@ -125,7 +141,9 @@ def test_where_only_positions_are_alike_that_is_what_is_said() -> None:
     assert found.name == SAME_POSITIONS
     assert found.share == pytest.approx(1.0)
     assert found.chance == pytest.approx(0.2 + 1 / 9 * 0.8)
-    assert main_pattern(find_patterns([shifted(9, 3)], "self", (), None)) is None  # one example says nothing
+    assert (
+        main_pattern(find_patterns([shifted(9, 3)], "self", (), None)) is None
+    )  # one example says nothing
     assert main_pattern(find_patterns([shifted(9, 3), shifted(9, 4)], "self", (), None)) is None
     even = np.full((9, 9), 1 / 9)
     assert main_pattern(find_patterns([even, even], "self", (), None)) is None
@@ -144,20 +162,35 @@ def test_examples_of_unlike_length_are_compared_where_both_have_a_token() -> Non
 
 @pytest.mark.parametrize(
     ("name", "down", "right"),
-    [("own patch", 0, 0), ("patch to the left", 0, -1), ("patch to the right", 0, 1), ("patch above", -1, 0)],
+    [
+        ("own patch", 0, 0),
+        ("patch to the left", 0, -1),
+        ("patch to the right", 0, 1),
+        ("patch above", -1, 0),
+    ],
 )
-def test_patches_have_neighbours_on_the_grid_and_no_others(name: str, down: int, right: int) -> None:
+def test_patches_have_neighbours_on_the_grid_and_no_others(
+    name: str, down: int, right: int
+) -> None:
     rows, columns = 3, 4
     weights = np.zeros((13, 13))
     weights[0, 0] = 1.0
     for y in range(rows):
         for x in range(columns):
             inside = 0 <= y + down < rows and 0 <= x + right < columns
-            weights[1 + y * columns + x, 1 + (y + down) * columns + x + right if inside else 0] = 1.0
+            weights[1 + y * columns + x, 1 + (y + down) * columns + x + right if inside else 0] = (
+                1.0
+            )
     found = {p.name: p for p in find_patterns([weights], "self", (), (rows, columns))}
     assert found[name].share == pytest.approx(1.0)
     assert found[name].chance == pytest.approx(1 / 13)
-    for other in {"own patch", "patch to the left", "patch to the right", "patch above", "patch below"} - {name}:
+    for other in {
+        "own patch",
+        "patch to the left",
+        "patch to the right",
+        "patch above",
+        "patch below",
+    } - {name}:
         assert found[other].share == 0
     assert "previous token" not in found
     edge = 0 if name == "own patch" else rows if right else columns
@@ -166,7 +199,15 @@ def test_patches_have_neighbours_on_the_grid_and_no_others(name: str, down: int,
 
 def test_a_text_of_an_odd_length_is_no_image() -> None:
     maps = AttentionMaps(
-        (SiteMaps("x", "self", (0,), np.eye(3, dtype=np.float32)[None, None], *(np.ones((1, 3), bool),) * 2),),
+        (
+            SiteMaps(
+                "x",
+                "self",
+                (0,),
+                np.eye(3, dtype=np.float32)[None, None],
+                *(np.ones((1, 3), bool),) * 2,
+            ),
+        ),
         image=(2, 2),
     )
     names = {p.name for p in maps.patterns(HeadId("x", 0))}

@@ -33,7 +33,11 @@ def test_the_geometry_says_which_heads_share(n_kv: int, keep: list[int]) -> None
     hp.prune_(module, hp.HeadMask.from_keep({"": keep}, {"": 4}), sites=[site])
     kv = [h // (4 // n_kv) for h in keep]
     found = module.geometry
-    assert (found.n_query_heads, found.n_kv_heads) == (len(keep), len(set(kv))) == (module.n_heads, module.n_kv_heads)
+    assert (
+        (found.n_query_heads, found.n_kv_heads)
+        == (len(keep), len(set(kv)))
+        == (module.n_heads, module.n_kv_heads)
+    )
     shared = found.kv_of or [i * found.n_kv_heads // len(keep) for i in range(len(keep))]
     assert list(shared) == [sorted(set(kv)).index(g) for g in kv]
 
@@ -57,7 +61,9 @@ def test_no_examples_have_no_lengths() -> None:
         ({"bias": False, "output_bias": True}, [3, 1]),
     ],
 )
-def test_pruned_equals_gated_to_zero(shape: dict[str, Any], keep: list[int], compatibility: str) -> None:
+def test_pruned_equals_gated_to_zero(
+    shape: dict[str, Any], keep: list[int], compatibility: str
+) -> None:
     module = make(**shape, compatibility=compatibility)
     query, key = rand(2, 3, 12), rand(2, 5, module.W_k.in_features)
     gates = torch.zeros(4, dtype=F64)
@@ -74,7 +80,9 @@ def test_pruned_equals_gated_to_zero(shape: dict[str, Any], keep: list[int], com
     assert_close(again, gated, **EXACT)
     assert_close(pruned_weights, weights[:, sorted(keep)], **EXACT)
     assert module.heads == tuple(sorted(keep))
-    assert getattr(module, STATE_ATTRIBUTE) == HeadState(4, shape.get("n_kv_heads", 4), tuple(sorted(keep)))
+    assert getattr(module, STATE_ATTRIBUTE) == HeadState(
+        4, shape.get("n_kv_heads", 4), tuple(sorted(keep))
+    )
     assert module.W_q.out_features == module.W_q.weight.shape[0] == len(keep) * module.head_dim
     assert module.W_o.in_features == module.W_o.weight.shape[1] == len(keep) * module.value_dim
 
@@ -138,20 +146,26 @@ def test_prune_preserves_what_the_module_is(dtype: torch.dtype) -> None:
     assert {p.dtype for p in module.parameters()} == {dtype}
     frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
     assert frozen == ["W_k.weight", "W_k.bias", "W_o.bias"]
-    assert all(type(p) is nn.Parameter and p.is_contiguous() and p.is_leaf for p in module.parameters())
+    assert all(
+        type(p) is nn.Parameter and p.is_contiguous() and p.is_leaf for p in module.parameters()
+    )
     assert module.W_o.bias is bias
     assert module.W_q.weight._is_hf_initialized
     module(torch.randn(1, 2, 12, dtype=dtype))
     assert hook == [1]
     names = [f"W_{p}.{k}" for p in "qkvo" for k in ("weight", "bias")]
-    assert sorted(module.state_dict()) == sorted([*names, "headprune_kept"]), "and which heads it has"
+    assert sorted(module.state_dict()) == sorted([*names, "headprune_kept"]), (
+        "and which heads it has"
+    )
 
 
 def test_a_refused_prune_changes_nothing() -> None:
     module = make(n_kv_heads=2)
     nn.utils.parametrizations.orthogonal(module.W_o)  # the last projection to be looked at
     before = dict(module.named_parameters())
-    with pytest.raises(UnsupportedModel, match="W_o: must be a projection of a weight and a bias only"):
+    with pytest.raises(
+        UnsupportedModel, match="W_o: must be a projection of a weight and a bias only"
+    ):
         module.prune_heads_([0, 1])
     with pytest.raises(InvalidValue, match="whole groups of 2 query heads"):
         module.prune_heads_([0, 1, 2])
@@ -166,7 +180,12 @@ def test_an_outside_cut_gives_a_right_module() -> None:
         ours.prune_heads_(keep)
         q, o = ([h * d + i for h in keep for i in range(d)] for d in (3, 5))
         k, v = ([(h // 2) * d + i for h in keep[::2] for i in range(d)] for d in (3, 5))
-        for name, axis, rows in (("W_q", "out", q), ("W_k", "out", k), ("W_v", "out", v), ("W_o", "in", o)):
+        for name, axis, rows in (
+            ("W_q", "out", q),
+            ("W_k", "out", k),
+            ("W_v", "out", v),
+            ("W_o", "in", o),
+        ):
             projection = getattr(module, name)
             replace_features_(projection, cut_features(projection, axis, rows))
         module.n_heads, module.n_kv_heads = len(keep), kv
@@ -203,7 +222,11 @@ def test_parameters_that_projections_share_stay_shared() -> None:
 def test_the_cache_equals_the_full_pass(
     shape: dict[str, Any], keep: tuple[int, ...], steps: tuple[int, ...], compatibility: str
 ) -> None:
-    module, x, lens = make(**shape, compatibility=compatibility), rand(2, 5, 12), torch.tensor([5, 3])
+    module, x, lens = (
+        make(**shape, compatibility=compatibility),
+        rand(2, 5, 12),
+        torch.tensor([5, 3]),
+    )
     module.prune_heads_(keep)
     axis = 1 if module.batch_first else 0
     x = x if module.batch_first else x.transpose(0, 1)
@@ -212,7 +235,14 @@ def test_the_cache_equals_the_full_pass(
         cache, outs = KVCache(), []
         for part in x.split(steps, dim=axis):
             seen = cache.length + part.shape[axis]
-            outs.append(module(part, causal=True, cache=cache, valid_lens=lens.clamp(max=seen) if padded else None))
+            outs.append(
+                module(
+                    part,
+                    causal=True,
+                    cache=cache,
+                    valid_lens=lens.clamp(max=seen) if padded else None,
+                )
+            )
         assert_close(torch.cat(outs, axis), full, **EXACT)
         assert cache.length == 5
         assert cache.keys.shape == (2, module.n_kv_heads, 5, module.head_dim)

@@ -1,5 +1,6 @@
-"""Our own attention under what records, compiles or vectorises it: every mask, at sizes that were not recorded, cut and
-uncut. The answer is that of eager code, and eager code still checks what it is given."""
+"""Our own attention under what records, compiles or vectorises it: every mask, at sizes that were
+not recorded, cut and uncut. The answer is that of eager code, and eager code still checks what it
+is given."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def masks(name: str, batch: int, queries: int, keys: int) -> dict[str, Any]:
         "none": {},
         "causal": {"causal": True},
         "lengths": {"valid_lens": lengths},
-        "lengths per query": {"valid_lens": torch.randint(0, keys + 1, (batch, queries), generator=generator)},
+        "lengths per query": {
+            "valid_lens": torch.randint(0, keys + 1, (batch, queries), generator=generator)
+        },
         "padding": {"mask": padding},
         "4-D": {"mask": torch.rand(batch, 1, queries, keys, generator=generator) > 0.4},
         "hide self": {"hide_self": True},
@@ -58,7 +61,9 @@ def masks(name: str, batch: int, queries: int, keys: int) -> dict[str, Any]:
 class Called(nn.Module):
     """The attention from tensors to one tensor; ``other``: with keys of their own."""
 
-    def __init__(self, module: MultiHeadAttention, mask: str, other: bool, need_weights: bool) -> None:
+    def __init__(
+        self, module: MultiHeadAttention, mask: str, other: bool, need_weights: bool
+    ) -> None:
         super().__init__()
         self.module, self.other = module, other
         given = masks(mask, 2, 2, 2)
@@ -82,14 +87,17 @@ def inputs(called: Called, mask: str, batch: int, queries: int, keys: int) -> tu
 
 
 def sizes(other: bool) -> list[tuple[int, int, int]]:
-    """Batch, queries and keys; the first are recorded, with as many keys as queries, which others have not."""
+    """Batch, queries and keys; the first are recorded, with as many keys as queries, which others
+    have not."""
     return [(3, 6, 6), (4, 5, 9), (2, 4, 4)] if other else [(3, 6, 6), (4, 9, 9), (2, 4, 4)]
 
 
 CASES = [pytest.param(cut, mask, id=f"{cut}-{mask}") for cut in CUTS for mask in MASKS]
 #: The same with fewer cuts, for what takes long.
 SOME = [
-    case for case in CASES if str(case.id).startswith(("whole groups-", "cut-", "uneven groups-", "without heads-"))
+    case
+    for case in CASES
+    if str(case.id).startswith(("whole groups-", "cut-", "uneven groups-", "without heads-"))
 ]
 
 
@@ -127,13 +135,17 @@ def test_export_with_free_lengths(cut: str, mask: str) -> None:
             of_lens = {0: batch, **({1: queries} if mask == "lengths per query" else {})}
             free.append(of_mask if name == "mask" else of_lens)
         shapes = (free[0], tuple(free[1:])) if free[1:] else (free[0],)
-        program = torch.export.export(called, examples[0], dynamic_shapes=shapes, strict=False).module()
+        program = torch.export.export(
+            called, examples[0], dynamic_shapes=shapes, strict=False
+        ).module()
         for example in examples:
             assert_close(program(*example), called(*example), **CLOSE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cut", "mask"), [case for case in SOME if case.values[1] in ("none", "causal", "all")])
+@pytest.mark.parametrize(
+    ("cut", "mask"), [case for case in SOME if case.values[1] in ("none", "causal", "all")]
+)
 @torch.no_grad()
 def test_compiled_in_one_graph_at_every_length(cut: str, mask: str) -> None:
     for called, examples in all_calls(cut, mask):
@@ -147,7 +159,9 @@ def test_compiled_in_one_graph_at_every_length(cut: str, mask: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch has no rule for its kernel, and loops
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop"
+)  # PyTorch has no rule for its kernel, and loops
 @pytest.mark.parametrize(("cut", "mask"), CASES)
 def test_vmap_and_gradients_of_every_example(cut: str, mask: str) -> None:
     for called, examples in all_calls(cut, mask):
@@ -160,7 +174,9 @@ def test_vmap_and_gradients_of_every_example(cut: str, mask: str) -> None:
             alone = tuple(t[None] for t in example)
             return torch.func.functional_call(called, given, alone).square().sum()
 
-        each = torch.func.vmap(torch.func.grad(total), in_dims=(None, *[0] * len(examples[1])))(weights, *examples[1])
+        each = torch.func.vmap(torch.func.grad(total), in_dims=(None, *[0] * len(examples[1])))(
+            weights, *examples[1]
+        )
         called(*examples[1]).square().sum().backward()
         for name, parameter in called.named_parameters():
             whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -176,7 +192,9 @@ def test_meta(cut: str, mask: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # PyTorch's exporter uses what PyTorch gives up, and renames inputs
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # PyTorch's exporter uses what PyTorch gives up, and renames inputs
 @pytest.mark.parametrize("mask", ["causal", "all"])
 @pytest.mark.parametrize("cut", ["whole groups", "uneven groups", "without heads"])
 def test_onnx(cut: str, mask: str, tmp_path: Any) -> None:
@@ -188,10 +206,14 @@ def test_onnx(cut: str, mask: str, tmp_path: Any) -> None:
     of = {"mask": {0: batch, 3: length}, "valid_lens": {0: batch}}
     more = tuple(of[n] for n in called.names)
     shapes = ({0: batch, 1: length}, more) if more else ({0: batch, 1: length},)
-    torch.onnx.export(called, examples[0], tmp_path / "m.onnx", dynamo=True, verbose=False, dynamic_shapes=shapes)
+    torch.onnx.export(
+        called, examples[0], tmp_path / "m.onnx", dynamo=True, verbose=False, dynamic_shapes=shapes
+    )
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     for example in examples:
-        given = dict(zip([i.name for i in session.get_inputs()], [t.numpy() for t in example], strict=False))
+        given = dict(
+            zip([i.name for i in session.get_inputs()], [t.numpy() for t in example], strict=False)
+        )
         (got,) = session.run(None, given)
         assert_close(torch.from_numpy(got), called(*example), rtol=1e-4, atol=1e-4)
 
@@ -200,7 +222,13 @@ def test_onnx(cut: str, mask: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("how", ["trace", "compile", "export"])
 @torch.no_grad()
 def test_the_translator_at_sizes_that_were_not_recorded(how: str) -> None:
-    sizes = {"vocab_size": 20, "d_model": 12, "ffn_dim": 8, "encoder_layers": 2, "decoder_layers": 2}
+    sizes = {
+        "vocab_size": 20,
+        "d_model": 12,
+        "ffn_dim": 8,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+    }
     model = TransformerForTranslation(TransformerConfig(**sizes, num_attention_heads=3)).eval()
     model.encoder.layers[0].self_attention.prune_heads_([])
     model.decoder.layers[0].self_attention.prune_heads_([0, 2])
@@ -228,7 +256,9 @@ def test_the_translator_at_sizes_that_were_not_recorded(how: str) -> None:
         made = torch.compile(step, backend="eager")
     else:
         batch, source = (Dim(n, min=2, max=64) for n in ("batch", "source"))
-        target = Dim("target", min=3, max=64)  # all but the last are read, and PyTorch takes one for a constant
+        target = Dim(
+            "target", min=3, max=64
+        )  # all but the last are read, and PyTorch takes one for a constant
         shapes = ({0: batch, 1: source}, {0: batch, 1: source}, {0: batch, 1: target})
         made = torch.export.export(step, examples[0], dynamic_shapes=shapes, strict=False).module()
     for given in examples:

@@ -1,4 +1,5 @@
-"""Which heads are kept is a part of the state of MultiHeadAttention, in whatever way a state dict is stored."""
+"""Which heads are kept is a part of the state of MultiHeadAttention, in whatever way a state dict
+is stored."""
 
 from __future__ import annotations
 
@@ -60,8 +61,11 @@ KEPT = [keep for n in (1, 2, 3) for keep in combinations(range(4), n)]
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-def test_a_state_dict_goes_into_the_heads_it_is_of(n_kv_heads: int, stored: str, tmp_path: Path) -> None:
-    """Every two sets of as many heads: either the outputs are those that were stored, or it is an error."""
+def test_a_state_dict_goes_into_the_heads_it_is_of(
+    n_kv_heads: int, stored: str, tmp_path: Path
+) -> None:
+    """Every two sets of as many heads: either the outputs are those that were stored, or it is an
+    error."""
     x = torch.randn(2, 5, 16)
     for ours, theirs in product(KEPT, KEPT):
         if len(ours) != len(theirs):
@@ -80,12 +84,15 @@ def test_a_state_dict_goes_into_the_heads_it_is_of(n_kv_heads: int, stored: str,
 
 
 def test_the_whole_counts_too() -> None:
-    """Heads 1, 2 and 3: of 4 in two groups the first group has one, of 6 in two groups it has two."""
+    """Heads 1, 2 and 3: of 4 in two groups the first group has one, of 6 in two groups it has
+    two."""
     module, wide = module_of((1, 2, 3), 2), hp.MultiHeadAttention(24, 6, n_kv_heads=2, head_dim=4)
     wide.prune_heads_([1, 2, 3], policy="free")
     narrow = hp.MultiHeadAttention(24, 4, n_kv_heads=2, head_dim=4)
     narrow.prune_heads_([1, 2, 3], policy="free")
-    assert {k: v.shape for k, v in wide.state_dict().items()} == {k: v.shape for k, v in narrow.state_dict().items()}
+    assert {k: v.shape for k, v in wide.state_dict().items()} == {
+        k: v.shape for k, v in narrow.state_dict().items()
+    }
     with pytest.raises(InvalidValue, match=REFUSED):
         narrow.load_state_dict(wide.state_dict())
     assert (module.state_dict()[KEPT_HEADS] // 16).tolist() == [4, 2, 1, 2, 3]
@@ -114,18 +121,23 @@ def test_a_module_that_was_built_small_takes_what_means_the_same_in_it() -> None
     small.load_state_dict(source.state_dict())
     assert_close(small(x), source(x))
     for uneven, heads in ((module_of((0, 1, 2), 2), 3), (module_of((1, 3), 4), 4)):
-        with pytest.raises(InvalidValue, match=REFUSED + r".*Cut the full-size model to the heads \["):
+        with pytest.raises(
+            InvalidValue, match=REFUSED + r".*Cut the full-size model to the heads \["
+        ):
             hp.MultiHeadAttention(16, heads, head_dim=4).load_state_dict(uneven.state_dict())
 
 
-@pytest.mark.parametrize("stored", [torch.zeros(()), torch.tensor([1]), torch.tensor([4, 2**40, 0]), 4], ids=str)
+@pytest.mark.parametrize(
+    "stored", [torch.zeros(()), torch.tensor([1]), torch.tensor([4, 2**40, 0]), 4], ids=str
+)
 def test_what_is_no_such_tensor_is_refused(stored: Any) -> None:
     module = module_of((0, 1), 4)
     with pytest.raises(InvalidValue, match="must be a tensor"):
         module.load_state_dict({**module.state_dict(), KEPT_HEADS: stored})
 
 
-# --- in a model -------------------------------------------------------------------------------------------------------
+# --- in a model
+# -------------------------------------------------------------------------------------------------------
 
 
 def cut(heads: dict[int, list[int]]) -> tuple[nn.Module, Any]:
@@ -149,7 +161,9 @@ def test_tools_that_store_models_keep_the_heads(tmp_path: Path) -> None:
         same, _ = cut({0: [0, 1]})
         one(same)
         assert_close(same(**batch), source(**batch), rtol=0, atol=0)
-        with pytest.raises(InvalidValue, match=r"the heads of layers\.0\.attention in the state dict"):
+        with pytest.raises(
+            InvalidValue, match=r"the heads of layers\.0\.attention in the state dict"
+        ):
             one(copy.deepcopy(other))
 
 
@@ -157,7 +171,9 @@ def test_what_we_store_of_a_model_is_as_it_was(tmp_path: Path) -> None:
     """Folders, fingerprints and digests know the heads by themselves."""
     model, batch = cut({0: [0, 1]})
     hp.save_pretrained(model, tmp_path)
-    assert not any(KEPT_HEADS in k for k in safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    assert not any(
+        KEPT_HEADS in k for k in safetensors.torch.load_file(tmp_path / "model.safetensors")
+    )
     loaded = hp.from_pretrained(tmp_path, copy.deepcopy(subject_of("multi_head_attention").model))
     assert_close(loaded(**batch), model(**batch), rtol=0, atol=0)
     assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
@@ -189,14 +205,17 @@ def test_transformers_stores_the_heads_of_our_encoder_decoder(tmp_path: Path) ->
         models[1].load_state_dict(stored, strict=False)
 
 
-# --- however a model is moved, stored and loaded ----------------------------------------------------------------------
+# --- however a model is moved, stored and loaded
+# ----------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "half": lambda model: model.half(),
     "to dtype": lambda model: model.to(torch.bfloat16).double(),
     "copied": copy.deepcopy,
     "pickled": lambda model: pickled(model),
-    "given memory": lambda model: filled(copy.deepcopy(model).to("meta").to_empty(device="cpu"), model),
+    "given memory": lambda model: filled(
+        copy.deepcopy(model).to("meta").to_empty(device="cpu"), model
+    ),
     "assigned": lambda model: filled(copy.deepcopy(model).to("meta"), model, assign=True),
 }
 
@@ -204,7 +223,9 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
 def pickled(model: nn.Module) -> nn.Module:
     """With its parts pickled, for the classes of tiny models may be local ones."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, hp.MultiHeadAttention) or type(module).__module__.startswith("transformers."):
+        if isinstance(module, hp.MultiHeadAttention) or type(module).__module__.startswith(
+            "transformers."
+        ):
             if not name:
                 return pickle.loads(pickle.dumps(model))
             parent, _, leaf = name.rpartition(".")
@@ -253,14 +274,17 @@ def test_weights_of_a_cut_model_go_into_one_that_was_built_small() -> None:
 
 
 def test_accelerate_dispatches_a_stored_model(tmp_path: Path) -> None:
-    """It sets tensors one by one: a place for the heads must be there, and what came is looked at in the next verb."""
+    """It sets tensors one by one: a place for the heads must be there, and what came is looked at
+    in the next verb."""
     (source, batch), (same, _), (other, _) = cut({0: [0, 1]}), cut({0: [0, 1]}), cut({0: [2, 3]})
     file = str(tmp_path / "model.safetensors")
     safetensors.torch.save_model(source, file)
     loaded = accelerate.load_checkpoint_and_dispatch(same, file, device_map={"": "cpu"})
     assert_close(loaded(**batch), source(**batch), rtol=0, atol=0)
     accelerate.load_checkpoint_and_dispatch(other, file, device_map={"": "cpu"})
-    with pytest.raises(InvalidValue, match=r"the heads that came with the weights of layers\.0\.attention: must be"):
+    with pytest.raises(
+        InvalidValue, match=r"the heads that came with the weights of layers\.0\.attention: must be"
+    ):
         hp.find_sites(other)
 
 

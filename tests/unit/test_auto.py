@@ -1,4 +1,5 @@
-"""`auto`: each candidate's plan is cut, refitted on other rows and judged; the lowest held-out loss is taken."""
+"""`auto`: each candidate's plan is cut, refitted on other rows and judged; the lowest held-out loss
+is taken."""
 
 from __future__ import annotations
 
@@ -65,12 +66,15 @@ def auto(**changes: Any) -> Auto:
 
 
 def score(model: nn.Module, rows: Tensor, size: int = 5, **changes: Any) -> HeadScores:
-    found: HeadScores = hp.score(model, list(rows.split(size)), auto(**changes), loss=loss, progress=False)
+    found: HeadScores = hp.score(
+        model, list(rows.split(size)), auto(**changes), loss=loss, progress=False
+    )
     return found
 
 
 def by_hand(model: nn.Module, rows: Tensor, plan: Any) -> Tensor:
-    """``[rows]``: every row's loss under a plan, cut and refitted on the rows of the other parity."""
+    """``[rows]``: every row's loss under a plan, cut and refitted on the rows of the other
+    parity."""
     found = torch.zeros(len(rows), dtype=torch.float64)
     for fold in (0, 1):
         small = copy.deepcopy(model)
@@ -85,7 +89,8 @@ def test_losses_are_those_of_cutting_and_refitting_by_hand(model: Stream, rows: 
     choice = score(model, rows).choice
     assert choice is not None
     plans = {
-        name: hp.select(hp.score(model, [rows], name, loss=loss), hp.Budget(keep_heads=0.5)) for name in CANDIDATES
+        name: hp.select(hp.score(model, [rows], name, loss=loss), hp.Budget(keep_heads=0.5))
+        for name in CANDIDATES
     }
     expected = {name: by_hand(model, rows, plan) for name, plan in plans.items()}
     found = {c.scorer: c.loss for c in choice.candidates}
@@ -108,7 +113,9 @@ def test_scores_are_those_of_the_chosen_one(model: Stream, rows: Tensor) -> None
 
 
 @pytest.mark.parametrize("size", [1, 4, ROWS])
-def test_the_choice_does_not_depend_on_the_batch_size(model: Stream, rows: Tensor, size: int) -> None:
+def test_the_choice_does_not_depend_on_the_batch_size(
+    model: Stream, rows: Tensor, size: int
+) -> None:
     one, other = score(model, rows).choice, score(model, rows, size).choice
     assert one is not None
     assert other is not None
@@ -118,7 +125,9 @@ def test_the_choice_does_not_depend_on_the_batch_size(model: Stream, rows: Tenso
         assert_allclose([a.loss, a.low, a.high], [b.loss, b.low, b.high], rtol=1e-3, atol=1e-5)
 
 
-def test_no_refit_sees_a_row_that_judges_it(model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_refit_sees_a_row_that_judges_it(
+    model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fitted: list[Tensor] = []
     judged: list[Tensor] = []
     refit, losses = Auto.refit_, _held_out._losses
@@ -151,14 +160,20 @@ def test_the_model_is_as_it_was(model: Stream, rows: Tensor) -> None:
         assert torch.equal(tensor, before[name])
 
 
-def test_plans_that_are_the_same_are_judged_once(model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_are_the_same_are_judged_once(
+    model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     plain = _held_out.held_out_losses
     monkeypatch.setattr(
         "headprune.choice.auto.held_out_losses",
-        lambda problem, folds, plans, refit: asked.append(len(plans)) or plain(problem, folds, plans, refit),
+        lambda problem, folds, plans, refit: (
+            asked.append(len(plans)) or plain(problem, folds, plans, refit)
+        ),
     )
-    choice = score(model, rows, keep=7, random_draws=0, candidates=("taylor", "taylor2", "fisher", "obs")).choice
+    choice = score(
+        model, rows, keep=7, random_draws=0, candidates=("taylor", "taylor2", "fisher", "obs")
+    ).choice
     assert choice is not None
     same = [c for c in choice.candidates if c.same_as]
     assert asked == [len(choice.candidates) - len(same)]
@@ -174,7 +189,9 @@ def test_without_a_refit(model: Stream, rows: Tensor) -> None:
     plan = hp.select(hp.score(model, [rows], "obs", loss=loss), hp.Budget(keep_heads=0.5))
     with hp.gated(model, plan), torch.no_grad():
         expected = float(loss(model, rows).mean())
-    assert_allclose(next(c.loss for c in choice.candidates if c.scorer == "obs"), expected, rtol=1e-5)
+    assert_allclose(
+        next(c.loss for c in choice.candidates if c.scorer == "obs"), expected, rtol=1e-5
+    )
 
 
 def test_a_candidate_with_settings(model: Stream, rows: Tensor) -> None:
@@ -205,12 +222,16 @@ def choice_of(by_kind: bool) -> Choice:
 
 
 def test_select_meets_the_budget_in_every_kind_where_auto_chose_so() -> None:
-    sites = tuple(AttentionSite(kind, "own", kind, 4, 4, 8, 8, (0, 1, 2, 3)) for kind in ("self", "cross"))
+    sites = tuple(
+        AttentionSite(kind, "own", kind, 4, 4, 8, 8, (0, 1, 2, 3)) for kind in ("self", "cross")
+    )
     values = ((0.9, 0.8, 0.7, 0.6), (0.4, 0.3, 0.2, 0.1))
     nothing = ModelFingerprint("s", "w")
 
     def kept(by_kind: bool, budget: hp.Budget) -> list[int]:
-        scores = HeadScores(sites, values, None, "taylor", EMPTY, 8, nothing, choice=choice_of(by_kind))
+        scores = HeadScores(
+            sites, values, None, "taylor", EMPTY, 8, nothing, choice=choice_of(by_kind)
+        )
         return [len(row.kept) for row in hp.select(scores, budget).mask.rows]
 
     assert kept(False, hp.Budget(keep_heads=0.5)) == [3, 1]  # one head per layer always stays
@@ -239,7 +260,9 @@ def test_intervals_are_those_of_paired_differences() -> None:
     assert first.scorer == asked[best][0]
     other = losses[1 - best] - losses[best]
     half = student.ppf(1 - 0.05 / 4, 39) * other.std(ddof=1) / 40**0.5 * 3**0.5
-    assert_allclose([second.difference, second.low, second.high], other.mean() + np.array([0, -half, half]))
+    assert_allclose(
+        [second.difference, second.low, second.high], other.mean() + np.array([0, -half, half])
+    )
     assert third.scorer == RANDOM
     assert third.low > 0
 
@@ -255,7 +278,8 @@ def test_random_heads_are_never_taken() -> None:
 
 
 def test_the_margin_covers_the_best_candidate() -> None:
-    """Of many draws of rows, in 95 % the chosen one's true loss is within the margin of the lowest true loss."""
+    """Of many draws of rows, in 95 % the chosen one's true loss is within the margin of the lowest
+    true loss."""
     rng, truth = np.random.default_rng(1), np.array([1.0, 1.02, 1.05, 1.3])
     asked = [(str(i), EMPTY, False) for i in range(len(truth))]
     covered = 0
@@ -286,7 +310,10 @@ def test_the_margin_covers_the_best_candidate() -> None:
         ({"confidence": 1.0}, "between 0 and 1"),
         ({"keep": 0.0}, "a fraction above 0"),
         ({"refit": "finetune"}, "does not train"),
-        ({"refit": "mean_fold", "refit_settings": {"ridge": 1.0}}, "settings of mean_fold, got 'ridge'"),
+        (
+            {"refit": "mean_fold", "refit_settings": {"ridge": 1.0}},
+            "settings of mean_fold, got 'ridge'",
+        ),
     ],
 )
 def test_settings(settings: dict[str, Any], match: str) -> None:
@@ -336,7 +363,12 @@ def test_a_candidate_that_keeps_the_chosen_heads_is_no_tie() -> None:
     also = Candidate("wanda", EMPTY, False, 1.1, 0.1, -0.2, 0.4, same_as="obs")
     choice = choice_with(same, close, also)
     assert choice.ties == (close, also)
-    assert [choice.mark(c) for c in choice.candidates] == ["taken", "the heads of taylor", "ties", "the heads of obs"]
+    assert [choice.mark(c) for c in choice.candidates] == [
+        "taken",
+        "the heads of taylor",
+        "ties",
+        "the heads of obs",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -349,9 +381,23 @@ def test_doubt_says_refitted_only_where_it_was(refit: str, words: str) -> None:
 
 
 def test_a_table_is_in_line() -> None:
-    lines = str(choice_with(Candidate("surgeon", FrozenDict({"curvature": "logits"}), True, 2.0, 1.0, 0.5, 1.5)))
-    losses = [line for line in lines.split("\n") if line.startswith(("  whole", "  taylor", "  surgeon"))]
-    assert len({line.index(loss) for line, loss in zip(losses, ("0.5000", "1.0000", "2.0000"), strict=True)}) == 1
+    lines = str(
+        choice_with(
+            Candidate("surgeon", FrozenDict({"curvature": "logits"}), True, 2.0, 1.0, 0.5, 1.5)
+        )
+    )
+    losses = [
+        line for line in lines.split("\n") if line.startswith(("  whole", "  taylor", "  surgeon"))
+    ]
+    assert (
+        len(
+            {
+                line.index(loss)
+                for line, loss in zip(losses, ("0.5000", "1.0000", "2.0000"), strict=True)
+            }
+        )
+        == 1
+    )
 
 
 def test_explain_says_who_chose(model: Stream, rows: Tensor) -> None:
@@ -360,7 +406,9 @@ def test_explain_says_who_chose(model: Stream, rows: Tensor) -> None:
     plan = hp.select(scores, hp.Budget(keep_heads=0.5))
     notes = explain(plan, scores).notes
     assert notes[0].startswith(f"auto took {scores.choice.chosen} by the loss of {ROWS} rows")
-    assert not any("auto" in note for note in explain(plan, replace(scores, choice=None, notes=())).notes)
+    assert not any(
+        "auto" in note for note in explain(plan, replace(scores, choice=None, notes=())).notes
+    )
 
 
 def test_agreement_with_a_scorer_that_was_asked_for(model: Stream, rows: Tensor) -> None:
@@ -373,11 +421,15 @@ def test_agreement_with_a_scorer_that_was_asked_for(model: Stream, rows: Tensor)
 
 def test_words() -> None:
     text = str(choice_of(False))
-    assert "auto took taylor: keep 50 % of the heads, refitted by lstsq, loss of 8 held-out rows" in text
+    assert (
+        "auto took taylor: keep 50 % of the heads, refitted by lstsq, loss of 8 held-out rows"
+        in text
+    )
     assert "at most 0.0000 below it (95 % confidence)" in text
 
 
-# ---------------------------------------------------------------- what other models and batches need
+# ---------------------------------------------------------------- what other models and batches
+# need
 
 
 class Tagged(Stream):
@@ -393,7 +445,9 @@ def test_lists_and_arrays_of_a_batch_go_to_folds_as_tensors_do(rows: Tensor) -> 
     tags, numbers = ["a", "bb", "ccc"] * 4, np.arange(1.0, 13.0, dtype=np.float32)
 
     def own(model: nn.Module, batch: Any) -> Tensor:
-        weights = torch.tensor([float(len(tag)) for tag in batch["tags"]]) * torch.as_tensor(batch["numbers"])
+        weights = torch.tensor([float(len(tag)) for tag in batch["tags"]]) * torch.as_tensor(
+            batch["numbers"]
+        )
         return (model(batch) - batch["x"][:, 0, :3]).square().sum(1) * weights
 
     batch = {"x": rows, "tags": tags, "numbers": numbers}
@@ -410,7 +464,13 @@ def test_a_tuple_with_targets_and_a_loss_of_ones_own(model: Stream, rows: Tensor
 
     found = hp.score(model, [(rows, rows[:, 0, :3])], "auto", loss=own, progress=False).choice
     assert found is not None
-    assert {c.scorer for c in found.candidates} == {"taylor", "surgeon", "fluctuation", "obs", RANDOM}
+    assert {c.scorer for c in found.candidates} == {
+        "taylor",
+        "surgeon",
+        "fluctuation",
+        "obs",
+        RANDOM,
+    }
 
 
 def test_a_candidate_whose_losses_are_not_finite_is_left_out(
@@ -428,7 +488,9 @@ def test_a_candidate_whose_losses_are_not_finite_is_left_out(
     assert choice is not None
     assert "taylor" not in {c.scorer for c in choice.candidates}
     assert "NaN or infinite: taylor" in choice.notes[0]
-    with pytest.raises(InvalidValue, match="losses of cut models: must be finite for one candidate at least"):
+    with pytest.raises(
+        InvalidValue, match="losses of cut models: must be finite for one candidate at least"
+    ):
         score(model, rows, candidates=("taylor",))
 
 
@@ -459,7 +521,9 @@ def test_counts_of_kinds_add_up_and_one_budget_stands_in_where_they_cannot_be() 
     def scores_of(*heads: int) -> HeadScores:
         kinds = ("self", "causal", "cross")
         pairs = zip(kinds, heads, strict=False)
-        sites = tuple(AttentionSite(kind, "own", kind, n, n, 8, 8, tuple(range(n))) for kind, n in pairs)
+        sites = tuple(
+            AttentionSite(kind, "own", kind, n, n, 8, 8, tuple(range(n))) for kind, n in pairs
+        )
         values = tuple(tuple(float(i) for i in range(n)) for n in heads)
         nothing = ModelFingerprint("s", "w")
         return HeadScores(sites, values, None, "taylor", EMPTY, 8, nothing, choice=choice_of(True))

@@ -1,4 +1,5 @@
-"""Inside of a caller's ``torch.autocast``, which keeps narrow copies of weights, nothing computes with old numbers."""
+"""Inside of a caller's ``torch.autocast``, which keeps narrow copies of weights, nothing computes
+with old numbers."""
 
 from __future__ import annotations
 
@@ -45,11 +46,14 @@ def bert() -> tuple[Any, dict[str, Any]]:
 
 
 def half(sites: hp.Sites) -> hp.HeadMask:
-    return hp.HeadMask.from_keep({s.name: s.heads[::2] for s in sites}, {s.name: s.n_query_heads for s in sites})
+    return hp.HeadMask.from_keep(
+        {s.name: s.heads[::2] for s in sites}, {s.name: s.n_query_heads for s in sites}
+    )
 
 
 def recovered(method: Any, teacher: bool, options: dict[str, Any], kept: bool) -> list[Tensor]:
-    """Outputs before and after a recovery inside of autocast, and the weights; with narrow copies kept, or not."""
+    """Outputs before and after a recovery inside of autocast, and the weights; with narrow copies
+    kept, or not."""
     model, batch = bert()
     more = {"teacher": copy.deepcopy(model)} if teacher else {}
     with torch.autocast(**{**BF16, **options}, cache_enabled=kept):
@@ -66,7 +70,9 @@ def recovered(method: Any, teacher: bool, options: dict[str, Any], kept: bool) -
 @pytest.mark.parametrize("name", METHODS)
 def test_a_recovery_computes_with_the_weights_as_they_are(name: str) -> None:
     method, options, teacher = METHODS[name]
-    for a, b in zip(*(recovered(method, teacher, options, kept) for kept in (True, False)), strict=True):
+    for a, b in zip(
+        *(recovered(method, teacher, options, kept) for kept in (True, False)), strict=True
+    ):
         assert_close(a, b, **EXACT)
 
 
@@ -90,7 +96,10 @@ def test_weights_that_are_put_back_are_used_again() -> None:
 
 def test_a_checkpoint_that_is_loaded_is_computed_with() -> None:
     model, batch = bert()
-    other = {name: 2 * tensor if tensor.is_floating_point() else tensor for name, tensor in weights(model).items()}
+    other = {
+        name: 2 * tensor if tensor.is_floating_point() else tensor
+        for name, tensor in weights(model).items()
+    }
     with torch.autocast(**BF16):
         before = model(**batch).logits.detach().clone()
         load_weights_(model, other)
@@ -121,7 +130,9 @@ def test_gates_and_cuts_inside_of_autocast() -> None:
 
 def test_what_was_set_comes_back() -> None:
     with weights_change():
-        assert torch.is_autocast_cache_enabled(), "outside of autocast its blocks take their copies with them"
+        assert torch.is_autocast_cache_enabled(), (
+            "outside of autocast its blocks take their copies with them"
+        )
 
     def fails() -> None:
         with weights_change():

@@ -1,4 +1,5 @@
-"""Sizes that are equal decide no axis: as many examples as tokens, as heads and as features a head are nothing odd."""
+"""Sizes that are equal decide no axis: as many examples as tokens, as heads and as features a head
+are nothing odd."""
 
 from __future__ import annotations
 
@@ -40,13 +41,18 @@ def contexts(subject: Subject, batch: dict[str, Any], gates: dict[str, Tensor]) 
     def take(number: int, x: Tensor, counted: Tensor | None) -> None:
         found.setdefault(number, x.clone())
 
-    with hp.gated(subject.model, gates, subject.sites), reading(subject.model, bound, take) as begin, Doubled():
+    with (
+        hp.gated(subject.model, gates, subject.sites),
+        reading(subject.model, bound, take) as begin,
+        Doubled(),
+    ):
         begin(batch)
         call(subject.model, batch)
     return [found[i] for i in sorted(found)]
 
 
-#: Their batches are more than rows of tensors: images go with places in a text, sentences with masks of their own.
+#: Their batches are more than rows of tensors: images go with places in a text, sentences with
+#: masks of their own.
 ELSEWHERE = {"d2l", "annotated transformer", "labml", "torch.nn.MultiheadAttention"}
 ELSEWHERE |= {"torch.nn.TransformerEncoder", "torch.nn.TransformerDecoder"}
 
@@ -73,7 +79,9 @@ def test_a_cut_on_such_an_example_is_the_same(subject: Subject) -> None:
         hp.prune_(small, mask, example=batch)
         hp.prune_(other, mask, example=subject.batch)
     expected = dict(other.named_parameters())
-    assert {n: p.shape for n, p in small.named_parameters()} == {n: p.shape for n, p in expected.items()}
+    assert {n: p.shape for n, p in small.named_parameters()} == {
+        n: p.shape for n, p in expected.items()
+    }
     assert all(torch.equal(p, expected[n]) for n, p in small.named_parameters())
 
 
@@ -130,7 +138,9 @@ def test_examples_tokens_heads_and_widths_of_one_number(kind: type[nn.Module], n
         whole = hp.score(model, [{"x": x, "lengths": lengths}], scorer, loss=loss)
         alone = hp.score(model, apart, scorer, loss=loss)
         assert_close(torch.tensor(whole.values), torch.tensor(alone.values), rtol=1e-8, atol=1e-12)
-    mask = hp.HeadMask.from_keep({"layers.0": [n - 1], "layers.1": [0]}, {"layers.0": n, "layers.1": n})
+    mask = hp.HeadMask.from_keep(
+        {"layers.0": [n - 1], "layers.1": [0]}, {"layers.0": n, "layers.1": n}
+    )
     with hp.gated(model, mask):
         expected = model(x, lengths)
     hp.prune_(model, mask, example=(x, lengths))
@@ -147,7 +157,8 @@ class Split(nn.Module):
 
 
 class SequenceFirst(nn.Module):
-    """In the form of labml's, with other names: tokens on the first axis, examples on the second."""
+    """In the form of labml's, with other names: tokens on the first axis, examples on the
+    second."""
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
@@ -166,13 +177,18 @@ class Around(nn.Module):
         self.attention, self.turned = SequenceFirst(dim, n_heads), turned
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x.transpose(0, 1)).transpose(0, 1) if self.turned else self.attention(x)
+        return (
+            self.attention(x.transpose(0, 1)).transpose(0, 1) if self.turned else self.attention(x)
+        )
 
 
 @pytest.mark.parametrize(("n_heads", "width"), [(4, 8), (4, 6), (2, 4), (8, 4)])
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 2), (8, 8), (3, 5), (5, 3)])
-def test_a_proposed_axis_of_examples_is_that_of_other_sizes(sizes: tuple[int, int], n_heads: int, width: int) -> None:
-    """One layer is enough to mistake tokens for examples: a gate of one of them changes that one alone."""
+def test_a_proposed_axis_of_examples_is_that_of_other_sizes(
+    sizes: tuple[int, int], n_heads: int, width: int
+) -> None:
+    """One layer is enough to mistake tokens for examples: a gate of one of them changes that one
+    alone."""
     x = torch.randn(*sizes, n_heads * width)
     (layout,) = hp.propose_layouts(Around(True, n_heads * width, n_heads), x)
     assert layout.batch_axis == 1

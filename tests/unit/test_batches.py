@@ -1,4 +1,5 @@
-"""Every kind of iterable, in everything that reads batches: each example counts once, or the iterable is refused."""
+"""Every kind of iterable, in everything that reads batches: each example counts once, or the
+iterable is refused."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ AGAIN: dict[str, Callable[[list[Tensor]], Any]] = {
     "tuple": tuple,
     "tqdm(list)": lambda data: tqdm(data, disable=True),
     "DataLoader": lambda data: DataLoader(data, batch_size=None),  # type: ignore[arg-type]
-    "persistent DataLoader": lambda data: DataLoader(data, None, num_workers=1, persistent_workers=True),  # type: ignore[arg-type]
+    "persistent DataLoader": lambda data: DataLoader(
+        data, None, num_workers=1, persistent_workers=True
+    ),  # type: ignore[arg-type]
     "by index": ByIndex,
     "IterableDataset": hugging_face,
 }
@@ -119,7 +122,13 @@ class Model(nn.Module):
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    (x,) = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple) else (batch,)
+    (x,) = (
+        batch.values()
+        if isinstance(batch, dict)
+        else batch
+        if isinstance(batch, tuple)
+        else (batch,)
+    )
     found: Tensor = model(x).square().mean((1, 2))
     return found
 
@@ -140,7 +149,8 @@ def name_of(scorer: Any) -> str:
 
 
 def told(find: Callable[[Any], Any], kind: str) -> tuple[Any, int]:
-    """What is found of batches of a kind, None where they are refused; and how often a list of them is read."""
+    """What is found of batches of a kind, None where they are refused; and how often a list of them
+    is read."""
     counted = Counted(data())
     expected = find(counted)
     try:
@@ -185,13 +195,17 @@ def test_several_scorers_count_every_example_once(kind: str) -> None:
         return [(torch.tensor(scores.values), scores.n_examples) for scores in many]
 
     found, _ = told(find, kind)
-    assert found is not None or not isinstance(KINDS[kind](data()), Iterator), "what is an iterator is kept"
+    assert found is not None or not isinstance(KINDS[kind](data()), Iterator), (
+        "what is an iterator is kept"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reading_until_the_set_is_settled_begins_at_the_first_example(kind: str) -> None:
     def find(batches: Iterable[Any]) -> Any:
-        scores = hp.score(model_of(), batches, "taylor", loss=loss, until=hp.Stable(k=2), progress=False)
+        scores = hp.score(
+            model_of(), batches, "taylor", loss=loss, until=hp.Stable(k=2), progress=False
+        )
         return torch.tensor(scores.values), scores.n_examples
 
     assert told(find, kind)[0] is not None
@@ -210,7 +224,9 @@ def recovered(batches: Any, method: Any, **more: Any) -> Any:
     teacher = model_of()
     small = copy.deepcopy(teacher)
     hp.prune_heads_(small, {0: [0], 1: [1, 2]})
-    report = hp.recover_(small, batches, method, None if isinstance(method, Finetune) else teacher, loss, **more)
+    report = hp.recover_(
+        small, batches, method, None if isinstance(method, Finetune) else teacher, loss, **more
+    )
     return dict(small.state_dict()), report.n_examples
 
 
@@ -219,7 +235,9 @@ def recovered(batches: Any, method: Any, **more: Any) -> Any:
 def test_every_recovery_sees_every_example_as_often(method: Any, kind: str) -> None:
     assert set(METHODS) == set(recovery.registry.names())
     if isinstance(method, Finetune) and kind in ("by index", "IterableDataset"):
-        with pytest.raises(InvalidValue, match="batches: must be sized and readable more than once"):
+        with pytest.raises(
+            InvalidValue, match="batches: must be sized and readable more than once"
+        ):
             recovered(KINDS[kind](data()), method)
         return
     found, passes = told(lambda batches: recovered(batches, method), kind)
@@ -234,7 +252,10 @@ def test_validation_that_is_read_once_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_for_selectors_count_every_example_once(kind: str) -> None:
-    masks = [hp.HeadMask.from_keep({"attention.0": [1], "attention.1": k}, dict.fromkeys(SITES, 4)) for k in ([0], [2])]
+    masks = [
+        hp.HeadMask.from_keep({"attention.0": [1], "attention.1": k}, dict.fromkeys(SITES, 4))
+        for k in ([0], [2])
+    ]
 
     def find(batches: Iterable[Any]) -> Any:
         rise = loss_of(model_of(), batches, loss=loss, progress=False)
@@ -268,7 +289,9 @@ def test_cuts_in_stages_score_on_every_example(kind: str) -> None:
         return [int(str(stage.plan.scores)[:12], 16) for stage in report.stages]  # digests
 
     found, _ = told(find, kind)
-    assert found is not None or not isinstance(KINDS[kind](data()), Iterator), "what is an iterator is kept"
+    assert found is not None or not isinstance(KINDS[kind](data()), Iterator), (
+        "what is an iterator is kept"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,5 @@
-"""compare_latency with a clock of our own: order, pairing, statistics, limits, clean-up; and shaped_batch."""
+"""compare_latency with a clock of our own: order, pairing, statistics, limits, clean-up; and
+shaped_batch."""
 
 import gc
 
@@ -36,7 +37,14 @@ class Timed(nn.Module):
         self.seen = []
 
     def forward(self, x):
-        self.seen.append((self.training, self.dropout.training, torch.is_inference_mode_enabled(), gc.isenabled()))
+        self.seen.append(
+            (
+                self.training,
+                self.dropout.training,
+                torch.is_inference_mode_enabled(),
+                gc.isenabled(),
+            )
+        )
         self.clock.log.append(self.name)
         self.clock.now += self.seconds[min(self.calls, len(self.seconds) - 1)]
         self.calls += 1
@@ -85,7 +93,11 @@ def test_rounds_are_interleaved_and_the_order_alternates(clock):
 
 def test_warm_up_is_not_timed(clock):
     (row,) = compare(
-        Timed(clock, "o", 100.0, 100.0, 2.0), Timed(clock, "p", 100.0, 1.0), warmup=2, seconds=0, min_rounds=2
+        Timed(clock, "o", 100.0, 100.0, 2.0),
+        Timed(clock, "p", 100.0, 1.0),
+        warmup=2,
+        seconds=0,
+        min_rounds=2,
     )
     assert (row.original_p50, row.original_p90, row.pruned_p90) == pytest.approx((2.0, 2.0, 1.0))
 
@@ -103,19 +115,23 @@ def test_the_row_holds_percentiles_of_each_and_the_median_of_paired_ratios(clock
 
 
 def test_pairing_takes_out_what_slows_both(clock):
-    """The machine gets ten times slower half-way: the ratio does not notice, unpaired medians would."""
+    """The machine gets ten times slower half-way: the ratio does not notice, unpaired medians
+    would."""
     drift = [(1.5 * speed, 1.0 * speed) for speed in (1.0, 1.1, 1.2, 1.3, 10.0, 11.0, 12.0, 13.0)]
     row = rounds(clock, drift)
     assert (row.low, row.ratio, row.high) == pytest.approx((1.5, 1.5, 1.5))
 
 
 def test_the_interval_is_a_percentile_bootstrap_of_the_median_over_rounds(clock):
-    ratios = 0.5 + np.random.default_rng(1).exponential(1.0, 40)  # skewed: a mean would lie elsewhere
+    ratios = 0.5 + np.random.default_rng(1).exponential(
+        1.0, 40
+    )  # skewed: a mean would lie elsewhere
     row = rounds(clock, [(r, 1.0) for r in ratios])
     wanted = scipy.stats.bootstrap(
         (ratios,), np.median, n_resamples=20_000, method="percentile", rng=np.random.default_rng(2)
     ).confidence_interval
-    # Both are estimates by resampling: a fifth of the interval's width is far more than their own noise.
+    # Both are estimates by resampling: a fifth of the interval's width is far more than their own
+    # noise.
     width = wanted.high - wanted.low
     assert row.low == pytest.approx(wanted.low, abs=width / 5)
     assert row.high == pytest.approx(wanted.high, abs=width / 5)
@@ -133,7 +149,10 @@ def test_the_interval_follows_from_the_seed(clock):
     ("options", "n_rounds"),
     [
         ({"seconds": 10.0, "min_rounds": 2, "max_rounds": 100}, 4),  # a round takes 3 seconds
-        ({"seconds": 13.0, "min_rounds": 2, "max_rounds": 100}, 6),  # 5 would do, but the order must balance
+        (
+            {"seconds": 13.0, "min_rounds": 2, "max_rounds": 100},
+            6,
+        ),  # 5 would do, but the order must balance
         ({"seconds": 0.0, "min_rounds": 7, "max_rounds": 100}, 8),
         ({"seconds": 1e9, "min_rounds": 2, "max_rounds": 5}, 5),
         ({"seconds": 0.0, "min_rounds": 1, "max_rounds": 1}, 1),
@@ -154,13 +173,23 @@ def test_every_batch_size_and_length_is_a_row(clock):
             shapes.append(tuple(x.shape))
             return super().forward(x)
 
-    rows = compare(Noting(clock, "o", 1.0), Noting(clock, "p", 1.0), [1, 3], [5, 7], seconds=0, min_rounds=2, warmup=0)
+    rows = compare(
+        Noting(clock, "o", 1.0),
+        Noting(clock, "p", 1.0),
+        [1, 3],
+        [5, 7],
+        seconds=0,
+        min_rounds=2,
+        warmup=0,
+    )
     wanted = [(1, 5), (3, 5), (1, 7), (3, 7)]
     assert [(row.batch, row.length) for row in rows] == wanted
     assert shapes == [shape for shape in wanted for _ in range(4)]  # the same batch for both
 
 
-def test_both_run_in_evaluation_and_inference_mode_without_the_garbage_collector_and_are_left_as_they_were(clock):
+def test_both_run_in_evaluation_and_inference_mode_without_the_garbage_collector_and_are_left_as_they_were(
+    clock,
+):
     original, pruned = Timed(clock, "o", 1.0), Timed(clock, "p", 1.0)
     original.train()
     original.dropout.eval()
@@ -196,7 +225,8 @@ def test_everything_is_put_back_after_an_error(clock):
 
 
 def test_on_cuda_the_clock_stops_only_when_the_work_is_done(clock, monkeypatch):
-    """Kernels run on when the call returns; the work of one model must not be counted for the next."""
+    """Kernels run on when the call returns; the work of one model must not be counted for the
+    next."""
     device = torch.device("cuda", 0)
     pending = []
 
@@ -215,16 +245,33 @@ def test_on_cuda_the_clock_stops_only_when_the_work_is_done(clock, monkeypatch):
     monkeypatch.setattr(latency, "device_of", lambda model: device)
     monkeypatch.setattr(latency, "to_device", lambda batch, to: batch)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    (row,) = compare(Launching(clock, "o", 3.0), Launching(clock, "p", 2.0), warmup=0, seconds=0, min_rounds=2)
+    (row,) = compare(
+        Launching(clock, "o", 3.0), Launching(clock, "p", 2.0), warmup=0, seconds=0, min_rounds=2
+    )
     assert (row.original_p50, row.pruned_p50, row.ratio) == pytest.approx((3.0, 2.0, 1.5))
-    assert clock.log == ["sync", "o", "sync", "sync", "p", "sync", "sync", "p", "sync", "sync", "o", "sync"]
+    assert clock.log == [
+        "sync",
+        "o",
+        "sync",
+        "sync",
+        "p",
+        "sync",
+        "sync",
+        "p",
+        "sync",
+        "sync",
+        "o",
+        "sync",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
 def test_every_accelerator_is_waited_for(monkeypatch, kind):
     waited = []
     for name in ("cuda", "mps", "xpu"):
-        monkeypatch.setattr(getattr(torch, name), "synchronize", lambda *_, name=name: waited.append(name))
+        monkeypatch.setattr(
+            getattr(torch, name), "synchronize", lambda *_, name=name: waited.append(name)
+        )
     latency.synchronize(torch.device(kind))
     assert waited == [kind]
 
@@ -244,7 +291,9 @@ def test_a_cpu_is_not_synchronised(clock, monkeypatch):
 
 
 def test_models_on_two_devices_are_refused(clock):
-    with pytest.raises(InvalidValue, match="pruned: must be on cpu, where the original is, got meta"):
+    with pytest.raises(
+        InvalidValue, match="pruned: must be on cpu, where the original is, got meta"
+    ):
         compare(Timed(clock, "o", 1.0), Timed(clock, "p", 1.0).to("meta"))
 
 
@@ -280,7 +329,12 @@ def test_a_transformers_model_is_timed_with_a_shaped_batch():
         warmup=1,
         min_rounds=2,
     )
-    assert [(r.batch, r.length, r.rounds) for r in rows] == [(1, 3, 2), (4, 3, 2), (1, 9, 2), (4, 9, 2)]
+    assert [(r.batch, r.length, r.rounds) for r in rows] == [
+        (1, 3, 2),
+        (4, 3, 2),
+        (1, 9, 2),
+        (4, 9, 2),
+    ]
     assert all(r.original_p50 > 0 and r.pruned_p50 > 0 for r in rows)
 
 
@@ -311,7 +365,12 @@ def test_shaped_batch_repeats_rows_and_tokens():
 
 
 def test_shaped_batch_cuts_rows_and_tokens_off():
-    wanted = {"input_ids": [[1, 2]], "attention_mask": [[1, 1]], "token_type_ids": [[0, 0]], "position_ids": [[0, 1]]}
+    wanted = {
+        "input_ids": [[1, 2]],
+        "attention_mask": [[1, 1]],
+        "token_type_ids": [[0, 0]],
+        "position_ids": [[0, 1]],
+    }
     equal(shaped_batch(EXAMPLE, 1, 2), wanted)
 
 
@@ -335,7 +394,9 @@ def test_shaped_batch_gives_images_rows_only_also_beside_text():
 
 def test_shaped_batch_stretches_embeddings_and_passes_other_values():
     embeds = torch.randn(1, 2, 4)
-    made = shaped_batch({"inputs_embeds": embeds, "attention_mask": torch.ones(1, 2), "use_cache": False}, 2, 3)
+    made = shaped_batch(
+        {"inputs_embeds": embeds, "attention_mask": torch.ones(1, 2), "use_cache": False}, 2, 3
+    )
     torch.testing.assert_close(made["inputs_embeds"], embeds[[0, 0]][:, [0, 1, 0]])
     torch.testing.assert_close(made["attention_mask"], torch.ones(2, 3))
     assert made["use_cache"] is False
@@ -380,5 +441,14 @@ def test_a_compiled_model_is_timed_compiled():
 
     torch._dynamo.reset()
     plain, compiled = nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend=backend)
-    compare_latency(plain, compiled, lambda n, t: torch.randn(n, t, 4), [1], [2], seconds=0, min_rounds=2, warmup=1)
+    compare_latency(
+        plain,
+        compiled,
+        lambda n, t: torch.randn(n, t, 4),
+        [1],
+        [2],
+        seconds=0,
+        min_rounds=2,
+        warmup=1,
+    )
     assert len(ran) == 3

@@ -23,7 +23,9 @@ def failing() -> None:
 
 
 @pytest.mark.parametrize("only_warns", [False, True])
-def test_settings_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch, only_warns: bool) -> None:
+def test_settings_come_back_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, only_warns: bool
+) -> None:
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     torch.use_deterministic_algorithms(only_warns, warn_only=only_warns)
@@ -39,7 +41,9 @@ def test_settings_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch, only
 
 
 @pytest.mark.parametrize("value", [None, ":8:1"])
-def test_cuda_that_started_without_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_cuda_that_started_without_the_variable_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
     if value is None:
         monkeypatch.delenv(VARIABLE, raising=False)
     else:

@@ -35,7 +35,8 @@ def shapes() -> ModuleType:
     return script(BENCHMARKS / "gpu" / "shapes.py")
 
 
-# ------------------------------------------------------------------------------------------------ a GPU of stand-ins
+# ------------------------------------------------------------------------------------------------ a
+# GPU of stand-ins
 
 
 class StandIn:
@@ -136,13 +137,19 @@ def test_a_cell_is_gpu_bound_where_both_models_keep_it_busy(
     clock = StandIn()
     clock.patch(monkeypatch, gpu_time)
     busy, small = gpu_time.measured(
-        [clock.call(7.0, 1.8), clock.call(5.0, 1.8), clock.call(1.0, 1.8)], CUDA, 1, 1, gpu_time.Measuring(QUICK)
+        [clock.call(7.0, 1.8), clock.call(5.0, 1.8), clock.call(1.0, 1.8)],
+        CUDA,
+        1,
+        1,
+        gpu_time.Measuring(QUICK),
     )
     assert (busy["bound"], small["bound"]) == ("gpu", "launch")
     assert busy["call"]["ratio"] == busy["gpu"]["ratio"] == pytest.approx(1.4)
 
 
-def test_what_cannot_be_captured_keeps_its_latency(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_keeps_its_latency(
+    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = StandIn()
     clock.patch(monkeypatch, gpu_time)
     calls = [0]
@@ -160,23 +167,31 @@ def test_what_cannot_be_captured_keeps_its_latency(gpu_time: ModuleType, monkeyp
     assert row["call"]["rounds"] == 4
 
 
-def test_the_cache_is_overwritten_before_every_cold_call(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_overwritten_before_every_cold_call(
+    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = StandIn()
     clock.patch(monkeypatch, gpu_time)
     dirt = SimpleNamespace(zero_=lambda: setattr(clock, "flushed", clock.flushed + 1))
     monkeypatch.setattr(gpu_time.torch, "empty", lambda *_, **__: dirt)
     for measure in (gpu_time.gpu_seconds, gpu_time.latencies):
         clock.flushed = 0
-        times = measure([clock.call(0.1), clock.call(0.2)], CUDA, gpu_time.Measuring(QUICK, cold=True))
+        times = measure(
+            [clock.call(0.1), clock.call(0.2)], CUDA, gpu_time.Measuring(QUICK, cold=True)
+        )
         assert clock.flushed == 2 * 5  # every call of four rounds and of the one to warm up
         assert np.median(times, 0) == pytest.approx([1e-4, 2e-4])
     clock.flushed = 0
     warm = gpu_time.gpu_seconds([clock.call(0.1)], CUDA, gpu_time.Measuring(QUICK))
     assert clock.flushed == 0
-    assert np.median(warm) == pytest.approx(1e-4)  # of one replay, though several are timed together
+    assert np.median(warm) == pytest.approx(
+        1e-4
+    )  # of one replay, though several are timed together
 
 
-def test_compiled_code_is_timed_by_events_and_says_so(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_timed_by_events_and_says_so(
+    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = StandIn()
     clock.patch(monkeypatch, gpu_time)
     runs = [clock.call(0.4, 0.1), clock.call(0.2, 0.1)]
@@ -186,15 +201,21 @@ def test_compiled_code_is_timed_by_events_and_says_so(gpu_time: ModuleType, monk
     assert "bound" not in row  # Python's time lies between the events
 
 
-def test_energy_is_that_of_back_to_back_replays(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_is_that_of_back_to_back_replays(
+    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = StandIn()
     clock.patch(monkeypatch, gpu_time)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0011"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0011")
+    )
     asked: list[str] = []
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=asked.append,
-        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 300 * clock.now,  # 300 watts, in millijoules
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: (
+            300 * clock.now
+        ),  # 300 watts, in millijoules
     )
     monkeypatch.setitem(importlib.sys.modules, "pynvml", nvml)  # type: ignore[attr-defined]
     found = gpu_time.energies([clock.call(2.0), clock.call(1.0)], CUDA, 0.05)
@@ -220,14 +241,18 @@ def test_a_driver_says_what_it_has(gpu_time: ModuleType, monkeypatch: pytest.Mon
         nvmlDeviceGetCurrentClocksEventReasons=missing,
     )
     monkeypatch.setitem(importlib.sys.modules, "pynvml", nvml)  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())  # an older PyTorch
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace()
+    )  # an older PyTorch
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     wanted = {"sm_mhz": 1980, "memory_mhz": 3201, "watts": 312.5, "celsius": 41, "throttled": None}
     assert gpu_time.state(CUDA) == wanted
     assert gpu_time.state(torch.device("cpu")) is None
 
 
-def test_a_graph_with_other_kernels_is_not_used(gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_with_other_kernels_is_not_used(
+    gpu_time: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = StandIn()
     clock.patch(monkeypatch, gpu_time)
     monkeypatch.setattr(gpu_time, "sdpa_backends", lambda run: (run(), ["efficient"])[1])
@@ -243,7 +268,8 @@ def test_a_graph_with_other_kernels_is_not_used(gpu_time: ModuleType, monkeypatc
 def test_a_captured_call_builds_no_mask(
     gpu_time: ModuleType, shapes: ModuleType, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Transformers 5.17 writes masks out while a stream is captured, which keeps the flash kernel away."""
+    """Transformers 5.17 writes masks out while a stream is captured, which keeps the flash kernel
+    away."""
     name, _, phase = place.partition(" ")
     device, dtype = torch.device("cpu"), torch.float32
     model = shapes.built(shapes.SUBJECTS[name], "float32", device, small=True)
@@ -264,7 +290,8 @@ def test_a_captured_call_builds_no_mask(
     assert given == [None, None]
 
 
-# ------------------------------------------------------------------------------------------------ cells on a CPU
+# ------------------------------------------------------------------------------------------------
+# cells on a CPU
 
 
 def test_arithmetic_is_put_back(gpu_time: ModuleType) -> None:
@@ -306,9 +333,21 @@ def test_ceilings_are_measured(gpu_time: ModuleType) -> None:
 
 
 @pytest.fixture(scope="module")
-def ran(shapes: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
+def ran(
+    shapes: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], dict[str, Any]]:
     out = tmp_path_factory.mktemp("shapes") / "gpu-shapes.json"
-    arguments = ["--device", "cpu", "--small", "--seconds", "0", "--shares", "0.5", "--out", str(out)]
+    arguments = [
+        "--device",
+        "cpu",
+        "--small",
+        "--seconds",
+        "0",
+        "--shares",
+        "0.5",
+        "--out",
+        str(out),
+    ]
     return arguments, json.loads(shapes.main(arguments).read_text())
 
 
@@ -387,7 +426,8 @@ def test_the_whole_grid_holds_what_is_asked_for(shapes: ModuleType) -> None:
     assert (first.subject, first.cell.precision) == ("bert-base", "bfloat16")
 
 
-# ------------------------------------------------------------------------------------------------ going on elsewhere
+# ------------------------------------------------------------------------------------------------
+# going on elsewhere
 
 
 def test_a_record_of_other_weights_is_left_alone(tmp_path: Path) -> None:
@@ -406,7 +446,13 @@ def test_a_record_of_other_weights_is_left_alone(tmp_path: Path) -> None:
 def test_answers_travel_in_the_record(tmp_path: Path) -> None:
     tradeoff = benchmark("tradeoff")
     answers = np.array([1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1], dtype=np.float32)
-    row = {"what": "quality", "way": "surgeon + lstsq", "kept": 24, "seed": 1, **tradeoff.packed(answers)}
+    row = {
+        "what": "quality",
+        "way": "surgeon + lstsq",
+        "kept": 24,
+        "seed": 1,
+        **tradeoff.packed(answers),
+    }
     tradeoff.unpack([{"what": "speed"}, json.loads(json.dumps(row))], tmp_path, len(answers))
     found = np.load(tradeoff.answers_file(tmp_path, "surgeon + lstsq", 24, 1))
     np.testing.assert_array_equal(found, answers)
@@ -414,7 +460,9 @@ def test_answers_travel_in_the_record(tmp_path: Path) -> None:
     assert tradeoff.packed(np.array([0.25, 1.0])) == {}  # a cosine takes too much room
 
 
-def test_the_exit_status_says_what_the_record_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_exit_status_says_what_the_record_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     studies = benchmark("studies")
     record = tmp_path / "record.json"
 
@@ -435,7 +483,9 @@ def test_the_exit_status_says_what_the_record_lacks(monkeypatch: pytest.MonkeyPa
     assert status({"error": "no room"}) == 75 == script(BENCHMARKS / "gpu" / "worker.py").UNFINISHED
 
 
-def test_what_could_not_be_captured_is_tried_again_by_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_captured_is_tried_again_by_other_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     studies = benchmark("studies")
     monkeypatch.setattr(studies, "git_commit", lambda: "new")
     row = {"no_graph": "it waits", "code": "eager"}

@@ -15,8 +15,18 @@ from tests.scripts import BENCHMARKS, ROOT, benchmark, script
 
 GPU = "a GPU of stand-ins"
 WHERE = {"processor": "a processor", "threads": 2, "gpu": GPU}
-ABOUT = {"hardware": WHERE, "versions": {"torch": "2", "transformers": "5"}, "created": "2026-01-01T00", "gpu": GPU}
-CEILING = {"what": "ceiling", "copy_bytes": 4.3e12, "bfloat16_flops": 788e12, "float32_flops": 52e12}
+ABOUT = {
+    "hardware": WHERE,
+    "versions": {"torch": "2", "transformers": "5"},
+    "created": "2026-01-01T00",
+    "gpu": GPU,
+}
+CEILING = {
+    "what": "ceiling",
+    "copy_bytes": 4.3e12,
+    "bfloat16_flops": 788e12,
+    "float32_flops": 52e12,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,20 +38,37 @@ def times(original: float, pruned: float) -> dict[str, Any]:
     """Milliseconds."""
     ratio = original / pruned
     seconds = {"original": original / 1000, "pruned": pruned / 1000}
-    found = {f"{which}_{share}": value for which, value in seconds.items() for share in ("p50", "p90")}
+    found = {
+        f"{which}_{share}": value for which, value in seconds.items() for share in ("p50", "p90")
+    }
     return {**found, "ratio": ratio, "low": ratio - 0.01, "high": ratio + 0.01, "rounds": 100}
 
 
 def cell(call: tuple[float, float], gpu: tuple[float, float] | None, **more: Any) -> dict[str, Any]:
-    row = {"what": "gpu", "precision": "bfloat16", "code": "eager", "attention": "sdpa", "cold": False}
-    row |= {"batch": 32, "tokens": 128, "backends": ["flash"], "call": times(*call), "state": [None, None], **more}
+    row = {
+        "what": "gpu",
+        "precision": "bfloat16",
+        "code": "eager",
+        "attention": "sdpa",
+        "cold": False,
+    }
+    row |= {
+        "batch": 32,
+        "tokens": 128,
+        "backends": ["flash"],
+        "call": times(*call),
+        "state": [None, None],
+        **more,
+    }
     if gpu is None:
         return {**row, "no_graph": "RuntimeError: it waits"}
     bound = "gpu" if gpu[1] / call[1] > 0.9 else "launch"
     return {**row, "gpu": times(*gpu), "bound": bound}
 
 
-def of_a_cut(kept: int, call: tuple[float, float], gpu: tuple[float, float] | None, **more: Any) -> dict[str, Any]:
+def of_a_cut(
+    kept: int, call: tuple[float, float], gpu: tuple[float, float] | None, **more: Any
+) -> dict[str, Any]:
     return cell(call, gpu, kept=kept, limit=1.5, attention_limit=3.0, macs=[4e9, 2.667e9], **more)
 
 
@@ -58,7 +85,13 @@ CUTS = {
     "rows": [
         CEILING,
         *(
-            {"what": "quality", "way": way, "kept": kept, "seed": seed, "quality": 0.89 + seed / 1000}
+            {
+                "what": "quality",
+                "way": way,
+                "kept": kept,
+                "seed": seed,
+                "quality": 0.89 + seed / 1000,
+            }
             for way in ("surgeon", "surgeon + lstsq")
             for kept in (36, 24)
             for seed in range(3)
@@ -83,7 +116,14 @@ SHAPES = {
             share=0.5,
             work={"bytes": [4, 3], "macs": [9, 6]},
         ),
-        cell((11.0, 6.0), (10.7, 5.7), subject="llama-1b", phase="decode", share=0.5, work={"bytes": [19, 10]}),
+        cell(
+            (11.0, 6.0),
+            (10.7, 5.7),
+            subject="llama-1b",
+            phase="decode",
+            share=0.5,
+            work={"bytes": [19, 10]},
+        ),
         {
             "what": "gpu",
             "subject": "llama-8b",
@@ -154,7 +194,13 @@ SCORING = {
 }
 QUEUE = {
     "entries": [
-        {"job": "quality", "status": "goes on", "seconds": 340.2, "commit": "c0ffee" * 6, "created": "2026-01-01T"}
+        {
+            "job": "quality",
+            "status": "goes on",
+            "seconds": 340.2,
+            "commit": "c0ffee" * 6,
+            "created": "2026-01-01T",
+        }
     ]
 }
 
@@ -164,7 +210,12 @@ def records(tmp_path: Path) -> Path:
     """The committed records, and those of a GPU."""
     folder = tmp_path / "records"
     shutil.copytree(BENCHMARKS / "records", folder)
-    named = {"tradeoff-sst2-cuda": CUTS, "gpu-shapes": SHAPES, "gpu-correct": CORRECT, "gpu-queue": QUEUE}
+    named = {
+        "tradeoff-sst2-cuda": CUTS,
+        "gpu-shapes": SHAPES,
+        "gpu-correct": CORRECT,
+        "gpu-queue": QUEUE,
+    }
     named["scoring-throughput-cuda"] = SCORING
     for name, record in named.items():
         (folder / f"{name}.json").write_text(json.dumps(record))
@@ -186,9 +237,14 @@ def test_the_headline_is_a_cell_where_the_gpu_is_busy(page: ModuleType, records:
     line = next(line for line in text.splitlines() if line.startswith("With 24 of 72 heads"))
     assert "batch 128 of 512 tokens in bf16 (gpu-bound): GPU time 7.00 to 5.00 ms" in line
     assert "1.40 [1.39, 1.41] times as fast, 0.93 of the limit of 1.50; latency 1.39" in line
-    assert "compute at 146 and 137 TFLOP/s, 19% and 17% of what a large matrix product reaches" in line
+    assert (
+        "compute at 146 and 137 TFLOP/s, 19% and 17% of what a large matrix product reaches" in line
+    )
     # Below 0.95 of it, and so with the reason.
-    assert "GPU-bound and below 0.95 of the limit: 128 x 512, 36 kept: 0.83; 128 x 512, 24 kept: 0.93." in text
+    assert (
+        "GPU-bound and below 0.95 of the limit: 128 x 512, 36 kept: 0.83; 128 x 512, 24 kept: 0.93."
+        in text
+    )
     assert "The limit counts multiply-adds alone: norms, activations and residual sums" in text
     assert "4.30 TB/s copied; TFLOP/s of products: bfloat16 788, float32 52" in text
 
@@ -196,13 +252,20 @@ def test_the_headline_is_a_cell_where_the_gpu_is_busy(page: ModuleType, records:
 def test_every_cell_says_what_limits_it(page: ModuleType, records: Path) -> None:
     text = page.page(records)
     assert "| 32 x 128 | flash | 0.400 | 1.80 | 1.21 [1.20, 1.22] | 1.00 | 1.50 |" in text
-    launch = next(line for line in text.splitlines() if line.startswith("| 32 x 128 | flash | 0.400"))
+    launch = next(
+        line for line in text.splitlines() if line.startswith("| 32 x 128 | flash | 0.400")
+    )
     busy = next(line for line in text.splitlines() if line.startswith("| 128 x 512 | flash | 7.00"))
     assert (launch.split("|")[-2].strip(), busy.split("|")[-2].strip()) == ("launch", "gpu")
     assert "- (RuntimeError: it waits)" in text
-    assert "| 32 x 128 | flash | 10.7 | 11.0 | 1.88 [1.87, 1.89] | 1.83 | 1.90 | gpu |" in text  # of bytes
+    assert (
+        "| 32 x 128 | flash | 10.7 | 11.0 | 1.88 [1.87, 1.89] | 1.83 | 1.90 | gpu |" in text
+    )  # of bytes
     assert "- llama-8b bfloat16 eager 64 x 2048: OutOfMemoryError: no room" in text
-    assert "With 24 heads kept. 128 tokens: faster at batch 32; 512 tokens: faster at batch 128." in text
+    assert (
+        "With 24 heads kept. 128 tokens: faster at batch 32; 512 tokens: faster at batch 128."
+        in text
+    )
     assert "no difference shown at batch 32" in text  # the same cell by its latency
     assert "Energy at 128 x 512, 24 kept: 38.3 to 27.3 mJ an example." in text
     assert "| scores | 2 | 2 | 0.5 |" in text
@@ -226,7 +289,11 @@ def test_all_pages_name_the_gpu(records: Path, tmp_path: Path) -> None:
     docs.mkdir()
     shutil.copy(ROOT / "README.md", readme)
     figures.main(["--records", str(records), "--docs", str(docs), "--readme", str(readme)])
-    block = readme.read_text().partition("<!-- make docs-figures: tradeoff -->")[2].partition("<!-- end of tradeoff")[0]
+    block = (
+        readme.read_text()
+        .partition("<!-- make docs-figures: tradeoff -->")[2]
+        .partition("<!-- end of tradeoff")[0]
+    )
     assert f"at batch 128 of 512 tokens in bf16, GPU time, on {GPU}:" in block
     assert "24 heads 0.891 ± 0.001 at 1.40x [1.39, 1.41]" in block
     assert "no GPU record yet" not in block

@@ -1,4 +1,5 @@
-"""The GPU study's cells on a pretended GPU: no mixed devices, and nothing that a CUDA graph could not capture."""
+"""The GPU study's cells on a pretended GPU: no mixed devices, and nothing that a CUDA graph could
+not capture."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_time  # type: ignore[import-not-found]
 
     monkeypatch.setattr(gpu_time, "captured", lambda runs, backends=(): (list(runs), None))
-    monkeypatch.setattr(gpu_time, "gpu_seconds", lambda runs, device, how: in_turn(runs, device, how.effort))
+    monkeypatch.setattr(
+        gpu_time, "gpu_seconds", lambda runs, device, how: in_turn(runs, device, how.effort)
+    )
     monkeypatch.setattr(gpu_time, "WARM_UP", 0.0)
     monkeypatch.setattr(gpu_time, "state", lambda device: None)
 
@@ -44,7 +47,9 @@ def test_no_cell_of_a_shape_mixes_devices(shapes: ModuleType, tmp_path: Path) ->
     assert gpu.mismatches == [], gpu.report()
 
 
-@pytest.mark.parametrize("place", ["bert-base forward", "vit-b forward", "llama-1b prefill", "llama-1b decode"])
+@pytest.mark.parametrize(
+    "place", ["bert-base forward", "vit-b forward", "llama-1b prefill", "llama-1b decode"]
+)
 def test_a_call_never_waits(shapes: ModuleType, place: str) -> None:
     """A call that waits, or copies from main memory, cannot be captured."""
     name, _, phase = place.partition(" ")
@@ -60,7 +65,9 @@ def test_a_call_never_waits(shapes: ModuleType, place: str) -> None:
         assert gpu.uploads == [], gpu.report()
 
 
-def test_no_cell_of_a_cut_mixes_devices(shapes: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_cell_of_a_cut_mixes_devices(
+    shapes: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     tradeoff_gpu = benchmark("tradeoff_gpu")
     args = SimpleNamespace(small=True, seconds=0.0)
     with PretendedCuda() as gpu:
@@ -79,10 +86,26 @@ def test_no_cell_of_a_cut_mixes_devices(shapes: ModuleType, monkeypatch: pytest.
 def test_native_comparisons_do_not_mix_devices() -> None:
     native = benchmark("native")
     args = native.arguments(
-        ["--small", "--seconds", "0", "--threads", "1", "--width", "48", "--heads", "4", "--keep", "4"]
+        [
+            "--small",
+            "--seconds",
+            "0",
+            "--threads",
+            "1",
+            "--width",
+            "48",
+            "--heads",
+            "4",
+            "--keep",
+            "4",
+        ]
     )
     args.keep = 2
     with PretendedCuda() as gpu:
-        rows = [row for name in ("bert", "vit", "llama") for row in native.compared(name, args, CUDA, "float32")]
+        rows = [
+            row
+            for name in ("bert", "vit", "llama")
+            for row in native.compared(name, args, CUDA, "float32")
+        ]
     assert gpu.mismatches == [], gpu.report()
     assert [row["subject"] for row in rows] == ["bert", "vit", "llama"]

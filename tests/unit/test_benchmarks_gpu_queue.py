@@ -58,14 +58,29 @@ def job(worker: ModuleType, name: str, code: str, *arguments: object, **more: An
     return worker.Job(name, command, f"{name}.json", **{"most": 30, "least": 0, **more})
 
 
-def home(worker: ModuleType, path: Path, jobs: list[Any], monkeypatch: pytest.MonkeyPatch, seconds: float = 60) -> Any:
+def home(
+    worker: ModuleType,
+    path: Path,
+    jobs: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float = 60,
+) -> Any:
     """A prepared folder whose queue knows these jobs."""
     monkeypatch.setattr(worker, "JOBS", tuple(jobs))
     found = worker.Home(path)
     for folder in (found.code, found.logs, found.records):
         folder.mkdir(parents=True)
-    settings = {"deadline": time.time() + seconds + worker.RESERVE, "commit": "c0ffee", "machine": path.name}
-    settings |= {"device": "cpu", "rehearsal": False, "model": "m", "jobs": [one.name for one in jobs]}
+    settings = {
+        "deadline": time.time() + seconds + worker.RESERVE,
+        "commit": "c0ffee",
+        "machine": path.name,
+    }
+    settings |= {
+        "device": "cpu",
+        "rehearsal": False,
+        "model": "m",
+        "jobs": [one.name for one in jobs],
+    }
     found.settings.write_text(json.dumps(settings))
     return found
 
@@ -96,7 +111,16 @@ def test_every_end_of_a_job_is_noted_and_the_next_begins(
         ("hangs", "overran"),
         ("late", "no time"),
     ]
-    assert [entry.get("code") for entry in worker.entries_of(found)] == [3, None, 75, 0, None, 0, None, None]
+    assert [entry.get("code") for entry in worker.entries_of(found)] == [
+        3,
+        None,
+        75,
+        0,
+        None,
+        0,
+        None,
+        None,
+    ]
     assert "why" in (found.logs / "fails.log").read_text()
     assert json.loads((found.records / "well.json").read_text()) == [0, 1, 2]
     assert not (found.records / "late.json").exists()
@@ -139,7 +163,9 @@ def test_the_job_of_a_queue_that_was_killed_alone_is_ended_first(
 ) -> None:
     found = home(worker, tmp_path / "one", [job(worker, "well", COUNT, 1, 0, 0)], monkeypatch)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    orphan = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(found.code)}, start_new_session=True)
+    orphan = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(found.code)}, start_new_session=True
+    )
     stranger = subprocess.Popen(command, start_new_session=True)
     try:
         found.running.write_text(str(stranger.pid))
@@ -194,7 +220,9 @@ def test_a_job_runs_again_where_other_weights_were_trained(
     assert ended(found, worker)[1:] == [("quality", "done"), ("speed", "done")]
 
 
-def test_only_one_queue_works_in_a_folder(worker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_queue_works_in_a_folder(
+    worker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = home(worker, tmp_path / "one", [job(worker, "well", COUNT, 1, 0, 0)], monkeypatch)
     with worker.alone(found) as first:
         assert first
@@ -204,7 +232,8 @@ def test_only_one_queue_works_in_a_folder(worker: ModuleType, tmp_path: Path, mo
     assert found.done.exists()
 
 
-# ------------------------------------------------------------------------------------------------ the lease
+# ------------------------------------------------------------------------------------------------
+# the lease
 
 
 @pytest.fixture
@@ -217,7 +246,8 @@ def packed(tmp_path: Path) -> Path:
     jobs = (GPU / "jobs.py").read_text().partition("\nJOBS = (")[0]
     rows = f"\nCOUNT = {COUNT!r}.replace(chr(123), chr(123) * 2).replace(chr(125), chr(125) * 2)\n"
     rows += (
-        "import shlex\nJOBS = tuple(\n    Job(name, shlex.join(['-c', COUNT]) + ' {records}/' + name + '.json 4 0.4 0',"
+        "import shlex\nJOBS = tuple(\n    Job(name, shlex.join(['-c', COUNT]) + ' {records}/' +"
+        " name + '.json 4 0.4 0',"
     )
     rows += " name + '.json', most=60, least=0)\n    for name in ('correct', 'shapes')\n)\n"
     (code / "jobs.py").write_text(jobs + rows)
@@ -261,12 +291,22 @@ def test_calls_end_and_the_queue_runs_on(packed: Path) -> None:
     with tarfile.open(packed.parent / "out" / "gpu.tar.gz") as file:
         names = set(file.getnames())
         rows = json.load(file.extractfile("records/shapes.json"))  # type: ignore[arg-type]
-    assert {"records/correct.json", "records/gpu-queue.json", "logs/correct.log", "queue.log"} <= names
+    assert {
+        "records/correct.json",
+        "records/gpu-queue.json",
+        "logs/correct.log",
+        "queue.log",
+    } <= names
     assert rows == [0, 1, 2, 3]
     again = call(packed, 60)
     assert again.returncode == 0
-    entries = json.loads((packed.parent / "home" / "records" / "gpu-queue.json").read_text())["entries"]
-    assert [(entry["job"], entry["status"]) for entry in entries] == [("correct", "done"), ("shapes", "done")]
+    entries = json.loads((packed.parent / "home" / "records" / "gpu-queue.json").read_text())[
+        "entries"
+    ]
+    assert [(entry["job"], entry["status"]) for entry in entries] == [
+        ("correct", "done"),
+        ("shapes", "done"),
+    ]
 
 
 @pytest.mark.parametrize("after", [0.0, 0.7, 1.6])
@@ -274,10 +314,14 @@ def test_a_killed_queue_goes_on_and_measures_nothing_twice(packed: Path, after: 
     call(packed, 0.1)
     time.sleep(after)
     folder = packed.parent / "home"
-    for process in Path("/proc").iterdir():  # the queue and its job, as when a machine is taken away
+    for process in Path(
+        "/proc"
+    ).iterdir():  # the queue and its job, as when a machine is taken away
         if process.name.isdigit() and str(folder) in command_line(process):
             os.kill(int(process.name), signal.SIGKILL)
-    rows = sum(len(json.loads(path.read_text() or "[]")) for path in folder.glob("records/[cs]*.json"))
+    rows = sum(
+        len(json.loads(path.read_text() or "[]")) for path in folder.glob("records/[cs]*.json")
+    )
     last = call(packed, 60)
     assert last.returncode == 0, last.stderr
     for name in ("correct", "shapes"):
@@ -292,7 +336,9 @@ def command_line(process: Path) -> str:
         return ""
 
 
-def test_a_killed_preparation_is_repeated(lease: ModuleType, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_preparation_is_repeated(
+    lease: ModuleType, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = lease.arguments(["0", "--pack", str(packed), "--home", str(packed.parent / "home")])
     found = lease.Home(args.home)
 
@@ -304,14 +350,18 @@ def test_a_killed_preparation_is_repeated(lease: ModuleType, packed: Path, monke
         with pytest.raises(KeyboardInterrupt):
             lease.prepare(args, found, 100.0)
     lease.prepare(args, found, 200.0)
-    assert json.loads(found.settings.read_text())["deadline"] == 100.0  # time counts from the first call
+    assert (
+        json.loads(found.settings.read_text())["deadline"] == 100.0
+    )  # time counts from the first call
     assert (found.code / "benchmarks" / "gpu" / "worker.py").is_file()
     assert (found.path / ".wheels").exists()
     shutil.rmtree(packed)  # the tree may be written anew: nothing of it is needed any more
     lease.prepare(args, found, 300.0)
 
 
-def test_a_lease_without_a_fit_pack_says_what_is_wrong(lease: ModuleType, packed: Path, tmp_path: Path) -> None:
+def test_a_lease_without_a_fit_pack_says_what_is_wrong(
+    lease: ModuleType, packed: Path, tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit, match="a pack must be there, built by benchmarks/gpu/pack"):
         lease.main(["0", "--pack", str(tmp_path / "none"), "--home", str(tmp_path / "home")])
     about = json.loads((packed / "pack.json").read_text())
@@ -325,13 +375,17 @@ def test_jobs_without_their_data_are_not_asked_for(lease: ModuleType) -> None:
     assert [name for name, there in jobs.items() if not there] == ["trec", "translation"]
 
 
-# ------------------------------------------------------------------------------------------------ the jobs
+# ------------------------------------------------------------------------------------------------
+# the jobs
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["full", "rehearsal"])
 def test_every_job_is_a_command_that_its_script_takes(lease: ModuleType, small: bool) -> None:
     """An option that a script has lost would cost a lease."""
-    names = dict.fromkeys(("data", "model", "work", "records"), "x") | {"minutes": "1", "device": "cpu"}
+    names = dict.fromkeys(("data", "model", "work", "records"), "x") | {
+        "minutes": "1",
+        "device": "cpu",
+    }
     for one in lease.JOBS:
         words = [word.format(**names) for word in shlex.split(f"{one.command} {one.tiny * small}")]
         if words[0] == "-m":
@@ -350,7 +404,8 @@ def test_the_most_telling_jobs_come_first_and_fit_the_time_that_is_lent(lease: M
     assert all(one.last_row < one.least <= one.most for one in lease.JOBS)
 
 
-# ------------------------------------------------------------------------------------------------ the pack
+# ------------------------------------------------------------------------------------------------
+# the pack
 
 
 @pytest.fixture(scope="module")
@@ -375,9 +430,12 @@ def test_the_code_of_a_pack_runs_without_the_checkout(packing: ModuleType, tmp_p
     packing.pack_code(tmp_path / "code.tar.gz")
     with tarfile.open(tmp_path / "code.tar.gz") as file:
         names = file.getnames()
-    assert {"headprune/__init__.py", "benchmarks/gpu/worker.py", "recipes/trec-minilm.yaml", "pyproject.toml"} <= {
-        *names
-    }
+    assert {
+        "headprune/__init__.py",
+        "benchmarks/gpu/worker.py",
+        "recipes/trec-minilm.yaml",
+        "pyproject.toml",
+    } <= {*names}
     assert not any(name.startswith("benchmarks/records") for name in names)
 
 
@@ -385,7 +443,11 @@ def test_rows_are_made_up_where_there_are_no_data(packing: ModuleType, tmp_path:
     packing.pack_data(tmp_path / "data.tar.xz", None, packing.TASKS)
     lease = script(GPU / "lease.py")
     lease.unpack_data(tmp_path / "data.tar.xz", tmp_path / "data", True)
-    for task, columns in {"sst2": {"sentence", "label"}, "trec": {"text", "label"}, "multi30k": {"en", "de"}}.items():
+    for task, columns in {
+        "sst2": {"sentence", "label"},
+        "trec": {"text", "label"},
+        "multi30k": {"en", "de"},
+    }.items():
         for split in ("train", "validation", "test"):
             rows = (tmp_path / "data" / task / f"{split}.jsonl").read_text().splitlines()
             assert len(rows) == (640 if task == "trec" else 64)
@@ -401,7 +463,9 @@ def test_data_are_found_where_they_are_named(
         packing.main(["--out", str(tmp_path / "pack")])
 
 
-def test_newer_records_travel(packing: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_records_travel(
+    packing: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packing, "ROOT", tmp_path)
     committed, newer = tmp_path / "benchmarks" / "records", tmp_path / "runs" / "gpu" / "records"
     for folder in (committed, newer):

@@ -1,4 +1,5 @@
-"""benchmarks/peers: rows are what programs did, errors are rows, runs go on; no network and no other environment."""
+"""benchmarks/peers: rows are what programs did, errors are rows, runs go on; no network and no
+other environment."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ import headprune as hp
 from tests.scripts import BENCHMARKS, WORDS, benchmark, tiny_encoder
 
 PROGRAMS = BENCHMARKS / "peers" / "programs"
-#: Its answers are sums of tokens modulo 3 (the reference's: modulo 2), which padding does not change; its models are
-#: naps. What it says of the base model is what the runner wrote down.
+#: Its answers are sums of tokens modulo 3 (the reference's: modulo 2), which padding does not
+#: change; its models are naps. What it says of the base model is what the runner wrote down.
 PROGRAM = f"""
 import os, sys, time
 if '"dies"' in open(sys.argv[1]).read():
@@ -73,7 +74,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     drawing = random.Random(0)
     for split, count in (("train", 60), ("validation", 20), ("test", 30)):
         rows = [
-            {"text": " ".join(drawing.choices(WORDS, k=drawing.randint(3, 7))), "label": i % 3} for i in range(count)
+            {"text": " ".join(drawing.choices(WORDS, k=drawing.randint(3, 7))), "label": i % 3}
+            for i in range(count)
         ]
         (made / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (made / "fake.py").write_text(PROGRAM)
@@ -81,8 +83,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def given(folder: Path, out: Path, *more: str) -> list[str]:
-    where = ["--task", "trec", "--data", str(folder), "--work", str(folder / "work"), "--environments", str(folder)]
-    small = ["--budgets", "5", "--seeds", "1", "--calibration", "16", "--threads", "1", "--epochs", "1"]
+    where = [
+        "--task",
+        "trec",
+        "--data",
+        str(folder),
+        "--work",
+        str(folder / "work"),
+        "--environments",
+        str(folder),
+    ]
+    small = [
+        "--budgets",
+        "5",
+        "--seeds",
+        "1",
+        "--calibration",
+        "16",
+        "--threads",
+        "1",
+        "--epochs",
+        "1",
+    ]
     speed = ["--batch-sizes", "2", "--lengths", "8", "--seconds", "0.05"]
     return [*where, "--model", str(folder / "model"), *small, *speed, "--out", str(out), *more]
 
@@ -94,8 +116,12 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = replace(run.PEERS["headprune"], program=str(folder / "fake"), settings={"how": "reference"})
+def test_a_run_of_peers(
+    run: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = replace(
+        run.PEERS["headprune"], program=str(folder / "fake"), settings={"how": "reference"}
+    )
     hows = ("works", "forgets", "raises", "dies", "strange")
     peers = {how: replace(fake, name=how, settings={"how": how}) for how in hows}
     peers["elsewhere"] = replace(fake, name="elsewhere", environment="onnx")
@@ -143,7 +169,9 @@ def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypat
     run.main(given(folder, out))
     tried: list[str] = []
     monkeypatch.setattr(
-        run, "measured", lambda a, s, peer, *_: tried.append(peer.name) or {**rows[peer.name], "created": "again"}
+        run,
+        "measured",
+        lambda a, s, peer, *_: tried.append(peer.name) or {**rows[peer.name], "created": "again"},
     )
     again = json.loads(run.main(given(folder, out, "--again")).read_text())
     assert tried == ["raises", "dies", "strange", "elsewhere"]
@@ -163,7 +191,9 @@ def test_a_run_of_peers(run: ModuleType, folder: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["headprune", "flap2024", "kwon2022"])
-def test_ours_is_cut_recovered_and_loads_back(run: ModuleType, folder: Path, programs: Any, name: str) -> None:
+def test_ours_is_cut_recovered_and_loads_back(
+    run: ModuleType, folder: Path, programs: Any, name: str
+) -> None:
     args = run.arguments(given(folder, folder / "unused.json"))
     subject = run.subjects.subject(args)
     ours, protocol = programs("ours"), sys.modules["protocol"]
@@ -185,7 +215,9 @@ def test_the_page_is_that_of_its_records(run: ModuleType, tmp_path: Path) -> Non
         return
     run.main(["--figure", "--docs", str(tmp_path)])
     page = (BENCHMARKS.parent / "docs" / "peers.md").read_text()
-    assert (tmp_path / "peers.md").read_text() == page, "run `python benchmarks/peers/run.py --figure`"
+    assert (tmp_path / "peers.md").read_text() == page, (
+        "run `python benchmarks/peers/run.py --figure`"
+    )
 
 
 def test_what_a_run_needs_is_said(run: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,17 +238,27 @@ def test_the_roster_is_whole(run: ModuleType) -> None:
     for path in run.environments.REQUIREMENTS.iterdir():
         pins = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
         assert all(line.count("==") == 1 for line in pins), path.name
-        assert not any("+" in line for line in pins), path.name  # builds differ from machine to machine
+        assert not any("+" in line for line in pins), (
+            path.name
+        )  # builds differ from machine to machine
 
 
 def test_ours_come_before_those_that_need_them(run: ModuleType, tmp_path: Path) -> None:
-    order = [peer.name for peer, *_ in run.wanted(run.arguments(given(tmp_path, tmp_path / "r.json")))]
-    assert order.index("headprune") < min(i for i, name in enumerate(order) if name.startswith("headprune + "))
+    order = [
+        peer.name for peer, *_ in run.wanted(run.arguments(given(tmp_path, tmp_path / "r.json")))
+    ]
+    assert order.index("headprune") < min(
+        i for i, name in enumerate(order) if name.startswith("headprune + ")
+    )
     assert order.index("PyTorch INT8") < order.index("headprune + PyTorch INT8")
 
 
-def test_who_keeps_as_many_heads_in_every_layer_has_no_row_of_others(run: ModuleType, tmp_path: Path) -> None:
-    args = run.arguments([*given(tmp_path, tmp_path / "r.json"), "--budgets", "24", "14", "--task", "sst2"])
+def test_who_keeps_as_many_heads_in_every_layer_has_no_row_of_others(
+    run: ModuleType, tmp_path: Path
+) -> None:
+    args = run.arguments(
+        [*given(tmp_path, tmp_path / "r.json"), "--budgets", "24", "14", "--task", "sst2"]
+    )
     rows = {(peer.name, kept) for peer, kept, _ in run.wanted(args, layers=6)}
     assert ("TextPruner", 24) in rows
     assert ("TextPruner", 14) not in rows
@@ -230,9 +272,9 @@ def test_who_keeps_as_many_heads_in_every_layer_has_no_row_of_others(run: Module
 
 def test_who_has_no_row_is_said(run: ModuleType) -> None:
     record = {"task": "digits", "rows": [], "shapes": []}
-    assert run.page.gaps(record, None, {"unpruned", "ONNX Runtime fp32", "ONNX Runtime static INT8"}) == [
-        "- No row yet: PyTorch INT8; ONNX Runtime dynamic INT8."
-    ]
+    assert run.page.gaps(
+        record, None, {"unpruned", "ONNX Runtime fp32", "ONNX Runtime static INT8"}
+    ) == ["- No row yet: PyTorch INT8; ONNX Runtime dynamic INT8."]
     everybody = {name for name, peer in run.PEERS.items() if peer.cuts and "digits" in peer.tasks}
     assert run.page.gaps(record, 16, everybody) == []
     assert run.page.gaps({**record, "task": "sst2"}, 16, everybody) == ["- No row yet: TextPruner."]
@@ -248,12 +290,17 @@ def test_an_environment_that_cannot_be_made_is_a_row(
         return "No matching distribution" if "pip" in command else None
 
     monkeypatch.setattr(environments, "_error", failing)
-    assert environments.main(["--environments", str(tmp_path), "--names", "onnx", "--pip=--no-index"]) == 1
+    assert (
+        environments.main(["--environments", str(tmp_path), "--names", "onnx", "--pip=--no-index"])
+        == 1
+    )
     assert "--no-index" in calls[1]
     with pytest.raises(run.Failure, match="cannot be made: No matching distribution"):
         run.interpreter(tmp_path, run.PEERS["onnxsim"])
     monkeypatch.setattr(environments, "_error", lambda command: calls.append(command))
-    assert environments.main(["--environments", str(tmp_path), "--names", "onnx", "textpruner"]) == 0
+    assert (
+        environments.main(["--environments", str(tmp_path), "--names", "onnx", "textpruner"]) == 0
+    )
     assert "--no-deps" in calls[-1]
     assert run.interpreter(tmp_path, run.PEERS["onnxsim"]).startswith(str(tmp_path / "onnx"))
     made = len(calls)
@@ -297,26 +344,36 @@ def test_a_smaller_architecture_has_as_many_multiply_adds(programs: Any, share: 
     for layer in plain.bert.encoder.layer:
         smaller.narrow_(layer.intermediate.dense, layer.output.dense, inner)
     example = {"input_ids": torch.ones(1, 16, dtype=torch.long)}
-    wanted, found = (measure_costs(m, bind(m, hp.find_sites(m)), example).total.macs(16) for m in (cut, plain))
+    wanted, found = (
+        measure_costs(m, bind(m, hp.find_sites(m)), example).total.macs(16) for m in (cut, plain)
+    )
     assert found == pytest.approx(wanted, rel=0.01)
     assert layers <= 6
     assert plain(**example).logits.shape == (1, 2)
 
 
-def test_a_smaller_architecture_counts_the_tokens_of_its_task(run: ModuleType, folder: Path) -> None:
+def test_a_smaller_architecture_counts_the_tokens_of_its_task(
+    run: ModuleType, folder: Path
+) -> None:
     """A text's longest length that is timed; an image's patches and its class token."""
     args = run.arguments(given(folder, folder / "unused.json"))
     subject = run.subjects.subject(args)
-    job = json.loads(run.written(args, subject, run.PEERS["smaller architecture"], 5, 0).read_text())
+    job = json.loads(
+        run.written(args, subject, run.PEERS["smaller architecture"], 5, 0).read_text()
+    )
     assert job["settings"]["tokens"] == 8
     image = replace(subject, name="digits", folder=folder / "image")
     image.base.mkdir(parents=True)
     (image.base / "config.json").write_text(json.dumps({"image_size": 8, "patch_size": 2}))
-    job = json.loads(run.written(args, image, run.PEERS["smaller architecture, distilled"], 5, 0).read_text())
+    job = json.loads(
+        run.written(args, image, run.PEERS["smaller architecture, distilled"], 5, 0).read_text()
+    )
     assert (job["settings"]["tokens"], job["settings"]["times"]) == (17, 2)
 
 
-def test_training_takes_as_many_epochs_as_asked(programs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_takes_as_many_epochs_as_asked(
+    programs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training, seen = programs("training"), []
     rows = {"label": np.array([0, 1]), "input_ids": np.ones((2, 3), dtype=np.int64)}
 
@@ -326,7 +383,9 @@ def test_training_takes_as_many_epochs_as_asked(programs: Any, monkeypatch: pyte
         def arrays(self, purpose: str) -> dict[str, np.ndarray]:
             return rows
 
-    monkeypatch.setattr(training.hp, "recover_", lambda model, loader, tune, teacher: seen.append(tune))
+    monkeypatch.setattr(
+        training.hp, "recover_", lambda model, loader, tune, teacher: seen.append(tune)
+    )
     for times in (1, 2):
         training.train_(nn.Linear(1, 1), Job(), times=times)
     assert [tune.epochs for tune in seen] == [2.0, 4.0]
@@ -355,20 +414,46 @@ def test_batches_end_at_their_longest_row(programs: Any) -> None:
     assert (shaped["attention_mask"] == 1).all()
 
 
-def timed(name: str, kept: int | None, *ratios: float, test: float = 0.8, **more: Any) -> dict[str, Any]:
+def timed(
+    name: str, kept: int | None, *ratios: float, test: float = 0.8, **more: Any
+) -> dict[str, Any]:
     """A row whose intervals end 0.01 from its ratios."""
-    speed = [{"ratio": r, "low": r - 0.01, "high": r + 0.01, "base_ms": 9.0, "ms": 9 / r} for r in ratios]
+    speed = [
+        {"ratio": r, "low": r - 0.01, "high": r + 0.01, "base_ms": 9.0, "ms": 9 / r} for r in ratios
+    ]
     environment = "headprune" if name.startswith("headprune") else name
-    return {"peer": name, "kept": kept, "seed": 0, "test": test, "environment": environment, "speed": speed, **more}
+    return {
+        "peer": name,
+        "kept": kept,
+        "seed": 0,
+        "test": test,
+        "environment": environment,
+        "speed": speed,
+        **more,
+    }
 
 
-def paired(peer: str, kept: int | None, low: float, high: float, its: str = "headprune") -> dict[str, Any]:
+def paired(
+    peer: str, kept: int | None, low: float, high: float, its: str = "headprune"
+) -> dict[str, Any]:
     points = {"difference": (low + high) / 2, "low": low, "high": high}
-    return {"peer": peer, "kept": kept, "reference": its, "reference_kept": 24, "draws": 2, "test": points}
+    return {
+        "peer": peer,
+        "kept": kept,
+        "reference": its,
+        "reference_kept": 24,
+        "draws": 2,
+        "test": points,
+    }
 
 
 def recorded(rows: list[dict[str, Any]], *lines: dict[str, Any]) -> dict[str, Any]:
-    return {"rows": rows, "compared": list(lines), "shapes": [[1, 128], [32, 128]], "rows_used": {"test": 100}}
+    return {
+        "rows": rows,
+        "compared": list(lines),
+        "shapes": [[1, 128], [32, 128]],
+        "rows_used": {"test": 100},
+    }
 
 
 def test_what_a_comparison_comes_to(run: ModuleType) -> None:
@@ -384,17 +469,31 @@ def test_what_a_comparison_comes_to(run: ModuleType) -> None:
     def outcome(peer: str, low: float, high: float) -> str:
         line = paired(peer, None if "INT8" in peer else 24, low, high)
         (found,) = verdict.comparisons(recorded(rows, line))
-        table = [cells for cells in verdict.text(recorded(rows, line)) if cells.startswith(f"| {peer} |")]
+        table = [
+            cells for cells in verdict.text(recorded(rows, line)) if cells.startswith(f"| {peer} |")
+        ]
         assert table[0].endswith(f" | {found.outcome} |")
         return str(found.outcome)
 
     more, same, less = (0.01, 0.03), (-0.01, 0.02), (-0.03, -0.01)
-    assert [outcome("TextPruner", *points) for points in (more, same, less)] == ["**lost**", "tied", "won"]
+    assert [outcome("TextPruner", *points) for points in (more, same, less)] == [
+        "**lost**",
+        "tied",
+        "won",
+    ]
     # Slower at one shape, and at the other as fast.
-    assert [outcome("onnxsim", *points) for points in (more, same, less)] == ["a trade", "won", "won"]
+    assert [outcome("onnxsim", *points) for points in (more, same, less)] == [
+        "a trade",
+        "won",
+        "won",
+    ]
     # Faster at one shape, slower at the other: a trade, whatever the accuracy.
     assert {outcome("onnxsim, fused", *points) for points in (more, same, less)} == {"a trade"}
-    assert [outcome("PyTorch INT8", *points) for points in (more, same, less)] == ["**lost**", "**lost**", "a trade"]
+    assert [outcome("PyTorch INT8", *points) for points in (more, same, less)] == [
+        "**lost**",
+        "**lost**",
+        "a trade",
+    ]
 
 
 def test_the_noise_is_what_models_of_as_many_heads_differ_by(run: ModuleType) -> None:
@@ -414,31 +513,47 @@ def test_the_noise_is_what_models_of_as_many_heads_differ_by(run: ModuleType) ->
     rows = [*rows[:3], timed("TextPruner", 24, 1.25, 1.25)]
     (found,) = run.page.verdict.comparisons(recorded(rows, paired("TextPruner", 24, -0.01, 0.01)))
     assert found.faster == ("", "theirs")
-    assert "8.3 % at 1 x 128 and 0.0 % at 32 x 128" in "\n".join(run.page.verdict.text(recorded(rows)))
+    assert "8.3 % at 1 x 128 and 0.0 % at 32 x 128" in "\n".join(
+        run.page.verdict.text(recorded(rows))
+    )
 
 
 def test_notes_are_of_what_theirs_is_better_in_and_of_whom_it_was_held_to(run: ModuleType) -> None:
     name, trained, peers = "smaller architecture, distilled", "headprune, trained", run.PEERS
-    rows = [timed("headprune", 24, 1.2, 1.2), timed(trained, 24, 1.2, 1.2, test=0.9), timed(name, 24, 1.3, 1.2)]
+    rows = [
+        timed("headprune", 24, 1.2, 1.2),
+        timed(trained, 24, 1.2, 1.2, test=0.9),
+        timed(name, 24, 1.3, 1.2),
+    ]
     rows += [timed("smaller architecture", 24, 1.3, 1.2), timed("PyTorch INT8", None, 1.3, 1.3)]
 
     def notes(*lines: dict[str, Any]) -> list[str]:
         record = recorded(rows, *lines)
         return list(run.page.verdict.notes(record, run.page.verdict.comparisons(record)))
 
-    untrained, beside_trained, best, _ = notes(paired(name, 24, 0.01, 0.03), paired(name, 24, -0.02, 0.01, trained))
-    assert untrained.startswith(f"- **{name}** beside *headprune* with 24 heads: more accurate, as it was trained on")
+    untrained, beside_trained, best, _ = notes(
+        paired(name, 24, 0.01, 0.03), paired(name, 24, -0.02, 0.01, trained)
+    )
+    assert untrained.startswith(
+        f"- **{name}** beside *headprune* with 24 heads: more accurate, as it was trained on"
+    )
     assert untrained.endswith(f"; faster at 1 x 128, as {peers[name].faster}.")
     assert (
-        beside_trained == f"- **{name}** beside *{trained}* with 24 heads: faster at 1 x 128, as {peers[name].faster}."
+        beside_trained == f"- **{name}** beside *{trained}* with 24 heads: faster at 1 x 128, as"
+        f" {peers[name].faster}."
     )
     assert (
         best
-        == "- Of ours the most accurate, by these test rows: 24 heads, *headprune, trained*, 0.900 at 1.20x and 1.20x."
+        == "- Of ours the most accurate, by these test rows: 24 heads, *headprune, trained*, 0.900"
+        " at 1.20x and 1.20x."
     )
     both = notes(paired("smaller architecture", 24, -0.02, 0.01), paired(name, 24, -0.02, 0.01))
-    assert both[0].startswith(f"- **smaller architecture** and **{name}** beside *headprune* with 24 heads: faster at")
-    assert notes(paired("PyTorch INT8", None, -0.02, 0.01))[0].endswith(f": faster, as {peers['PyTorch INT8'].faster}.")
+    assert both[0].startswith(
+        f"- **smaller architecture** and **{name}** beside *headprune* with 24 heads: faster at"
+    )
+    assert notes(paired("PyTorch INT8", None, -0.02, 0.01))[0].endswith(
+        f": faster, as {peers['PyTorch INT8'].faster}."
+    )
     assert notes(paired("PyTorch INT8", None, -0.02, -0.01))[0].endswith(
         f": faster, as {peers['PyTorch INT8'].faster}."
     )
@@ -448,7 +563,11 @@ def test_notes_are_of_what_theirs_is_better_in_and_of_whom_it_was_held_to(run: M
 
 
 def test_a_tie_says_how_many_rows_would_tell(run: ModuleType) -> None:
-    rows = [timed("headprune", 24, 1.2, 1.2), timed("TextPruner", 24, 1.2, 1.2), timed("onnxsim", 24, 1.2, 1.2)]
+    rows = [
+        timed("headprune", 24, 1.2, 1.2),
+        timed("TextPruner", 24, 1.2, 1.2),
+        timed("onnxsim", 24, 1.2, 1.2),
+    ]
     lines = [paired("TextPruner", 24, -0.01, 0.03), paired("onnxsim", 24, -0.02, 0.02)]
     record = recorded(rows, *lines)
     told = run.page.verdict.notes(record, run.page.verdict.comparisons(record))[0]
@@ -457,8 +576,13 @@ def test_a_tie_says_how_many_rows_would_tell(run: ModuleType) -> None:
     assert "TextPruner, 24 heads: 4.0 times (4.0 points wide)" in told
     assert told.endswith("onnxsim, 24 heads: no number, as none was found (4.0 points wide).")
     rows.append(timed("PyTorch INT8", None, 1.2, 1.2))
-    (found,) = run.page.verdict.comparisons(recorded(rows, paired("PyTorch INT8", None, -0.001, 0.021)))
-    assert run.page.verdict.tie(found) == "PyTorch INT8, all heads beside 24: 1.2 times (2.2 points wide)"
+    (found,) = run.page.verdict.comparisons(
+        recorded(rows, paired("PyTorch INT8", None, -0.001, 0.021))
+    )
+    assert (
+        run.page.verdict.tie(found)
+        == "PyTorch INT8, all heads beside 24: 1.2 times (2.2 points wide)"
+    )
 
 
 def test_what_ours_adds_is_of_all_draws(run: ModuleType) -> None:
@@ -476,7 +600,10 @@ def test_what_ours_adds_is_of_all_draws(run: ModuleType) -> None:
 
 def test_the_page_says_how_far_apart_rows_were_timed(run: ModuleType) -> None:
     rows = [timed("headprune", 24, 1.2, 1.2, created="2026-01-01T00:00:00+00:00")]
-    rows += [timed("TextPruner", 36, 1.2, 1.2, created="2026-01-01T02:30:00+00:00"), {**rows[0], "seed": 1}]
+    rows += [
+        timed("TextPruner", 36, 1.2, 1.2, created="2026-01-01T02:30:00+00:00"),
+        {**rows[0], "seed": 1},
+    ]
     rows[1]["speed"][1]["base_ms"] = 1750.4
     del rows[2]["speed"]
     found = run.page.sessions(recorded(rows))[-1]
@@ -501,7 +628,12 @@ def test_time_is_up_before_a_row_and_a_kill_leaves_comparisons(
     monkeypatch.setattr(run, "compared", lambda args, subject, rows: [row["peer"] for row in rows])
     with monkeypatch.context() as late:
         late.setattr(run.studies, "clock", lambda args: lambda: True)
-        assert json.loads(run.main(given(folder, out, "--peers", "headprune", "flap2024")).read_text())["rows"] == []
+        assert (
+            json.loads(
+                run.main(given(folder, out, "--peers", "headprune", "flap2024")).read_text()
+            )["rows"]
+            == []
+        )
     assert done == []
     with pytest.raises(KeyboardInterrupt):
         run.main(given(folder, out, "--peers", "headprune", "flap2024", "kwon2022"))
@@ -513,33 +645,51 @@ def test_a_row_that_was_timed_on_a_busy_machine_says_so(run: ModuleType) -> None
         return {"peer": name, "kept": 24, "environment": environment, "speed": [{"base_ms": base}]}
 
     rows = [row("headprune", "headprune", 10.0), row("headprune, taylor", "headprune", 12.9)]
-    rows += [row("flap2024", "headprune", 14.0), row("TextPruner", "textpruner", 20.0)]  # an older PyTorch is slower
+    rows += [
+        row("flap2024", "headprune", 14.0),
+        row("TextPruner", "textpruner", 20.0),
+    ]  # an older PyTorch is slower
     told = run.page.others({"rows": rows, "shapes": [[32, 128]]})
     assert told == [
         "",
-        "- **flap2024**, 24 heads: at 32 x 128 the base model took 1.4 times what it took at best in that environment.",
+        (
+            "- **flap2024**, 24 heads: at 32 x 128 the base model took 1.4 times what it took at"
+            " best in that environment."
+        ),
     ]
 
 
 def test_everybody_is_held_to_what_is_like_him(run: ModuleType) -> None:
     budgets = [36, 24]
     assert run.opponents("unpruned", None, budgets) == run.opponents("headprune", 24, budgets) == []
-    assert run.opponents("PyTorch INT8", None, budgets) == [("unpruned", None), ("headprune", 36), ("headprune", 24)]
+    assert run.opponents("PyTorch INT8", None, budgets) == [
+        ("unpruned", None),
+        ("headprune", 36),
+        ("headprune", 24),
+    ]
     assert run.opponents("TextPruner", 24, budgets) == [("headprune", 24)]
-    assert run.opponents("smaller architecture", 24, budgets) == [("headprune", 24)]  # has trained once, not twice
+    assert run.opponents("smaller architecture", 24, budgets) == [
+        ("headprune", 24)
+    ]  # has trained once, not twice
     twice = [("headprune", 24), ("headprune, trained", 24)]
     assert run.opponents("smaller architecture, distilled", 24, budgets) == twice
     assert run.opponents("headprune, trained", 24, budgets) == [("headprune", 24)]
 
 
-def test_a_run_without_its_environments_does_not_begin(run: ModuleType, folder: Path, tmp_path: Path) -> None:
+def test_a_run_without_its_environments_does_not_begin(
+    run: ModuleType, folder: Path, tmp_path: Path
+) -> None:
     arguments = given(folder, tmp_path / "peers.json", "--peers", "TextPruner")
     arguments[arguments.index("--environments") + 1] = str(tmp_path)
-    with pytest.raises(SystemExit, match=r"No environment textpruner: run .*environments\.py first"):
+    with pytest.raises(
+        SystemExit, match=r"No environment textpruner: run .*environments\.py first"
+    ):
         run.main(arguments)
 
 
-def test_static_ranges_come_from_rows_of_all_lengths(programs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_ranges_come_from_rows_of_all_lengths(
+    programs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = programs("onnx_runtime")
     seen: list[int] = []
 

@@ -1,4 +1,5 @@
-"""benchmarks/pipelines.py: rows are what cut models do, runs go on, intervals and pages are right."""
+"""benchmarks/pipelines.py: rows are what cut models do, runs go on, intervals and pages are
+right."""
 
 from __future__ import annotations
 
@@ -44,8 +45,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def given(folder: Path, task: str, out: Path, *more: str) -> list[str]:
-    where = ["--task", task, "--data", str(folder / task), "--work", str(folder), "--model", str(folder / "model")]
-    return [*where, "--budgets", "5", "3", "--seeds", "1", "--calibration", "24", "--out", str(out), *more]
+    where = [
+        "--task",
+        task,
+        "--data",
+        str(folder / task),
+        "--work",
+        str(folder),
+        "--model",
+        str(folder / "model"),
+    ]
+    return [
+        *where,
+        "--budgets",
+        "5",
+        "3",
+        "--seeds",
+        "1",
+        "--calibration",
+        "24",
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -61,20 +83,31 @@ def test_rows_of_sentence_pairs(pipelines: ModuleType, folder: Path, tmp_path: P
     record = load(pipelines.main(given(folder, "stsb", out, "--pipelines", *names)))
     assert len(record["rows"]) == 2 * (5 + 3 + 2 + 1 + 1 + 1)
     assert record["heads"] == 8
-    row = next(r for r in record["rows"] if (r["pipeline"], r["recovery"], r["kept"]) == ("taylor", "none", 3))
+    row = next(
+        r
+        for r in record["rows"]
+        if (r["pipeline"], r["recovery"], r["kept"]) == ("taylor", "none", 3)
+    )
     assert sum(map(len, row["heads"].values())) == 3
     # The same number, from the sites that stayed, by other code.
-    encoder, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoModel, AutoTokenizer))
+    encoder, tokenizer = (
+        kind.from_pretrained(folder / "model") for kind in (AutoModel, AutoTokenizer)
+    )
     keep = {site.removeprefix("encoder."): heads for site, heads in row["heads"].items()}
     hp.prune_(encoder, hp.HeadMask.from_keep(keep, dict.fromkeys(keep, 4)))
     rows = [json.loads(line) for line in (folder / "stsb" / "test.jsonl").read_text().splitlines()]
     cosines = []
     with torch.no_grad():
         for pair in rows:
-            ids = [tokenizer(pair[k], return_tensors="pt")["input_ids"] for k in ("sentence1", "sentence2")]
+            ids = [
+                tokenizer(pair[k], return_tensors="pt")["input_ids"]
+                for k in ("sentence1", "sentence2")
+            ]
             a, b = (encoder(input_ids=i).last_hidden_state.mean(1) for i in ids)
             cosines.append(float(torch.cosine_similarity(a, b)))
-    assert row["test"] == pytest.approx(spearmanr(cosines, [r["score"] for r in rows]).statistic, abs=2e-3)
+    assert row["test"] == pytest.approx(
+        spearmanr(cosines, [r["score"] for r in rows]).statistic, abs=2e-3
+    )
 
 
 def test_a_run_goes_on_and_compares(
@@ -85,11 +118,16 @@ def test_a_run_goes_on_and_compares(
     before = load(pipelines.main(few))["rows"]
     assert [(r["recovery"], r["kept"]) for r in before] == [("none", 5), ("none", 3)]
     compared = ["--references", "taylor/lstsq", "--against", "taylor/none"]
-    more = given(folder, "trec", out, "--pipelines", "taylor", *compared, "--recoveries", "none", "lstsq")
+    more = given(
+        folder, "trec", out, "--pipelines", "taylor", *compared, "--recoveries", "none", "lstsq"
+    )
     record = load(pipelines.main(more))
     assert record["rows"][:2] == before
     assert len(record["rows"]) == 4
-    assert [(line["pipeline"], line["kept"]) for line in record["compared"]] == [("taylor/none", 5), ("taylor/none", 3)]
+    assert [(line["pipeline"], line["kept"]) for line in record["compared"]] == [
+        ("taylor/none", 5),
+        ("taylor/none", 3),
+    ]
     values = {(r["recovery"], r["kept"]): r["test"] for r in record["rows"]}
     for line in record["compared"]:
         found = line["test"]
@@ -115,7 +153,9 @@ def test_a_model_that_was_judged_is_not_judged_again(
     rows = load(pipelines.main([*given_now, "taylor", "taylor-min0"]))["rows"]
     by = {(r["pipeline"], r["kept"]): r for r in rows}
     assert len(by) == 4
-    again = [kept for kept in (5, 3) if by["taylor", kept]["heads"] == by["taylor-min0", kept]["heads"]]
+    again = [
+        kept for kept in (5, 3) if by["taylor", kept]["heads"] == by["taylor-min0", kept]["heads"]
+    ]
     assert again, "no plan came up twice"
     assert len(made) == 4 - len(again)
     for kept in again:
@@ -152,7 +192,13 @@ def test_the_readme_says_what_the_record_does(pipelines: ModuleType, tmp_path: P
         for kept in (36, 24)
         for seed in (0, 1)
     ]
-    about = {"task": "sst2", "heads": 72, "calibration": 512, "judged": {"test": 7}, "base": {"test": 0.9}}
+    about = {
+        "task": "sst2",
+        "heads": 72,
+        "calibration": 512,
+        "judged": {"test": 7},
+        "base": {"test": 0.9},
+    }
     (tmp_path / "pipelines-sst2.json").write_text(json.dumps({**about, "rows": rows}))
     text = pipelines.readme(tmp_path)
     assert "512 sentences choose" in text
@@ -171,7 +217,13 @@ def test_an_interval_is_the_paired_one(pipelines: ModuleType) -> None:
     other = base.copy()
     other[:20] = 1 - other[:20]  # answers differ on 20 of 400 rows only
     task = type(
-        "Task", (), {"quality": lambda self, a, split, rows=None: float((a if rows is None else a[rows]).mean())}
+        "Task",
+        (),
+        {
+            "quality": lambda self, a, split, rows=None: float(
+                (a if rows is None else a[rows]).mean()
+            )
+        },
     )()
     found = pipelines.interval(task, "test", [(other, base)])
     difference = other - base

@@ -1,4 +1,5 @@
-"""benchmarks/regret.py: auto has the cell of what it took, a run goes on, regret is taken to the best pipeline."""
+"""benchmarks/regret.py: auto has the cell of what it took, a run goes on, regret is taken to the
+best pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import pytest
 
 from tests.scripts import benchmark
 
-TINY = ["hidden_size=16", "num_hidden_layers=2", "num_attention_heads=4", "intermediate_size=16", "patch_size=4"]
+TINY = [
+    "hidden_size=16",
+    "num_hidden_layers=2",
+    "num_attention_heads=4",
+    "intermediate_size=16",
+    "patch_size=4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +36,40 @@ def test_a_run_and_one_that_goes_on(study: ModuleType, tmp_path: Path) -> None:
     assert set(row["cells"]) == {"taylor", "obs", "random"}
     assert row["auto"] in ("taylor", "obs")
     assert len(row["cells"]["random"]["draws"]) == 2
-    assert row["cells"][row["auto"]]["held_out"] == min(row["cells"][name]["held_out"] for name in ("taylor", "obs"))
+    assert row["cells"][row["auto"]]["held_out"] == min(
+        row["cells"][name]["held_out"] for name in ("taylor", "obs")
+    )
     assert all(0 <= cell["test"] <= 1 for cell in row["cells"].values())
     again = json.loads(study.main([*few, "--shares", "0.5", "0.25", "0.1"]).read_text())
     assert again["rows"][0] == row
-    assert [r["share"] for r in again["rows"]] == [0.5, 0.25]  # a tenth of the heads is fewer than one per layer
+    assert [r["share"] for r in again["rows"]] == [
+        0.5,
+        0.25,
+    ]  # a tenth of the heads is fewer than one per layer
     study.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / study.PAGE).read_text()
     assert "## Tasks that choose: digits, ViT, 10 classes" in text
     assert "| auto, lstsq |" in text
 
 
-def record_of(task: str, metric: str, whole: float, rows: list[dict[str, float]], took: list[str]) -> dict[str, Any]:
+def record_of(
+    task: str, metric: str, whole: float, rows: list[dict[str, float]], took: list[str]
+) -> dict[str, Any]:
     """A record of one share and refit; a row per draw."""
-    cells = [{name: {"test": value, "held_out": 0.0} for name, value in row.items()} for row in rows]
+    cells = [
+        {name: {"test": value, "held_out": 0.0} for name, value in row.items()} for row in rows
+    ]
     about = {"tuned": 0, "share": 1 / 3, "refit": "lstsq"}
-    made = [{**about, "draw": i, "cells": c, "auto": a} for i, (c, a) in enumerate(zip(cells, took, strict=True))]
-    return {"task": task, "calibration": 8, "whole": {"0": {"metric": metric, "test": whole, "n": 9}}, "rows": made}
+    made = [
+        {**about, "draw": i, "cells": c, "auto": a}
+        for i, (c, a) in enumerate(zip(cells, took, strict=True))
+    ]
+    return {
+        "task": task,
+        "calibration": 8,
+        "whole": {"0": {"metric": metric, "test": whole, "n": 9}},
+        "rows": made,
+    }
 
 
 def test_regret_is_taken_to_the_best_mean(study: ModuleType) -> None:

@@ -1,4 +1,5 @@
-"""The benchmarks of scoring, run from end to end on models and data made here, and what they compute by hand."""
+"""The benchmarks of scoring, run from end to end on models and data made here, and what they
+compute by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
-# ------------------------------------------------------------------------------------------------ scoring_cost.py
+# ------------------------------------------------------------------------------------------------
+# scoring_cost.py
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,30 @@ def cost() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def measured(cost: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    sizes = ["--width", "12", "--middle", "12", "--vocabulary", "50", "--tokens", "4", "--batch-tokens", "8"]
-    amounts = ["--rounds", "2", "--batches", "1", "--ablation-rounds", "1", "--small", "1", "--largest", "1"]
+    sizes = [
+        "--width",
+        "12",
+        "--middle",
+        "12",
+        "--vocabulary",
+        "50",
+        "--tokens",
+        "4",
+        "--batch-tokens",
+        "8",
+    ]
+    amounts = [
+        "--rounds",
+        "2",
+        "--batches",
+        "1",
+        "--ablation-rounds",
+        "1",
+        "--small",
+        "1",
+        "--largest",
+        "1",
+    ]
     out = tmp_path_factory.mktemp("cost") / "record.json"
     threads = torch.get_num_threads()
     more = ["--ablation-tokens", "4", "--threads", "1", "--examples", "8", "--out", str(out)]
@@ -46,7 +70,9 @@ def test_the_record_says_where_and_what(measured: dict[str, Any]) -> None:
     assert measured["hardware"]["threads"] == 1
     assert {"torch", "transformers", "headprune"} <= set(measured["versions"])
     assert "git_commit" in measured
-    shapes = [(row["layers"], row["heads"], row["width"], row["batch"]) for row in measured["first_order"]]
+    shapes = [
+        (row["layers"], row["heads"], row["width"], row["batch"]) for row in measured["first_order"]
+    ]
     assert shapes == [(6, 12, 12, 2), (12, 12, 12, 2)]
 
 
@@ -57,11 +83,15 @@ def test_ratios_are_those_of_the_rounds(measured: dict[str, Any]) -> None:
         expected = (seconds["taylor"] - seconds["once"]) / seconds["forward + full backward"]
         assert row["ratios"]["taylor / full"]["median"] == pytest.approx(float(np.median(expected)))
         whole = seconds["taylor + fisher + taylor2"] / seconds["taylor"]
-        assert row["ratios"]["three / taylor, whole"]["p90"] == pytest.approx(float(np.percentile(whole, 90)))
+        assert row["ratios"]["three / taylor, whole"]["p90"] == pytest.approx(
+            float(np.percentile(whole, 90))
+        )
     for row in measured["leave_one_out"]:
         (fast,), (loop,) = row["seconds"]["fast"], row["seconds"]["hp.gated, a share of heads"]
         assert row["ratios"]["hp.gated loop / fast"]["median"] == pytest.approx(4 * loop / fast)
-        assert row["ratios"]["once / fast"]["median"] == pytest.approx(row["seconds"]["once, at most"][0] / fast)
+        assert row["ratios"]["once / fast"]["median"] == pytest.approx(
+            row["seconds"]["once, at most"][0] / fast
+        )
 
 
 def test_all_ways_of_ablation_agree(measured: dict[str, Any]) -> None:
@@ -78,7 +108,10 @@ def test_memory_counts_what_is_alive_at_once(cost: ModuleType, measured: dict[st
     assert cost.peak(lambda: [torch.empty(1000, 1000) for _ in range(3)], CPU) == 3 * one
     for row in measured["memory"]:
         n_bytes = row["bytes"]
-        assert row["ratios"]["taylor / frozen"] == n_bytes["taylor"] / n_bytes["frozen forward + backward"]
+        assert (
+            row["ratios"]["taylor / frozen"]
+            == n_bytes["taylor"] / n_bytes["frozen forward + backward"]
+        )
 
 
 def test_throughput_is_that_of_all_examples(measured: dict[str, Any]) -> None:
@@ -90,9 +123,15 @@ def test_throughput_is_that_of_all_examples(measured: dict[str, Any]) -> None:
         assert row["waits"][name] is None  # no GPU
 
 
-def test_waits_are_those_of_the_run_not_of_the_mode(cost: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch warns once a process that its mode does not detect all synchronizing operations: that is no wait."""
-    about = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+def test_waits_are_those_of_the_run_not_of_the_mode(
+    cost: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch warns once a process that its mode does not detect all synchronizing operations: that
+    is no wait."""
+    about = (
+        "Synchronization debug mode is a prototype feature and does not yet detect all"
+        " synchronizing operations"
+    )
     modes: list[Any] = []
 
     def switch(mode: Any) -> None:
@@ -138,7 +177,9 @@ def test_saturation(
     cost: ModuleType, monkeypatch: pytest.MonkeyPatch, per_call: dict[int, float], expected: int
 ) -> None:
     sizes = iter(sorted(per_call))
-    monkeypatch.setattr(cost, "interleaved", lambda *a: {"forward": np.full(8, per_call[next(sizes)])})
+    monkeypatch.setattr(
+        cost, "interleaved", lambda *a: {"forward": np.full(8, per_call[next(sizes)])}
+    )
     args = cost.arguments(["--largest", "8", "--vocabulary", "50"])
     found, rates = cost.saturation(torch.nn.Linear(1, 1), args, 4, CPU)
     assert found == expected
@@ -147,13 +188,14 @@ def test_saturation(
 
 def test_rounds_turn(cost: ModuleType) -> None:
     calls: list[str] = []
-    ways = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    ways = {name: lambda name=name: calls.append(name) for name in "abc"}
     times = cost.interleaved(ways, 3, CPU)
     assert "".join(calls) == "abcbcacab"
     assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-# ------------------------------------------------------------------------------------------------ scorers.py
+# ------------------------------------------------------------------------------------------------
+# scorers.py
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +205,8 @@ def scorers() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments: a tiny BERT with a tokenizer, questions whose label is a word in them, small amounts."""
+    """Arguments: a tiny BERT with a tokenizer, questions whose label is a word in them, small
+    amounts."""
     folder = tmp_path_factory.mktemp("scorers")
     tiny_encoder(folder)
     drawing = random.Random(0)
@@ -171,7 +214,16 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         texts = [drawing.choices(WORDS, k=drawing.randint(3, 7)) for _ in range(count)]
         rows = [{"text": " ".join(text), "label": WORDS.index(text[0]) % 3} for text in texts]
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    where = ["--task", "trec", "--data", str(folder), "--work", str(folder), "--model", str(folder / "model")]
+    where = [
+        "--task",
+        "trec",
+        "--data",
+        str(folder),
+        "--work",
+        str(folder),
+        "--model",
+        str(folder / "model"),
+    ]
     return [*where, "--budgets", "6", "3", "--seeds", "2", "--calibration", "20", "--few", "0.1"]
 
 
@@ -189,7 +241,13 @@ def test_rows_are_draws_and_accuracies_those_of_cut_models(
 
     record = run(scorers, given, tmp_path / "record.json", "taylor", "shapley", "magnitude")
     keys = [(row["scorer"], row["seed"], row["examples"]) for row in record["rows"]]
-    assert keys == [("taylor", 0, 20), ("taylor", 1, 20), ("shapley", 0, 3), ("shapley", 1, 3), ("magnitude", 0, 0)]
+    assert keys == [
+        ("taylor", 0, 20),
+        ("taylor", 1, 20),
+        ("shapley", 0, 3),
+        ("shapley", 1, 3),
+        ("magnitude", 0, 0),
+    ]
     assert record["judged"]["n"] == 40
     assert record["heads"] == 8
     (folder,) = Path(given[5]).glob("fine-tuned-*")
@@ -253,20 +311,37 @@ def test_a_refusal_is_a_row_and_is_tried_again(
     assert all("accuracy" in row for row in record["rows"])
 
 
-def test_the_page_and_the_figure_are_computed_from_the_record(scorers: ModuleType, tmp_path: Path) -> None:
-    draws = {"low": [(0.5, 0.4), (0.6, 0.5)], "high": [(0.8, 0.7), (0.9, 0.65)], "once": [(0.55, 0.5)]}
+def test_the_page_and_the_figure_are_computed_from_the_record(
+    scorers: ModuleType, tmp_path: Path
+) -> None:
+    draws = {
+        "low": [(0.5, 0.4), (0.6, 0.5)],
+        "high": [(0.8, 0.7), (0.9, 0.65)],
+        "once": [(0.55, 0.5)],
+    }
     rows = [
         {"scorer": name, "seed": seed, "examples": 9, "accuracy": {"6": six, "3": three}}
         for name, found in draws.items()
         for seed, (six, three) in enumerate(found)
     ]
     judged = {"rows": "test", "n": 100, "accuracy": 0.9}
-    about = {"task": "trec", "heads": 8, "budgets": [6, 3], "epochs": 1.0, "training_rows": 60, "judged": judged}
+    about = {
+        "task": "trec",
+        "heads": 8,
+        "budgets": [6, 3],
+        "epochs": 1.0,
+        "training_rows": 60,
+        "judged": judged,
+    }
     (tmp_path / "scorers-trec.json").write_text(json.dumps({**about, "rows": rows}))
     scorers.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / scorers.PAGE).read_text()
     lines = [line for line in text.splitlines() if line.startswith("| `")]
-    assert [line.split("`")[1] for line in lines] == ["high", "once", "low"]  # by the mean over budgets
+    assert [line.split("`")[1] for line in lines] == [
+        "high",
+        "once",
+        "low",
+    ]  # by the mean over budgets
     spread = statistics.stdev([0.8, 0.9])
     assert lines[0] == f"| `high` | 9 | 2 | 0.850 ± {spread:.3f} | 0.675 ± 0.035 |"
     assert lines[1] == "| `once` | 9 | 1 | 0.550 | 0.500 |"
@@ -286,13 +361,16 @@ def test_the_committed_page_is_that_of_the_records(scorers: ModuleType, tmp_path
     assert (ROOT / "docs" / scorers.PICTURE).is_file()
 
 
-def test_arguments_that_are_missing_are_named(scorers: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_are_missing_are_named(
+    scorers: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         scorers.arguments(["--task", "sst2"])
     assert "--task, --data and --work must be given, or --figure" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------ learned_gates.py
+# ------------------------------------------------------------------------------------------------
+# learned_gates.py
 
 
 @pytest.fixture(scope="module")
@@ -304,13 +382,30 @@ def test_learned_gates_and_one_shot_scores_train_equally_many_steps(
     learned: ModuleType, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "learned-gates-trec.json"
-    few = [*given[:8], "--budgets", "6", "3", "--seeds", "1", "--calibration", "20", "--steps", "3", "--out", str(out)]
+    few = [
+        *given[:8],
+        "--budgets",
+        "6",
+        "3",
+        "--seeds",
+        "1",
+        "--calibration",
+        "20",
+        "--steps",
+        "3",
+        "--out",
+        str(out),
+    ]
     steps: list[str] = []
     original = torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: (steps.append("step"), original(*a, **k))[1])
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda *a, **k: (steps.append("step"), original(*a, **k))[1]
+    )
     methods = ["fisher", "hard_concrete"]
     record = json.loads(learned.main([*few, "--methods", *methods]).read_text())
-    del steps[: len(steps) - 15]  # those of the fine-tuning that both begin with, if it was not there yet
+    del steps[
+        : len(steps) - 15
+    ]  # those of the fine-tuning that both begin with, if it was not there yet
     assert len(steps) == (1 + 2 * 2) * 3
     assert [(row["method"], row["kept"], sum(row["heads"])) for row in record["rows"]] == [
         ("all heads", 8, 8),
@@ -336,7 +431,9 @@ def test_learned_gates_and_one_shot_scores_train_equally_many_steps(
     assert "3 steps of 32 examples; judged on 40 test rows" in text
 
 
-def test_the_committed_page_of_learned_gates_is_that_of_the_records(learned: ModuleType, tmp_path: Path) -> None:
+def test_the_committed_page_of_learned_gates_is_that_of_the_records(
+    learned: ModuleType, tmp_path: Path
+) -> None:
     if not list(learned.RECORDS.glob("learned-gates-*.json")):
         pytest.skip("no record of benchmarks/learned_gates.py yet")
     learned.main(["--figure", "--docs", str(tmp_path)])

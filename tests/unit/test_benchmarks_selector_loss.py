@@ -1,4 +1,5 @@
-"""benchmarks/selector_loss.py: its losses are those of masked models, a run goes on, and differences are paired."""
+"""benchmarks/selector_loss.py: its losses are those of masked models, a run goes on, and
+differences are paired."""
 
 from __future__ import annotations
 
@@ -26,10 +27,22 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("selectors")
     draw = random.Random(0)
     for split, count in (("train", 40), ("validation", 20), ("test", 20)):
-        pairs = [[" ".join(draw.choices(WORDS, k=draw.randint(3, 7))) for _ in range(2)] for _ in range(count)]
+        pairs = [
+            [" ".join(draw.choices(WORDS, k=draw.randint(3, 7))) for _ in range(2)]
+            for _ in range(count)
+        ]
         rows = [{"sentence1": a, "sentence2": b, "score": draw.uniform(0, 5)} for a, b in pairs]
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    where = ["--task", "stsb", "--data", str(folder), "--work", str(folder), "--model", str(tiny_encoder(folder))]
+    where = [
+        "--task",
+        "stsb",
+        "--data",
+        str(folder),
+        "--work",
+        str(folder),
+        "--model",
+        str(tiny_encoder(folder)),
+    ]
     return [*where, "--calibration", "24"]
 
 
@@ -57,7 +70,11 @@ def test_rows_and_a_run_that_goes_on(study: ModuleType, given: list[str], tmp_pa
     study.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / study.PAGE).read_text()
     assert f"All 8 heads: {record['judged']['loss']:.4f}. 24 calibration rows." in text
-    loss = {(r["selector"], r["seed"]): np.mean(r["losses"]) for r in more["rows"] if r["scorer"] == "fisher"}
+    loss = {
+        (r["selector"], r["seed"]): np.mean(r["losses"])
+        for r in more["rows"]
+        if r["scorer"] == "fisher"
+    }
     gain = np.mean([loss["quadratic", seed] - loss["global_topk", seed] for seed in (0, 1)])
     assert f"| {gain:+.4f} [" in text
 

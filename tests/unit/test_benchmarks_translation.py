@@ -1,4 +1,5 @@
-"""benchmarks/translation.py: its rows are what cut translators do, a run goes on, and the page says the record."""
+"""benchmarks/translation.py: its rows are what cut translators do, a run goes on, and the page says
+the record."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def translation() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Sentences of a language whose translation says every word in capitals, and a Transformer of two tiny towers."""
+    """Sentences of a language whose translation says every word in capitals, and a Transformer of
+    two tiny towers."""
     folder = tmp_path_factory.mktemp("translation")
     draw = random.Random(0)
     for split, count in (("train", 60), ("validation", 8), ("test", 12)):
@@ -33,11 +35,18 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     sizes = ["encoder_layers=1", "decoder_layers=1", "d_model=32", "num_attention_heads=4"]
     settings = [f"model.config.{size}" for size in sizes]
-    settings += ["data.vocabulary=300", "data.calibration=24", "decode.max_length=8", "train.epochs=2"]
+    settings += [
+        "data.vocabulary=300",
+        "data.calibration=24",
+        "decode.max_length=8",
+        "train.epochs=2",
+    ]
     return ["--data", str(folder), "--work", str(folder / "work"), "--small", "--set", *settings]
 
 
-def test_rows_and_a_run_that_goes_on(translation: ModuleType, given: list[str], tmp_path: Path) -> None:
+def test_rows_and_a_run_that_goes_on(
+    translation: ModuleType, given: list[str], tmp_path: Path
+) -> None:
     out = tmp_path / "translation-small-cpu.json"
     few = [*given, "--out", str(out), "--ways", "cut", "refitted"]
     record = json.loads(translation.main([*few, "--parts", "cross"]).read_text())
@@ -45,7 +54,9 @@ def test_rows_and_a_run_that_goes_on(translation: ModuleType, given: list[str], 
     assert [(row["kept"], row["way"]) for row in record["rows"]] == [
         (kept, way) for kept in (3, 2, 1) for way in ("cut", "refitted")
     ]
-    more = json.loads(translation.main([*given, "--out", str(out), "--parts", "all", "cross"]).read_text())
+    more = json.loads(
+        translation.main([*given, "--out", str(out), "--parts", "all", "cross"]).read_text()
+    )
     assert more["rows"][:6] == record["rows"]
     ways = {(row["part"], row["kept"], row["way"]): row for row in more["rows"]}
     assert set(ways) == {
@@ -61,12 +72,20 @@ def test_rows_and_a_run_that_goes_on(translation: ModuleType, given: list[str], 
     recipe = translation.load_recipe(translation.locate("translation"), settings)
     base = translation.ready_base(recipe, args.work, print)
     subject = translation.open_base(base, args.work, recipe)
-    scores = hp.score(subject.model, subject.data.redrawn(24, 0).batches("calibration", 32), "taylor").of("cross")
+    scores = hp.score(
+        subject.model, subject.data.redrawn(24, 0).batches("calibration", 32), "taylor"
+    ).of("cross")
     cut = copy.deepcopy(subject.model)
     best = sorted(scores.units(), key=lambda unit: -unit.value)[:2]
-    keep = {site.name: range(4) for site in hp.find_sites(cut)} | {best[0].name: [unit.heads[0] for unit in best]}
+    keep = {site.name: range(4) for site in hp.find_sites(cut)} | {
+        best[0].name: [unit.heads[0] for unit in best]
+    }
     hp.prune_(cut, hp.HeadMask.from_keep(keep, dict.fromkeys(keep, 4)))
-    assert {site.kind: len(site.heads) for site in hp.find_sites(cut)} == {"self": 4, "causal": 4, "cross": 2}
+    assert {site.kind: len(site.heads) for site in hp.find_sites(cut)} == {
+        "self": 4,
+        "causal": 4,
+        "cross": 2,
+    }
     found = subject.measure(cut, "cut", 2, "test")
     row = ways["cross", 2, "cut"]["test"]
     assert row["bleu"] == pytest.approx(found.value)
@@ -77,14 +96,20 @@ def test_rows_and_a_run_that_goes_on(translation: ModuleType, given: list[str], 
         translation.main([*few[:-3], "--set", *args.set, "train.epochs=1"])
     translation.main(["--figure", "--records", str(tmp_path), "--docs", str(tmp_path)])
     text = (tmp_path / translation.PAGE).read_text()
-    points = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(0 - 100 * row[name] for name in ("drop", "high", "low")))
+    points = "{:+.2f} [{:+.2f}, {:+.2f}]".format(
+        *(0 - 100 * row[name] for name in ("drop", "high", "low"))
+    )
     assert f"| between them | 2 of 4 | {100 * row['bleu']:.2f} ({points})" in text
     assert "12 heads; whole:" in text
     assert "All heads, trained on as long, nothing refitted: " in text
     assert "- *distilled*: `lstsq` (" in text
-    assert "35 BLEU or more before any cut aimed at, has not been run yet.\n\nOn a GPU: no GPU record yet.\n" in text
+    assert (
+        "35 BLEU or more before any cut aimed at, has not been run yet.\n\nOn a GPU: no GPU record"
+        " yet.\n" in text
+    )
     draws = [
-        {"test": {"bleu": b, "drop": d, "low": d - 0.02, "high": d + 0.01}} for b, d in ((0.3, 0.01), (0.32, -0.01))
+        {"test": {"bleu": b, "drop": d, "low": d - 0.02, "high": d + 0.01}}
+        for b, d in ((0.3, 0.01), (0.32, -0.01))
     ]
     assert translation.cell(draws) == "31.00 ± 1.41 (+0.00 [-2.00, +3.00])"
     on_gpu = {**record, "size": "full", "hardware": {"device": "cuda", "gpu": "a GPU"}}
@@ -104,12 +129,22 @@ def test_no_row_is_begun_when_the_training_took_the_time(
 
     monkeypatch.setattr(translation, "open_base", slow)
     monkeypatch.setattr(translation.studies, "perf_counter", lambda: now[0])
-    few = [*given, "--out", str(tmp_path / "translation-small-cpu.json"), "--ways", "cut", "--parts", "cross"]
+    few = [
+        *given,
+        "--out",
+        str(tmp_path / "translation-small-cpu.json"),
+        "--ways",
+        "cut",
+        "--parts",
+        "cross",
+    ]
     assert not translation.main([*few, "--minutes", "1"]).is_file()
     assert len(json.loads(translation.main([*few, "--minutes", "2"]).read_text())["rows"]) == 3
 
 
-def test_missing_arguments_are_named(translation: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_arguments_are_named(
+    translation: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         translation.main(["--data", "x"])
     assert "--data and --work must be given, or --figure" in capsys.readouterr().err

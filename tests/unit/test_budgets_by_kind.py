@@ -31,9 +31,13 @@ BY_SCORES = [name for name in selectors.names() if not selectors.get(name).needs
 HALF, QUARTER = Budget(keep_heads=0.5), Budget(keep_heads=0.25)
 
 
-def site(name: str, kind: Any, n_query_heads: int = 4, n_kv_heads: int | None = None, **changes: Any) -> AttentionSite:
+def site(
+    name: str, kind: Any, n_query_heads: int = 4, n_kv_heads: int | None = None, **changes: Any
+) -> AttentionSite:
     heads = tuple(range(n_query_heads))
-    return AttentionSite(name, "t5", kind, n_query_heads, n_kv_heads or n_query_heads, 8, 8, heads, **changes)
+    return AttentionSite(
+        name, "t5", kind, n_query_heads, n_kv_heads or n_query_heads, 8, 8, heads, **changes
+    )
 
 
 SITES = (
@@ -47,16 +51,20 @@ SITES = (
 
 
 def scores_of(sites: tuple[AttentionSite, ...] = SITES, seed: int = 0) -> HeadScores:
-    """Scores of another size for every kind: under one budget for all, a kind would lose everything it may."""
+    """Scores of another size for every kind: under one budget for all, a kind would lose everything
+    it may."""
     rng, scale = random.Random(seed), {"self": 1.0, "causal": 100.0, "cross": 0.01}
     values = tuple(tuple(scale[s.kind] * (rng.random() + 0.1) for _ in s.units) for s in sites)
     errors = tuple(tuple(0.1 * v for v in row) for row in values)
     units = tuple(
-        tuple(Cost(100 * len(u), 7, 30 * len(u), 2, 16 * (s.kind == "causal")) for u in s.units) for s in sites
+        tuple(Cost(100 * len(u), 7, 30 * len(u), 2, 16 * (s.kind == "causal")) for u in s.units)
+        for s in sites
     )
     whole = Cost.sum([Cost(5000, 70, 9000, 3, 64), *(c for row in units for c in row)])
     costs = CostTable(whole, units, 10)
-    return HeadScores(sites, values, errors, "taylor", EMPTY, 4, ModelFingerprint("s", "w"), costs=costs)
+    return HeadScores(
+        sites, values, errors, "taylor", EMPTY, 4, ModelFingerprint("s", "w"), costs=costs
+    )
 
 
 def kept(plan: PruningPlan, *names: str) -> int:
@@ -102,7 +110,9 @@ def test_a_group_is_cut_as_if_it_were_alone(selector: str, currency: str) -> Non
         costs=CostTable(Cost.sum(c for row in units for c in row), units, 10),
     )
     expected = hp.select(alone, budget, selector)
-    assert {n: plan.mask.kept(n) for n in expected.mask.sites} == {r.site: r.kept for r in expected.mask.rows}
+    assert {n: plan.mask.kept(n) for n in expected.mask.sites} == {
+        r.site: r.kept for r in expected.mask.rows
+    }
 
 
 def test_a_budget_of_the_cache_is_one_of_the_causal_sites() -> None:
@@ -126,11 +136,31 @@ def test_one_key_for_all_is_one_budget_for_all() -> None:
         ({}, InvalidValue, r"a mapping of at least one, got an empty mapping"),
         ({"cross": 0.5}, InvalidValue, r"to a Budget, got 'cross': 0\.5"),
         ({1: HALF}, InvalidValue, r"from a kind \(self, causal, cross\) or a pattern"),
-        ({"cros": HALF}, UnknownName, r"\['cros'\]: must be a kind \(causal, cross, self\).*Did you mean 'cross'"),
-        ({"*.vision.*": HALF}, UnknownName, r"a pattern over sites' names, such as .*, got one that is for no site"),
-        ({"encoder": HALF}, UnknownName, r"An encoder attends to itself by 'self', a decoder by 'causal'"),
-        ({"cross": HALF, "decoder.*": HALF}, InvalidValue, r"\['decoder\.\*'\]: must be for sites that 'cross' leaves"),
-        ({"cross": Budget(keep_heads=1)}, InfeasibleBudget, r"\['cross'\]\.keep_heads: must be at least 2, got 1"),
+        (
+            {"cros": HALF},
+            UnknownName,
+            r"\['cros'\]: must be a kind \(causal, cross, self\).*Did you mean 'cross'",
+        ),
+        (
+            {"*.vision.*": HALF},
+            UnknownName,
+            r"a pattern over sites' names, such as .*, got one that is for no site",
+        ),
+        (
+            {"encoder": HALF},
+            UnknownName,
+            r"An encoder attends to itself by 'self', a decoder by 'causal'",
+        ),
+        (
+            {"cross": HALF, "decoder.*": HALF},
+            InvalidValue,
+            r"\['decoder\.\*'\]: must be for sites that 'cross' leaves",
+        ),
+        (
+            {"cross": Budget(keep_heads=1)},
+            InfeasibleBudget,
+            r"\['cross'\]\.keep_heads: must be at least 2, got 1",
+        ),
     ],
 )
 def test_bad_mappings(budgets: Any, error: type[HeadPruneError], words: str) -> None:
@@ -170,7 +200,9 @@ def test_the_plan_records_and_prints_its_budgets(tmp_path: Path) -> None:
 
 
 def record_of(plan: PruningPlan, scores: HeadScores) -> RunRecord:
-    return RunRecord("test", "done", "report", "2026-01-01T00:00:00+00:00", scores=scores, plan=plan)
+    return RunRecord(
+        "test", "done", "report", "2026-01-01T00:00:00+00:00", scores=scores, plan=plan
+    )
 
 
 def _by_kind() -> dict[str, list[str]]:
@@ -182,7 +214,10 @@ def test_the_report_names_kinds_and_budgets() -> None:
     record = record_of(hp.select(scores, {"cross": HALF, "self": QUARTER}), scores)
     grid = heat_map(record)
     assert grid is not None
-    named = {kind: next(g for g in grid.groups if g.rows[0].site in names) for kind, names in _by_kind().items()}
+    named = {
+        kind: next(g for g in grid.groups if g.rows[0].site in names)
+        for kind, names in _by_kind().items()
+    }
     assert {kind: [row.site for row in group.rows] for kind, group in named.items()} == _by_kind()
     assert len({group.title for group in named.values()}) == 3
     html = render_html(record)
@@ -218,7 +253,10 @@ def test_scored_and_cut_by_kind(family: str) -> None:
     kinds = {s.name: s.kind for s in sites}
     report = hp.prune_(model, plan, batch)
     assert report.proof is not None
-    left = {kind: sum(len(s.heads) for s in hp.find_sites(model) if kinds[s.name] == kind) for kind in kinds.values()}
+    left = {
+        kind: sum(len(s.heads) for s in hp.find_sites(model) if kinds[s.name] == kind)
+        for kind in kinds.values()
+    }
     assert left == {"self": 8, "causal": 2, "cross": 4}
 
 
@@ -236,7 +274,9 @@ def recipe(**select: Any) -> Recipe:
 
 
 def test_recipes_give_budgets_by_kind() -> None:
-    checked = recipe(sites={"cross": {"keep_heads": 0.5}, "*encoder*": {"keep_macs": 0.4, "length": 9}})
+    checked = recipe(
+        sites={"cross": {"keep_heads": 0.5}, "*encoder*": {"keep_macs": 0.4, "length": 9}}
+    )
     assert checked.select.budgets == {"cross": HALF, "*encoder*": Budget(keep_macs=0.4, length=9)}
     assert "cross:\n      keep_heads: 0.5" in recipe_yaml(checked)
     assert Recipe.model_validate(checked.model_dump()) == checked
@@ -247,9 +287,17 @@ def test_recipes_give_budgets_by_kind() -> None:
     ("select", "path", "words"),
     [
         ({"sites": {"cross": {}}}, "select.sites.cross", "exactly one of"),
-        ({"sites": {"cross": {"keep_heads": 1.5}}}, "select.sites.cross.keep_heads", "a count >= 1 or a fraction"),
+        (
+            {"sites": {"cross": {"keep_heads": 1.5}}},
+            "select.sites.cross.keep_heads",
+            "a count >= 1 or a fraction",
+        ),
         ({"sites": {"cross": {"keep_heads": "all"}}}, "select.sites.cross.keep_heads", "valid"),
-        ({"sites": {"cross": {"keep_head": 1}}}, "select.sites.cross.keep_head", "Did you mean 'keep_heads'"),
+        (
+            {"sites": {"cross": {"keep_head": 1}}},
+            "select.sites.cross.keep_head",
+            "Did you mean 'keep_heads'",
+        ),
         ({"sites": {"cross": 0.5}}, "select.sites.cross", "a section with keys of its own"),
         ({"sites": ["cross"]}, "select.sites", "a section with keys of its own"),
         ({"sites": {"cross": {"keep_heads": 0.5}}, "keep_kv": 0.5}, "select", "got sites, keep_kv"),
@@ -267,7 +315,9 @@ def test_errors_of_recipes_have_their_path(select: dict[str, Any], path: str, wo
 
 def test_a_run_cuts_by_the_budgets_of_its_recipe() -> None:
     chosen = recipe(selector="uniform", sites={"cross": {"keep_heads": 0.5}})
-    plan = choosing.choose_heads(cast(Any, SimpleNamespace(recipe=chosen, latency=None)), scores_of())
+    plan = choosing.choose_heads(
+        cast(Any, SimpleNamespace(recipe=chosen, latency=None)), scores_of()
+    )
     assert plan == hp.select(scores_of(), {"cross": HALF}, "uniform")
 
 

@@ -1,4 +1,5 @@
-"""A model of images and text: budgets for each tower, named by what ``find_sites`` calls its attentions."""
+"""A model of images and text: budgets for each tower, named by what ``find_sites`` calls its
+attentions."""
 
 from __future__ import annotations
 

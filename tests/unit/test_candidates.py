@@ -1,4 +1,5 @@
-"""Losses of many gate settings: equal to a pass for each, for every family, and at a fraction of the work."""
+"""Losses of many gate settings: equal to a pass for each, for every family, and at a fraction of
+the work."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ from headprune.model.running import batch_size, call, outputs
 from headprune.model.sites import bind
 from tests.laws.support import Subject, family_subject, picture
 
-FAMILIES = [(layout, family) for layout in registry.names() for family, _ in registry.get(layout).families]
+FAMILIES = [
+    (layout, family) for layout in registry.names() for family, _ in registry.get(layout).families
+]
 
-#: Whose passes cannot be played back: examples see each other, or the model takes only the batch whose lengths it has.
+#: Whose passes cannot be played back: examples see each other, or the model takes only the batch
+#: whose lengths it has.
 WHOLE_PASSES = {"clip", "siglip", "d2l", "annotated transformer", "labml"}
 
 
@@ -39,7 +43,9 @@ def settings_of(subject: Subject) -> Tensor:
     heads = [(s.name, h) for s in subject.sites for h in s.heads]
     units = [{(s.name, h) for h in unit} for s in subject.sites for unit in s.units]
     rows = [[float(head not in unit) for head in heads] for unit in units]
-    random = torch.rand(2, len(heads), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    random = torch.rand(
+        2, len(heads), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     return torch.cat([torch.tensor(rows, dtype=torch.float64), random, torch.ones_like(random[:1])])
 
 
@@ -74,7 +80,9 @@ def test_equals_gated_passes_and_leaves_no_trace(layout: str, family: str) -> No
     assert bool(candidates.notes) == (family in WHOLE_PASSES), candidates.notes
 
 
-@pytest.mark.parametrize(("layout", "family"), [("bert", "bert"), ("llama", "llama"), ("t5", "t5"), ("gpt2", "gpt2")])
+@pytest.mark.parametrize(
+    ("layout", "family"), [("bert", "bert"), ("llama", "llama"), ("t5", "t5"), ("gpt2", "gpt2")]
+)
 def test_any_base_and_any_memory(layout: str, family: str) -> None:
     subject = family_subject(layout, family)
     settings = settings_of(subject)
@@ -122,7 +130,10 @@ def test_a_model_whose_calls_depend_on_the_batch_size_has_whole_passes_and_a_not
 
     torch.manual_seed(0)
     model = Counting().double()
-    assert "as passes could not be played back" in held(model, [{"x": torch.randn(5, 3, 8, dtype=torch.float64)}])[0]
+    assert (
+        "as passes could not be played back"
+        in held(model, [{"x": torch.randn(5, 3, 8, dtype=torch.float64)}])[0]
+    )
 
 
 class Split(nn.Module):
@@ -145,8 +156,20 @@ class Split(nn.Module):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("longer", "a recorded tensor: must be longer on one axis for more examples, got (2, 3, 8) and (5, 3, 8)"),
-        ("sums", "a recorded tensor: must be longer on one axis for more examples, got (3, 1, 8) and (5, 1, 8)"),
+        (
+            "longer",
+            (
+                "a recorded tensor: must be longer on one axis for more examples, got (2, 3, 8) and"
+                " (5, 3, 8)"
+            ),
+        ),
+        (
+            "sums",
+            (
+                "a recorded tensor: must be longer on one axis for more examples, got (3, 1, 8) and"
+                " (5, 1, 8)"
+            ),
+        ),
     ],
 )
 def test_outputs_that_have_no_row_an_example_are_told(how: str, words: str) -> None:
@@ -197,22 +220,32 @@ def test_an_exception_in_a_pass_leaves_no_trace() -> None:
 def test_a_cut_model_is_the_same_as_its_gated_original() -> None:
     subject = family_subject("llama", "llama")
     mask = hp.HeadMask.from_keep(
-        {s.name: s.units[0] + s.units[2] for s in subject.sites}, {s.name: s.n_query_heads for s in subject.sites}
+        {s.name: s.units[0] + s.units[2] for s in subject.sites},
+        {s.name: s.n_query_heads for s in subject.sites},
     )
     small = copy.deepcopy(subject.model)
     hp.prune_(small, mask, sites=subject.sites)
     sites = hp.find_sites(small)
     n_heads = sum(len(s.heads) for s in sites)
-    settings = torch.ones(n_heads, n_heads, dtype=torch.float64) - torch.eye(n_heads, dtype=torch.float64)
+    settings = torch.ones(n_heads, n_heads, dtype=torch.float64) - torch.eye(
+        n_heads, dtype=torch.float64
+    )
     cut = CandidateLosses(small, bind(small, sites), loss)(subject.batch, settings)[0]
-    index = [i for i, (s, h) in enumerate((s, h) for s in subject.sites for h in s.heads) if h in mask.kept(s.name)]
+    index = [
+        i
+        for i, (s, h) in enumerate((s, h) for s in subject.sites for h in s.heads)
+        if h in mask.kept(s.name)
+    ]
     wide = torch.zeros(n_heads, sum(len(s.heads) for s in subject.sites), dtype=torch.float64)
     wide[:, index] = settings
-    full = CandidateLosses(subject.model, bind(subject.model, subject.sites), loss)(subject.batch, wide)[0]
+    full = CandidateLosses(subject.model, bind(subject.model, subject.sites), loss)(
+        subject.batch, wide
+    )[0]
     assert_close(cut, full, rtol=1e-10, atol=1e-10)
 
 
-# ---------------------------------------------------------------- what would be wrong if nobody looked
+# ---------------------------------------------------------------- what would be wrong if nobody
+# looked
 
 
 class Block(nn.Module):
@@ -294,9 +327,14 @@ def test_passes_that_are_not_the_recorded_one_are_refused() -> None:
 
     recorded = tape.record(lambda: model(x), call)
     assert_close(play(lambda: model(x)), recorded)
-    with pytest.raises(CannotReplay, match=r"the gate of layers\.1\.attention: must be reached, got a pass that never"):
+    with pytest.raises(
+        CannotReplay,
+        match=r"the gate of layers\.1\.attention: must be reached, got a pass that never",
+    ):
         play(lambda: model.layers[0](x))
-    with pytest.raises(CannotReplay, match="the call of a Sequential: must be made in the recorded pass too"):
+    with pytest.raises(
+        CannotReplay, match="the call of a Sequential: must be made in the recorded pass too"
+    ):
         play(lambda: model(model.layers[0].feed(x)))
     assert_close(model(x), recorded)
 
@@ -310,7 +348,9 @@ def test_a_last_layer_that_large_batches_leave_out() -> None:
 
     torch.manual_seed(0)
     (note,) = held(Short().double().eval(), [inputs(3)])
-    assert "the gate of layers.3.attention: must be reached, got a pass that never called it" in note
+    assert (
+        "the gate of layers.3.attention: must be reached, got a pass that never called it" in note
+    )
 
 
 def test_a_projection_whose_forward_someone_replaced() -> None:
@@ -349,7 +389,9 @@ def test_hooks_of_the_user_run_wherever_their_module_would() -> None:
 @pytest.mark.parametrize("max_bytes", [1, 2000, 2**30])
 def test_examples_that_see_each_other(max_bytes: int) -> None:
     model = net()
-    model.layers[1].feed.register_forward_hook(lambda m, args, out: out - 0.5 * out.mean(0, keepdim=True))
+    model.layers[1].feed.register_forward_hook(
+        lambda m, args, out: out - 0.5 * out.mean(0, keepdim=True)
+    )
     assert "could not be played back" in held(model, [inputs(4)], max_bytes=max_bytes)[0]
     assert "could not be played back" in held(model, [inputs(1), inputs(4)], max_bytes=max_bytes)[0]
 
@@ -358,7 +400,9 @@ def test_a_tensor_that_is_as_long_as_a_batch_by_chance() -> None:
     weights = torch.tensor([0.2, 0.3, 0.4], dtype=torch.float64)
     batches = [{**inputs(size, seed=size), "weights": weights} for size in (4, 2, 3)]
     assert held(net(), batches) == ()
-    assert "could not be played back" in held(net(), batches[::-1])[0]  # here by chance in the first one already
+    assert (
+        "could not be played back" in held(net(), batches[::-1])[0]
+    )  # here by chance in the first one already
 
 
 def test_a_failure_in_a_later_batch_falls_back_and_says_from_when_on() -> None:
@@ -378,7 +422,9 @@ def test_longer_batches_need_no_more_memory_than_allowed() -> None:
     model, rows = net(), []
     bound = bind(model, hp.find_sites(model))
     candidates = CandidateLosses(model, bound, loss, max_bytes=400_000)
-    settings = settings_of(Subject(registry.get("multi_head_attention"), model, inputs(4), hp.find_sites(model)))
+    settings = settings_of(
+        Subject(registry.get("multi_head_attention"), model, inputs(4), hp.find_sites(model))
+    )
     candidates(inputs(4), settings)
     model.layers[3].feed[0].register_forward_hook(lambda m, args, out: rows.append(out.numel() * 8))
     candidates(inputs(4), settings)

@@ -90,7 +90,11 @@ def test_one_flipped_byte(folder: Path, where: int) -> None:
     data = bytearray((folder / WEIGHTS).read_bytes())
     data[where] ^= 0x10
     (folder / WEIGHTS).write_bytes(data)
-    refuses(folder, r"model\.safetensors: must be (the file that headprune\.json describes|a valid safetensors file)")
+    refuses(
+        folder,
+        r"model\.safetensors: must be (the file that headprune\.json describes|a valid safetensors"
+        r" file)",
+    )
 
 
 def test_a_flipped_byte_in_the_data_is_found_by_its_hash(folder: Path) -> None:
@@ -113,7 +117,9 @@ def test_weights_in_a_pickle_are_not_read(folder: Path) -> None:
 
 def test_a_missing_tensor(folder: Path) -> None:
     rewrite(folder, lambda t: t.pop("classifier.bias"))
-    refuses(folder, r"exactly the tensors of BertFor.*, got 1 missing \(classifier\.bias\), 0 unknown")
+    refuses(
+        folder, r"exactly the tensors of BertFor.*, got 1 missing \(classifier\.bias\), 0 unknown"
+    )
 
 
 def test_a_foreign_tensor(folder: Path) -> None:
@@ -159,7 +165,10 @@ def test_no_folder_and_a_file(tmp_path: Path) -> None:
         ("[1]", "JSON object"),
         ("null", "JSON object"),
         ("{}", "must be 'Manifest', got None"),
-        ('{"headprune": "HeadMask", "version": 1, "rows": []}', "must be 'Manifest', got 'HeadMask'"),
+        (
+            '{"headprune": "HeadMask", "version": 1, "rows": []}',
+            "must be 'Manifest', got 'HeadMask'",
+        ),
         (b"\xff\xfe\x00", "readable"),
     ],
     ids=["empty", "broken", "list", "null", "no kind", "another kind", "binary"],
@@ -173,7 +182,10 @@ def test_a_manifest_that_is_none(folder: Path, text: str | bytes, words: str) ->
     ("change", "words"),
     [
         (lambda m: m.update(version=99), "version.*99"),
-        (lambda m: m.update(model_clas="x"), "model_clas: must be a known key.*Did you mean 'model_class'"),
+        (
+            lambda m: m.update(model_clas="x"),
+            "model_clas: must be a known key.*Did you mean 'model_class'",
+        ),
         (lambda m: m.pop("mask"), "mask"),
         (lambda m: m.update(transformers="yes"), r"transformers: must be of type bool, got 'yes'"),
         (lambda m: m["mask"]["rows"][0].update(kept=[9]), r"head 9 of .*an index below 4"),
@@ -192,11 +204,16 @@ def test_a_manifest_of_other_heads(folder: Path) -> None:
 
 
 def test_a_manifest_of_other_sites(folder: Path) -> None:
-    edit(folder / MANIFEST, lambda m: m["mask"]["rows"][2].update(site="bert.encoder.layer.7.attention"))
+    edit(
+        folder / MANIFEST,
+        lambda m: m["mask"]["rows"][2].update(site="bert.encoder.layer.7.attention"),
+    )
     refuses(folder, r"(?s)a checkpoint of this model.*layer\.[27]\.attention")
 
 
-@pytest.mark.parametrize("name", ["BertForTokenClassification", "LlamaForCausalLM", "Nobody", "pipeline", "BertConfig"])
+@pytest.mark.parametrize(
+    "name", ["BertForTokenClassification", "LlamaForCausalLM", "Nobody", "pipeline", "BertConfig"]
+)
 def test_a_manifest_of_another_class(folder: Path, name: str) -> None:
     edit(folder / MANIFEST, lambda m: m.update(model_class=name))
     with pytest.raises(CheckpointError):
@@ -206,7 +223,10 @@ def test_a_manifest_of_another_class(folder: Path, name: str) -> None:
 def test_paths_that_lead_nowhere(folder: Path) -> None:
     edit(folder / MANIFEST, lambda m: m.update(added_biases=["no.such.module.bias"]))
     assert hp.from_pretrained(folder) is not None
-    edit(folder / MANIFEST, lambda m: m.update(aliases=[{"name": "no.such", "stored": "classifier.bias"}]))
+    edit(
+        folder / MANIFEST,
+        lambda m: m.update(aliases=[{"name": "no.such", "stored": "classifier.bias"}]),
+    )
     refuses(folder, r"1 unknown \(no\.such\)")
 
 
@@ -216,7 +236,9 @@ def test_paths_that_lead_nowhere(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "ÿ"])
 def test_a_broken_configuration(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text, encoding="latin1")
-    refuses(folder, r"config\.json: must be the file that headprune\.json describes")  # before anything is built
+    refuses(
+        folder, r"config\.json: must be the file that headprune\.json describes"
+    )  # before anything is built
     _as_if_saved_so(folder)
     refuses(folder, r"config\.json: must be (a valid|a model's) configuration")
 
@@ -233,7 +255,13 @@ def test_no_configuration(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"hidden_size": "abc"}, {"hidden_size": 0}, {"hidden_size": 17}, {"hidden_size": None}, {"hidden_act": "nope"}],
+    [
+        {"hidden_size": "abc"},
+        {"hidden_size": 0},
+        {"hidden_size": 17},
+        {"hidden_size": None},
+        {"hidden_act": "nope"},
+    ],
     ids=str,
 )
 def test_a_configuration_that_builds_nothing(folder: Path, change: dict[str, Any]) -> None:
@@ -247,8 +275,14 @@ def test_a_configuration_that_builds_nothing(folder: Path, change: dict[str, Any
     [
         ({"num_hidden_layers": 2}, r"layer\.2\.attention.*got one without such a site"),
         ({"num_attention_heads": 8}, "with 4 heads at .*got 8 heads there"),
-        ({"vocab_size": 51}, r"word_embeddings\.weight: must be of shape \[51, 16\], got \[50, 16\]"),
-        ({"num_labels": 4, "id2label": {str(i): str(i) for i in range(4)}, "label2id": {}}, r"classifier.*\[4"),
+        (
+            {"vocab_size": 51},
+            r"word_embeddings\.weight: must be of shape \[51, 16\], got \[50, 16\]",
+        ),
+        (
+            {"num_labels": 4, "id2label": {str(i): str(i) for i in range(4)}, "label2id": {}},
+            r"classifier.*\[4",
+        ),
     ],
     ids=["layers", "heads", "vocabulary", "labels"],
 )
@@ -262,7 +296,8 @@ def test_a_configuration_of_another_model(folder: Path, change: dict[str, Any], 
 
 
 class Mine(nn.Module):
-    """Not a Transformers class: two attentions, one tied pair of layers, a buffer, and one that is not stored."""
+    """Not a Transformers class: two attentions, one tied pair of layers, a buffer, and one that is
+    not stored."""
 
     def __init__(self, heads: int = 4) -> None:
         super().__init__()
@@ -303,7 +338,11 @@ def test_a_module_of_ones_own_comes_back(tmp_path: Path, dtype: torch.dtype) -> 
 
 def test_a_module_of_ones_own_must_be_given(tmp_path: Path) -> None:
     mine(tmp_path)
-    refuses(tmp_path, r"must be a Transformers model, got class 'Mine'\. Pass from_pretrained\(folder, model=\.\.\.\)")
+    refuses(
+        tmp_path,
+        r"must be a Transformers model, got class 'Mine'\. Pass from_pretrained\(folder,"
+        r" model=\.\.\.\)",
+    )
 
 
 def test_ones_own_class_with_a_name_of_transformers(tmp_path: Path) -> None:
@@ -327,7 +366,13 @@ def test_ones_own_class_with_a_name_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Mine(2), "for a model with 2 heads at 'first', like the plan's, got 4|with 4 heads at 'first'.*got 2"),
+        (
+            lambda: Mine(2),
+            (
+                "for a model with 2 heads at 'first', like the plan's, got 4|with 4 heads at"
+                " 'first'.*got 2"
+            ),
+        ),
         (lambda: model_and_batch()[0], "a checkpoint of this model"),
         (lambda: nn.Linear(2, 2), "no attention-like module"),
         (lambda: type("Yours", (Mine,), {})(), "must be a checkpoint of Yours, got Mine"),
@@ -373,7 +418,9 @@ def test_sites_of_a_layout_of_ones_own(tmp_path: Path) -> None:
             self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+            q, k, v = (
+                p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v)
+            )
             out = nn.functional.scaled_dot_product_attention(q, k, v)
             return self.o(out.transpose(1, 2).flatten(2))
 
@@ -409,7 +456,9 @@ def test_saving_another_model_over_an_earlier_save(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before", "within"])
-def test_an_interrupted_save_leaves_the_old_folder(folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_the_old_folder(
+    folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = model_and_batch()[1]
     expected = hp.from_pretrained(folder)(**batch).logits
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
@@ -423,7 +472,9 @@ def test_an_interrupted_save_leaves_the_old_folder(folder: Path, moment: str, mo
     other, _ = model_and_batch("llama")  # another configuration too
     with pytest.raises(KeyboardInterrupt):
         hp.save_pretrained(other, folder)
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before, "nothing is changed and nothing left over"
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before, (
+        "nothing is changed and nothing left over"
+    )
     assert_close(hp.from_pretrained(folder)(**batch).logits, expected, rtol=0, atol=0)
 
 
@@ -483,7 +534,10 @@ def test_parameters_that_are_views_of_one_memory(tmp_path: Path) -> None:
     x = torch.randn(2, 5, 8)
     loaded = hp.from_pretrained(tmp_path / "halves", model=untied())
     assert_close(loaded.eval()(x), model.eval()(x), rtol=0, atol=0)
-    model.up.bias, model.down.bias = nn.Parameter(memory.view(-1)[:8]), nn.Parameter(memory.view(-1)[4:12])
+    model.up.bias, model.down.bias = (
+        nn.Parameter(memory.view(-1)[:8]),
+        nn.Parameter(memory.view(-1)[4:12]),
+    )
     hp.save_pretrained(model, tmp_path / "overlap")
     loaded = hp.from_pretrained(tmp_path / "overlap", model=untied())
     assert_close(loaded.down.bias, model.down.bias, rtol=0, atol=0)
@@ -494,18 +548,23 @@ def test_an_altered_configuration_is_refused(tmp_path: Path) -> None:
     hp.save_pretrained(model, tmp_path)
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"gelu"', '"relu"'))
-    with pytest.raises(CheckpointError, match=r"config.json: must be the file that headprune.json describes"):
+    with pytest.raises(
+        CheckpointError, match=r"config.json: must be the file that headprune.json describes"
+    ):
         hp.from_pretrained(tmp_path)
 
 
-# ---------------------------------------------------------------- a modelling file beside the weights
+# ---------------------------------------------------------------- a modelling file beside the
+# weights
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_auto_model_opens_a_remote_code_folder_without_its_head(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr("sys.path", [*sys.path])  # Transformers adds its folder of modules
     model, batch = model_and_batch(name)
     sites = hp.find_sites(model)
@@ -519,10 +578,14 @@ def test_auto_model_opens_a_remote_code_folder_without_its_head(
     assert_close(body(**inputs).last_hidden_state, expected, rtol=0, atol=0)
 
 
-def test_a_body_that_does_not_come_back_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_come_back_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = model_and_batch("llama")
     hp.prune_heads_(model, {0: [0, 1]})
-    monkeypatch.setattr(remote_code, "_BODY", Template(remote_code._BODY.template.replace("$PREFIX", "elsewhere.")))
+    monkeypatch.setattr(
+        remote_code, "_BODY", Template(remote_code._BODY.template.replace("$PREFIX", "elsewhere."))
+    )
     with pytest.raises(VerificationFailed, match="LlamaModel out of the written folder"):
         hp.save_pretrained(model, tmp_path / "small", format="remote-code")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
-"""The stored form of every value: round trip, digest, and messages that say where a document is wrong."""
+"""The stored form of every value: round trip, digest, and messages that say where a document is
+wrong."""
 
 import base64
 import dataclasses
@@ -42,7 +43,9 @@ SCORES = HeadScores(
     costs=CostTable(Cost(9, 8, 7, 6, 5), ((Cost(1, 1, 1, 1, 1),) * 4, (Cost(2, 2, 2, 2, 2),)), 128),
 )
 MASK = HeadMask.from_keep({"encoder.0": [1, 3]}, {"encoder.0": 4, "decoder.ä": 4})
-PLAN = PruningPlan(MASK, Budget(keep_macs=0.5, length=7), "uniform", FrozenDict({"min_heads": 1}), "taylor", "hash")
+PLAN = PruningPlan(
+    MASK, Budget(keep_macs=0.5, length=7), "uniform", FrozenDict({"min_heads": 1}), "taylor", "hash"
+)
 RECORD = RunRecord(
     name="demo",
     status="failed",
@@ -51,7 +54,10 @@ RECORD = RunRecord(
     recipe=FrozenDict({"model": {"name": "x"}, "list": [{"a": 1}, []]}),
     scores=SCORES,
     plan=PLAN,
-    quality=(QualityRow("base", 8, "accuracy", 0.9, "test", 100, 0.3), QualityRow("r", 4, "a", 1, "t", 1, 2.0, 5, 0.1)),
+    quality=(
+        QualityRow("base", 8, "accuracy", 0.9, "test", 100, 0.3),
+        QualityRow("r", 4, "a", 1, "t", 1, 2.0, 5, 0.1),
+    ),
     speed=(SpeedRow(1, 128, 0.1, 0.2, 0.05, 0.1, 2.0, 1.9, 2.1, 50),),
     size=(SizeRow("parameters", 10, 5),),
     proofs=(Proof("logits", 1e-7, 3.0, 1e-5, "float32", 4),),
@@ -65,33 +71,65 @@ EXAMPLES = [
     MASK,
     SCORES,
     dataclasses.replace(SCORES, standard_errors=None, costs=None, seed=None, data=None),
-    dataclasses.replace(SCORES, samples=Samples.of([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]), notes=("one", "two")),
-    Agreement(("a", "b"), 2, 5, 0.95, (Pair(0, 1, Measure(0.5, 0.25, 0.75), Measure(-1), Measure(0)),), ("note",)),
+    dataclasses.replace(
+        SCORES, samples=Samples.of([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]]), notes=("one", "two")
+    ),
+    Agreement(
+        ("a", "b"),
+        2,
+        5,
+        0.95,
+        (Pair(0, 1, Measure(0.5, 0.25, 0.75), Measure(-1), Measure(0)),),
+        ("note",),
+    ),
     Budget(keep_heads=3),
     Budget(keep_heads=1),
     Budget(keep_heads=1.0),
     Budget(keep_kv=1),
     Budget(keep_macs=0.5, length=7),
     Budget(speedup=1.3),
-    LatencyTable(1.0, (SiteLatency("a", (None, 0.3, 0.4)),), 8, 128, "a device", "float32", ("note",)),
+    LatencyTable(
+        1.0, (SiteLatency("a", (None, 0.3, 0.4)),), 8, 128, "a device", "float32", ("note",)
+    ),
     sweep_table(),
     PLAN,
     PruningPlan(MASK),
     SiteBudget("cross", Budget(keep_heads=0.5)),
-    dataclasses.replace(PLAN, budget=None, budgets=(SiteBudget("*encoder*", Budget(keep_kv=0.5)),), policy="free"),
+    dataclasses.replace(
+        PLAN, budget=None, budgets=(SiteBudget("*encoder*", Budget(keep_kv=0.5)),), policy="free"
+    ),
     dataclasses.replace(PLAN, model=ModelFingerprint("s", "w"), notes=("one", "two")),
     RECORD,
     RunRecord("demo", "running", "start", "now"),
     DIFFERENT,
     RecordDifference(
-        ("a", "b"), (Change("seed", 1, None),), (Change("gpu", "x", True),), (Change("f", 0.5, 2),), DIFFERENT
+        ("a", "b"),
+        (Change("seed", 1, None),),
+        (Change("gpu", "x", True),),
+        (Change("f", 0.5, 2),),
+        DIFFERENT,
     ),
     Explanation(
-        "title", "taylor", (Fate("encoder.0", (1, 2), 0.5, None, 3, False, 0.25, "why"),), None, (("MACs", 1, 9),), 0.5
+        "title",
+        "taylor",
+        (Fate("encoder.0", (1, 2), 0.5, None, 3, False, 0.25, "why"),),
+        None,
+        (("MACs", 1, 9),),
+        0.5,
     ),
     AttentionPictures(
         (ShownExample("row 0", ("a", "ä"), (), base64.b64encode(bytes(3)).decode(), 1, 1),),
-        (ShownSite("a", "self", (3,), (None,), ((1, 2),), ((0.5,),), (base64.b64encode(bytes(2)).decode(),)),),
+        (
+            ShownSite(
+                "a",
+                "self",
+                (3,),
+                (None,),
+                ((1, 2),),
+                ((0.5,),),
+                (base64.b64encode(bytes(2)).decode(),),
+            ),
+        ),
         image=(1, 1),
         rows=(0,),
     ),
@@ -113,7 +151,9 @@ def test_json_round_trip_hash_and_digest(value, tmp_path):
     assert again is not value
     path = value.save(tmp_path / "deep" / "value.json")
     assert type(value).load(path) == value
-    data = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
+    data = json.loads(
+        path.read_text(encoding="utf-8"), parse_constant=lambda c: pytest.fail(f"{c} is not JSON")
+    )
     assert list(data)[:2] == ["headprune", "version"]
     assert (data["headprune"], data["version"]) == (type(value).__name__, 1)
     first = dataclasses.fields(value)[0].name
@@ -143,7 +183,8 @@ def test_the_digest_tells_values_apart_and_equal_ones_not():
     assert whole.digest == floats.digest == HeadScores.from_json(whole.to_json()).digest
 
 
-# --- documents that are wrong ----------------------------------------------------------------------------------------
+# --- documents that are wrong
+# ----------------------------------------------------------------------------------------
 
 
 def damaged(change):
@@ -177,29 +218,65 @@ WRONG = [
     (drop("headprune"), "RunRecord.headprune: must be 'RunRecord', got None"),
     (put("version", 2), "RunRecord.version: must be 1, got 2. It was written by another version"),
     (drop("version"), "RunRecord.version: must be 1, got None"),
-    (put("stagee", "x"), "RunRecord.stagee: must be a known key, got 'stagee'. Did you mean 'stage'?"),
+    (
+        put("stagee", "x"),
+        "RunRecord.stagee: must be a known key, got 'stagee'. Did you mean 'stage'?",
+    ),
     (drop("stage"), "RunRecord: must be complete (with stage), got only name, status, created"),
     (put("stage", 3), "RunRecord.stage: must be of type str, got 3"),
     (put("stage", None), "RunRecord.stage: must be of type str, got None"),
-    (put("status", "fine"), "RunRecord.status: must be running, done, failed or interrupted, got 'fine'"),
+    (
+        put("status", "fine"),
+        "RunRecord.status: must be running, done, failed or interrupted, got 'fine'",
+    ),
     (put("status", 1), "RunRecord.status: must be of type str, got 1"),
     (put("recipe", [1]), "RunRecord.recipe: must be a JSON object, got list"),
     (put("quality", {}), "RunRecord.quality: must be a JSON list, got dict"),
-    (put("quality", 1, "loss", "low"), "RunRecord.quality[1].loss: must be of type float, got 'low'"),
-    (put("quality", 1, "spread", "low"), "RunRecord.quality[1].spread: must be of type float, got 'low'"),
-    (put("quality", 0, "kept_heads", 1.5), "RunRecord.quality[0].kept_heads: must be of type int, got 1.5"),
-    (put("quality", 0, "kept_heads", True), "RunRecord.quality[0].kept_heads: must be of type int, got True"),
+    (
+        put("quality", 1, "loss", "low"),
+        "RunRecord.quality[1].loss: must be of type float, got 'low'",
+    ),
+    (
+        put("quality", 1, "spread", "low"),
+        "RunRecord.quality[1].spread: must be of type float, got 'low'",
+    ),
+    (
+        put("quality", 0, "kept_heads", 1.5),
+        "RunRecord.quality[0].kept_heads: must be of type int, got 1.5",
+    ),
+    (
+        put("quality", 0, "kept_heads", True),
+        "RunRecord.quality[0].kept_heads: must be of type int, got True",
+    ),
     (put("quality", 0, "trained", 0), "RunRecord.quality[0].trained: must be of type bool, got 0"),
-    (put("quality", 0, 7), "RunRecord.quality[0]: must be a JSON object with the fields of QualityRow, got int"),
-    (put("scores", "sites", 1, "head_dmi", 8), "RunRecord.scores.sites[1].head_dmi: must be a known key"),
-    (drop("scores", "costs", "units", 0, 2, "params"), "RunRecord.scores.costs.units[0][2]: must be complete (with p"),
-    (put("scores", "values", 0, 1, "x"), "RunRecord.scores.values[0][1]: must be of type float, got 'x'"),
-    (put("scores", "values", 0, 1, False), "RunRecord.scores.values[0][1]: must be of type float, got False"),
+    (
+        put("quality", 0, 7),
+        "RunRecord.quality[0]: must be a JSON object with the fields of QualityRow, got int",
+    ),
+    (
+        put("scores", "sites", 1, "head_dmi", 8),
+        "RunRecord.scores.sites[1].head_dmi: must be a known key",
+    ),
+    (
+        drop("scores", "costs", "units", 0, 2, "params"),
+        "RunRecord.scores.costs.units[0][2]: must be complete (with p",
+    ),
+    (
+        put("scores", "values", 0, 1, "x"),
+        "RunRecord.scores.values[0][1]: must be of type float, got 'x'",
+    ),
+    (
+        put("scores", "values", 0, 1, False),
+        "RunRecord.scores.values[0][1]: must be of type float, got False",
+    ),
     (
         put("plan", "mask", "rows", 0, "kept", 0, "1"),
         "RunRecord.plan.mask.rows[0].kept[0]: must be of type int, got '1'",
     ),
-    (put("plan", "budget", "length", 1.5), "RunRecord.plan.budget.length: must be of type int, got 1.5"),
+    (
+        put("plan", "budget", "length", 1.5),
+        "RunRecord.plan.budget.length: must be of type int, got 1.5",
+    ),
     (put("warnings", "slow"), "RunRecord.warnings: must be a JSON list, got str"),
 ]
 
@@ -214,7 +291,9 @@ def test_a_wrong_document_is_refused_with_its_path(change, message):
 def test_the_file_is_named_in_the_message(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(PLAN.to_json()) | {"selektor": 1}))
-    with pytest.raises(InvalidValue, match=r"plan\.json\.selektor: must be a known key.*Did you mean 'selector'"):
+    with pytest.raises(
+        InvalidValue, match=r"plan\.json\.selektor: must be a known key.*Did you mean 'selector'"
+    ):
         PruningPlan.load(path)
     with pytest.raises(InvalidValue, match=r"missing\.json: must be a readable PruningPlan file"):
         PruningPlan.load(tmp_path / "missing.json")
@@ -239,9 +318,21 @@ def nested(depth):
 @pytest.mark.parametrize(
     ("value", "change", "message"),
     [
-        (DIFFERENT, put("names", ["a", "b", "c"]), "PlanDifference.names: must be a list of 2 items, got 3 items"),
-        (PLAN, put("settings", nested(52)), "PruningPlan.settings: must be nested at most 50 deep, got deeper data"),
-        (PLAN, put("settings", {"a": 10**40}), "PruningPlan: must be valid JSON, got a whole number of 41 digits"),
+        (
+            DIFFERENT,
+            put("names", ["a", "b", "c"]),
+            "PlanDifference.names: must be a list of 2 items, got 3 items",
+        ),
+        (
+            PLAN,
+            put("settings", nested(52)),
+            "PruningPlan.settings: must be nested at most 50 deep, got deeper data",
+        ),
+        (
+            PLAN,
+            put("settings", {"a": 10**40}),
+            "PruningPlan: must be valid JSON, got a whole number of 41 digits",
+        ),
     ],
     ids=["items", "deep", "digits"],
 )
@@ -268,13 +359,16 @@ def test_errors_derive_from_the_library_and_from_the_built_in():
         Budget.from_json("[" * 100_000)
 
 
-# --- numbers that JSON lacks -----------------------------------------------------------------------------------------
+# --- numbers that JSON lacks
+# -----------------------------------------------------------------------------------------
 
 
 def test_nan_and_infinities_survive_as_strict_json():
     errors = ((math.nan, math.inf, -math.inf, 0.5), (0.1,))
     scores = dataclasses.replace(SCORES, standard_errors=errors)
-    record = RunRecord("r", "done", "s", "c", metrics=FrozenDict({"worst": math.inf, "deep": [{"x": -math.inf}]}))
+    record = RunRecord(
+        "r", "done", "s", "c", metrics=FrozenDict({"worst": math.inf, "deep": [{"x": -math.inf}]})
+    )
     for value in (scores, record):
         json.loads(value.to_json(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
     back = HeadScores.from_json(scores.to_json())
@@ -296,7 +390,8 @@ def test_numpy_floats_are_stored_like_pythons():
     assert back.digest == record.digest
 
 
-# --- FrozenDict ------------------------------------------------------------------------------------------------------
+# --- FrozenDict
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_frozen_dict_is_immutable_hashable_and_a_copy():
@@ -324,12 +419,16 @@ def test_a_frozen_dict_holds_json_data_only(value):
 
 
 def test_a_path_is_stored_as_its_text():
-    assert FrozenDict({"model": Path("a") / "b", "list": [Path("c")]}) == {"model": str(Path("a/b")), "list": ("c",)}
+    assert FrozenDict({"model": Path("a") / "b", "list": [Path("c")]}) == {
+        "model": str(Path("a/b")),
+        "list": ("c",),
+    }
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_mapping_that_spells_a_number_comes_back_as_a_mapping(depth):
-    """Only as a value of a field that may be anything: a mapping of settings is one, whatever it looks like."""
+    """Only as a value of a field that may be anything: a mapping of settings is one, whatever it
+    looks like."""
     value = "nan"
     for _ in range(depth):
         value = {"float": value}
@@ -352,9 +451,14 @@ class Ratio(Value):
 
 
 def test_a_constructor_that_its_values_confuse_is_told_in_words():
-    assert Ratio.from_json(Ratio(1, 2, FrozenDict({"x": [math.inf]})).to_json()).what == {"x": [math.inf]}
+    assert Ratio.from_json(Ratio(1, 2, FrozenDict({"x": [math.inf]})).to_json()).what == {
+        "x": [math.inf]
+    }
     text = Ratio(1, 2).to_json().replace("2", "0")
-    with pytest.raises(InvalidValue, match=r"Ratio: must be a sound Ratio, got one that makes no sense: ZeroDivision"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"Ratio: must be a sound Ratio, got one that makes no sense: ZeroDivision",
+    ):
         Ratio.from_json(text)
 
 
@@ -363,12 +467,15 @@ def test_a_mapping_that_looks_like_a_spelled_float_does_not_break_loading():
     assert RunRecord.from_json(record.to_json()) == record
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, step, error):
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
+    tmp_path, monkeypatch, step, error
+):
     path = write_atomic(tmp_path / "x" / "file.json", b"old")
 
     def interrupt(*args):

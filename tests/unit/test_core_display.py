@@ -1,4 +1,5 @@
-"""What scores, masks and plans look like: text as it is read, HTML that cannot be injected into, rich markup."""
+"""What scores, masks and plans look like: text as it is read, HTML that cannot be injected into,
+rich markup."""
 
 from html.parser import HTMLParser
 
@@ -14,12 +15,16 @@ EVIL = "x\"><script>alert('1')</script>&[red]"
 
 
 def site(name, n, heads=None):
-    return AttentionSite(name, "bert", "self", n, n, 8, 8, tuple(range(n)) if heads is None else heads)
+    return AttentionSite(
+        name, "bert", "self", n, n, 8, 8, tuple(range(n)) if heads is None else heads
+    )
 
 
 def scores(*names):
     sites = (site(names[0], 4), site(names[1], 3, heads=(0, 2)))
-    return HeadScores(sites, ((0, 1, 2, 4), (3, 0)), None, "taylor", EMPTY, 32, ModelFingerprint("s", "w"))
+    return HeadScores(
+        sites, ((0, 1, 2, 4), (3, 0)), None, "taylor", EMPTY, 32, ModelFingerprint("s", "w")
+    )
 
 
 class Grid(HTMLParser):
@@ -51,8 +56,9 @@ class Grid(HTMLParser):
 
 
 def test_scores_print_as_a_person_reads_them():
-    assert str(scores("layer.0", "layer.10")) == (
-        "HeadScores: taylor over 32 examples: 6 heads, darker or taller is more important\n"
+    assert (
+        str(scores("layer.0", "layer.10"))
+        == "HeadScores: taylor over 32 examples: 6 heads, darker or taller is more important\n"
         "  layer.0   ▁ ▂ ▄ █\n"
         "  layer.10  ▆ · ▁"
     )
@@ -61,8 +67,10 @@ def test_scores_print_as_a_person_reads_them():
 def test_a_plan_prints_as_a_person_reads_it():
     mask = HeadMask.from_keep({"a": [1], "layer.1": [0, 2]}, {"a": 2, "layer.1": 3})
     plan = PruningPlan(mask, Budget(keep_heads=0.5), "uniform", scorer="taylor")
-    assert str(plan) == (
-        "PruningPlan: 3 of 5 heads stay (uniform, by taylor, keep 50 % of the heads)\n  a        · ■\n  layer.1  ■ · ■"
+    assert (
+        str(plan)
+        == "PruningPlan: 3 of 5 heads stay (uniform, by taylor, keep 50 % of the heads)\n  a       "
+        " · ■\n  layer.1  ■ · ■"
     )
     assert str(PruningPlan(mask)).startswith("PruningPlan: 3 of 5 heads stay (by hand)\n")
 
@@ -70,7 +78,10 @@ def test_a_plan_prints_as_a_person_reads_it():
 def test_the_grid_shows_what_stays_and_what_was_gone_before():
     kept = frozenset({HeadId("a", 0), HeadId("a", 3), HeadId("b", 0)})
     rows = scores("a", "b").rows(kept)
-    assert [[c.kept for c in r.cells] for r in rows] == [[True, False, False, True], [True, False, False]]
+    assert [[c.kept for c in r.cells] for r in rows] == [
+        [True, False, False, True],
+        [True, False, False],
+    ]
     assert [c.level for c in rows[0].cells] == [0.0, 0.25, 0.5, 1.0]
     assert [c.level for c in rows[1].cells] == [0.75, None, 0.0]
     assert [c.title for c in rows[1].cells] == ["b[0]: 3", "b[1]: already removed", "b[2]: 0"]
@@ -102,12 +113,24 @@ def test_html_escapes_a_malicious_site_name(make):
     assert grid.tags == {"table", "caption", "tr", "th", "td"}
     assert grid.rows[0][0][0] == EVIL, "the name is shown as it is"
     assert grid.rows[0][1][1]["title"].startswith(f"{EVIL}[0]: ")
-    assert {name for row in grid.rows for _, attrs in row for name in attrs} == {"scope", "style", "title"}
+    assert {name for row in grid.rows for _, attrs in row for name in attrs} == {
+        "scope",
+        "style",
+        "title",
+    }
 
 
 def test_html_has_a_cell_a_head_and_marks_what_is_gone():
     grid = Grid(
-        html_grid("1 <b> 2", [Row("a", (Cell(0, 0.0, True, "t0"), Cell(7, 1.0, True, "t7"), Cell(9, 1.0, False, "")))])
+        html_grid(
+            "1 <b> 2",
+            [
+                Row(
+                    "a",
+                    (Cell(0, 0.0, True, "t0"), Cell(7, 1.0, True, "t7"), Cell(9, 1.0, False, "")),
+                )
+            ],
+        )
     )
     assert grid.caption == "1 <b> 2"
     (row,) = grid.rows
@@ -123,7 +146,13 @@ def test_rich_shows_the_plain_text_of_the_grid():
     markup = pytest.importorskip("rich.text", reason="rich renders the markup").Text.from_markup
     shown = markup(
         rich_grid(
-            "t [bold]", [Row("a[red]", (Cell(0, 0.0, True, ""), Cell(11, None, True, ""), Cell(2, 1.0, False, "")))]
+            "t [bold]",
+            [
+                Row(
+                    "a[red]",
+                    (Cell(0, 0.0, True, ""), Cell(11, None, True, ""), Cell(2, 1.0, False, "")),
+                )
+            ],
         )
     )
     assert shown.plain == "t [bold]\n  a[red]   0▁11 ·· "
@@ -140,5 +169,8 @@ def test_an_empty_grid_is_its_title():
 
 def test_a_cell_of_a_plan_says_which_head_it_is_and_what_becomes_of_it():
     plan = PruningPlan(HeadMask.from_keep({"a": [1]}, {"a": 2}))
-    assert [cell.title for row in plan.rows() for cell in row.cells] == ["a[0]: removed", "a[1]: kept"]
+    assert [cell.title for row in plan.rows() for cell in row.cells] == [
+        "a[0]: removed",
+        "a[1]: kept",
+    ]
     assert [cell.kept for row in plan.rows() for cell in row.cells] == [False, True]

@@ -15,7 +15,14 @@ COUNTS = {"b": 3, "a": 2}
 
 def site(n_query_heads=4, n_kv_heads=4, heads=None, **changes):
     heads = tuple(range(n_query_heads)) if heads is None else heads
-    given = {"name": "x", "layout": "bert", "kind": "self", "head_dim": 8, "value_dim": 6, "heads": heads}
+    given = {
+        "name": "x",
+        "layout": "bert",
+        "kind": "self",
+        "head_dim": 8,
+        "value_dim": 6,
+        "heads": heads,
+    }
     return AttentionSite(n_query_heads=n_query_heads, n_kv_heads=n_kv_heads, **{**given, **changes})
 
 
@@ -29,7 +36,8 @@ def mask_of(heads):
     return HeadMask.from_keep({s: [h.head for h in heads if h.site == s] for s in COUNTS}, COUNTS)
 
 
-# --- HeadId and AttentionSite ----------------------------------------------------------------------------------------
+# --- HeadId and AttentionSite
+# ----------------------------------------------------------------------------------------
 
 
 def test_head_ids_sort_by_site_then_number_and_refuse_negative_ones():
@@ -57,9 +65,13 @@ def test_check_speaks_of_original_indices():
     assert here.check([7, 6, 6]) == (6, 7)
     assert here.check([]) == ()
     assert here.check(here.heads) == here.heads
-    with pytest.raises(UnknownName, match=r"head 0 of x: must be one of the present heads \[2, 3, 6, 7\], got 0"):
+    with pytest.raises(
+        UnknownName, match=r"head 0 of x: must be one of the present heads \[2, 3, 6, 7\], got 0"
+    ):
         here.check([0, 1])
-    with pytest.raises(InvalidValue, match=r"keep for x: must be whole groups of 2 .*got 1 of heads \[6, 7\]"):
+    with pytest.raises(
+        InvalidValue, match=r"keep for x: must be whole groups of 2 .*got 1 of heads \[6, 7\]"
+    ):
         here.check([2, 3, 6])
 
 
@@ -73,9 +85,15 @@ def test_what_a_policy_allows():
     hint = r"whole groups of 3 .*got 2 of heads \[0, 1, 2\]. Or find .*policy='balanced'"
     with pytest.raises(InvalidValue, match=hint):
         group.check([0, 2, 3, 4, 5])
-    with pytest.raises(InvalidValue, match=r"the same number of query heads in every group .*got \[1, 2\] of"):
+    with pytest.raises(
+        InvalidValue, match=r"the same number of query heads in every group .*got \[1, 2\] of"
+    ):
         balanced.check([0, 4, 5])
-    assert [group.permitting(k).policy for k in ([0, 1, 2], [0, 1, 4, 5], [0, 3, 4])] == ["group", "balanced", "free"]
+    assert [group.permitting(k).policy for k in ([0, 1, 2], [0, 1, 4, 5], [0, 3, 4])] == [
+        "group",
+        "balanced",
+        "free",
+    ]
 
 
 def test_sites_with_torn_groups():
@@ -115,10 +133,14 @@ def test_a_site_that_cannot_be_is_refused(changes, message):
 
 def test_a_site_is_printed_in_words():
     assert str(site()) == "x: 4 heads of width 8 (bert, self)"
-    assert str(site(6, 3, heads=(0, 1))) == "x: 6 heads in 3 KV groups of width 8, 2 present (bert, self)"
+    assert (
+        str(site(6, 3, heads=(0, 1)))
+        == "x: 6 heads in 3 KV groups of width 8, 2 present (bert, self)"
+    )
 
 
-# --- HeadMask --------------------------------------------------------------------------------------------------------
+# --- HeadMask
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_mask_algebra_is_set_algebra():
@@ -139,7 +161,9 @@ def test_a_mask_answers_like_a_set():
         mask = mask_of(one)
         assert len(mask) == mask.n_kept == len(one)
         assert mask.n_heads == 5
-        assert list(mask) == sorted(one, key=lambda h: (h.site != "b", h.head)), "sites stay in the model's order"
+        assert list(mask) == sorted(one, key=lambda h: (h.site != "b", h.head)), (
+            "sites stay in the model's order"
+        )
         for name, n in COUNTS.items():
             assert set(mask.kept(name)) | set(mask.removed(name)) == set(range(n))
             assert all((HeadId(name, h) in mask) == (HeadId(name, h) in one) for h in range(n))
@@ -156,7 +180,11 @@ def test_operations_leave_their_operands_alone():
 
 def test_masks_over_other_sites_or_counts_do_not_mix():
     a = HeadMask.from_keep({}, {"x": 2})
-    for other in (HeadMask.from_keep({}, {"x": 3}), HeadMask.from_keep({}, {"y": 2}), HeadMask.from_keep({}, {})):
+    for other in (
+        HeadMask.from_keep({}, {"x": 3}),
+        HeadMask.from_keep({}, {"y": 2}),
+        HeadMask.from_keep({}, {}),
+    ):
         for operation in ("__or__", "__and__", "__sub__"):
             with pytest.raises(PlanMismatch, match="over the same sites and head counts"):
                 getattr(a, operation)(other)
@@ -183,7 +211,9 @@ def test_unknown_heads_and_sites_are_refused_by_name():
         HeadMask.from_keep({"b": [-1]}, COUNTS)
     with pytest.raises(UnknownName, match=r"site 'encoder\.1'.*Did you mean 'encoder\.0'"):
         HeadMask.from_keep({"encoder.1": [0]}, {"encoder.0": 2})
-    with pytest.raises(UnknownName, match=r"site 'c': must be a site of this mask, got 'c'\. Known: a, b\."):
+    with pytest.raises(
+        UnknownName, match=r"site 'c': must be a site of this mask, got 'c'\. Known: a, b\."
+    ):
         mask_of(set()).kept("c")
     with pytest.raises(LookupError):
         mask_of(set()).removed("c")
@@ -193,12 +223,16 @@ def test_rows_that_contradict_themselves_are_refused():
     with pytest.raises(InvalidValue, match="one row a site, got x twice"):
         HeadMask((SiteKeep("x", 2, (0,)), SiteKeep("x", 2, (1,))))
     for kept in ((1, 0), (0, 0)):
-        with pytest.raises(InvalidValue, match="HeadMask row x: must be sorted indices without repeats"):
+        with pytest.raises(
+            InvalidValue, match="HeadMask row x: must be sorted indices without repeats"
+        ):
             HeadMask((SiteKeep("x", 2, kept),))
 
 
 def test_a_mask_prints_as_a_person_reads_it():
-    mask = HeadMask.from_keep({"layer.0": [1], "layer.10": [0, 1, 3]}, {"layer.0": 2, "layer.10": 4})
+    mask = HeadMask.from_keep(
+        {"layer.0": [1], "layer.10": [0, 1, 3]}, {"layer.0": 2, "layer.10": 4}
+    )
     assert str(mask) == (
         "HeadMask: 4 of 6 heads kept\n"  #
         "  layer.0   ·■  1/2\n"
@@ -211,7 +245,9 @@ def test_the_algebra_holds_on_a_large_ragged_mask():
     counts = {f"layer.{i}": rng.randint(0, 16) for i in range(24)}
 
     def draw():
-        return HeadMask.from_keep({s: [h for h in range(n) if rng.random() < 0.5] for s, n in counts.items()}, counts)
+        return HeadMask.from_keep(
+            {s: [h for h in range(n) if rng.random() < 0.5] for s, n in counts.items()}, counts
+        )
 
     for _ in range(20):
         a, b, c = draw(), draw(), draw()
@@ -220,17 +256,25 @@ def test_the_algebra_holds_on_a_large_ragged_mask():
         assert (a & b) | (a - b) == a
 
 
-# --- indices and rows -------------------------------------------------------------------------------------------------
+# --- indices and rows
+# -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [[2, 0], {0, 2}, (i for i in (0, 2)), np.array([0, 2]), [np.int64(0), 2], [0, 0, 2]])
+@pytest.mark.parametrize(
+    "kept", [[2, 0], {0, 2}, (i for i in (0, 2)), np.array([0, 2]), [np.int64(0), 2], [0, 0, 2]]
+)
 def test_from_keep_takes_every_kind_of_index(kept):
     assert HeadMask.from_keep({"b": kept}, COUNTS).kept("b") == (0, 2)
 
 
-@pytest.mark.parametrize("row", [[1, 0, 1], [True, False, True], np.array([1, 0, 1], bool), np.array([0, 1, 1])])
+@pytest.mark.parametrize(
+    "row", [[1, 0, 1], [True, False, True], np.array([1, 0, 1], bool), np.array([0, 1, 1])]
+)
 def test_from_keep_refuses_a_row_of_0_and_1(row):
-    with pytest.raises(InvalidValue, match=r"keep\['b'\]: must be a collection of head indices.*HeadMask.from_array"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"keep\['b'\]: must be a collection of head indices.*HeadMask.from_array",
+    ):
         HeadMask.from_keep({"b": row}, COUNTS)
 
 

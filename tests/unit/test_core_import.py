@@ -16,7 +16,12 @@ def loaded_after(code):
     """Top-level modules that a fresh process has loaded after ``code``."""
     code = f"import sys\n{code}\nprint(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
@@ -30,8 +35,13 @@ def test_importing_the_package_is_light():
 
 def test_importing_the_package_loads_two_files_of_it():
     """Counted, because a busy machine says nothing by time; ``benchmarks/startup.py`` has that."""
-    code = "import __future__, importlib, typing, sys; a = {*sys.modules}\nimport headprune; print(*{*sys.modules} - a)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import __future__, importlib, typing, sys; a = {*sys.modules}\nimport headprune;"
+        " print(*{*sys.modules} - a)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert set(done.stdout.split()) == {"headprune", "headprune.core", "headprune.core.version"}
 
 

@@ -1,4 +1,5 @@
-"""Classes that are put in front of a module's: with accelerate's hooks, after them, not over a forward of its own."""
+"""Classes that are put in front of a module's: with accelerate's hooks, after them, not over a
+forward of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def unhooked(module: nn.Module) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("before", [[], [hooked], [hooked, unhooked], [hooked, copy.deepcopy]], ids=len)
+@pytest.mark.parametrize(
+    "before", [[], [hooked], [hooked, unhooked], [hooked, copy.deepcopy]], ids=len
+)
 def test_what_is_put_in_front_runs_whatever_hooks_there_are(before: list[Any]) -> None:
     module: nn.Module = nn.Identity()
     for step in before:
@@ -71,6 +74,8 @@ def test_a_forward_of_the_instance_is_not_passed_by(then: Any) -> None:
     if then is not None:
         then(module)
     assert has_own_forward(module)
-    with pytest.raises(UnsupportedModel, match="Identity: must be left with a head, for its forward is replaced"):
+    with pytest.raises(
+        UnsupportedModel, match="Identity: must be left with a head, for its forward is replaced"
+    ):
         mix_in(module, Negated, "left with a head")
     assert (type(module), module(torch.ones(1))) == (nn.Identity, 2)

@@ -50,7 +50,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "layout 'mine'.policies: must be some of group, balanced, free, got ()",
     ),
     "a policy that there is not": (
-        lambda: AttentionLayout("mine", "o", (HeadSlab("o", "in", "context"),), 8, policies=("any",)),  # type: ignore[arg-type]
+        lambda: AttentionLayout(
+            "mine", "o", (HeadSlab("o", "in", "context"),), 8, policies=("any",)
+        ),  # type: ignore[arg-type]
         "layout 'mine'.policies: must be some of group, balanced, free, got ('any',)",
     ),
     "plans for other sites": (
@@ -62,22 +64,33 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "scores: must be of sites that the plan is for, got 'b', which it lacks",
     ),
     "an interval of scores without errors": (
-        lambda: replace(scores_of(SITE), samples=Samples.of(np.ones((3, 2)))).interval(HeadId("a", 0)),
+        lambda: replace(scores_of(SITE), samples=Samples.of(np.ones((3, 2)))).interval(
+            HeadId("a", 0)
+        ),
         "HeadScores.interval: must be called on scores with standard errors, got 'taylor' without",
     ),
     "counts": (
         lambda: HeadGeometry(-1, 1, 8, 8),
-        "HeadGeometry: must be made of counts >= 0 and widths >= 1, got HeadGeometry(n_query_heads=-1, n_kv_heads=1, "
-        "head_dim=8, value_dim=8, key_dim=None, kv_of=None)",
+        (
+            "HeadGeometry: must be made of counts >= 0 and widths >= 1, got"
+            " HeadGeometry(n_query_heads=-1, n_kv_heads=1, head_dim=8, value_dim=8, key_dim=None,"
+            " kv_of=None)"
+        ),
     ),
     "widths of keys": (
         lambda: HeadGeometry(1, 1, 8, 8, -1),
-        "HeadGeometry: must be made of counts >= 0 and widths >= 1, got HeadGeometry(n_query_heads=1, n_kv_heads=1, "
-        "head_dim=8, value_dim=8, key_dim=-1, kv_of=None)",
+        (
+            "HeadGeometry: must be made of counts >= 0 and widths >= 1, got"
+            " HeadGeometry(n_query_heads=1, n_kv_heads=1, head_dim=8, value_dim=8, key_dim=-1,"
+            " kv_of=None)"
+        ),
     ),
     "kv_of": (
         lambda: HeadGeometry(3, 2, 8, 8, kv_of=(0, 0, 2)),
-        "kv_of: must be a key/value head below 2 for each query head, every one in use, got (0, 0, 2)",
+        (
+            "kv_of: must be a key/value head below 2 for each query head, every one in use, got (0,"
+            " 0, 2)"
+        ),
     ),
     "one axis": (
         lambda: infer_geometry([(("context",), 17)], 8, 8),
@@ -96,9 +109,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "the query+key axis: must be a multiple of the head width 8, got 44",
     ),
     "two lengths": (
-        lambda: infer_geometry([(("context",), 16), (("key", "value"), 32), (("key", "head"), 17)], 8, 8),
-        "the key+head axis: must be 18 for HeadGeometry(n_query_heads=2, n_kv_heads=2, head_dim=8, value_dim=8, "
-        "key_dim=None, kv_of=None), got 17",
+        lambda: infer_geometry(
+            [(("context",), 16), (("key", "value"), 32), (("key", "head"), 17)], 8, 8
+        ),
+        (
+            "the key+head axis: must be 18 for HeadGeometry(n_query_heads=2, n_kv_heads=2,"
+            " head_dim=8, value_dim=8, key_dim=None, kv_of=None), got 17"
+        ),
     ),
     "kind": (
         lambda: replace(SITE, kind="sideways"),  # type: ignore[arg-type]
@@ -110,30 +127,44 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "width of a key": (
         lambda: replace(SITE, key_dim=-8),
-        "HeadGeometry: must be made of counts >= 0 and widths >= 1, got HeadGeometry(n_query_heads=6, n_kv_heads=2, "
-        "head_dim=8, value_dim=8, key_dim=-8, kv_of=None)",
+        (
+            "HeadGeometry: must be made of counts >= 0 and widths >= 1, got"
+            " HeadGeometry(n_query_heads=6, n_kv_heads=2, head_dim=8, value_dim=8, key_dim=-8,"
+            " kv_of=None)"
+        ),
     ),
     "heads": (
         lambda: replace(SITE, heads=(0, 7)),
         "AttentionSite.heads: must be sorted indices below 6, got (0, 7)",
     ),
-    "least": (lambda: replace(SITE, least=7), "AttentionSite.least: must be a count of heads, 0 to 6, got 7"),
+    "least": (
+        lambda: replace(SITE, least=7),
+        "AttentionSite.least: must be a count of heads, 0 to 6, got 7",
+    ),
     "bundles": (
         lambda: replace(PAIRS, bundles=((0, 1), (2,))),
         "AttentionSite.bundles: must be a partition of the heads [0, 1, 2, 3], got ((0, 1), (2,))",
     ),
     "a part of a group": (
         lambda: PAIRS.check([0]),
-        f"keep for a: must be whole groups of 2 query heads that share a key/value head, got 1 of heads [0, 1]. {HINT}",
+        (
+            "keep for a: must be whole groups of 2 query heads that share a key/value head, got 1"
+            f" of heads [0, 1]. {HINT}"
+        ),
     ),
     "unlike groups": (
         lambda: replace(SITE, policy="balanced").check([0, 1, 3]),
-        "keep for a: must be the same number of query heads in every group that stays, got [2, 1] of the groups "
-        f"[[0, 1, 2], [3, 4, 5]]. {HINT}",
+        (
+            "keep for a: must be the same number of query heads in every group that stays, got [2,"
+            f" 1] of the groups [[0, 1, 2], [3, 4, 5]]. {HINT}"
+        ),
     ),
     "no budget": (
         lambda: Budget(),
-        "Budget: must be given by exactly one of keep_heads, keep_params, keep_macs, keep_kv, speedup, got none",
+        (
+            "Budget: must be given by exactly one of keep_heads, keep_params, keep_macs, keep_kv,"
+            " speedup, got none"
+        ),
     ),
     "no speed-up": (
         lambda: Budget(speedup=1),
@@ -191,11 +222,15 @@ def test_corners_that_are_allowed() -> None:
 
 def test_a_site_says_its_policy_unless_it_is_the_usual_one() -> None:
     assert str(SITE) == "a: 6 heads in 2 KV groups of width 8 (llama, causal)"
-    assert str(replace(SITE, policy="free")) == "a: 6 heads in 2 KV groups of width 8 (llama, causal, free)"
+    assert (
+        str(replace(SITE, policy="free"))
+        == "a: 6 heads in 2 KV groups of width 8 (llama, causal, free)"
+    )
 
 
 @pytest.mark.parametrize(
-    ("policies", "wider"), [(("group", "balanced"), "balanced"), (("free", "group"), "free"), (("balanced",) * 2,) * 2]
+    ("policies", "wider"),
+    [(("group", "balanced"), "balanced"), (("free", "group"), "free"), (("balanced",) * 2,) * 2],
 )
 def test_two_plans_together_have_the_policy_that_allows_more(policies, wider) -> None:
     """The names' own order, balanced, free, group, would give another one."""
@@ -226,7 +261,8 @@ def test_without_an_axis_of_keys_every_head_has_its_own() -> None:
 
 
 def test_rows_of_one_unit_are_its_own_and_nothing_else() -> None:
-    """Grouped queries, unlike widths: [q0 q1 q2 q3 | k0 k1 | v0 v1] of widths 2, 2 and 3, and group by group."""
+    """Grouped queries, unlike widths: [q0 q1 q2 q3 | k0 k1 | v0 v1] of widths 2, 2 and 3, and group
+    by group."""
     geometry, units = HeadGeometry(4, 2, 2, 3), ("query", "key", "value")
     assert rows_of(geometry, units, "sequential", "query", [1, 3]) == [2, 3, 6, 7]
     assert rows_of(geometry, units, "sequential", "key", [1]) == [10, 11]
@@ -239,13 +275,20 @@ def test_rows_of_one_unit_are_its_own_and_nothing_else() -> None:
 def test_key_heads_go_with_the_last_query_head_that_reads_them() -> None:
     geometry = HeadGeometry(6, 3, 8, 8)
     assert (used_groups(geometry, [0, 4, 5]), freed_groups(geometry, [0, 4, 5])) == ([0, 2], [2])
-    with pytest.raises(InvalidValue, match=r"heads: must be positions of the 6 present heads, got \[5, 6\]"):
+    with pytest.raises(
+        InvalidValue, match=r"heads: must be positions of the 6 present heads, got \[5, 6\]"
+    ):
         used_groups(geometry, [5, 6])
     with pytest.raises(InvalidValue, match="heads: "):
         freed_groups(geometry, [6])
 
 
 def test_an_allowance_is_rounded_down_and_forgives_a_float() -> None:
-    assert [allowance(0.29, 100), allowance(0.5, 7), allowance(4, 7), allowance(9, 7)] == [29, 3, 4, 9]
+    assert [allowance(0.29, 100), allowance(0.5, 7), allowance(4, 7), allowance(9, 7)] == [
+        29,
+        3,
+        4,
+        9,
+    ]
     assert [allowance(0.999, 10), allowance(1.0, 10), allowance(0.1, 10**12)] == [9, 10, 10**11]
     assert allowance(1 / 3, 3 * 10**9) == 10**9

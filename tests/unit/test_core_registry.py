@@ -1,4 +1,5 @@
-"""Registries over a package made for the test: names from files, entry points, clashes, laziness."""
+"""Registries over a package made for the test: names from files, entry points, clashes,
+laziness."""
 
 import importlib
 import importlib.metadata
@@ -16,7 +17,10 @@ from headprune.selection import registry as selectors
 FILES = {
     "__init__.py": "",
     "_shared.py": "class Shared: pass\n",
-    "slow_one.py": '"""The slow one, exactly.\n\nMore words.\n"""\nLOADED = True\nclass SlowOne:\n    """A class."""\n',
+    "slow_one.py": (
+        '"""The slow one, exactly.\n\nMore words.\n"""\nLOADED = True\nclass SlowOne:\n    """A'
+        ' class."""\n'
+    ),
     "quick.py": "class Quick: pass\n",
     "broken.py": '"""Cannot be imported."""\nraise RuntimeError("imported")\n',
 }
@@ -39,7 +43,9 @@ def registry(tmp_path, monkeypatch):
 
 def entry_points(monkeypatch, *points):
     made = [importlib.metadata.EntryPoint(name, value, "fake.gadgets") for name, value in points]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [p for p in made if p.group == group])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda *, group: [p for p in made if p.group == group]
+    )
 
 
 def test_names_are_the_files_without_underscore_and_are_listed_without_import(registry):
@@ -51,7 +57,9 @@ def test_names_are_the_files_without_underscore_and_are_listed_without_import(re
     assert registry.summary("slow_one") == "The slow one, exactly."
     assert registry.summary("broken") == "Cannot be imported."
     assert registry.summary("quick") == ""
-    assert not [m for m in sys.modules if m.startswith("fake_entries.")], "listing must import no entry"
+    assert not [m for m in sys.modules if m.startswith("fake_entries.")], (
+        "listing must import no entry"
+    )
 
 
 def test_an_entry_is_imported_when_it_is_asked_for_and_only_then(registry):
@@ -69,7 +77,10 @@ def test_the_attribute_can_be_another(registry):
 
 
 def test_an_unknown_name_gets_a_suggestion_or_the_list(registry):
-    with pytest.raises(UnknownName, match=r"gadget: must be a registered gadget, got 'quik'\. Did you mean 'quick'\?"):
+    with pytest.raises(
+        UnknownName,
+        match=r"gadget: must be a registered gadget, got 'quik'\. Did you mean 'quick'\?",
+    ):
         registry.get("quik")
     with pytest.raises(UnknownName, match=r"Known: broken, quick, slow_one\."):
         registry.get("zzz")
@@ -92,14 +103,19 @@ def test_outside_packages_add_entries(registry, monkeypatch):
 
 def test_entry_points_of_another_group_are_not_ours(registry, monkeypatch):
     point = importlib.metadata.EntryPoint("far", "fake_outside:Far", "fake.others")
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [p for p in [point] if p.group == group])
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda *, group: [p for p in [point] if p.group == group],
+    )
     assert "far" not in registry
 
 
 def test_a_clash_is_an_error_that_names_both(registry, monkeypatch):
     entry_points(monkeypatch, ("quick", "fake_outside:Far"))
     with pytest.raises(
-        NameClash, match=r"gadget 'quick': must be registered once; fake_entries has it.*fake_outside:Far"
+        NameClash,
+        match=r"gadget 'quick': must be registered once; fake_entries has it.*fake_outside:Far",
     ):
         registry.names()
     with pytest.raises(NameClash):
@@ -112,7 +128,8 @@ def test_a_clash_is_an_error_that_names_both(registry, monkeypatch):
 
 
 def test_one_entry_point_seen_twice_is_no_clash(registry, monkeypatch):
-    """A package that is installed and also on the path in development shows its entry points twice."""
+    """A package that is installed and also on the path in development shows its entry points
+    twice."""
     entry_points(monkeypatch, ("far", "fake_outside:Far"), ("far", "fake_outside:Far"))
     assert registry.names() == ["broken", "far", "quick", "slow_one"]
     assert registry.get("far").__name__ == "Far"
@@ -127,7 +144,10 @@ def test_an_entry_must_be_of_the_kind_that_is_asked_for(registry):
     class Gadget:
         pass
 
-    with pytest.raises(InvalidValue, match=r"gadget 'quick': must be a class derived from fake_entries\.Gadget, got <"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"gadget 'quick': must be a class derived from fake_entries\.Gadget, got <",
+    ):
         registry.resolve("quick", Gadget, "here")
     assert registry.resolve("quick", registry.get("quick"), "here")[0] == "quick"
 
@@ -145,11 +165,15 @@ def test_an_installed_selector_is_found_by_name_and_by_value(tmp_path, monkeypat
     )
     monkeypatch.syspath_prepend(tmp_path)
     point = importlib.metadata.EntryPoint("first", "fake_selector:First", selectors.group)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [point] if group == point.group else [])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda *, group: [point] if group == point.group else []
+    )
     monkeypatch.setattr(selectors, "_loaded", {})
     monkeypatch.setattr(selectors, "_points", None)
     site = hp.AttentionSite("x", "bert", "self", 3, 3, 8, 8, (0, 1, 2))
-    scores = hp.HeadScores((site,), ((1.0, 2.0, 3.0),), None, "fake", EMPTY, 1, ModelFingerprint("s", "w"))
+    scores = hp.HeadScores(
+        (site,), ((1.0, 2.0, 3.0),), None, "fake", EMPTY, 1, ModelFingerprint("s", "w")
+    )
     plan = hp.select(scores, hp.Budget(keep_heads=1), "first")
     assert plan.mask.kept("x") == (0,)
     assert plan.selector == "first"

@@ -1,4 +1,5 @@
-"""HeadScores, costs, Budget, PruningPlan and RunRecord: what they refuse, how they combine, what they say."""
+"""HeadScores, costs, Budget, PruningPlan and RunRecord: what they refuse, how they combine, what
+they say."""
 
 import math
 from dataclasses import replace
@@ -29,7 +30,8 @@ SCORES = HeadScores(
 )
 
 
-# --- HeadScores ------------------------------------------------------------------------------------------------------
+# --- HeadScores
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_units_come_in_model_order_with_everything_that_is_known():
@@ -71,7 +73,12 @@ def test_ranked_breaks_ties_by_the_later_site_and_head():
 
 
 def test_a_head_has_the_score_of_its_unit():
-    assert SCORES[HeadId("plain", 1)] == SCORES[HeadId("groups", 0)] == SCORES[HeadId("groups", 1)] == 0.1
+    assert (
+        SCORES[HeadId("plain", 1)]
+        == SCORES[HeadId("groups", 0)]
+        == SCORES[HeadId("groups", 1)]
+        == 0.1
+    )
     assert SCORES[HeadId("groups", 5)] == 0.3
     assert SCORES.standard_error(HeadId("groups", 4)) == 0.05
     assert replace(SCORES, standard_errors=None).standard_error(HeadId("plain", 0)) is None
@@ -83,14 +90,19 @@ def test_a_head_has_the_score_of_its_unit():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_scores_are_finite(value):
-    with pytest.raises(InvalidValue, match=r"score of groups\[4, 5\]: must be finite, got .*NaN or infinite"):
+    with pytest.raises(
+        InvalidValue, match=r"score of groups\[4, 5\]: must be finite, got .*NaN or infinite"
+    ):
         replace(SCORES, values=((0, 1, 2), (0, value)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"values": ((1, 2, 3),)}, r"HeadScores\.values: must be one entry a unit, \[3, 2\], got \[3\]"),
+        (
+            {"values": ((1, 2, 3),)},
+            r"HeadScores\.values: must be one entry a unit, \[3, 2\], got \[3\]",
+        ),
         ({"values": ((1, 2, 3), (1, 2, 3, 4))}, r"HeadScores\.values: .*got \[3, 4\]"),
         ({"standard_errors": ((1, 2), (1, 2))}, r"HeadScores\.standard_errors: .*got \[2, 2\]"),
         (
@@ -109,22 +121,41 @@ def test_macs_are_a_polynomial_of_the_length():
     assert [cost.macs(n) for n in (0, 1, 10)] == [1000, 1101, 2100]
 
 
-# --- Budget ----------------------------------------------------------------------------------------------------------
+# --- Budget
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "given by exactly one of keep_heads, keep_params, keep_macs, keep_kv, speedup, got none"),
+        (
+            {},
+            (
+                "given by exactly one of keep_heads, keep_params, keep_macs, keep_kv, speedup, got"
+                " none"
+            ),
+        ),
         ({"keep_heads": 3, "keep_kv": 0.5}, "exactly one of .*, got keep_heads, keep_kv"),
-        ({"keep_heads": 0}, r"Budget\.keep_heads: must be a count >= 1 or a fraction above 0 and up to 1\.0, got 0$"),
+        (
+            {"keep_heads": 0},
+            (
+                r"Budget\.keep_heads: must be a count >= 1 or a fraction above 0 and up to 1\.0,"
+                r" got 0$"
+            ),
+        ),
         ({"keep_heads": -3}, "a count >= 1"),
         ({"keep_heads": 1.5}, r"a fraction above 0 and up to 1\.0, got 1\.5"),
         ({"keep_heads": True}, "a count >= 1 .*got True"),
         ({"keep_heads": "half"}, "got 'half'"),
         ({"keep_heads": math.nan}, "got nan"),
-        ({"keep_params": 0.0}, r"Budget\.keep_params: must be a fraction above 0 and up to 1\.0, got 0\.0"),
-        ({"keep_params": 2}, r"Budget\.keep_params: must be a fraction above 0 and up to 1\.0, got 2"),
+        (
+            {"keep_params": 0.0},
+            r"Budget\.keep_params: must be a fraction above 0 and up to 1\.0, got 0\.0",
+        ),
+        (
+            {"keep_params": 2},
+            r"Budget\.keep_params: must be a fraction above 0 and up to 1\.0, got 2",
+        ),
         (
             {"keep_macs": 0.5, "length": 0},
             r"Budget\.length: must be a count of tokens >= 1, with keep_macs only, got 0",
@@ -155,11 +186,15 @@ def test_a_budget_in_words():
     assert str(Budget(keep_kv=0.125)) == "keep 12.5 % of the KV cache"
 
 
-# --- PruningPlan -----------------------------------------------------------------------------------------------------
+# --- PruningPlan
+# -----------------------------------------------------------------------------------------------------
 
 COUNTS = {"a": 4, "b": 2}
 FIRST = PruningPlan(
-    HeadMask.from_keep({"a": [0, 1, 3]}, COUNTS), scores="1", model=ModelFingerprint("s", "full"), notes=("first",)
+    HeadMask.from_keep({"a": [0, 1, 3]}, COUNTS),
+    scores="1",
+    model=ModelFingerprint("s", "full"),
+    notes=("first",),
 )
 SECOND = PruningPlan(
     HeadMask.from_keep({"a": [1, 3], "b": [1]}, COUNTS),
@@ -176,7 +211,12 @@ SECOND = PruningPlan(
 def test_then_keeps_what_both_keep_and_says_what_the_later_one_says():
     both = FIRST.then(SECOND)
     assert both.mask == HeadMask.from_keep({"a": [1, 3], "b": [1]}, COUNTS)
-    assert (both.budget, both.selector, both.scorer, both.scores) == (Budget(keep_heads=3), "uniform", "taylor", "2")
+    assert (both.budget, both.selector, both.scorer, both.scores) == (
+        Budget(keep_heads=3),
+        "uniform",
+        "taylor",
+        "2",
+    )
     assert both.settings == SECOND.settings
     assert both.notes == ("first", "second")
     assert SECOND.then(FIRST).mask == both.mask
@@ -198,13 +238,16 @@ def test_then_refuses_plans_for_different_models():
         PruningPlan(FIRST.mask).then(PruningPlan(HeadMask.from_keep({}, {"a": 4})))
 
 
-# --- RunRecord -------------------------------------------------------------------------------------------------------
+# --- RunRecord
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_record_has_a_known_status():
     for status in ("running", "done", "failed", "interrupted"):
         assert RunRecord("r", status, "s", "c").status == status
-    with pytest.raises(InvalidValue, match=r"RunRecord\.status: must be running, done, failed .*got 'finished'"):
+    with pytest.raises(
+        InvalidValue, match=r"RunRecord\.status: must be running, done, failed .*got 'finished'"
+    ):
         RunRecord("r", "finished", "s", "c")
 
 
@@ -239,7 +282,13 @@ def test_a_record_without_figures_is_its_title():
 
 def test_records_are_set_side_by_side_with_plans_for_the_same_sites_alone():
     first, other = (
-        RunRecord("demo", "done", "save", "2024-01-01", plan=PruningPlan(HeadMask.from_keep({}, {name: 4})))
+        RunRecord(
+            "demo",
+            "done",
+            "save",
+            "2024-01-01",
+            plan=PruningPlan(HeadMask.from_keep({}, {name: 4})),
+        )
         for name in ("a", "b")
     )
     beside = record_difference(first, first, ("x", "y"))
@@ -254,7 +303,9 @@ def test_records_are_set_side_by_side_with_plans_for_the_same_sites_alone():
 def test_figures_of_any_kind_are_set_side_by_side():
     odd = FrozenDict({"a": float("nan"), "b": float("inf"), "c": "soon", "d": (1, 2), "e": 20.0})
     record = RunRecord("demo", "done", "save", "2024-01-01", timings=odd)
-    assert str(record_difference(record, replace(record, timings=FrozenDict({"a": 1.5})), ("x", "y"))).splitlines() == [
+    assert str(
+        record_difference(record, replace(record, timings=FrozenDict({"a": 1.5})), ("x", "y"))
+    ).splitlines() == [
         *(
             "x -> y",
             "figures",
@@ -262,14 +313,23 @@ def test_figures_of_any_kind_are_set_side_by_side():
             "  seconds of a: nan -> 1.5 (+nan)",
             "  seconds of b: inf -> none",
         ),
-        *("  seconds of c: soon -> none", "  seconds of d: (1, 2) -> none", "  seconds of e: 20 -> none"),
+        *(
+            "  seconds of c: soon -> none",
+            "  seconds of d: (1, 2) -> none",
+            "  seconds of e: 20 -> none",
+        ),
     ]
 
 
 def test_a_share_of_importance_is_told_where_no_score_is_below_zero():
     site = AttentionSite("a", "bert", "self", 3, 3, 4, 4, (0, 1, 2))
     plan = PruningPlan(HeadMask.from_keep({"a": [1, 2]}, {"a": 3}))
-    for values, told in (((1.0, 2.0, 5.0), ["12.5 % of all importance goes"]), ((-1.0, 2.0, 5.0), [])):
-        scores = HeadScores((site,), (values,), None, "taylor", EMPTY, 3, ModelFingerprint("s", "w"))
+    for values, told in (
+        ((1.0, 2.0, 5.0), ["12.5 % of all importance goes"]),
+        ((-1.0, 2.0, 5.0), []),
+    ):
+        scores = HeadScores(
+            (site,), (values,), None, "taylor", EMPTY, 3, ModelFingerprint("s", "w")
+        )
         lines = explain(plan, scores).expected()
         assert [line.partition(", by")[0] for line in lines if "importance" in line] == told

@@ -1,4 +1,5 @@
-"""Slab arithmetic against an axis that is laid out by reshaping, and head counts that come back from lengths."""
+"""Slab arithmetic against an axis that is laid out by reshaping, and head counts that come back
+from lengths."""
 
 import itertools
 
@@ -20,7 +21,9 @@ from headprune.core.slabs import (
 
 GEOMETRIES = [
     HeadGeometry(n_kv * group, n_kv, head_dim, value_dim)
-    for n_kv, group, head_dim, value_dim in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 4), (1, 3))
+    for n_kv, group, head_dim, value_dim in itertools.product(
+        (1, 2, 3), (1, 2, 3), (1, 2, 4), (1, 3)
+    )
 ]
 COMBINATIONS = [
     *(("query",), ("key",), ("value",), ("context",), ("head",)),
@@ -42,7 +45,8 @@ def chunks(geometry, units):
 
 
 def reshaped(geometry, units, packing, groups):
-    """The rows of the kept groups, by viewing the axis as an array: [groups, rows of a group], or one such a unit."""
+    """The rows of the kept groups, by viewing the axis as an array: [groups, rows of a group], or
+    one such a unit."""
     size = sum(geometry.n_kv_heads * per * width for _, per, width in chunks(geometry, units))
     axis = np.arange(size)
     if packing == "grouped":
@@ -69,13 +73,16 @@ def test_kept_rows_are_those_of_the_reshaped_axis(units, packing):
                 expected = reshaped(geometry, units, packing, list(groups))
                 assert kept_rows(geometry, units, packing, keep, groups) == expected
                 checked += 1
-        everything = kept_rows(geometry, units, packing, range(geometry.n_query_heads), range(geometry.n_kv_heads))
+        everything = kept_rows(
+            geometry, units, packing, range(geometry.n_query_heads), range(geometry.n_kv_heads)
+        )
         assert everything == list(range(axis_size(geometry, units)))
     assert checked == 6 * 3 * (2 + 4 + 8)
 
 
 def test_a_grouped_projection_by_hand():
-    """Two groups of two queries, head_dim 2, value_dim 1: q0 q1 k0 v0 | q2 q3 k1 v1, widths 2 2 2 1."""
+    """Two groups of two queries, head_dim 2, value_dim 1: q0 q1 k0 v0 | q2 q3 k1 v1, widths 2 2 2
+    1."""
     geometry = HeadGeometry(4, 2, 2, 1)
     units = ("query", "key", "value")
     assert list(blocks(geometry, units, "grouped")) == [
@@ -108,15 +115,31 @@ def test_a_torn_group_keeps_its_key_head_and_a_foreign_position_is_refused():
 
 def test_groups_of_unlike_size():
     torn = HeadGeometry(6, 2, 2, 1).keep([0, 1, 2, 4])
-    assert (torn.n_query_heads, torn.n_kv_heads, torn.kv_of, torn.group_size) == (4, 2, (0, 0, 0, 1), 1)
+    assert (torn.n_query_heads, torn.n_kv_heads, torn.kv_of, torn.group_size) == (
+        4,
+        2,
+        (0, 0, 0, 1),
+        1,
+    )
     assert torn.members(0) == [0, 1, 2]
     assert list(blocks(torn, ("query", "key"), "grouped")) == [
         *(("query", 0, 2), ("query", 1, 2), ("query", 2, 2), ("key", 0, 2)),
         *(("query", 3, 2), ("key", 1, 2)),
     ]
-    assert kept_rows(torn, ("query", "key"), "grouped", [1, 3], [0, 1]) == [2, 3, 6, 7, 8, 9, 10, 11]
+    assert kept_rows(torn, ("query", "key"), "grouped", [1, 3], [0, 1]) == [
+        2,
+        3,
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+    ]
     assert torn.keep([3]) == HeadGeometry(1, 1, 2, 1)
-    assert torn.keep([0, 3]) == HeadGeometry(2, 2, 2, 1), "what is even again is spelt like any other"
+    assert torn.keep([0, 3]) == HeadGeometry(2, 2, 2, 1), (
+        "what is even again is spelt like any other"
+    )
     with pytest.raises(InvalidValue, match="every one in use"):
         HeadGeometry(2, 2, 1, 1, kv_of=(0, 0))
 
@@ -159,7 +182,10 @@ def test_head_counts_come_back_from_lengths(slabs):
 @pytest.mark.parametrize(("position", "by"), [(0, 1), (1, 1), (2, 3), (3, 1), (3, 4)])
 def test_a_length_that_heads_do_not_explain_is_refused(position, by):
     geometry = HeadGeometry(4, 2, 4, 4)
-    sizes = [(units, axis_size(geometry, units)) for units in (("context",), ("query",), ("key",), ("value",))]
+    sizes = [
+        (units, axis_size(geometry, units))
+        for units in (("context",), ("query",), ("key",), ("value",))
+    ]
     units, length = sizes[position]
     sizes[position] = (units, length + by)
     with pytest.raises(InvalidValue, match=f"the {units[0]} axis"):
@@ -167,24 +193,35 @@ def test_a_length_that_heads_do_not_explain_is_refused(position, by):
 
 
 def test_head_counts_that_cannot_be_are_refused():
-    with pytest.raises(InvalidValue, match=r"n_kv_heads: must be a divisor of the 4 query heads, got 3"):
+    with pytest.raises(
+        InvalidValue, match=r"n_kv_heads: must be a divisor of the 4 query heads, got 3"
+    ):
         infer_geometry([(("context",), 16), (("key",), 12)], 4, 4)
-    with pytest.raises(InvalidValue, match=r"layout\.slabs: must be with one slab of unit 'context' or 'query'"):
+    with pytest.raises(
+        InvalidValue, match=r"layout\.slabs: must be with one slab of unit 'context' or 'query'"
+    ):
         infer_geometry([(("query", "key", "value"), 12)], 4, 4)
     with pytest.raises(InvalidValue, match=r"query\+key\+value axis"):
         infer_geometry([(("context",), 16), (("query", "key", "value"), 12)], 4, 4)
 
 
-@pytest.mark.parametrize("bad", [(-1, 1, 1, 1), (2, 1, 0, 1), (2, 1, 1, 0), (3, 2, 1, 1), (0, 1, 1, 1), (2, 0, 1, 1)])
+@pytest.mark.parametrize(
+    "bad", [(-1, 1, 1, 1), (2, 1, 0, 1), (2, 1, 1, 0), (3, 2, 1, 1), (0, 1, 1, 1), (2, 0, 1, 1)]
+)
 def test_a_geometry_that_cannot_be_is_refused(bad):
     with pytest.raises(InvalidValue):
         HeadGeometry(*bad)
 
 
 def test_slabs_and_layouts_are_checked_by_name():
-    with pytest.raises(InvalidValue, match=r"HeadSlab\.unit: must be one of query, .*got 'queries'"):
+    with pytest.raises(
+        InvalidValue, match=r"HeadSlab\.unit: must be one of query, .*got 'queries'"
+    ):
         HeadSlab("q_proj", "out", "queries")
-    with pytest.raises(InvalidValue, match=r"HeadSlab\.packing: must be 'sequential' or 'grouped', got 'interleaved'"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"HeadSlab\.packing: must be 'sequential' or 'grouped', got 'interleaved'",
+    ):
         check_slab(("query",), "interleaved")
     for axis in ("rows", True, 1.0):
         must = r"HeadSlab\('q_proj'\)\.axis: must be 'in', 'out', 'list' or a dimension"
@@ -194,6 +231,10 @@ def test_slabs_and_layouts_are_checked_by_name():
     assert HeadSlab("q", "out", "query").units == ("query",)
     query, out = HeadSlab("q", "out", "query"), HeadSlab("o", "in", "context")
     assert AttentionLayout("mine", "o", (query, out), 8).slabs == (query, out)
-    for slabs in [(query,), (query, HeadSlab("o", "out", "context")), (query, HeadSlab("p", "in", "context"))]:
+    for slabs in [
+        (query,),
+        (query, HeadSlab("o", "out", "context")),
+        (query, HeadSlab("p", "in", "context")),
+    ]:
         with pytest.raises(InvalidValue, match=r"layout 'mine'.*HeadSlab\('o', 'in', 'context'\)"):
             AttentionLayout("mine", "o", slabs, 8)

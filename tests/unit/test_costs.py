@@ -1,4 +1,5 @@
-"""What models and their units cost, against what physically leaves and against PyTorch's own counter."""
+"""What models and their units cost, against what physically leaves and against PyTorch's own
+counter."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ def n_parameters(model: nn.Module) -> int:
 
 
 def added(costs: list[Cost]) -> Cost:
-    return Cost(*(sum(c) for c in zip(*map(dataclasses.astuple, costs), strict=True))) if costs else Cost(0, 0, 0, 0, 0)
+    return (
+        Cost(*(sum(c) for c in zip(*map(dataclasses.astuple, costs), strict=True)))
+        if costs
+        else Cost(0, 0, 0, 0, 0)
+    )
 
 
 def less(total: Cost, gone: Cost) -> Cost:
@@ -71,9 +76,11 @@ def test_parameters_of_a_unit_are_those_that_leave(subject: Subject) -> None:
 
 @pytest.mark.parametrize("length", [5, 12])
 def test_multiply_adds_are_those_that_pytorch_counts(subject: Subject, length: int) -> None:
-    """Eager attention: both products of the attention are matrix products then, causal ones whole, as we count them.
+    """Eager attention: both products of the attention are matrix products then, causal ones whole,
+    as we count them.
 
-    Nothing differs: norms, softmax, activations, rotary angles and embeddings count nothing in either.
+    Nothing differs: norms, softmax, activations, rotary angles and embeddings count nothing in
+    either.
     """
     if hasattr(subject.model, "set_attn_implementation"):
         set_implementation(subject.model, "eager")
@@ -81,7 +88,9 @@ def test_multiply_adds_are_those_that_pytorch_counts(subject: Subject, length: i
     table = measure(subject.model, batch)
     assert table.total.macs(table.length) == macs(subject.model, batch)
     assert table.total.macs_per_pair > 0
-    assert table.total.macs_per_pair == sum(len(s.heads) * (s.head_dim + s.value_dim) for s in subject.sites)
+    assert table.total.macs_per_pair == sum(
+        len(s.heads) * (s.head_dim + s.value_dim) for s in subject.sites
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in TRANSFORMERS if n != "vit"])
@@ -97,15 +106,22 @@ def test_one_measurement_tells_every_length(name: str) -> None:
 
 
 def test_costs_do_not_depend_on_the_batch_size(subject: Subject) -> None:
-    assert measure(subject.model, of_length(subject, 7)) == measure(subject.model, of_length(subject, 7, size=3))
+    assert measure(subject.model, of_length(subject, 7)) == measure(
+        subject.model, of_length(subject, 7, size=3)
+    )
 
 
 def test_what_is_left_is_the_total_less_the_units(subject: Subject) -> None:
-    """The prediction that selection rests on, against a measurement of the cut model; also after a second cut."""
+    """The prediction that selection rests on, against a measurement of the cut model; also after a
+    second cut."""
     for mask in (subject.ragged(0), subject.ragged(1), subject.mask({subject.sites[1].name: []})):
         table, gone = measure(subject.model, subject.batch), []
         for site, costs in zip(subject.sites, table.units, strict=True):
-            gone += [c for u, c in zip(site.units, costs, strict=True) if not set(u) <= set(mask.kept(site.name))]
+            gone += [
+                c
+                for u, c in zip(site.units, costs, strict=True)
+                if not set(u) <= set(mask.kept(site.name))
+            ]
         pruned = subject.copy()
         hp.prune_(pruned, mask)
         after = measure(pruned, subject.batch)
@@ -132,7 +148,10 @@ def cache_bytes(model: nn.Module, length: int) -> list[int]:
     """Bytes of the key and value tensors of each layer after a forward pass of one example."""
     with torch.no_grad():
         cache = model(input_ids=torch.randint(3, 50, (1, length)), use_cache=True).past_key_values
-    return [sum(t.numel() * t.element_size() for t in (layer.keys, layer.values)) for layer in cache.layers]
+    return [
+        sum(t.numel() * t.element_size() for t in (layer.keys, layer.values))
+        for layer in cache.layers
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -146,7 +165,8 @@ def test_cache_bytes_are_those_of_the_real_cache(decoder: Subject, dtype: torch.
 
 
 def test_the_marker_of_a_layer_without_heads_is_not_counted(decoder: Subject) -> None:
-    """Two numbers a token stay in the cache there, so that positions are counted; they are no keys or values."""
+    """Two numbers a token stay in the cache there, so that positions are counted; they are no keys
+    or values."""
     hp.prune_(decoder.model, decoder.mask({decoder.sites[0].name: []}))
     table = measure(decoder.model, of_length(decoder, 9))
     real = cache_bytes(decoder.model, 9)
@@ -177,7 +197,10 @@ def test_a_module_that_runs_twice_costs_twice() -> None:
     once, twice = Once(), Twice()
     x = torch.randn(2, 5, 8)
     a, b = measure(once, x), measure(twice, x)
-    assert (b.total.macs_per_token, b.total.macs_per_pair) == (2 * a.total.macs_per_token, 2 * a.total.macs_per_pair)
+    assert (b.total.macs_per_token, b.total.macs_per_pair) == (
+        2 * a.total.macs_per_token,
+        2 * a.total.macs_per_pair,
+    )
     assert b.total.params == a.total.params
     assert [c.macs_per_token for c in b.units[0]] == [2 * c.macs_per_token for c in a.units[0]]
     mask = HeadMask.from_keep({"attention": [1]}, {"attention": 2})

@@ -1,4 +1,5 @@
-"""Losses that depend on other examples of their batch: every scorer computes what it documents, or says no."""
+"""Losses that depend on other examples of their batch: every scorer computes what it documents, or
+says no."""
 
 from __future__ import annotations
 
@@ -160,10 +161,14 @@ def jacobian(model: nn.Module, batches: Any, loss: Any, at: float = 1.0) -> Tens
     sites = hp.find_sites(model)
     rows = []
     for batch in batches:
-        gates = {s.name: torch.full((3,), at, dtype=torch.float64, requires_grad=True) for s in sites}
+        gates = {
+            s.name: torch.full((3,), at, dtype=torch.float64, requires_grad=True) for s in sites
+        }
         with hp.gated(model, gates):
             losses = loss(model, batch)
-            slopes = (torch.autograd.grad(one, list(gates.values()), retain_graph=True) for one in losses)
+            slopes = (
+                torch.autograd.grad(one, list(gates.values()), retain_graph=True) for one in losses
+            )
             rows += [torch.cat(of_example) for of_example in slopes]
     return torch.stack(rows)
 
@@ -186,7 +191,8 @@ def ablated(model: nn.Module, batches: Any, loss: Any) -> Tensor:
 
 
 def patched(model: nn.Module, batches: Any, loss: Any) -> Tensor:
-    """``[units]``: what each loss rises by, to first order, when a head puts out its mean everywhere."""
+    """``[units]``: what each loss rises by, to first order, when a head puts out its mean
+    everywhere."""
     bound = bind(model)
     seen: list[list[Tensor]] = []
 
@@ -211,19 +217,28 @@ def patched(model: nn.Module, batches: Any, loss: Any) -> Tensor:
     for p in model.parameters():
         p.requires_grad_(False)
     losses = [run(batch) for batch in batches]
-    means = [torch.cat([x[site].detach().flatten(0, 1) for x in seen]).mean(0) for site in range(len(bound))]
+    means = [
+        torch.cat([x[site].detach().flatten(0, 1) for x in seen]).mean(0)
+        for site in range(len(bound))
+    ]
     rows = []
     for of_batch, contexts in zip(losses, seen, strict=True):
         for one in of_batch:
             slopes = torch.autograd.grad(one, contexts, retain_graph=True)
-            effects = [((m - x.detach()) * g).sum((0, 1)) for m, x, g in zip(means, contexts, slopes, strict=True)]
+            effects = [
+                ((m - x.detach()) * g).sum((0, 1))
+                for m, x, g in zip(means, contexts, slopes, strict=True)
+            ]
             rows.append(torch.cat([e.unflatten(0, (3, -1)).sum(1) for e in effects]))
     return torch.stack(rows).mean(0)
 
 
 def integrated(model: nn.Module, batches: Any, loss: Any) -> Tensor:
     nodes, weights = np.polynomial.legendre.leggauss(8)
-    parts = [w / 2 * jacobian(model, batches, loss, (1 + x) / 2) for x, w in zip(nodes, weights, strict=True)]
+    parts = [
+        w / 2 * jacobian(model, batches, loss, (1 + x) / 2)
+        for x, w in zip(nodes, weights, strict=True)
+    ]
     return -torch.stack(parts).sum(0).mean(0)
 
 
@@ -243,12 +258,15 @@ CONFIGURED: dict[str, tuple[Any, Callable[[Any, Any, Any], Tensor]]] = {
     ),
     "fisher in blocks": (
         Fisher(block=5),
-        lambda *given: torch.stack([b.mean(0) for b in jacobian(*given).split(5)]).square().mean(0) / 2,
+        lambda *given: (
+            torch.stack([b.mean(0) for b in jacobian(*given).split(5)]).square().mean(0) / 2
+        ),
     ),
     "mean": (AttributionPatching(base="mean"), patched),
     "without replay": (LeaveOneOut(replay=False), lambda *given: ablated(*given).mean(0)),
 }
-#: What needs no slope of a loss: statistics, losses of whole batches, gates trained on the mean loss of a block.
+#: What needs no slope of a loss: statistics, losses of whole batches, gates trained on the mean
+#: loss of a block.
 NO_SLOPES = {
     "activation_norm",
     "add_one_in",
@@ -338,7 +356,12 @@ def test_the_first_batch_alone_is_judged_and_that_is_enough(loss: Any) -> None:
 def test_until_stable_computes_the_same() -> None:
     model, batches = Classifier(), data(20)
     found = hp.score(
-        model, batches, "taylor", loss=contrastive, until=hp.Stable(k=1, rare=0.5, first=30), progress=False
+        model,
+        batches,
+        "taylor",
+        loss=contrastive,
+        until=hp.Stable(k=1, rare=0.5, first=30),
+        progress=False,
     )
     read = batches[: found.n_examples // SIZE]
     assert NOTE in found.notes
@@ -348,8 +371,12 @@ def test_until_stable_computes_the_same() -> None:
 def test_a_call_that_was_cut_off_goes_on(tmp_path: Any) -> None:
     model, batches = Classifier(), data(4)
     whole = hp.score(model, batches, ["taylor", "surgeon"], loss=contrastive, progress=False)
-    kept = hp.score(model, batches, ["taylor", "surgeon"], loss=contrastive, folder=tmp_path, progress=False)
-    again = hp.score(model, batches, ["taylor", "surgeon"], loss=contrastive, folder=tmp_path, progress=False)
+    kept = hp.score(
+        model, batches, ["taylor", "surgeon"], loss=contrastive, folder=tmp_path, progress=False
+    )
+    again = hp.score(
+        model, batches, ["taylor", "surgeon"], loss=contrastive, folder=tmp_path, progress=False
+    )
     assert whole == kept == again
     assert all(NOTE in scores.notes for scores in again)
 
@@ -388,7 +415,9 @@ def test_the_output_of_a_model_that_couples(scorer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "scorer", [*sorted({*ORACLES} - {"leave_one_out"}), "surgeon", AttributionPatching(base="mean")], ids=str
+    "scorer",
+    [*sorted({*ORACLES} - {"leave_one_out"}), "surgeon", AttributionPatching(base="mean")],
+    ids=str,
 )
 def test_the_slow_way_gives_the_same(scorer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed where examples are coupled is what is computed where they are not."""
@@ -397,15 +426,25 @@ def test_the_slow_way_gives_the_same(scorer: Any, monkeypatch: pytest.MonkeyPatc
     assert NOTE not in fast.notes
     for module in (_gradients, __import__(f"headprune.scoring.{fast.scorer}", fromlist=["x"])):
         if hasattr(module, "coupled"):
-            monkeypatch.setattr(module, "coupled", lambda problem, *_, **__: problem.shared.setdefault(LOSSES, True))
+            monkeypatch.setattr(
+                module, "coupled", lambda problem, *_, **__: problem.shared.setdefault(LOSSES, True)
+            )
     slow = hp.score(model, batches, scorer, loss=own, progress=False)
     assert NOTE in slow.notes, "it ran"
     assert_close(values(slow), values(fast), rtol=1e-8, atol=1e-12)
 
 
 def read_logits(model: nn.Module, batch: Any) -> Tensor:
-    output = model(**{k: v for k, v in batch.items() if k != "labels"}) if isinstance(batch, dict) else model(batch)
-    found = output if isinstance(output, Tensor) else next(t for t in output.values() if isinstance(t, Tensor))
+    output = (
+        model(**{k: v for k, v in batch.items() if k != "labels"})
+        if isinstance(batch, dict)
+        else model(batch)
+    )
+    found = (
+        output
+        if isinstance(output, Tensor)
+        else next(t for t in output.values() if isinstance(t, Tensor))
+    )
     return found.float().flatten(1).logsumexp(1).square()
 
 
@@ -414,14 +453,17 @@ def read_logits(model: nn.Module, batch: Any) -> Tensor:
 def test_models_that_do_not_couple_take_two_backward_passes_more(
     layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One to find out, on the first batch; none of an example alone, also where types are narrow."""
+    """One to find out, on the first batch; none of an example alone, also where types are
+    narrow."""
     subject: Subject = subject_of(layout)
     model = subject.model.to(dtype)
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in subject.batch.items()}
     bound = bind(model)
     calls, grad = [], torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(_gradients, "refuse_flat", lambda *_: None)  # which looks twice where types are narrow
+    monkeypatch.setattr(
+        _gradients, "refuse_flat", lambda *_: None
+    )  # which looks twice where types are narrow
     problem = Problem(model, bound, [batch, batch], read_logits, progress=False)
     for p in model.parameters():
         p.requires_grad_(False)
@@ -437,11 +479,13 @@ def test_models_that_do_not_couple_take_two_backward_passes_more(
     assert_close(found[size:], found[:size], rtol=0, atol=0)
 
 
-# --- batches after the first ------------------------------------------------------------------------------------------
+# --- batches after the first
+# ------------------------------------------------------------------------------------------
 
 
 def pairs_of_a_class(model: nn.Module, batch: Any) -> Tensor:
-    """A supervised contrastive loss: an example without another one of its class goes by itself alone."""
+    """A supervised contrastive loss: an example without another one of its class goes by itself
+    alone."""
     x, classes = batch
     states = nn.functional.normalize(model(x).mean(1), dim=-1)
     own = torch.eye(len(x), dtype=torch.bool)
@@ -451,7 +495,9 @@ def pairs_of_a_class(model: nn.Module, batch: Any) -> Tensor:
     return torch.where(same.any(1), others, states[:, 0].square())
 
 
-@pytest.mark.parametrize("scorer", ["taylor", "fisher", "integrated_gradients", "attribution_patching", "attattr"])
+@pytest.mark.parametrize(
+    "scorer", ["taylor", "fisher", "integrated_gradients", "attribution_patching", "attattr"]
+)
 def test_a_loss_that_couples_later_examples_alone_is_refused(scorer: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(hp.MultiHeadAttention(8, 4)).double().eval()
@@ -469,5 +515,7 @@ def test_batches_are_looked_at_again_at_2_and_8(monkeypatch: pytest.MonkeyPatch)
     for n_batches, expected in ((1, 1), (2, 2), (7, 2), (8, 3)):
         looks.clear()
         batches = [torch.randn(3, 5, 8) for _ in range(n_batches)]
-        hp.score(model, batches, "taylor", loss=lambda m, x: m(x).square().mean((1, 2)), progress=False)
+        hp.score(
+            model, batches, "taylor", loss=lambda m, x: m(x).square().mean((1, 2)), progress=False
+        )
         assert len(looks) == expected, n_batches

@@ -1,4 +1,5 @@
-"""The curvature of scores: what fisher and ggn supply, how it is kept, and how it follows its units."""
+"""The curvature of scores: what fisher and ggn supply, how it is kept, and how it follows its
+units."""
 
 import json
 import pickle
@@ -26,7 +27,11 @@ from tests.laws.support import Subject, labelled_subject, subject_of
 from tests.selection_problems import make, site
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
-SITES = (site("first", 3, kind="self"), site("second", 4, 2, kind="cross"), site("third", 2, kind="self"))
+SITES = (
+    site("first", 3, kind="self"),
+    site("second", 4, 2, kind="cross"),
+    site("third", 2, kind="self"),
+)
 N_UNITS = 7
 
 
@@ -54,7 +59,10 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 
 def test_half_its_diagonal_are_the_scores_and_the_whole_is_the_matrix(subject: Subject) -> None:
-    halves = [{k: v[:2] for k, v in subject.batch.items()}, {k: v[2:] for k, v in subject.batch.items()}]
+    halves = [
+        {k: v[:2] for k, v in subject.batch.items()},
+        {k: v[2:] for k, v in subject.batch.items()},
+    ]
     options: dict[str, Any] = {"sites": subject.sites, "progress": False}
     with Doubled():
         fisher = hp.score(subject.model, halves, "fisher", loss=wide_loss, **options)
@@ -66,7 +74,9 @@ def test_half_its_diagonal_are_the_scores_and_the_whole_is_the_matrix(subject: S
     for scores, matrix in zip((fisher, ggn), matrices, strict=True):
         assert scores.curvature is not None
         assert_allclose(scores.curvature.matrix, matrix, **EXACT)
-        assert_allclose(np.diag(scores.curvature.matrix) / 2, np.concatenate(scores.values), **EXACT)
+        assert_allclose(
+            np.diag(scores.curvature.matrix) / 2, np.concatenate(scores.values), **EXACT
+        )
         off = scores.curvature.matrix - np.diag(np.diag(scores.curvature.matrix))
         assert np.abs(off).max() > 1e-3 * np.abs(scores.curvature.matrix).max()
 
@@ -116,7 +126,10 @@ def test_it_comes_back_from_beside_the_file(tmp_path: Path) -> None:
     assert (loaded, hash(loaded), loaded.digest) == (scores, hash(scores), scores.digest)
     assert loaded.curvature is not None
     assert_allclose(loaded.curvature.matrix, bent(), **EXACT)
-    assert pickle.loads(pickle.dumps(loaded)).curvature.matrix.tolist() == loaded.curvature.matrix.tolist()
+    assert (
+        pickle.loads(pickle.dumps(loaded)).curvature.matrix.tolist()
+        == loaded.curvature.matrix.tolist()
+    )
     budget = hp.Budget(keep_heads=0.6)
     assert hp.select(loaded, budget, "quadratic") == hp.select(scores, budget, "quadratic")
 
@@ -137,7 +150,8 @@ def test_without_its_file_only_what_needs_it_fails(tmp_path: Path) -> None:
     assert hp.select(loaded, budget).mask.n_kept <= 6
     assert hp.select(loaded, {"cross": budget}).mask.n_kept == 7
     with pytest.raises(
-        InvalidValue, match=r"a\.curvature\.safetensors: must be there with the curvature.*no such file"
+        InvalidValue,
+        match=r"a\.curvature\.safetensors: must be there with the curvature.*no such file",
     ):
         hp.select(loaded, budget, "quadratic")
     with pytest.raises(InvalidValue, match=r"carry their curvature.*no such file"):
@@ -145,7 +159,10 @@ def test_without_its_file_only_what_needs_it_fails(tmp_path: Path) -> None:
     assert "no such file" in loaded.of("cross").notes[-1]
     with pytest.warns(UserWarning, match=r"written without curvature.*no such file"):
         loaded.save(tmp_path / "b.json")
-    assert hp.select(loaded, {"cross": budget}).notes == hp.select(scores_of(bent()), {"cross": budget}).notes
+    assert (
+        hp.select(loaded, {"cross": budget}).notes
+        == hp.select(scores_of(bent()), {"cross": budget}).notes
+    )
 
 
 def test_files_from_before_there_was_one_still_load(tmp_path: Path) -> None:
@@ -186,14 +203,18 @@ def test_bundles_have_the_form_of_their_heads() -> None:
     for gone in ([0], [1], [0, 1], [1, 3], [0, 2, 4]):
         units = [u for i, u in enumerate(found.units()) if i in gone]
         heads = {HeadId(u.name, h) for u in units for h in u.heads}
-        r, few = np.array([h in heads for h in flat], float), np.isin(np.arange(5), gone).astype(float)
+        r, few = (
+            np.array([h in heads for h in flat], float),
+            np.isin(np.arange(5), gone).astype(float),
+        )
         assert len(heads) > len(gone) or set(gone) <= {2, 3, 4}
         assert_allclose(few @ found.curvature.matrix @ few, r @ matrix @ r, **EXACT)
 
 
 @pytest.mark.parametrize("name", ["ggn", "surgeon"])
 def test_short_texts_are_scored_as_if_padded(name: str) -> None:
-    """A text of one token predicts nothing, one of two tokens as much alone as beside longer ones."""
+    """A text of one token predicts nothing, one of two tokens as much alone as beside longer
+    ones."""
     from headprune.layouts import registry
 
     model, batch = registry.get("llama").tiny(0)
@@ -203,13 +224,20 @@ def test_short_texts_are_scored_as_if_padded(name: str) -> None:
         batches = []
         for row, length in zip(ids, lengths, strict=False):
             row = row[: width or length].clone()[None]
-            batches.append({"input_ids": row, "attention_mask": (torch.arange(row.shape[1])[None] < length).long()})
+            batches.append(
+                {
+                    "input_ids": row,
+                    "attention_mask": (torch.arange(row.shape[1])[None] < length).long(),
+                }
+            )
         found = hp.score(model.double(), batches, name, progress=False)
         assert isinstance(found, HeadScores)
         return found
 
     alone, padded = scored(2, 1, 2), scored(2, 1, 2, width=7)
-    assert_allclose(np.concatenate(alone.values), np.concatenate(padded.values), rtol=1e-8, atol=1e-12)
+    assert_allclose(
+        np.concatenate(alone.values), np.concatenate(padded.values), rtol=1e-8, atol=1e-12
+    )
     assert max(map(max, alone.values)) > 0
     nothing = scored(1, 1)
     assert not any(map(any, nothing.values))

@@ -1,4 +1,5 @@
-"""cut_: all of it or nothing; and what is shared with something that stays is refused before anything changes."""
+"""cut_: all of it or nothing; and what is shared with something that stays is refused before
+anything changes."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def steps(monkeypatch: pytest.MonkeyPatch, subject: Subject, mask: hp.HeadMask, 
 def test_an_error_at_any_step_leaves_the_model_as_it_was(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, name: str, after: bool
 ) -> None:
-    mask = subject.ragged() & subject.mask({subject.sites[0].name: []})  # one layer changes its class as well
+    mask = subject.ragged() & subject.mask(
+        {subject.sites[0].name: []}
+    )  # one layer changes its class as well
     n_steps = steps(monkeypatch, subject, mask, name)
     assert n_steps >= len(subject.sites)
     before, expected = picture(subject.model), subject.run()
@@ -85,7 +88,11 @@ def test_an_error_between_weight_and_bias_leaves_the_model_as_it_was(
 
 
 def test_undo_puts_everything_back(subject: Subject) -> None:
-    before, expected, state = picture(subject.model), subject.run(), dict(subject.model.state_dict())
+    before, expected, state = (
+        picture(subject.model),
+        subject.run(),
+        dict(subject.model.state_dict()),
+    )
     undo = cut.cut_(subject.model, bind(subject.model), subject.mask({subject.sites[0].name: []}))
     assert picture(subject.model) != before
     undo.restore()
@@ -97,7 +104,9 @@ def test_undo_puts_everything_back(subject: Subject) -> None:
 def test_undo_of_a_second_cut_goes_back_to_the_first(subject: Subject) -> None:
     hp.prune_(subject.model, subject.ragged())
     before = picture(subject.model)
-    undo = cut.cut_(subject.model, bind(subject.model), subject.mask({s.name: [] for s in subject.sites}))
+    undo = cut.cut_(
+        subject.model, bind(subject.model), subject.mask({s.name: [] for s in subject.sites})
+    )
     undo.restore()
     assert picture(subject.model) == before
 
@@ -116,7 +125,8 @@ def test_undo_puts_back_what_was_frozen_or_not_in_the_meantime() -> None:
 
 
 def test_undo_of_bare_tensors_in_the_attention_itself() -> None:
-    """Parameter, buffer and plain attribute live beside the counts in one module, which changes twice."""
+    """Parameter, buffer and plain attribute live beside the counts in one module, which changes
+    twice."""
     model, x = odd_model()
     sites = hp.find_sites(model, layouts=[ODD])
     before, expected = picture(model), model(x)
@@ -176,7 +186,8 @@ def test_old_parameters_are_not_resized(subject: Subject) -> None:
     assert all(p.shape == shape for p, shape in old.values())
 
 
-# --- shared tensors ---------------------------------------------------------------------------------------------------
+# --- shared tensors
+# ---------------------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -223,7 +234,9 @@ def share_a_module(model: Pair) -> None:
         (share_a_module, "of this attention alone"),
     ],
 )
-def test_what_is_shared_beyond_the_cut_is_refused_before_any_change(share: Callable[[Pair], None], words: str) -> None:
+def test_what_is_shared_beyond_the_cut_is_refused_before_any_change(
+    share: Callable[[Pair], None], words: str
+) -> None:
     model = Pair()
     share(model)
     before = picture(model)
@@ -248,7 +261,9 @@ def test_a_projection_that_a_layout_names_twice() -> None:
     model, x = odd_model()
     layout = replace(ODD, slabs=(*ODD.slabs, ODD.slabs[2]))
     sites, before = hp.find_sites(model, layouts=[layout]), picture(model)
-    with pytest.raises(UnsupportedModel, match=r"0\.temperature: must be a projection of its own, got one shared"):
+    with pytest.raises(
+        UnsupportedModel, match=r"0\.temperature: must be a projection of its own, got one shared"
+    ):
         hp.prune_(model, hp.HeadMask.from_keep({"0": [2, 3]}, {"0": 6, "2": 6}), x, sites)
     assert picture(model) == before
 
@@ -256,7 +271,9 @@ def test_a_projection_that_a_layout_names_twice() -> None:
 def test_rows_of_heads_that_are_modules_are_told_by_nobody() -> None:
     subject = subject_of("head_list")
     bound, mask = bind(subject.model, subject.sites), subject.ragged()
-    with pytest.raises(UnsupportedModel, match=r"got a list of modules\. Load the model and cut it with prune_"):
+    with pytest.raises(
+        UnsupportedModel, match=r"got a list of modules\. Load the model and cut it with prune_"
+    ):
         cut.kept_rows_of(subject.model, bound, mask)
 
 
@@ -267,7 +284,8 @@ def test_what_is_shared_but_stays_is_no_hindrance() -> None:
     assert model.other.bias is model.attention.W_o.bias
 
 
-# --- projections that cannot be cut -----------------------------------------------------------------------------------
+# --- projections that cannot be cut
+# -----------------------------------------------------------------------------------
 
 
 def test_a_projection_with_more_than_weight_and_bias_is_refused_before_any_change() -> None:
@@ -292,7 +310,7 @@ def test_a_head_that_is_gone_cannot_come_back() -> None:
     model = Pair()
     prune_pair(model, {"attention": [1]})
     prune_pair(model, {"attention": [0, 1]})
-    (first, _) = hp.find_sites(model)
+    first, _ = hp.find_sites(model)
     assert first.heads == (1,)
     with pytest.raises(UnknownName, match="one of the present heads"):
         first.check([0])

@@ -1,4 +1,5 @@
-"""Timing of generation: cache bytes are exact, tokens are those of a whole pass, rounds are fair."""
+"""Timing of generation: cache bytes are exact, tokens are those of a whole pass, rounds are
+fair."""
 
 from __future__ import annotations
 
@@ -20,8 +21,15 @@ LAYERS, GROUPS, WIDTH = 2, 4, 4
 @pytest.fixture
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=20, num_key_value_heads=GROUPS, pad_token_id=None, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=20, num_key_value_heads=GROUPS, pad_token_id=None, **sizes)
+    )
 
 
 def test_half_of_the_groups_is_half_of_the_cache(model: LlamaForCausalLM) -> None:
@@ -48,7 +56,10 @@ def test_half_of_the_groups_is_half_of_the_cache(model: LlamaForCausalLM) -> Non
         assert row.pruned_bytes * 2 == row.original_bytes
         speed = row.tokens_per_second()
         assert speed["pruned_decode"] == row.decode.batch * 4 / row.decode.pruned_p50
-        assert speed["original_prefill"] == row.decode.batch * row.prefill.length / row.prefill.original_p50
+        assert (
+            speed["original_prefill"]
+            == row.decode.batch * row.prefill.length / row.prefill.original_p50
+        )
 
 
 def test_steps_read_every_token_once_after_those_before(model: LlamaForCausalLM) -> None:
@@ -60,7 +71,9 @@ def test_steps_read_every_token_once_after_those_before(model: LlamaForCausalLM)
         assert kwargs["logits_to_keep"] == 1
 
     model.register_forward_pre_hook(note, with_kwargs=True)
-    compare_decoding(model, copy.deepcopy(model), [2], [5], 3, seconds=0, min_rounds=1, max_rounds=1, warmup=0)
+    compare_decoding(
+        model, copy.deepcopy(model), [2], [5], 3, seconds=0, min_rounds=1, max_rounds=1, warmup=0
+    )
     assert calls == [(5, 0), (1, 5), (1, 6), (1, 7)] * 2
 
 
@@ -78,7 +91,9 @@ def test_what_cannot_be_timed_is_refused(model: LlamaForCausalLM) -> None:
         compare_decoding(model, model, new_tokens=0)
     with pytest.raises(InvalidValue, match="pruned: must be a causal language model"):
         compare_decoding(model, hp.MultiHeadAttention(8, 2))
-    with pytest.raises(InvalidValue, match="pruned: must be on cpu, where the original is, got meta"):
+    with pytest.raises(
+        InvalidValue, match="pruned: must be on cpu, where the original is, got meta"
+    ):
         compare_decoding(model, copy.deepcopy(model).to("meta"))
     with pytest.raises(RecipeError, match=r"bench.new_tokens: must be left out"):
         load_recipe("digits-vit", ["bench.new_tokens=3"])

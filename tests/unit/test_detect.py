@@ -1,4 +1,5 @@
-"""The structural detector: what it finds is exact, what it cannot prove it refuses by name, and it touches nothing."""
+"""The structural detector: what it finds is exact, what it cannot prove it refuses by name, and it
+touches nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WIDTH, HEADS = 16, 4
 
 
 class Textbook(nn.Module):
-    """Reshapes by a stored head count: silently wrong, not an error, when a cut leaves that as it was."""
+    """Reshapes by a stored head count: silently wrong, not an error, when a cut leaves that as it
+    was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +44,8 @@ class Textbook(nn.Module):
 
 
 class Fused(nn.Module):
-    """Grouped queries in one projection, a group's queries, key and value side by side; a temperature a head."""
+    """Grouped queries in one projection, a group's queries, key and value side by side; a
+    temperature a head."""
 
     def __init__(self, grouped: bool) -> None:
         super().__init__()
@@ -86,7 +89,11 @@ class WholeNorm(Textbook):
         self.query_norm = nn.RMSNorm(WIDTH)
 
     def mixed(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(self.query_norm(self.W_q(x))), self.heads(self.W_k(x)), self.heads(self.W_v(x))
+        q, k, v = (
+            self.heads(self.query_norm(self.W_q(x))),
+            self.heads(self.W_k(x)),
+            self.heads(self.W_v(x)),
+        )
         return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -127,20 +134,28 @@ def split(x: Tensor, n_heads: int) -> Tensor:
 
 
 class Grouped(nn.Module):
-    """Query heads share key/value heads; counts under any names, shared consecutively or in turn."""
+    """Query heads share key/value heads; counts under any names, shared consecutively or in
+    turn."""
 
-    def __init__(self, n_query: int, n_kv: int, names: tuple[str, str] = ("h", "kv"), tiled: bool = False) -> None:
+    def __init__(
+        self, n_query: int, n_kv: int, names: tuple[str, str] = ("h", "kv"), tiled: bool = False
+    ) -> None:
         super().__init__()
         self.names, self.tiled, size = names, tiled, WIDTH // n_query
         setattr(self, names[0], n_query)
         setattr(self, names[1], n_kv)
         self.first, self.second, self.third, self.last = (
-            nn.Linear(*sizes) for sizes in ((WIDTH, WIDTH), *[(WIDTH, n_kv * size)] * 2, (WIDTH, WIDTH))
+            nn.Linear(*sizes)
+            for sizes in ((WIDTH, WIDTH), *[(WIDTH, n_kv * size)] * 2, (WIDTH, WIDTH))
         )
 
     def forward(self, x: Tensor) -> Tensor:
         n_query, n_kv = (getattr(self, name) for name in self.names)
-        q, k, v = split(self.first(x), n_query), split(self.second(x), n_kv), split(self.third(x), n_kv)
+        q, k, v = (
+            split(self.first(x), n_query),
+            split(self.second(x), n_kv),
+            split(self.third(x), n_kv),
+        )
         if self.tiled:
             k, v = (t.repeat(1, n_query // n_kv, 1, 1) for t in (k, v))
         else:
@@ -167,7 +182,10 @@ class GatedAfter(Textbook):
         self.strength = nn.Linear(WIDTH, HEADS)
 
     def mixed(self, x: Tensor) -> Tensor:
-        made = super().mixed(x).unflatten(-1, (self.num_heads, -1)) * self.strength(x).sigmoid()[..., None]
+        made = (
+            super().mixed(x).unflatten(-1, (self.num_heads, -1))
+            * self.strength(x).sigmoid()[..., None]
+        )
         return made.flatten(2)
 
 
@@ -223,7 +241,11 @@ class WidthFirst(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n_heads, self.mix, self.end = HEADS, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.n_heads, self.mix, self.end = (
+            HEADS,
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.mix(x).unflatten(-1, (3, -1, self.n_heads)).permute(2, 0, 4, 1, 3)
@@ -284,7 +306,11 @@ class Latent(Textbook):
 class Layer(nn.Module):
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
-        self.attention, self.up, self.down = attention, nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.attention, self.up, self.down = (
+            attention,
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
         self.gate = nn.Linear(WIDTH, 3)  # a softmax that is no attention
 
     def forward(self, x: Tensor) -> Tensor:
@@ -307,7 +333,14 @@ def model_of(make: Any) -> nn.Module:
         (SequenceFirst, (4, 4, WIDTH)),
         (GatedAfter, (3, 5, WIDTH)),
     ],
-    ids=["a stored count", "fused, grouped", "fused, sequential", "sequence first", "as many examples", "gated after"],
+    ids=[
+        "a stored count",
+        "fused, grouped",
+        "fused, sequential",
+        "sequence first",
+        "as many examples",
+        "gated after",
+    ],
 )
 def test_what_is_found_is_exact(make: Any, example: tuple[int, ...]) -> None:
     model, x = model_of(make), torch.randn(example, dtype=torch.float64)
@@ -318,7 +351,9 @@ def test_what_is_found_is_exact(make: Any, example: tuple[int, ...]) -> None:
     assert not found.refused, str(found)
     sites = hp.find_sites(model, layouts=found)
     assert len(sites) == 2
-    assert {(s.n_query_heads, s.n_kv_heads) for s in sites} == {(4, 2 if "mix" in str(model) else 4)}
+    assert {(s.n_query_heads, s.n_kv_heads) for s in sites} == {
+        (4, 2 if "mix" in str(model) else 4)
+    }
     model = model.double()
     for seed in range(3):
         mask, small = ragged(sites, seed), copy.deepcopy(model)
@@ -335,7 +370,9 @@ class Transposed(nn.Module):
 
 def test_a_fused_projection_is_told_apart_by_proof() -> None:
     packings = [
-        hp.propose_layouts(model_of(lambda g=g: Fused(g)), torch.randn(3, 5, WIDTH))[0].slabs[0].packing
+        hp.propose_layouts(model_of(lambda g=g: Fused(g)), torch.randn(3, 5, WIDTH))[0]
+        .slabs[0]
+        .packing
         for g in (True, False)
     ]
     assert packings == ["grouped", "sequential"]
@@ -362,11 +399,16 @@ def test_a_fused_projection_is_told_apart_by_proof() -> None:
         (NeverCertain, "random in evaluation mode"),
         (Latent, "latent keys"),
         (Convolved, "projections that are no matrices"),
-        (lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=True), "no output projection"),
+        (
+            lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=True),
+            "no output projection",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_faithful_is_refused_by_name(make: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_faithful_is_refused_by_name(
+    make: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(detect, "_taken", lambda model, layouts: [])
     found = hp.propose_layouts(model_of(make), torch.randn(3, 5, WIDTH))
     assert not found
@@ -396,7 +438,10 @@ def test_shared_keys_are_described_as_they_are(make: Any, described: str) -> Non
         assert found[0].policies == ("group", "balanced")
         sites = hp.find_sites(model, layouts=found, policy="balanced")
     keep = {s.name: [group[0] for group in s.groups] for s in sites}
-    mask, small = hp.HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}), copy.deepcopy(model)
+    mask, small = (
+        hp.HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}),
+        copy.deepcopy(model),
+    )
     with hp.gated(model, mask, sites):
         expected = model(x)
     hp.prune_(small, mask, sites=sites)
@@ -415,7 +460,9 @@ def test_modules_of_one_size_keep_their_own_head_counts() -> None:
     "make",
     [
         lambda: nn.Identity(),
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Unflatten(-1, (HEADS, -1)), nn.Softmax(-1), nn.Flatten(2)),
+        lambda: nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Unflatten(-1, (HEADS, -1)), nn.Softmax(-1), nn.Flatten(2)
+        ),
     ],
     ids=["nothing", "softmax over features"],
 )
@@ -447,7 +494,15 @@ def test_what_is_no_model_that_can_be_tried_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [(n, f) for n, f in [("bert", "bert"), ("gpt2", "gpt2"), ("llama", "llama"), ("deberta_v2", "deberta-v2")]],
+    [
+        (n, f)
+        for n, f in [
+            ("bert", "bert"),
+            ("gpt2", "gpt2"),
+            ("llama", "llama"),
+            ("deberta_v2", "deberta-v2"),
+        ]
+    ],
 )
 def test_known_families_are_found_without_their_layouts(
     layout: str, family: str, monkeypatch: pytest.MonkeyPatch
@@ -464,7 +519,11 @@ def test_known_families_are_found_without_their_layouts(
 
 @pytest.mark.parametrize(
     ("layout", "why"),
-    [("bloom", "head counts kept elsewhere"), ("t5", "shared tensors"), ("deepseek_v3", "latent keys")],
+    [
+        ("bloom", "head counts kept elsewhere"),
+        ("t5", "shared tensors"),
+        ("deepseek_v3", "latent keys"),
+    ],
 )
 def test_known_families_that_need_more_are_refused_by_name(
     layout: str, why: str, monkeypatch: pytest.MonkeyPatch
@@ -483,7 +542,9 @@ def test_masks_of_a_proof_respect_the_policy() -> None:
     for site in (shared, one, plain):
         kept = [site.check(mask.kept(site.name)) for mask in drawn]
         assert all(kept)
-        assert set().union(*({h for h in site.heads if h not in keep} for keep in kept)) == set(site.heads)
+        assert set().union(*({h for h in site.heads if h not in keep} for keep in kept)) == set(
+            site.heads
+        )
     assert any(len(mask.kept("a")) == 4 for mask in drawn)  # one head of each group gone
 
 
@@ -510,4 +571,8 @@ def test_a_detected_layer_keeps_a_head() -> None:
     model, x = model_of(Textbook), torch.randn(3, 5, WIDTH)
     sites = hp.find_sites(model, layouts=hp.propose_layouts(model, x))
     with pytest.raises(hp.HeadPruneError, match="left with a head"):
-        hp.prune_(model, hp.HeadMask.from_keep({sites[0].name: []}, {s.name: 4 for s in sites}), sites=sites)
+        hp.prune_(
+            model,
+            hp.HeadMask.from_keep({sites[0].name: []}, {s.name: 4 for s in sites}),
+            sites=sites,
+        )

@@ -1,4 +1,5 @@
-"""Kinds of detected attention: causal is what was seen to hide every later token, not what only hides padding."""
+"""Kinds of detected attention: causal is what was seen to hide every later token, not what only
+hides padding."""
 
 from __future__ import annotations
 
@@ -29,11 +30,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         read = x if other is None else other
-        q, k, v = (t.unflatten(-1, (self.n, -1)).transpose(1, 2) for t in (self.a(x), self.b(read), self.c(read)))
+        q, k, v = (
+            t.unflatten(-1, (self.n, -1)).transpose(1, 2)
+            for t in (self.a(x), self.b(read), self.c(read))
+        )
         if self.how == "kernel":
             out = scaled_dot_product_attention(q, k, v, is_causal=True)
         elif self.how == "kernel mask":
-            hidden = self.tril.bool() if mask is None else self.tril.bool() & mask[:, None, None, :].bool()
+            hidden = (
+                self.tril.bool()
+                if mask is None
+                else self.tril.bool() & mask[:, None, None, :].bool()
+            )
             out = scaled_dot_product_attention(q, k, v, attn_mask=hidden)
         else:
             scores = q @ k.transpose(-1, -2)
@@ -43,7 +51,9 @@ class Attention(nn.Module):
                 scores = scores.masked_fill(self.tril.tril(-2) == 1, float("-inf"))
             if self.how == "large":
                 scores = scores + (1 - self.tril) * torch.finfo(torch.float32).min
-            if mask is not None:  # as Transformers 4 added it: a row of padding alone sees everything alike
+            if (
+                mask is not None
+            ):  # as Transformers 4 added it: a row of padding alone sees everything alike
                 scores = scores + (1 - mask[:, None, None, :]) * torch.finfo(torch.float32).min
             out = scores.softmax(-1) @ v
         return self.d(out.transpose(1, 2).flatten(2))
@@ -54,7 +64,9 @@ class Layers(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList([Attention(h) for h in how])
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, hidden: Tensor | None = None
+    ) -> Tensor:
         for part in self.parts:
             x = x + part(x, mask=attention_mask if hidden is None else 1 - hidden)
         return x
@@ -65,7 +77,11 @@ class TwoSequences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode, self.decode, self.cross_attention = Attention("plain"), Attention("buffer"), Attention("plain")
+        self.encode, self.decode, self.cross_attention = (
+            Attention("plain"),
+            Attention("buffer"),
+            Attention("plain"),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         read = x + self.encode(x)
@@ -144,11 +160,17 @@ def test_a_module_that_is_causal_in_one_of_its_calls_is_not() -> None:
 def test_a_layout_of_causal_modules_fits_a_deeper_model() -> None:
     torch.manual_seed(0)
     found = hp.propose_layouts(Layers("buffer"), rows())
-    assert [site.kind for site in hp.find_sites(Layers(*["buffer"] * 3), layouts=found)] == ["causal"] * 3
+    assert [site.kind for site in hp.find_sites(Layers(*["buffer"] * 3), layouts=found)] == [
+        "causal"
+    ] * 3
 
 
-@pytest.mark.parametrize(("layout", "family", "kind"), [("bert", "bert", "self"), ("llama", "llama", "causal")])
-def test_known_families_are_of_their_kind(layout: str, family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layout", "family", "kind"), [("bert", "bert", "self"), ("llama", "llama", "causal")]
+)
+def test_known_families_are_of_their_kind(
+    layout: str, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = registry.get(layout).tiny(0, family)
     for part in model.modules():  # no flag tells
         part.__dict__.pop("is_causal", None)
@@ -168,7 +190,16 @@ def test_known_families_are_of_their_kind(layout: str, family: str, kind: str, m
         (torch.ones(2, 3, 4, 4).bool().tril(), True),
         (torch.stack([torch.ones(4, 4).bool().tril()] * 3 + [torch.ones(4, 4).bool()]), False),
     ],
-    ids=["itself", "not itself", "more keys", "one token", "later ones", "the next one", "causal", "one head sees all"],
+    ids=[
+        "itself",
+        "not itself",
+        "more keys",
+        "one token",
+        "later ones",
+        "the next one",
+        "causal",
+        "one head sees all",
+    ],
 )
 def test_what_is_causal(pairs: Tensor, causal: bool) -> None:
     assert is_causal(pairs, torch.zeros(2, 4)) is causal

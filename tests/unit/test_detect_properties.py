@@ -1,5 +1,5 @@
-"""Attentions that are odd in one way each: which are refused, by which name and words, and which are taken all the
-same; and what the proof itself refuses."""
+"""Attentions that are odd in one way each: which are refused, by which name and words, and which
+are taken all the same; and what the proof itself refuses."""
 
 from __future__ import annotations
 
@@ -21,10 +21,21 @@ from headprune.surgery.properties import PROPERTIES
 from headprune.surgery.prove import Scratch, largest, prove
 from headprune.surgery.search import sites_by
 from tests.laws.support import CLOSE, ragged
-from tests.unit.test_detect import HEADS, WIDTH, GatedAfter, Layer, NumberInCode, OneKey, Textbook, attend, model_of
+from tests.unit.test_detect import (
+    HEADS,
+    WIDTH,
+    GatedAfter,
+    Layer,
+    NumberInCode,
+    OneKey,
+    Textbook,
+    attend,
+    model_of,
+)
 from tests.unit.test_detect import split as by_count
 
-# --- refused ----------------------------------------------------------------------------------------------------------
+# --- refused
+# ----------------------------------------------------------------------------------------------------------
 
 
 class NoOutput(Textbook):
@@ -89,7 +100,9 @@ class SpareFeatures(Textbook):
         self.W_q = nn.Linear(WIDTH, WIDTH + 2)
 
     def mixed(self, x: Tensor) -> Tensor:
-        return attend(self.heads(self.W_q(x)[..., :WIDTH]), self.heads(self.W_k(x)), self.heads(self.W_v(x)))
+        return attend(
+            self.heads(self.W_q(x)[..., :WIDTH]), self.heads(self.W_k(x)), self.heads(self.W_v(x))
+        )
 
 
 class MoreBeside(Textbook):
@@ -159,7 +172,10 @@ class Router(Textbook):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts, self.values = nn.Parameter(torch.randn(WIDTH, 3)), nn.Parameter(torch.randn(3, WIDTH))
+        self.experts, self.values = (
+            nn.Parameter(torch.randn(WIDTH, 3)),
+            nn.Parameter(torch.randn(3, WIDTH)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.W_o((x @ self.experts).softmax(-1) @ self.values)
@@ -180,34 +196,73 @@ class Sized(nn.Module):
         self.sizes = (WIDTH // n_heads,)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, *self.sizes)).transpose(1, 2) for p in (self.W_q, self.W_k, self.W_v))
+        q, k, v = (
+            p(x).unflatten(-1, (-1, *self.sizes)).transpose(1, 2)
+            for p in (self.W_q, self.W_k, self.W_v)
+        )
         return self.W_o(attend(q, k, v))
 
 
 @pytest.mark.parametrize(
     ("make", "why", "words"),
     [
-        (lambda: nn.Sequential(NoOutput()), "no output projection", "no projection is given the heads' outputs"),
+        (
+            lambda: nn.Sequential(NoOutput()),
+            "no output projection",
+            "no projection is given the heads' outputs",
+        ),
         (lambda: model_of(OneHead), "one head", "the softmax sees one head"),
         (lambda: model_of(OneModuleTwice), "shared tensors", "'W_q' and 'W_k' are one module"),
         (tied, "shared tensors", "1.attention.W_q.weight: must be cut in one way"),
         (lambda: model_of(Queries), "heads made by other modules", "0.attention.asks lies outside"),
-        (lambda: model_of(OneKeyFourHeads), "head counts kept elsewhere", "RuntimeError: Expected size"),
+        (
+            lambda: model_of(OneKeyFourHeads),
+            "head counts kept elsewhere",
+            "RuntimeError: Expected size",
+        ),
         (
             lambda: model_of(FirstHeadForAll),
             "depends on all heads",
             "one feature of 'W_v' changes all 4 heads' outputs",
         ),
-        (lambda: model_of(SpareFeatures), "heads not side by side", "the 18 features of 'W_q' are no 4 heads"),
-        (lambda: model_of(MoreBeside), "no layout found", "fit no packing of unknown heads in a width of 19"),
+        (
+            lambda: model_of(SpareFeatures),
+            "heads not side by side",
+            "the 18 features of 'W_q' are no 4 heads",
+        ),
+        (
+            lambda: model_of(MoreBeside),
+            "no layout found",
+            "fit no packing of unknown heads in a width of 19",
+        ),
         (lambda: model_of(Silent), "no effect on the example", "no effect of gates of zero"),
-        (lambda: model_of(OneSequence), "heads not side by side", "for the 1 x 15 rows that the model runs on"),
-        (lambda: model_of(NextExample), "heads not side by side", "example 0 only, got changes in examples [1, 2]"),
-        (lambda: model_of(OtherCode), "no layout found", "the pruned model: must be equal to the gated one"),
-        (lambda: model_of(LouderWithTwo), "depends on all heads", "cut to 3 heads, each in its place"),
+        (
+            lambda: model_of(OneSequence),
+            "heads not side by side",
+            "for the 1 x 15 rows that the model runs on",
+        ),
+        (
+            lambda: model_of(NextExample),
+            "heads not side by side",
+            "example 0 only, got changes in examples [1, 2]",
+        ),
+        (
+            lambda: model_of(OtherCode),
+            "no layout found",
+            "the pruned model: must be equal to the gated one",
+        ),
+        (
+            lambda: model_of(LouderWithTwo),
+            "depends on all heads",
+            "cut to 3 heads, each in its place",
+        ),
         (lambda: model_of(CountsCalls), "random in evaluation mode", "got random outputs"),
         (lambda: model_of(Float32Only), "does not run in fp64", "got TypeError: only float32"),
-        (lambda: model_of(NotANumber), "does not run in fp64", "outputs are finite, got none that is"),
+        (
+            lambda: model_of(NotANumber),
+            "does not run in fp64",
+            "outputs are finite, got none that is",
+        ),
         (lambda: model_of(Router), "no softmax attention", "none was seen on this example"),
         (
             lambda: nn.Sequential(Layer(Sized(4)), Layer(Sized(2))),
@@ -217,12 +272,17 @@ class Sized(nn.Module):
         (
             lambda: nn.Sequential(Layer(Textbook()), Layer(NumberInCode())),
             "head counts kept elsewhere",
-            "not on all alike: the pruned model: must be equal to the gated one up to 1e-10, got a difference of",
+            (
+                "not on all alike: the pruned model: must be equal to the gated one up to 1e-10,"
+                " got a difference of"
+            ),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_reason_is_named_and_quoted(make: Any, why: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_is_named_and_quoted(
+    make: Any, why: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(detect, "_taken", lambda model, layouts: [])
     torch.manual_seed(0)
     found = hp.propose_layouts(make(), torch.randn(3, 5, WIDTH))
@@ -232,7 +292,8 @@ def test_the_reason_is_named_and_quoted(make: Any, why: str, words: str, monkeyp
     assert words in str(found)
 
 
-# --- taken all the same -----------------------------------------------------------------------------------------------
+# --- taken all the same
+# -----------------------------------------------------------------------------------------------
 
 
 class InWindows(Textbook):
@@ -254,7 +315,11 @@ class Lists(Textbook):
     def mixed(self, x: Tensor) -> Tensor:
         q, k, v = (self.heads(p(x)) for p in (self.W_q, self.W_k, self.W_v))
         chances = torch.einsum(q, [0, 1, 2, 3], k, [0, 1, 4, 3], [0, 1, 2, 4]).softmax(-1)
-        return torch.einsum(chances, [0, 1, 2, 4], v, [0, 1, 4, 3], [0, 1, 2, 3]).transpose(1, 2).flatten(2)
+        return (
+            torch.einsum(chances, [0, 1, 2, 4], v, [0, 1, 4, 3], [0, 1, 2, 3])
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class FromTheRight(Textbook):
@@ -403,7 +468,11 @@ def test_proposals_come_back_from_a_copy_and_from_a_file() -> None:
     found = hp.propose_layouts(model, torch.randn(3, 5, WIDTH))
     assert len(found) == len(found.refused) == 1
     for again in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
-        assert (tuple(again), again.found, again.refused) == (tuple(found), found.found, found.refused)
+        assert (tuple(again), again.found, again.refused) == (
+            tuple(found),
+            found.found,
+            found.refused,
+        )
         assert str(again) == str(found)
 
 
@@ -414,11 +483,15 @@ def test_a_compiled_part_is_refused() -> None:
             return x
 
     model = nn.Sequential(Layer(Textbook()), torch.jit.trace(Plain(), torch.zeros(1)))
-    with pytest.raises(UnsupportedModel, match="of Python code, which can be watched, got one with modules compiled"):
+    with pytest.raises(
+        UnsupportedModel,
+        match="of Python code, which can be watched, got one with modules compiled",
+    ):
         hp.propose_layouts(model, torch.randn(3, 5, WIDTH))
 
 
-# --- the proof --------------------------------------------------------------------------------------------------------
+# --- the proof
+# --------------------------------------------------------------------------------------------------------
 
 ONE, NAN, INF = torch.ones(2), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.inf])
 
@@ -438,14 +511,18 @@ ONE, NAN, INF = torch.ones(2), torch.tensor([1.0, torch.nan]), torch.tensor([1.0
         ([torch.full((2,), torch.nan), ONE + 0.5], [torch.full((2,), torch.nan), ONE], 0.5),
     ],
 )
-def test_the_largest_difference(got: list[Tensor], expected: list[Tensor], difference: float) -> None:
+def test_the_largest_difference(
+    got: list[Tensor], expected: list[Tensor], difference: float
+) -> None:
     assert largest(got, expected) == pytest.approx(difference)
 
 
 def test_sites_without_a_choice_prove_nothing() -> None:
     scratch = Scratch(model_of(Textbook), torch.randn(3, 5, WIDTH))
     single = AttentionSite("0.attention", "any", "self", 4, 1, 4, 4, (0, 1, 2, 3))
-    with pytest.raises(VerificationFailed, match="some with a unit to remove and one to keep, got one unit each"):
+    with pytest.raises(
+        VerificationFailed, match="some with a unit to remove and one to keep, got one unit each"
+    ):
         prove(scratch, Sites([single], ()))
 
 
@@ -453,5 +530,8 @@ def test_a_layout_is_for_no_module_that_it_does_not_fit() -> None:
     model, x = model_of(Textbook), torch.randn(3, 5, WIDTH)
     (layout,) = hp.propose_layouts(model, x)
     other = nn.Sequential(Layer(GatedAfter()))
-    with pytest.raises(UnsupportedModel, match=r"0\.attention: must be of layout 'detected_textbook', got GatedAfter"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"0\.attention: must be of layout 'detected_textbook', got GatedAfter",
+    ):
         sites_by(other, layout, ["0.attention"])

@@ -1,4 +1,5 @@
-"""Encoder-decoders: kinds of attention, T5's position bias, cross-attention's cache, and relatives that are refused."""
+"""Encoder-decoders: kinds of attention, T5's position bias, cross-attention's cache, and relatives
+that are refused."""
 
 from __future__ import annotations
 
@@ -59,20 +60,39 @@ def test_kinds_are_told_apart(name: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "where", "words"),
     [
-        ("LEDModel", {"attention_window": 4}, "decoder.layers.0.self_attn", "takes their width from its input"),
+        (
+            "LEDModel",
+            {"attention_window": 4},
+            "decoder.layers.0.self_attn",
+            "takes their width from its input",
+        ),
         ("TrOCRForCausalLM", {}, "layers.0.self_attn", "takes their width from its input"),
-        ("FSMTModel", {"langs": ["a", "b"], "src_vocab_size": 50, "tgt_vocab_size": 50}, "self_attn", "'cache_key'"),
+        (
+            "FSMTModel",
+            {"langs": ["a", "b"], "src_vocab_size": 50, "tgt_vocab_size": 50},
+            "self_attn",
+            "'cache_key'",
+        ),
         ("PegasusXModel", {"block_size": 4}, "encoder.layers.0.self_attn", "'block_size'"),
         ("AutoformerModel", {"prediction_length": 2}, "self_attn", "'autocorrelation_factor'"),
     ],
 )
-def test_relatives_of_bart_that_are_refused(name: str, settings: dict[str, Any], where: str, words: str) -> None:
+def test_relatives_of_bart_that_are_refused(
+    name: str, settings: dict[str, Any], where: str, words: str
+) -> None:
     reason = reason_against(registry.get("bart"), first(built(name, **SIZES, **settings), where))
     assert reason is not None
     assert words in reason
 
 
-T5_SIZES: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
+T5_SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_layers": 1,
+    "num_heads": 4,
+}
 
 
 def test_relatives_of_t5_match_their_own_layout_or_none() -> None:
@@ -95,7 +115,10 @@ def t5() -> Subject:
 def test_the_first_layer_still_makes_the_bias_of_all_heads(t5: Subject, keep: list[int]) -> None:
     encoder = t5.model.encoder  # type: ignore[union-attr]
     attention = encoder.block[0].layer[0].SelfAttention  # type: ignore[index, union-attr]
-    table, hidden = attention.relative_attention_bias.weight, torch.randn(2, 5, 16, dtype=torch.float64)
+    table, hidden = (
+        attention.relative_attention_bias.weight,
+        torch.randn(2, 5, 16, dtype=torch.float64),
+    )
     expected = attention(hidden)[1]
     hp.prune_(t5.model, t5.mask({t5.sites[0].name: keep}))
     assert attention.relative_attention_bias.weight is table
@@ -115,9 +138,14 @@ def test_cross_attention_without_heads_fills_its_part_of_the_cache_once(family: 
     encoded = subject.model.get_encoder()(subject.batch["input_ids"])  # type: ignore[operator, union-attr]
     for step in range(2):
         token = subject.batch["decoder_input_ids"][:, step : step + 1]
-        subject.model(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache, use_cache=True)
+        subject.model(
+            encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache, use_cache=True
+        )
         assert cache.get_seq_length() == step + 1
-    assert [tuple(layer.keys.shape[1:]) for layer in cache.cross_attention_cache.layers] == [(1, 7, 1), (4, 7, 4)]
+    assert [tuple(layer.keys.shape[1:]) for layer in cache.cross_attention_cache.layers] == [
+        (1, 7, 1),
+        (4, 7, 4),
+    ]
     assert cache.is_updated == {0: True, 1: True}
 
 

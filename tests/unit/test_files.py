@@ -1,4 +1,5 @@
-"""Files and folders are written whole or not at all: errors of the system, full disks, folders without rights."""
+"""Files and folders are written whole or not at all: errors of the system, full disks, folders
+without rights."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ import torch
 import headprune as hp
 from headprune.core import files
 from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, NotWritten
-from headprune.core.files import append_line, atomic_paths, occupied, remove_parts, staged, write_atomic
+from headprune.core.files import (
+    append_line,
+    atomic_paths,
+    occupied,
+    remove_parts,
+    staged,
+    write_atomic,
+)
 from headprune.core.heads import HeadMask
 from headprune.core.locking import locked
 from tests import killing
@@ -63,16 +71,22 @@ def as_a_folder(folder: Path, names: str, error: BaseException | None = None) ->
             raise error
 
 
-# --- the two forms ---------------------------------------------------------------------------------------------------
+# --- the two forms
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_the_error_is_ours_and_the_systems() -> None:
     import copy
     import pickle
 
-    error = NotWritten("here", "a place that can be written to", "No space left on device", "Make room.")
+    error = NotWritten(
+        "here", "a place that can be written to", "No space left on device", "Make room."
+    )
     assert isinstance(error, (HeadPruneError, OSError))
-    assert str(error) == "here: must be a place that can be written to, got No space left on device. Make room."
+    assert (
+        str(error)
+        == "here: must be a place that can be written to, got No space left on device. Make room."
+    )
     for again in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert (str(again), type(again), again.hint) == (str(error), NotWritten, "Make room.")
 
@@ -80,7 +94,9 @@ def test_the_error_is_ours_and_the_systems() -> None:
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, no_room: list[int]) -> None:
     path = tmp_path / "scores.json"
     path.write_bytes(b"old")
-    with pytest.raises(NotWritten, match=r"scores\.json: must be a place that can be written to, got No space left"):
+    with pytest.raises(
+        NotWritten, match=r"scores\.json: must be a place that can be written to, got No space left"
+    ):
         write_atomic(path, b"new")
     assert contents(tmp_path) == {"scores.json": b"old"}
     no_room[0] = 2  # the file's and the folder's
@@ -90,7 +106,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, no_room: list[int]) -> 
 
 
 @pytest.mark.parametrize("room", [0, 1])
-def test_files_that_belong_together_change_together(tmp_path: Path, no_room: list[int], room: int) -> None:
+def test_files_that_belong_together_change_together(
+    tmp_path: Path, no_room: list[int], room: int
+) -> None:
     no_room[0] = 9
     for name in ("a", "b"):
         write_atomic(tmp_path / name, b"old")
@@ -140,7 +158,10 @@ def test_who_may_read_is_for_the_umask_to_say(tmp_path: Path, mask: int) -> None
 def test_an_error_after_the_first_file_is_in_place_does_not_say_that_nothing_changed(
     tmp_path: Path, no_room: list[int]
 ) -> None:
-    for write, room in ((together, 2), (as_a_folder, 7)):  # the files, and what else comes before the renames
+    for write, room in (
+        (together, 2),
+        (as_a_folder, 7),
+    ):  # the files, and what else comes before the renames
         no_room[0] = 99
         out = tmp_path / write.__name__
         write(out, "ab")
@@ -166,7 +187,9 @@ def test_folders_of_killed_processes_go_and_those_of_living_ones_stay(tmp_path: 
     assert {p.name for p in tmp_path.iterdir()} == {"out", other.name}
 
 
-def test_a_folder_that_is_there_keeps_what_is_not_replaced(tmp_path: Path, no_room: list[int]) -> None:
+def test_a_folder_that_is_there_keeps_what_is_not_replaced(
+    tmp_path: Path, no_room: list[int]
+) -> None:
     before = {"mine": b"mine", "a": b"old"}
     for name, data in before.items():
         (tmp_path / name).write_bytes(data)
@@ -177,7 +200,10 @@ def test_a_folder_that_is_there_keeps_what_is_not_replaced(tmp_path: Path, no_ro
         assert contents(tmp_path) == before
     no_room[0] = 99
     as_a_folder(tmp_path, "ab")
-    assert contents(tmp_path) == {"mine": b"mine", **dict.fromkeys(("a", "b", "sub/a", "sub/b"), b"new")}
+    assert contents(tmp_path) == {
+        "mine": b"mine",
+        **dict.fromkeys(("a", "b", "sub/a", "sub/b"), b"new"),
+    }
     assert {p.name for p in tmp_path.iterdir()} == {"mine", "a", "b", "sub"}
 
 
@@ -189,7 +215,11 @@ def test_lines_are_added_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     append_line(path, "two")
     assert path.read_text() == "one\nhalf of a li\ntwo\n"
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        patch.setattr(
+            os,
+            "fsync",
+            lambda handle: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")),
+        )
         with pytest.raises(NotWritten, match="No space left"):
             append_line(path, "three")
     assert path.read_text() == "one\nhalf of a li\ntwo\n"
@@ -229,7 +259,9 @@ def test_what_a_killed_process_left_half_is_taken_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a file in the way", "no right"])
-def test_a_place_that_cannot_be_written_to(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_written_to(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kind == "no right":
         plain = os.open
 
@@ -237,7 +269,9 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path, kind: str, monkeypatc
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
         monkeypatch.setattr(os, "mkdir", refuse)  # root may write everywhere
-        monkeypatch.setattr(os, "open", lambda p, f, *m: refuse(p) if f & os.O_CREAT else plain(p, f, *m))
+        monkeypatch.setattr(
+            os, "open", lambda p, f, *m: refuse(p) if f & os.O_CREAT else plain(p, f, *m)
+        )
         home, words = tmp_path, "Permission denied"
     else:
         (tmp_path / "file").write_text("x")
@@ -252,13 +286,20 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path, kind: str, monkeypatc
     assert contents(tmp_path).keys() <= {"file"}
 
 
-# --- what the library writes, on a disk that fills up ----------------------------------------------------------------
+# --- what the library writes, on a disk that fills up
+# ----------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "limit"),
-    [("scores", 200), ("scores", 2000), ("headprune", 4000), ("transformers", 4000), ("training", 4000)],
+    [
+        ("scores", 200),
+        ("scores", 2000),
+        ("headprune", 4000),
+        ("transformers", 4000),
+        ("training", 4000),
+    ],
 )
 def test_files_may_grow_no_further(tmp_path: Path, what: str, limit: int) -> None:
     """What a full disk does to a write; the limit needs no rights."""
@@ -295,7 +336,10 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         else None
     )
     if done is None or done.returncode:
-        pytest.skip(f"no small disk can be mounted here: {'no mount' if done is None else done.stderr.strip()}")
+        pytest.skip(
+            "no small disk can be mounted here:"
+            f" {'no mount' if done is None else done.stderr.strip()}"
+        )
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
@@ -309,7 +353,9 @@ def test_a_disk_of_64_kilobytes(tiny_disk: Path) -> None:
     assert contents(tiny_disk) == {"a": b"old"}
 
 
-def test_scores_keep_their_samples_where_new_ones_do_not_fit(tmp_path: Path, no_room: list[int]) -> None:
+def test_scores_keep_their_samples_where_new_ones_do_not_fit(
+    tmp_path: Path, no_room: list[int]
+) -> None:
     case = subject_of("gpt2")
     no_room[0] = 99
     old = hp.score(case.model, [case.batch], "taylor", progress=False)
@@ -317,9 +363,9 @@ def test_scores_keep_their_samples_where_new_ones_do_not_fit(tmp_path: Path, no_
     before = contents(tmp_path)
     no_room[0] = 1
     with pytest.raises(NotWritten):
-        hp.score(case.model, [{k: v[:1] for k, v in case.batch.items()}], "taylor", progress=False).save(
-            tmp_path / "scores.json"
-        )
+        hp.score(
+            case.model, [{k: v[:1] for k, v in case.batch.items()}], "taylor", progress=False
+        ).save(tmp_path / "scores.json")
     assert contents(tmp_path) == before
     assert hp.HeadScores.load(tmp_path / "scores.json").samples.matrix.shape[0] == old.samples.rows  # type: ignore[union-attr]
 
@@ -340,7 +386,9 @@ def test_a_saved_model_stays_whole_at_every_moment_of_a_disk_that_fills_up(
             hp.save_pretrained(small, tmp_path / "out", format=format)
         except NotWritten:
             left = contents(tmp_path)
-            if left != before:  # all is in place: only that the folder is on the disk was not confirmed
+            if (
+                left != before
+            ):  # all is in place: only that the folder is on the disk was not confirmed
                 break
         else:
             break
@@ -352,7 +400,8 @@ def test_a_saved_model_stays_whole_at_every_moment_of_a_disk_that_fills_up(
             assert torch.equal(loaded.state_dict()[name], tensor)
 
 
-# --- nothing writes past them ----------------------------------------------------------------------------------------
+# --- nothing writes past them
+# ----------------------------------------------------------------------------------------
 
 #: Where files are written or moved by other means than core/files.py, and why that is right.
 EXCEPTIONS = {
@@ -380,7 +429,16 @@ EXCEPTIONS = {
 }
 _WRITERS = {
     *("write_text", "write_bytes", "save_file", "savefig", "to_parquet", "to_csv", "to_json_file"),
-    *("copyfile", "copytree", "copy2", "move", "rename", "TemporaryDirectory", "mkstemp", "mkdtemp"),
+    *(
+        "copyfile",
+        "copytree",
+        "copy2",
+        "move",
+        "rename",
+        "TemporaryDirectory",
+        "mkstemp",
+        "mkdtemp",
+    ),
     *("NamedTemporaryFile", "touch", "symlink_to", "tofile", "savez"),
 }
 #: Functions of ours have these names, too.
@@ -403,7 +461,9 @@ def _writes(call: ast.Call) -> bool:
     if name == "open" and (not of or of == "Path" or owner is not None):
         given = [*call.args, *(k.value for k in call.keywords if k.arg == "mode")]
         modes = [a.value for a in given if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-        return (of, name) in _OF_MODULES or any(set(m) <= set("rwaxbt+") and set(m) & set("wax+") for m in modes)
+        return (of, name) in _OF_MODULES or any(
+            set(m) <= set("rwaxbt+") and set(m) & set("wax+") for m in modes
+        )
     methods = {part.attr for part in ast.walk(function) if isinstance(part, ast.Attribute)}
     if methods & _METHODS:
         return True
@@ -415,7 +475,9 @@ def test_nothing_writes_past_core_files() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         where = path.relative_to(PACKAGE).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        functions = [
+            n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
         for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and _writes(n)):
             inside = [f for f in functions if f.lineno <= call.lineno <= (f.end_lineno or 0)]
             name = min(inside, key=lambda f: call.lineno - f.lineno).name if inside else ""
@@ -427,12 +489,20 @@ def test_the_walk_sees_what_it_must() -> None:
     for text in ("open(p, 'w')", "open(p, mode='ab+')", "p.open('wb')", "p.write_text(x)", "torch.save(x, p)",
                  "tool.save_pretrained(p)", "os.open(p, f)", "shutil.move(a, b)", "f.savefig(p)"):  # fmt: skip
         assert _writes(ast.parse(text).body[0].value), text  # type: ignore[attr-defined]
-    for text in ("open(p)", "open(p, 'rb')", "open(p, encoding='utf-8')", "save_pretrained(m, p)", "a.replace(b, c)"):
+    for text in (
+        "open(p)",
+        "open(p, 'rb')",
+        "open(p, encoding='utf-8')",
+        "save_pretrained(m, p)",
+        "a.replace(b, c)",
+    ):
         assert not _writes(ast.parse(text).body[0].value), text  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["before it is held", "when it is held"])
-def test_a_place_that_is_taken_away_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
+def test_a_place_that_is_taken_away_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
     hold, taken = files._hold, []
 
     def holding(folder: Path) -> int | None:

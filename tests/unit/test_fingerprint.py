@@ -80,15 +80,22 @@ def test_the_last_value_of_a_large_tensor_counts() -> None:
 
 def test_class_sites_and_widths_are_structure() -> None:
     wide, narrow = hp.MultiHeadAttention(8, 2, head_dim=4), hp.MultiHeadAttention(8, 2, head_dim=2)
-    marks = {fingerprint(m, hp.find_sites(m)).structure for m in (wide, narrow, nn.Sequential(wide))}
+    marks = {
+        fingerprint(m, hp.find_sites(m)).structure for m in (wide, narrow, nn.Sequential(wide))
+    }
     assert len(marks) == 3
 
 
 def test_every_byte_of_every_tensor_is_in_the_digest() -> None:
-    """The fingerprint leaves most values of large tensors out; nothing may differ where processes share the work."""
+    """The fingerprint leaves most values of large tensors out; nothing may differ where processes
+    share the work."""
     model = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100))
     first, sampled = weights_digest(model), fingerprint(model, ())
-    assert weights_digest(copy.deepcopy(model)) == weights_digest(torch.compile(model, backend="eager")) == first
+    assert (
+        weights_digest(copy.deepcopy(model))
+        == weights_digest(torch.compile(model, backend="eager"))
+        == first
+    )
     seen = {first}
     with torch.no_grad():
         place = next(i for i in range(10_000) if i not in sample_positions(10_000))

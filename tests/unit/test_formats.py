@@ -16,7 +16,13 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import CheckpointError, InvalidValue, NotWritten, UnsupportedModel, VerificationFailed
+from headprune.core.errors import (
+    CheckpointError,
+    InvalidValue,
+    NotWritten,
+    UnsupportedModel,
+    VerificationFailed,
+)
 from headprune.core.heads import HeadMask
 from headprune.layouts import registry
 from headprune.surgery import checkpoint
@@ -35,7 +41,9 @@ def cut(name: str, units: list[list[int]], policy: Any = "group") -> tuple[Any, 
     model, batch = tiny(name)
     sites = hp.find_sites(model, policy=policy)
     keep = {s.name: [h for i in us for h in s.units[i]] for s, us in zip(sites, units, strict=True)}
-    hp.prune_(model, HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}), batch, sites)
+    hp.prune_(
+        model, HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}), batch, sites
+    )
     return model, batch
 
 
@@ -75,13 +83,19 @@ AUTO = {"vit": "AutoModelForImageClassification", "bert": "AutoModelForSequenceC
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    """What a process without headprune gets from each checkpoint, beside what the saved model gave."""
+def elsewhere(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    """What a process without headprune gets from each checkpoint, beside what the saved model
+    gave."""
     home = tmp_path_factory.mktemp("elsewhere")
     jobs, results = [], {}
     for (name, form), units in CASES.items():
         model, batch = cut(name, units)
-        if (name, form) == ("llama", "remote-code"):  # gives projections biases that the class does not have
+        if (name, form) == (
+            "llama",
+            "remote-code",
+        ):  # gives projections biases that the class does not have
             method = hp.recovery.Lstsq(feed_forward=True)
             assert hp.recover_(model, [batch], method, tiny(name)[0]).metrics["biases_added"] > 3
         batch = {k: v for k, v in batch.items() if k != "labels"}
@@ -94,9 +108,16 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
             ids = batch["input_ids"][:2]
             generated = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
             results[name, form]["saved_generated"] = generated
-    environment = {"HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_OFFLINE": "1", "PATH": "", "HOME": str(home)}
+    environment = {
+        "HF_MODULES_CACHE": str(home / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "PATH": "",
+        "HOME": str(home),
+    }
     command = [sys.executable, "-c", LOADS, json.dumps(jobs)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=home)
+    process = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, cwd=home
+    )
     assert process.returncode == 0, process.stderr
     for (folder, _, _), key in zip(jobs, CASES, strict=True):
         results[key].update(safetensors.torch.load_file(f"{folder}/got.safetensors"))
@@ -104,7 +125,9 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_a_process_without_headprune_gets_the_same_numbers(case: tuple[str, str], elsewhere: Any) -> None:
+def test_a_process_without_headprune_gets_the_same_numbers(
+    case: tuple[str, str], elsewhere: Any
+) -> None:
     assert_close(elsewhere[case]["logits"], elsewhere[case]["saved"], rtol=0, atol=0)
     if "saved_generated" in elsewhere[case]:
         assert_close(elsewhere[case]["generated"], elsewhere[case]["saved_generated"])
@@ -113,16 +136,26 @@ def test_a_process_without_headprune_gets_the_same_numbers(case: tuple[str, str]
 def test_a_transformers_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
     model, batch = cut("llama", UNIFORM)
     before = json.loads(model.config.to_json_string())
-    assert hp.save_pretrained(model, tmp_path / "small", format="transformers") == tmp_path / "small"
-    assert json.loads(model.config.to_json_string()) == before, "the model's own configuration stays"
+    assert (
+        hp.save_pretrained(model, tmp_path / "small", format="transformers") == tmp_path / "small"
+    )
+    assert json.loads(model.config.to_json_string()) == before, (
+        "the model's own configuration stays"
+    )
     files = {p.name for p in (tmp_path / "small").iterdir()}
     assert files == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     assert {p.name for p in tmp_path.iterdir()} == {"small"}, "nothing is left beside it"
     loaded, info = hf.LlamaForCausalLM.from_pretrained(tmp_path / "small", output_loading_info=True)
     assert not any(info.values())
-    assert (loaded.config.num_attention_heads, loaded.config.num_key_value_heads, loaded.config.head_dim) == (4, 2, 4)
+    assert (
+        loaded.config.num_attention_heads,
+        loaded.config.num_key_value_heads,
+        loaded.config.head_dim,
+    ) == (4, 2, 4)
     assert_close(loaded(**batch).logits, model(**batch).logits, rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match=r"no headprune\.json in it. A folder in the format 'transformers'"):
+    with pytest.raises(
+        CheckpointError, match=r"no headprune\.json in it. A folder in the format 'transformers'"
+    ):
         hp.from_pretrained(tmp_path / "small")
 
 
@@ -140,11 +173,17 @@ def test_heads_of_other_groups_in_equal_number_are_uniform(tmp_path: Path) -> No
         ("llama", UNEVEN, "the same number of heads in every layer, got layers with 2, 6, 4 heads"),
         ("llama", EMPTY, r"a head in every layer, got none left in model\.layers\.0\.self_attn"),
         ("llama", [[0, 1, 2]] * 3, None),
-        ("bert", UNIFORM, "head counts that the configuration can say, got with these counts BertForSequence"),
+        (
+            "bert",
+            UNIFORM,
+            "head counts that the configuration can say, got with these counts BertForSequence",
+        ),
         ("gpt2", UNIFORM, "head counts that the configuration can say"),
     ],
 )
-def test_what_a_configuration_cannot_say_is_refused(name: str, units: Any, words: str | None, tmp_path: Path) -> None:
+def test_what_a_configuration_cannot_say_is_refused(
+    name: str, units: Any, words: str | None, tmp_path: Path
+) -> None:
     model, _ = cut(name, units)
     reason = applicable_formats(model)["transformers"]
     if words is None:
@@ -158,7 +197,9 @@ def test_what_a_configuration_cannot_say_is_refused(name: str, units: Any, words
 
 def test_a_count_that_the_configurations_validator_refuses(tmp_path: Path) -> None:
     model, _ = tiny("llama")
-    config = hf.LlamaConfig(**{**model.config.to_dict(), "num_attention_heads": 6, "num_key_value_heads": 6})
+    config = hf.LlamaConfig(
+        **{**model.config.to_dict(), "num_attention_heads": 6, "num_key_value_heads": 6}
+    )
     model = hf.LlamaForCausalLM(config).eval()
     keep = {s.name: range(5) for s in hp.find_sites(model)}  # 24 is no multiple of 5
     hp.prune_(model, HeadMask.from_keep(keep, dict.fromkeys(keep, 6)))
@@ -176,12 +217,16 @@ def test_the_modelling_file_is_needed_and_shown(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["headprune_heads"]["model.layers.0.self_attn"]["heads"] == [0, 1]
     assert "model.layers.1.self_attn" not in config["headprune_heads"], "it keeps every head"
-    with pytest.raises(RuntimeError, match="mismatch"):  # without the opt-in nothing runs and nothing loads
+    with pytest.raises(
+        RuntimeError, match="mismatch"
+    ):  # without the opt-in nothing runs and nothing loads
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_correction_of_ours_does_not_travel(tmp_path: Path) -> None:
-    model, _ = cut("mpnet", [[0], [0, 1], *[[0, 1, 2]] * (len(hp.find_sites(tiny("mpnet")[0])) - 2)])
+    model, _ = cut(
+        "mpnet", [[0], [0, 1], *[[0, 1, 2]] * (len(hp.find_sites(tiny("mpnet")[0])) - 2)]
+    )
     words = "modules that run their own code, got .* of headprune corrects"
     assert "run their own code" in str(applicable_formats(model)["remote-code"])
     with pytest.raises(UnsupportedModel, match=words):
@@ -207,18 +252,27 @@ def test_a_class_that_transformers_does_not_have() -> None:
 
 def test_an_unknown_format_and_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = cut("vit", UNIFORM)
-    with pytest.raises(InvalidValue, match="format: must be one of headprune, transformers, remote-code, got 'onnx'"):
+    with pytest.raises(
+        InvalidValue,
+        match="format: must be one of headprune, transformers, remote-code, got 'onnx'",
+    ):
         hp.save_pretrained(model, tmp_path / "small", format="onnx")  # type: ignore[arg-type]
     monkeypatch.setattr(proof, "example_batch", lambda model: None)
-    with pytest.raises(InvalidValue, match=r"example: must be a batch the model takes.* none can be made up"):
+    with pytest.raises(
+        InvalidValue, match=r"example: must be a batch the model takes.* none can be made up"
+    ):
         hp.save_pretrained(model, tmp_path / "small", format="transformers")
     hp.save_pretrained(model, tmp_path / "small", format="transformers", example=batch)
 
 
-def test_a_made_up_example_that_the_model_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_made_up_example_that_the_model_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = cut("vit", UNIFORM)
     monkeypatch.setattr(proof, "example_batch", lambda model: {"words": torch.zeros(1)})
-    with pytest.raises(InvalidValue, match=r"got none, and ViTFor\w+ does not take a made-up one \(.*NoneType.*\)"):
+    with pytest.raises(
+        InvalidValue, match=r"got none, and ViTFor\w+ does not take a made-up one \(.*NoneType.*\)"
+    ):
         hp.save_pretrained(model, tmp_path / "small", format="transformers")
 
 
@@ -233,14 +287,18 @@ def test_what_the_modelling_file_cannot_say_is_refused(name: str, tmp_path: Path
         attention.sizes = (1, [2, None])
         hp.save_pretrained(model, tmp_path / "said", format="remote-code")
         config = json.loads((tmp_path / "said" / "config.json").read_text())
-        assert config["headprune_heads"]["bert.encoder.layer.0.attention"]["attributes"]["sizes"] == [1, [2, None]]
+        assert config["headprune_heads"]["bert.encoder.layer.0.attention"]["attributes"][
+            "sizes"
+        ] == [1, [2, None]]
         attention.sizes = (1, [2, object()])
         words = r"attributes that JSON holds, got bert\.encoder\.layer\.0\.attention\.sizes"
     elif name == "modules":
         attention.extra = nn.Identity()
         words = r"modules that the class has, got bert\.encoder\.layer\.0\.attention\.extra"
     else:
-        model = hf.GPT2DoubleHeadsModel(hf.GPT2Config(n_embd=16, n_head=4, n_layer=1, vocab_size=20))
+        model = hf.GPT2DoubleHeadsModel(
+            hf.GPT2Config(n_embd=16, n_head=4, n_layer=1, vocab_size=20)
+        )
         words = "one of Transformers' Auto classes loads, got GPT2DoubleHeadsModel"
     assert name == "auto" or applicable_formats(model)["headprune"] is None
     with pytest.raises(UnsupportedModel, match=words):
@@ -252,12 +310,20 @@ def test_what_the_modelling_file_cannot_say_is_refused(name: str, tmp_path: Path
     ("fails", "kind", "words"),
     [
         (OSError(28, "No space left on device"), NotWritten, "got No space left on device"),
-        (ValueError("no\nconversion"), VerificationFailed, "must be what was saved, got no model: no conversion"),
+        (
+            ValueError("no\nconversion"),
+            VerificationFailed,
+            "must be what was saved, got no model: no conversion",
+        ),
         (None, VerificationFailed, r"got missing keys: \['model\.norm\.weight'\]"),
     ],
 )
 def test_what_is_not_written_or_not_whole_is_not_kept(
-    fails: Exception | None, kind: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: Exception | None,
+    kind: type[Exception],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, _ = cut("llama", UNIFORM)
 
@@ -268,7 +334,9 @@ def test_what_is_not_written_or_not_whole_is_not_kept(
         *_, folder, _, _ = arguments
         tensors = safetensors.torch.load_file(folder / "model.safetensors")
         del tensors["model.norm.weight"]
-        safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        safetensors.torch.save_file(
+            tensors, folder / "model.safetensors", metadata={"format": "pt"}
+        )
 
     monkeypatch.setattr(proof, "save_as", lossy)
     with pytest.raises(kind, match=words):
@@ -277,8 +345,11 @@ def test_what_is_not_written_or_not_whole_is_not_kept(
 
 
 @pytest.mark.parametrize("corrupt", ["first time", "always"])
-def test_what_does_not_come_back_is_not_kept(corrupt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the names on disk are of a fused projection that is split into equal thirds again."""
+def test_what_does_not_come_back_is_not_kept(
+    corrupt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the names on disk are of a fused projection that is split into equal thirds
+    again."""
     model, _ = cut("llama", UNIFORM)
 
     def swapped(*arguments: Any) -> None:
@@ -288,7 +359,9 @@ def test_what_does_not_come_back_is_not_kept(corrupt: str, tmp_path: Path, monke
             tensors = safetensors.torch.load_file(folder / "model.safetensors")
             names = [f"model.layers.0.self_attn.{p}_proj.weight" for p in "kv"]
             tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]].clone()
-            safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            safetensors.torch.save_file(
+                tensors, folder / "model.safetensors", metadata={"format": "pt"}
+            )
 
     monkeypatch.setattr(proof, "save_as", swapped)
     if corrupt == "first time":
@@ -296,12 +369,16 @@ def test_what_does_not_come_back_is_not_kept(corrupt: str, tmp_path: Path, monke
         loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "small")
         assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
         return
-    with pytest.raises(VerificationFailed, match=r"another tensor 'model\.layers\.0\.self_attn\.k_proj\.weight'"):
+    with pytest.raises(
+        VerificationFailed, match=r"another tensor 'model\.layers\.0\.self_attn\.k_proj\.weight'"
+    ):
         hp.save_pretrained(model, tmp_path / "small", format="transformers")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_arithmetic_on_the_same_tensors_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_arithmetic_on_the_same_tensors_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = cut("llama", UNIFORM)
     for layer in model.model.layers:
         layer.self_attn.scaling = 0.9  # what the configuration does not know
@@ -317,8 +394,12 @@ def test_a_fused_projection_on_disk(tmp_path: Path) -> None:
     keep = {s.name: (0, 2) for s in hp.find_sites(model)}
     hp.prune_(model, HeadMask.from_keep(keep, dict.fromkeys(keep, 4)))
     hp.save_pretrained(model, tmp_path, format="transformers")
-    assert any("Wqkv" in name for name in safetensors.torch.load_file(tmp_path / "model.safetensors"))
-    assert_close(hf.NomicBertModel.from_pretrained(tmp_path).state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert any(
+        "Wqkv" in name for name in safetensors.torch.load_file(tmp_path / "model.safetensors")
+    )
+    assert_close(
+        hf.NomicBertModel.from_pretrained(tmp_path).state_dict(), model.state_dict(), rtol=0, atol=0
+    )
 
 
 def test_half_precision_stays(tmp_path: Path) -> None:

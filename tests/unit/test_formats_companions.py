@@ -1,4 +1,5 @@
-"""What travels along with the weights (tokenizers, the model card), and the command that writes it all."""
+"""What travels along with the weights (tokenizers, the model card), and the command that writes it
+all."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_the_tokenizer_travels_along(tmp_path: Path) -> None:
     model, _ = cut("bert", UNEVEN)
     hp.save_pretrained(model, tmp_path / "a", processor=[tokenizer()])
     assert hf.AutoTokenizer.from_pretrained(tmp_path / "a")("b a")["input_ids"] == [2, 1]
-    with pytest.raises(InvalidValue, match=r"processor: must be a tokenizer or processor .* got int"):
+    with pytest.raises(
+        InvalidValue, match=r"processor: must be a tokenizer or processor .* got int"
+    ):
         hp.save_pretrained(model, tmp_path / "b", processor=3)
     assert not (tmp_path / "b").exists()
 
@@ -47,12 +50,20 @@ def test_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> None
     for name in ("model.safetensors", "config.json", "README.md", "optimizer.pt"):
         (source / name).write_text("not these")
     copied = companions.copy(str(source), out)
-    wanted = {"tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "merges.txt", "spiece.model"}
+    wanted = {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "preprocessor_config.json",
+        "merges.txt",
+        "spiece.model",
+    }
     assert set(copied) == wanted | {"chat_template.jinja", "additional_chat_templates/tool.jinja"}
     assert all((out / name).read_bytes() == (source / name).read_bytes() for name in copied)
 
 
-def test_files_of_a_model_on_the_hub_are_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_model_on_the_hub_are_asked_for_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, list[str]]] = []
 
     def downloaded(name: str, *, allow_patterns: list[str]) -> str:
@@ -73,7 +84,9 @@ def test_the_card_states_what_was_cut(tmp_path: Path) -> None:
     model, _ = cut("llama", EMPTY)
     model.config._name_or_path = "someone/some-llama"
     mask = HeadMask.full(hp.find_sites(model))
-    plan = PruningPlan(mask, Budget(keep_heads=0.5), "global_topk", scorer="taylor", notes=("ties broken",))
+    plan = PruningPlan(
+        mask, Budget(keep_heads=0.5), "global_topk", scorer="taylor", notes=("ties broken",)
+    )
     hp.save_pretrained(model, tmp_path, plan=plan)
     text = (tmp_path / "README.md").read_text()
     whole = sum(p.numel() for p in tiny("llama")[0].parameters())
@@ -126,14 +139,24 @@ def base(tmp_path: Path) -> Path:
     tokenizer().save_pretrained(tmp_path / "base")
     for name, units in (("uniform", UNIFORM), ("uneven", UNEVEN)):
         sites = hp.find_sites(model)
-        keep = {s.name: [h for i in us for h in s.units[i]] for s, us in zip(sites, units, strict=True)}
+        keep = {
+            s.name: [h for i in us for h in s.units[i]] for s, us in zip(sites, units, strict=True)
+        }
         plan = PruningPlan(HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites}))
         plan.save(tmp_path / f"{name}.json")
     return tmp_path
 
 
 def prune(base: Path, plan: str, *more: str) -> Any:
-    arguments = ["--model", base / "base", "--plan", base / f"{plan}.json", "--out", base / "out", *more]
+    arguments = [
+        "--model",
+        base / "base",
+        "--plan",
+        base / f"{plan}.json",
+        "--out",
+        base / "out",
+        *more,
+    ]
     return CliRunner().invoke(app, ["prune", *map(str, arguments)])
 
 
@@ -146,7 +169,9 @@ def prune(base: Path, plan: str, *more: str) -> Any:
         ("uniform", None, "headprune"),
     ],
 )
-def test_prune_says_which_formats_apply(base: Path, plan: str, form: str | None, written: str) -> None:
+def test_prune_says_which_formats_apply(
+    base: Path, plan: str, form: str | None, written: str
+) -> None:
     result = prune(base, plan, *(["--format", form] if form else []))
     assert result.exit_code == 0, result.output
     assert "format headprune: yes" in result.output
@@ -168,7 +193,10 @@ def test_prune_refuses_a_format_that_would_corrupt(base: Path) -> None:
     assert not (base / "out").exists()
     result = prune(base, "uneven", "--format", "gguf")
     assert result.exit_code == 2
-    assert "--format: must be auto, headprune, transformers or remote-code, got 'gguf'" in result.output
+    assert (
+        "--format: must be auto, headprune, transformers or remote-code, got 'gguf'"
+        in result.output
+    )
 
 
 def test_what_lies_beside_the_weights_comes_with_them_or_nothing_does(

@@ -58,7 +58,9 @@ def test_a_damaged_shard_is_refused_in_words(sharded: Path, damage: str) -> None
 def test_a_manifest_that_names_a_file_elsewhere(sharded: Path) -> None:
     text = (sharded / "headprune.json").read_text()
     (sharded / "headprune.json").write_text(text.replace('"model-00001', '"../model-00001'))
-    with pytest.raises(CheckpointError, match=r"a manifest of files in its folder, got \.\./model-00001"):
+    with pytest.raises(
+        CheckpointError, match=r"a manifest of files in its folder, got \.\./model-00001"
+    ):
         hp.from_pretrained(sharded)
 
 
@@ -69,7 +71,9 @@ def test_one_file_takes_the_place_of_shards(sharded: Path) -> None:
 
 
 def test_a_shard_size_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="max_shard_size: must be bytes, or text such as '5GB', got 'big'"):
+    with pytest.raises(
+        CheckpointError, match="max_shard_size: must be bytes, or text such as '5GB', got 'big'"
+    ):
         hp.save_pretrained(tiny("bert")[0], tmp_path, max_shard_size="big")
 
 

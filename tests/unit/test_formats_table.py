@@ -14,13 +14,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 FORMATS = benchmark("formats")
-FAMILIES = sorted((family, layout) for layout in registry.names() for family, _ in registry.get(layout).families)
+FAMILIES = sorted(
+    (family, layout) for layout in registry.names() for family, _ in registry.get(layout).families
+)
 
 
 def test_the_table_has_every_family() -> None:
     lines = FORMATS.documented().splitlines()
     assert lines[2] == FORMATS.HEADER
-    assert [line.split("|")[1].strip() for line in lines[4:]] == [f for f, _ in FAMILIES], "run benchmarks/formats.py"
+    assert [line.split("|")[1].strip() for line in lines[4:]] == [f for f, _ in FAMILIES], (
+        "run benchmarks/formats.py"
+    )
 
 
 def test_the_table_is_of_the_installed_and_pinned_version() -> None:

@@ -1,4 +1,5 @@
-"""gated: the forms of gates it takes, those it refuses, and the corners that the laws do not reach."""
+"""gated: the forms of gates it takes, those it refuses, and the corners that the laws do not
+reach."""
 
 from __future__ import annotations
 
@@ -26,32 +27,51 @@ F64 = torch.float64
 
 
 def two_layers() -> nn.Module:
-    return nn.Sequential(hp.MultiHeadAttention(8, 4, dtype=F64), hp.MultiHeadAttention(8, 2, dtype=F64)).eval()
+    return nn.Sequential(
+        hp.MultiHeadAttention(8, 4, dtype=F64), hp.MultiHeadAttention(8, 2, dtype=F64)
+    ).eval()
 
 
 def x_of(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=F64)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("gates", "kind", "words"),
     [
-        ({"0": torch.ones(3)}, InvalidValue, r"gates\['0'\]: must be a floating-point tensor \[4\], .*got shape \[3\]"),
+        (
+            {"0": torch.ones(3)},
+            InvalidValue,
+            r"gates\['0'\]: must be a floating-point tensor \[4\], .*got shape \[3\]",
+        ),
         ({"0": torch.ones(2, 2, 2, 4)}, InvalidValue, r"got shape \[2, 2, 2, 4\]"),
         ({"0": torch.tensor(1.0)}, InvalidValue, r"got shape \[\]"),
         ({"0": torch.ones(4, dtype=torch.long)}, InvalidValue, "got torch.int64"),
         ({"0": [1.0, 1.0, 0.0, 1.0]}, InvalidValue, "got list"),
         ({"o": torch.ones(4)}, UnknownName, "gates: must be keyed by site names, got 'o'"),
         ({1: torch.ones(4)}, UnknownName, "keyed by site names, got 1"),
-        (torch.ones(2, 4), InvalidValue, r"a mapping, because the layers have different head counts, got \[4, 2\]"),
-        ([1.0, 0.0], InvalidValue, "a plan, a mask, a mapping from site name to tensor, or a tensor or array"),
+        (
+            torch.ones(2, 4),
+            InvalidValue,
+            r"a mapping, because the layers have different head counts, got \[4, 2\]",
+        ),
+        (
+            [1.0, 0.0],
+            InvalidValue,
+            "a plan, a mask, a mapping from site name to tensor, or a tensor or array",
+        ),
         (None, InvalidValue, "got NoneType"),
         (hp.HeadMask.from_keep({}, {"0": 4, "1": 3}), PlanMismatch, "with 3 heads at '1'"),
         (hp.HeadMask.from_keep({}, {"0": 4}), PlanMismatch, "with no heads at '1'"),
-        (hp.HeadMask.from_keep({}, {"0": 4, "1": 2, "2": 2}), PlanMismatch, "2 heads at '2', like the plan's"),
+        (
+            hp.HeadMask.from_keep({}, {"0": 4, "1": 2, "2": 2}),
+            PlanMismatch,
+            "2 heads at '2', like the plan's",
+        ),
     ],
 )
 def test_refused(gates: Any, kind: type[Exception], words: str) -> None:
@@ -101,12 +121,16 @@ def test_a_plan_for_another_class_of_the_same_shape() -> None:
 @pytest.mark.parametrize("shape", [(3, 4), (2, 6, 4), (3, 5, 4), (5, 2, 4)])
 def test_gates_for_other_rows_than_the_model_runs_on(shape: tuple[int, ...]) -> None:
     model, x = two_layers(), x_of(2, 5, 8)
-    with hp.gated(model, {"0": torch.ones(shape, dtype=F64)}), pytest.raises(InvalidValue, match="2 x 5 rows"):
+    with (
+        hp.gated(model, {"0": torch.ones(shape, dtype=F64)}),
+        pytest.raises(InvalidValue, match="2 x 5 rows"),
+    ):
         model(x)
 
 
 def test_a_gate_an_example_is_not_stretched_over_another_axis() -> None:
-    """[videos, frames, tokens, width]: two videos and two frames, and a row of gates would fit the frames by chance."""
+    """[videos, frames, tokens, width]: two videos and two frames, and a row of gates would fit the
+    frames by chance."""
 
     class Frames(nn.Module):
         def __init__(self) -> None:
@@ -125,7 +149,8 @@ def test_a_gate_an_example_is_not_stretched_over_another_axis() -> None:
         assert_close(model(x), x @ wanted.T + model.inner.W_o.bias, **CLOSE)
 
 
-# --- forms ------------------------------------------------------------------------------------------------------------
+# --- forms
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_sites_that_a_mapping_leaves_out_are_not_gated() -> None:
@@ -156,7 +181,8 @@ def test_a_sequence_first_projection_is_gated_by_example_all_the_same(ndim: int)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q, k, v = (
-                w(x.transpose(0, 1)).unflatten(-1, (4, 2)).transpose(1, 2) for w in (self.W_q, self.W_k, self.W_v)
+                w(x.transpose(0, 1)).unflatten(-1, (4, 2)).transpose(1, 2)
+                for w in (self.W_q, self.W_k, self.W_v)
             )
             context = ((q @ k.transpose(-2, -1)) / 2**0.5).softmax(-1) @ v
             out: torch.Tensor = self.W_o(context.transpose(1, 2).flatten(2).transpose(0, 1))
@@ -223,14 +249,21 @@ def test_a_hook_added_inside_stays() -> None:
 
 
 def test_a_gate_that_changes_in_place_is_read_anew() -> None:
-    attention, x, gate = hp.MultiHeadAttention(8, 4, dtype=F64).eval(), x_of(2, 5, 8), torch.ones(4, dtype=F64)
+    attention, x, gate = (
+        hp.MultiHeadAttention(8, 4, dtype=F64).eval(),
+        x_of(2, 5, 8),
+        torch.ones(4, dtype=F64),
+    )
     with hp.gated(attention, {"": gate}):
         gate.zero_()
         assert_close(attention(x), attention.W_o.bias.expand_as(x), **EXACT)
 
 
-def test_checkpointing_with_the_backward_outside_the_block_does_not_pass_for_a_right_gradient() -> None:
-    """The documented limit: outside, the forward that runs again has no gate, and PyTorch must notice."""
+def test_checkpointing_with_the_backward_outside_the_block_does_not_pass_for_a_right_gradient() -> (
+    None
+):
+    """The documented limit: outside, the forward that runs again has no gate, and PyTorch must
+    notice."""
     attention, x = hp.MultiHeadAttention(8, 4, dtype=F64), x_of(2, 5, 8)
     gate = torch.full((4,), 0.5, dtype=F64, requires_grad=True)
     with hp.gated(attention, {"": gate}):
@@ -264,7 +297,9 @@ def test_sites_of_a_layout_that_is_not_registered_work_only_with_that_layout() -
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_made_inside_the_block_has_no_gates(copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_made_inside_the_block_has_no_gates(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
     model, x = two_layers(), x_of(2, 5, 8)
     expected, gate = model(x), torch.zeros(4, dtype=F64, requires_grad=True)
     with hp.gated(model, {"0": gate * 1}):  # no leaf: such a tensor itself cannot be copied

@@ -1,4 +1,5 @@
-"""A checkpoint folder of every released version opens and gives what its model gave: ``tests/golden``."""
+"""A checkpoint folder of every released version opens and gives what its model gave:
+``tests/golden``."""
 
 from __future__ import annotations
 

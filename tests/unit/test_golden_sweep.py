@@ -23,11 +23,24 @@ PASSING = {"DryRun", "Finished", "GradualReport", "GradualStage"}
 
 FACTS: dict[str, Callable[[Any], Any]] = {
     "Pick-1": lambda p: (
-        [p.max_drop, p.by, p.run, p.plan.mask.n_kept, p.validation.high, p.looks[1].bound, p.confirmed]
+        [
+            p.max_drop,
+            p.by,
+            p.run,
+            p.plan.mask.n_kept,
+            p.validation.high,
+            p.looks[1].bound,
+            p.confirmed,
+        ]
         == [0.01, "heads", KEY, 4, 0.02, None, False]
     ),
-    "SweepRun-1": lambda r: [r.seed, r.status, r.outcome, recipe_of(r).name] == [1, "done", KEY, "sst2-minilm"],
-    "Base-1": lambda b: [b.files["config.json"], b.model.weights, b.rows["validation"]["rows"]] == [KEY, KEY[::-1], 5],
+    "SweepRun-1": lambda r: (
+        [r.seed, r.status, r.outcome, recipe_of(r).name] == [1, "done", KEY, "sst2-minilm"]
+    ),
+    "Base-1": lambda b: (
+        [b.files["config.json"], b.model.weights, b.rows["validation"]["rows"]]
+        == [KEY, KEY[::-1], 5]
+    ),
 }
 
 
@@ -35,14 +48,20 @@ def kinds() -> dict[str, type[Value]]:
     """Every stored value of ``run`` that a later command reads, by name."""
     for module in pkgutil.iter_modules(headprune.run.__path__):
         importlib.import_module(f"headprune.run.{module.name}")
-    found = {k.__name__: k for k in Value.__subclasses__() if k.__module__.startswith("headprune.run.")}
+    found = {
+        k.__name__: k for k in Value.__subclasses__() if k.__module__.startswith("headprune.run.")
+    }
     assert found.keys() >= PASSING
     return {name: kind for name, kind in found.items() if name not in PASSING}
 
 
 def test_every_version_of_every_kind_has_a_file_and_facts() -> None:
-    wanted = {f"{name}-{v}" for name, kind in kinds().items() for v in range(1, kind.SCHEMA_VERSION + 1)}
-    assert {path.stem for path in GOLDEN.glob("*.json")} == wanted == set(FACTS), "see tests/golden/README.md"
+    wanted = {
+        f"{name}-{v}" for name, kind in kinds().items() for v in range(1, kind.SCHEMA_VERSION + 1)
+    }
+    assert {path.stem for path in GOLDEN.glob("*.json")} == wanted == set(FACTS), (
+        "see tests/golden/README.md"
+    )
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
@@ -53,5 +72,9 @@ def test_a_file_loads_and_says_what_it_said(path: Path) -> None:
 def test_an_outcome_is_found() -> None:
     found = Outcome.find(GOLDEN / "Outcome-1.safetensors", KEY)
     assert found is not None
-    assert [found.metric, found.sizes["macs"], found.notes] == ["accuracy", 20, ("made for the tests",)]
+    assert [found.metric, found.sizes["macs"], found.notes] == [
+        "accuracy",
+        20,
+        ("made for the tests",),
+    ]
     assert [found.answers("test").value, found.loss("validation")] == [0.6, 0.25]

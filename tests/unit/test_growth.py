@@ -1,7 +1,7 @@
 """What is done with scores takes about twice as long for twice as many heads: counted, not timed.
 
-Counted are the lines of our own code that run, and the most memory that arrays take at a time; work that looks at all
-pairs of heads shows in one of them.
+Counted are the lines of our own code that run, and the most memory that arrays take at a time; work
+that looks at all pairs of heads shows in one of them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,18 @@ from headprune.scoring._agreement import _kendall
 from headprune.selection import _close, registry
 from tests.reference.agreement import kendall
 from tests.reference.close_calls import close
-from tests.selection_problems import CURRENCIES, SELECTORS, asked, configured, random_scores, random_table
+from tests.selection_problems import (
+    CURRENCIES,
+    SELECTORS,
+    asked,
+    configured,
+    random_scores,
+    random_table,
+)
 
 PACKAGE = str(Path(hp.__file__).parent)
-#: Heads of the smaller scores; the larger ones have four times as many. Work per pair grows sixteenfold, sorting less
-#: than fivefold.
+#: Heads of the smaller scores; the larger ones have four times as many. Work per pair grows
+#: sixteenfold, sorting less than fivefold.
 FEW, TIMES, MOST = 196, 4, 7.5
 
 Make = Callable[[int], HeadScores]
@@ -45,11 +52,23 @@ Make = Callable[[int], HeadScores]
 def scores_of(n_sites: int, n_heads: int, values: Any, errors: Any, seed: int = 0) -> HeadScores:
     matrix = np.random.default_rng(seed).normal(size=(8, n_sites * n_heads))
     heads = tuple(range(n_heads))
-    sites = tuple(AttentionSite(f"l.{i}", "bert", "self", n_heads, n_heads, 8, 8, heads) for i in range(n_sites))
-    rows, wide = (np.broadcast_to(x, n_sites * n_heads).reshape(n_sites, n_heads).tolist() for x in (values, errors))
+    sites = tuple(
+        AttentionSite(f"l.{i}", "bert", "self", n_heads, n_heads, 8, 8, heads)
+        for i in range(n_sites)
+    )
+    rows, wide = (
+        np.broadcast_to(x, n_sites * n_heads).reshape(n_sites, n_heads).tolist()
+        for x in (values, errors)
+    )
     samples = Samples.of(matrix)
     found = HeadScores(
-        sites, tuple(map(tuple, rows)), tuple(map(tuple, wide)), "a", EMPTY, 8, ModelFingerprint("s", "w")
+        sites,
+        tuple(map(tuple, rows)),
+        tuple(map(tuple, wide)),
+        "a",
+        EMPTY,
+        8,
+        ModelFingerprint("s", "w"),
     )
     return replace(found, samples=samples, data="d")
 
@@ -78,10 +97,16 @@ SHAPES = ("square", "many sites", "single heads")
 LEVELS = ("certain", "uncertain", "equal", "one uncertain", "some uncertain")
 ACTIONS: dict[str, Callable[[HeadScores], object]] = {
     "select": lambda s: hp.select(s, hp.Budget(keep_heads=0.5)),
-    "select without a minimum": lambda s: hp.select(s, hp.Budget(keep_heads=0.5), hp.selection.GlobalTopk(min_heads=0)),
-    "select uniform": lambda s: hp.select(s, hp.Budget(keep_heads=0.6), hp.selection.Uniform(min_heads=0)),
+    "select without a minimum": lambda s: hp.select(
+        s, hp.Budget(keep_heads=0.5), hp.selection.GlobalTopk(min_heads=0)
+    ),
+    "select uniform": lambda s: hp.select(
+        s, hp.Budget(keep_heads=0.6), hp.selection.Uniform(min_heads=0)
+    ),
     "select with heads that must stay": lambda s: hp.select(
-        s, hp.Budget(keep_heads=0.7), must_keep={site.name: [0] for site in s.sites[: len(s.sites) // 2]}
+        s,
+        hp.Budget(keep_heads=0.7),
+        must_keep={site.name: [0] for site in s.sites[: len(s.sites) // 2]},
     ),
     "agreement": lambda s: hp.agreement(s, replace(s, values=s.values[::-1]), draws=20),
     "agreement with itself": lambda s: hp.agreement(s, s, draws=20),
@@ -89,7 +114,9 @@ ACTIONS: dict[str, Callable[[HeadScores], object]] = {
     "stable": lambda s: s.stable(s.n_heads // 2, draws=20),
     "lowest": lambda s: s.lowest(s.n_heads // 3, draws=20),
     "rank_interval": lambda s: s.rank_interval(draws=20),
-    "explain": lambda s: explain(hp.select(s, hp.Budget(keep_heads=0.5), hp.selection.GlobalTopk(min_heads=0)), s),
+    "explain": lambda s: explain(
+        hp.select(s, hp.Budget(keep_heads=0.5), hp.selection.GlobalTopk(min_heads=0)), s
+    ),
 }
 
 
@@ -100,7 +127,9 @@ def cost(action: Callable[[], object]) -> tuple[int, int]:
     def traced(frame: FrameType, event: str, _: object) -> Any:
         nonlocal lines
         lines += event == "line"
-        ours = frame.f_code.co_filename.startswith((PACKAGE, "<string>"))  # dataclasses write methods so
+        ours = frame.f_code.co_filename.startswith(
+            (PACKAGE, "<string>")
+        )  # dataclasses write methods so
         return traced if ours else None
 
     before = sys.gettrace()
@@ -118,12 +147,18 @@ def cost(action: Callable[[], object]) -> tuple[int, int]:
 
 
 #: Heads whose standard errors differ matter to close calls alone.
-CASES = [(name, what) for name in ACTIONS for what in (LEVELS if name.startswith("select") else LEVELS[:3])]
+CASES = [
+    (name, what)
+    for name in ACTIONS
+    for what in (LEVELS if name.startswith("select") else LEVELS[:3])
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "what"), CASES)
-def test_work_grows_with_the_heads_and_not_with_their_pairs(name: str, shape: str, what: str) -> None:
+def test_work_grows_with_the_heads_and_not_with_their_pairs(
+    name: str, shape: str, what: str
+) -> None:
     few, many = (scores_of(*shaped(shape, n), *levels(what, n)) for n in (FEW, FEW * TIMES))
     try:
         ACTIONS[name](few)
@@ -144,13 +179,18 @@ def test_kendall_is_that_of_all_pairs(seed: int) -> None:
     if seed % 4 == 0:
         b[0] = 1.0  # no order
         b[1] = a[1]
-    assert_allclose(_kendall(a, b), [kendall(x, y) for x, y in zip(a, b, strict=True)], rtol=0, atol=1e-14)
+    assert_allclose(
+        _kendall(a, b), [kendall(x, y) for x, y in zip(a, b, strict=True)], rtol=0, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in SELECTORS if not registry.get(n).needs])
 @pytest.mark.parametrize("seed", range(12))
-def test_close_calls_are_those_of_all_pairs(seed: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of unlike size and cost, ties, sites that have their least, budgets of every currency."""
+def test_close_calls_are_those_of_all_pairs(
+    seed: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units of unlike size and cost, ties, sites that have their least, budgets of every
+    currency."""
     plain, seen = _close._Swaps.close, []
 
     def compared(swaps: Any, units: list[Any], others: list[Any]) -> list[Any]:
@@ -170,5 +210,7 @@ def test_close_calls_are_those_of_all_pairs(seed: int, name: str, monkeypatch: p
         for kind in CURRENCIES:
             given = {"latency": table} if kind == "speedup" else {}
             with suppress(HeadPruneError):  # a budget that cannot be met
-                hp.select(scores, asked(kind, draw.choice((0.4, 0.6, 0.8))), configured(name), **given)
+                hp.select(
+                    scores, asked(kind, draw.choice((0.4, 0.6, 0.8))), configured(name), **given
+                )
     assert sum(seen) > 0

@@ -1,5 +1,5 @@
-"""Recipes that nobody wrote: task and columns of every kind of data, and data of a contest, whose test rows keep their
-labels to themselves: GLUE's have -1 for every label."""
+"""Recipes that nobody wrote: task and columns of every kind of data, and data of a contest, whose
+test rows keep their labels to themselves: GLUE's have -1 for every label."""
 
 from __future__ import annotations
 
@@ -57,13 +57,19 @@ def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def test_test_rows_without_labels_give_way_to_those_of_validation(contest: Path, tmp_path: Path) -> None:
+def test_test_rows_without_labels_give_way_to_those_of_validation(
+    contest: Path, tmp_path: Path
+) -> None:
     made = tmp_path / "mine.yaml"
     result = call("init", "--model", contest / "model", "--data", contest, "--out", made)
     assert result.exit_code == 0, result.output
     assert "the rows of test have no labels" in result.stderr
     lines = made.read_text().splitlines()
-    assert [line.partition("#")[2].strip() for line in lines if "test_split" in line or "holdout" in line] == [
+    assert [
+        line.partition("#")[2].strip()
+        for line in lines
+        if "test_split" in line or "holdout" in line
+    ] == [
         "the rows of test have no labels",
         "so rows of train are the validation rows",
     ]
@@ -77,22 +83,54 @@ def test_test_rows_without_labels_give_way_to_those_of_validation(contest: Path,
 
 
 def test_a_model_is_cut_on_them_without_a_recipe(contest: Path, tmp_path: Path) -> None:
-    quick = ("--set", "bench=null", "--set", "score.random_draws=0", "--set", "report=false", "--set", "recover=[]")
-    where = ("--model", contest / "model", "--data", contest, "--keep", "0.5", "--out", tmp_path / "small")
+    quick = (
+        "--set",
+        "bench=null",
+        "--set",
+        "score.random_draws=0",
+        "--set",
+        "report=false",
+        "--set",
+        "recover=[]",
+    )
+    where = (
+        "--model",
+        contest / "model",
+        "--data",
+        contest,
+        "--keep",
+        "0.5",
+        "--out",
+        tmp_path / "small",
+    )
     result = call("prune", *where, *quick)
     assert result.exit_code == 0, result.output
     record = RunRecord.load(tmp_path / "small" / "run" / "record.json")
-    assert {row.n_examples for row in record.quality if row.split == "test"} == {SIZES["validation"]}
+    assert {row.n_examples for row in record.quality if row.split == "test"} == {
+        SIZES["validation"]
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "labels", "expected"),
     [
         (Value("int64"), {}, "validation"),
-        (Value("float64"), {"test": [-1.0] * 16, "train": [0.5] * 60, "validation": [1.5] * 12}, "validation"),
+        (
+            Value("float64"),
+            {"test": [-1.0] * 16, "train": [0.5] * 60, "validation": [1.5] * 12},
+            "validation",
+        ),
         (Value("int64"), {"test": [None] * 16}, "validation"),
-        (Value("int64"), {"test": [1] + [-1] * 15}, None),  # some have labels: a mistake to be told, not a contest
-        (Value("float64"), {"test": [-1.0] * 16, "train": [-0.5] * 60, "validation": [1.5] * 12}, None),
+        (
+            Value("int64"),
+            {"test": [1] + [-1] * 15},
+            None,
+        ),  # some have labels: a mistake to be told, not a contest
+        (
+            Value("float64"),
+            {"test": [-1.0] * 16, "train": [-0.5] * 60, "validation": [1.5] * 12},
+            None,
+        ),
         (Value("int64"), {"validation": [-1] * 12}, None),  # no labels there either
         (Value("string"), {split: ["bad", "good"] * (n // 2) for split, n in SIZES.items()}, None),
     ],
@@ -120,14 +158,17 @@ def test_many_rows_hold_out_a_count(contest: Path, tmp_path: Path) -> None:
 
 
 def configured(folder: Path, kind: str, **settings: Any) -> Path:
-    """A folder with nothing but the configuration of a model of this class: no more is looked at."""
+    """A folder with nothing but the configuration of a model of this class: no more is looked
+    at."""
     (folder / "model").mkdir()
     facts = {"model_type": "bert", "architectures": [kind], **settings}
     (folder / "model" / "config.json").write_text(json.dumps(facts))
     return folder / "model"
 
 
-def guessed(folder: Path, kind: str, row: dict[str, Any], *, task: str | None = None, **settings: Any) -> Any:
+def guessed(
+    folder: Path, kind: str, row: dict[str, Any], *, task: str | None = None, **settings: Any
+) -> Any:
     (folder / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 3))
     return guess(str(configured(folder, kind, **settings)), str(folder / "rows.jsonl"), task=task)
 
@@ -210,7 +251,14 @@ SQUAD = {"question": "who", "context": "we do", "answers": {"text": ["we"], "ans
             {"text": "en", "target": "de"},
             ["text is in 'en'", "target is in 'de'"],
         ),
-        ("LlamaForCausalLM", {}, {"story": "we do"}, "causal_lm", {"text": "story"}, ["text is in 'story'"]),
+        (
+            "LlamaForCausalLM",
+            {},
+            {"story": "we do"},
+            "causal_lm",
+            {"text": "story"},
+            ["text is in 'story'"],
+        ),
         (
             "GPT2LMHeadModel",
             {},
@@ -219,18 +267,33 @@ SQUAD = {"question": "who", "context": "we do", "answers": {"text": ["we"], "ans
             {"tokens": "input_ids"},
             ["the tokens are in 'input_ids'"],
         ),
-        ("LlamaForCausalLM", {}, {"a": [3, 4]}, "causal_lm", {"tokens": "a"}, ["the tokens are in 'a'"]),
+        (
+            "LlamaForCausalLM",
+            {},
+            {"a": [3, 4]},
+            "causal_lm",
+            {"tokens": "a"},
+            ["the tokens are in 'a'"],
+        ),
     ],
 )
 def test_a_model_with_a_head_and_its_columns(
-    tmp_path: Path, kind: str, settings: dict[str, Any], row: dict[str, Any], task: str, columns: Any, why: list[str]
+    tmp_path: Path,
+    kind: str,
+    settings: dict[str, Any],
+    row: dict[str, Any],
+    task: str,
+    columns: Any,
+    why: list[str],
 ) -> None:
     found = guessed(tmp_path, kind, row, **settings)
     recipe = found.recipe()
     assert (recipe.task, recipe.train) == (task, None)
     assert {name: getattr(recipe.data, name) for name in columns} == columns
     assert found.why == (f"the task is {task}: {kind} is a model for it", *why)
-    assert recipe.data.max_length == (None if task in ("image_classification", "audio_classification") else 256)
+    assert recipe.data.max_length == (
+        None if task in ("image_classification", "audio_classification") else 256
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,16 +306,23 @@ def test_a_model_with_a_head_and_its_columns(
         ({"text": "we", "score": 1}, "text_classification"),
     ],
 )
-def test_a_model_without_a_head_is_for_what_the_columns_hold(tmp_path: Path, row: dict[str, Any], task: str) -> None:
+def test_a_model_without_a_head_is_for_what_the_columns_hold(
+    tmp_path: Path, row: dict[str, Any], task: str
+) -> None:
     found = guessed(tmp_path, "BertModel", row)
     assert found.recipe().task == task
-    assert found.why[0] == f"the task is {task}: BertModel has no head for it, so it is trained first"
+    assert (
+        found.why[0] == f"the task is {task}: BertModel has no head for it, so it is trained first"
+    )
     assert found.recipe().train is not None
 
 
 def test_a_text_without_labels_is_for_a_language_model(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("we do")
-    assert guess(str(configured(tmp_path, "LlamaModel")), str(tmp_path / "a.txt")).recipe().task == "causal_lm"
+    assert (
+        guess(str(configured(tmp_path, "LlamaModel")), str(tmp_path / "a.txt")).recipe().task
+        == "causal_lm"
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,10 +333,25 @@ def test_a_text_without_labels_is_for_a_language_model(tmp_path: Path) -> None:
         ("image_classification", {"a": PICTURE, "b": PICTURE, "label": 1}, "data.image", "a, b"),
         ("image_classification", {"a": PICTURE}, "data.label", "none"),
         ("audio_classification", {"sound": "a.wav", "label": 1}, "data.audio", "none"),
-        ("audio_classification", {"audio": "a.wav", "by": "me", "in": "it"}, "data.label", "by, in"),
+        (
+            "audio_classification",
+            {"audio": "a.wav", "by": "me", "in": "it"},
+            "data.label",
+            "by, in",
+        ),
         ("token_classification", {"text": "we do", "tags": [1]}, "data.text", "none"),
-        ("question_answering", {"question": "who", "context": "we"}, "data.text", "question, context"),
-        ("translation", {"en": "we", "de": "wir", "id": "x"}, "data.text and data.target", "en, de, id"),
+        (
+            "question_answering",
+            {"question": "who", "context": "we"},
+            "data.text",
+            "question, context",
+        ),
+        (
+            "translation",
+            {"en": "we", "de": "wir", "id": "x"},
+            "data.text and data.target",
+            "en, de, id",
+        ),
         ("causal_lm", {"a": "we", "b": "do"}, "data.text", "a, b"),
         ("text_classification", {"text": "we"}, "data.label", "none"),
         ("text_classification", {"label": 1}, "data.text", "none"),
@@ -286,8 +371,14 @@ def test_sound_as_the_hub_has_it_is_told_without_what_decodes_it(tmp_path: Path)
     write_wav(tmp_path / "a.wav", [0.0, 0.5], 8)
     rows = Dataset.from_dict({"clip": [None, str(tmp_path / "a.wav")], "label": [0, 1]})
     rows.cast_column("clip", Audio()).to_parquet(tmp_path / "rows.parquet")
-    found = guess(str(configured(tmp_path, "WavLMForSequenceClassification")), str(tmp_path / "rows.parquet")).recipe()
-    assert (found.task, found.data.audio, found.data.label) == ("audio_classification", "clip", "label")
+    found = guess(
+        str(configured(tmp_path, "WavLMForSequenceClassification")), str(tmp_path / "rows.parquet")
+    ).recipe()
+    assert (found.task, found.data.audio, found.data.label) == (
+        "audio_classification",
+        "clip",
+        "label",
+    )
 
 
 @pytest.mark.parametrize(
@@ -307,7 +398,11 @@ def test_what_is_guessed_reads_the_data_for_the_model(tmp_path: Path, name: str)
     torch.manual_seed(0)
     given = dict(setting.split("=", 1) for setting in FIXTURES[name](tmp_path))
     found = guess(given["model.path"], given["data.path"])
-    own = [f"{key}={value}" for key, value in given.items() if key in ("data.seconds", "data.holdout", "data.block")]
+    own = [
+        f"{key}={value}"
+        for key, value in given.items()
+        if key in ("data.seconds", "data.holdout", "data.block")
+    ]
     shipped, recipe = load_recipe(name), found.recipe([*own, "device=cpu"])
     assert (recipe.task, recipe.train) == (shipped.task, None)
     assert recipe.data.text_columns == shipped.data.text_columns or recipe.task == "translation"
@@ -384,4 +479,7 @@ def test_a_class_name_sets_no_keys_of_the_recipe(tmp_path: Path) -> None:
     """It comes out of a model's folder, which may be anybody's, and stands in a comment."""
     found = guessed(tmp_path, "A\nout: /elsewhere # ForCausalLM", {"text": "we do"})
     assert found.recipe().out is None
-    assert found.why[0] == r"the task is causal_lm: 'A\nout: /elsewhere # ForCausalLM' is a model for it"
+    assert (
+        found.why[0]
+        == r"the task is causal_lm: 'A\nout: /elsewhere # ForCausalLM' is a model for it"
+    )

@@ -1,4 +1,5 @@
-"""Lists of heads: however a head is made, a cut equals the gates, or the module is refused before it."""
+"""Lists of heads: however a head is made, a cut equals the gates, or the module is refused before
+it."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ WAYS: dict[str, Way] = {
 class Head(nn.Module):
     """Queries and keys of one width; values of another one, or the inputs themselves."""
 
-    def __init__(self, dim: int, width: int, value_width: int, way: Way, causal: bool = False) -> None:
+    def __init__(
+        self, dim: int, width: int, value_width: int, way: Way, causal: bool = False
+    ) -> None:
         super().__init__()
         self.query, self.key = way(dim, width), way(dim, width)
         self.value = way(dim, value_width) if value_width else nn.Identity()
@@ -86,7 +89,9 @@ class Head(nn.Module):
 class Net(nn.Module):
     """An attention and a layer that takes its width."""
 
-    def __init__(self, kind: type[SideBySide], heads: list[nn.Module], dim: int, width: int) -> None:
+    def __init__(
+        self, kind: type[SideBySide], heads: list[nn.Module], dim: int, width: int
+    ) -> None:
         super().__init__()
         attention = kind(dim, len(heads))
         attention.heads = nn.ModuleList(heads)
@@ -99,7 +104,8 @@ class Net(nn.Module):
         return self.end(self.attention(x))
 
 
-#: Width of the input, of queries and keys, of values; 0: the inputs. With axes that coincide, and all different.
+#: Width of the input, of queries and keys, of values; 0: the inputs. With axes that coincide, and
+#: all different.
 SIZES = [(12, 3, 3), (12, 3, 5), (12, 5, 3), (12, 3, 0), (4, 4, 4), (4, 4, 0), (4, 2, 4), (8, 8, 8)]
 
 
@@ -130,7 +136,10 @@ def test_a_cut_is_right_or_refused(
     (site,) = find_sites(model)
     assert (site.n_query_heads, site.value_dim) == (4, made)
     for keep in ([0, 3], [2], []):
-        small, mask = copy.deepcopy(model), hp.HeadMask.from_keep({"attention": keep}, {"attention": 4})
+        small, mask = (
+            copy.deepcopy(model),
+            hp.HeadMask.from_keep({"attention": keep}, {"attention": 4}),
+        )
         with hp.gated(model, mask):
             expected = model(x)
         hp.prune_(small, mask, example=x if example else None)

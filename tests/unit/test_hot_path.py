@@ -1,6 +1,8 @@
-"""A cut model runs what one that was built small would run: the same modules, the same operations, plain weights.
+"""A cut model runs what one that was built small would run: the same modules, the same operations,
+plain weights.
 
-``docs/tradeoff.md`` has the speed; here operations are counted, which no other job on the machine can disturb.
+``docs/tradeoff.md`` has the speed; here operations are counted, which no other job on the machine
+can disturb.
 """
 
 from __future__ import annotations
@@ -29,11 +31,22 @@ from tests.scripts import benchmark
 
 #: Operations that compute and copy nothing: another shape of the same numbers.
 VIEWS = {
-    *("view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "select", "slice"),
+    *(
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "slice",
+    ),
     *("split", "split_with_sizes", "unbind", "alias", "detach", "as_strided"),
 }
-#: Families whose attention gets something for all heads at every call, or runs other code than uncut, and what it
-#: costs; their layouts say why. Everything else runs no operation more.
+#: Families whose attention gets something for all heads at every call, or runs other code than
+#: uncut, and what it costs; their layouts say why. Everything else runs no operation more.
 CORRECTED = {
     "bloom": {"cat"},  # biases of positions that the model computes for all heads
     "falcon-alibi": {"cat"},
@@ -46,15 +59,26 @@ CORRECTED = {
     "beit-shared-bias": {"cat"},
     "olmo2": {"cat"},  # a norm over all heads
     "olmoe": {"cat"},
-    "list of heads without output": {"cat", "new_zeros"},  # zeros in the places of the heads that have left
+    "list of heads without output": {
+        "cat",
+        "new_zeros",
+    },  # zeros in the places of the heads that have left
     "wavlm": {"masked_fill", "cat"},  # called as modules instead of one function
-    "timm.Attention before 1.0.24": {"_scaled_dot_product_flash_attention_for_cpu"},  # in place of three others
-    "torch.nn.MultiheadAttention": {"sum", "div", "constant_pad_nd"},  # the mean of no heads would be NaN
+    "timm.Attention before 1.0.24": {
+        "_scaled_dot_product_flash_attention_for_cpu"
+    },  # in place of three others
+    "torch.nn.MultiheadAttention": {
+        "sum",
+        "div",
+        "constant_pad_nd",
+    },  # the mean of no heads would be NaN
     "siglip": {"sum", "div"},
 }
 #: A product with or without a sum is one product.
 PRODUCTS = {"addmm": "mm", "baddbmm": "bmm"}
-FAMILIES = [(name, family) for name in registry.names() for family, _ in registry.get(name).families]
+FAMILIES = [
+    (name, family) for name in registry.names() for family, _ in registry.get(name).families
+]
 
 
 class Operations(TorchDispatchMode):
@@ -68,7 +92,9 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name not in VIEWS:
-            sizes = tuple(tuple(a.shape) for a in args if isinstance(a, Tensor)) if self.shapes else ()
+            sizes = (
+                tuple(tuple(a.shape) for a in args if isinstance(a, Tensor)) if self.shapes else ()
+            )
             name = PRODUCTS.get(name, name)
             self.found[(name, *sizes) if self.shapes else name] += 1
         return func(*args, **(kwargs or {}))
@@ -89,7 +115,11 @@ def cut_every_second(model: nn.Module, policy: Any = None) -> nn.Module:
     small = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        prune_(small, HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites}), sites=sites)
+        prune_(
+            small,
+            HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites}),
+            sites=sites,
+        )
     return small
 
 
@@ -104,7 +134,9 @@ def test_a_cut_adds_no_module_and_no_operation(layout: str, family: str) -> None
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     for name, tensor in small.named_parameters():
         assert tensor.is_contiguous(), name
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes, f"{name} keeps the memory of what has left"
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, (
+            f"{name} keeps the memory of what has left"
+        )
     assert len(list(small.modules())) <= len(list(model.modules()))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in small.modules())
     before, after = operations(model, batch), operations(small, batch)
@@ -113,7 +145,8 @@ def test_a_cut_adds_no_module_and_no_operation(layout: str, family: str) -> None
     assert not any("index" in name or "gather" in name for name in more)
 
 
-# ------------------------------------------------------------------------------------------------ built small
+# ------------------------------------------------------------------------------------------------
+# built small
 
 
 def arguments(**more: Any) -> argparse.Namespace:
@@ -121,7 +154,9 @@ def arguments(**more: Any) -> argparse.Namespace:
     return argparse.Namespace(**sizes | more)
 
 
-def pair(native: ModuleType, subject: str, which: str = "speed", **more: Any) -> tuple[nn.Module, nn.Module]:
+def pair(
+    native: ModuleType, subject: str, which: str = "speed", **more: Any
+) -> tuple[nn.Module, nn.Module]:
     """What was built small, and what was cut."""
     built, small = native.SUBJECTS[subject](arguments(**more))[which]
     return built.eval(), small.eval()
@@ -129,25 +164,38 @@ def pair(native: ModuleType, subject: str, which: str = "speed", **more: Any) ->
 
 @pytest.mark.parametrize("subject", ["vit", "llama"])
 def test_it_runs_what_a_configured_model_of_its_shape_runs(subject: str) -> None:
-    """The same operations on tensors of the same shapes, in the same number, with the same result."""
+    """The same operations on tensors of the same shapes, in the same number, with the same
+    result."""
     native = benchmark("native")
     (built, small), (_, larger) = pair(native, subject), pair(native, subject, keep=8)
     batch = native.INPUTS[subject](arguments(), 2, 8, torch.device("cpu"), torch.float32)
     assert [type(m) for m in small.modules()] == [type(m) for m in built.modules()]
     found = operations(small, batch, shapes=True)
     assert found == operations(built, batch, shapes=True)
-    assert found != operations(larger, batch, shapes=True), "the shapes must differ, or the test shows nothing"
+    assert found != operations(larger, batch, shapes=True), (
+        "the shapes must differ, or the test shows nothing"
+    )
     assert_close(outputs(call(small, batch))[0], outputs(call(built, batch))[0], rtol=0, atol=0)
 
 
 def test_bert_multiplies_what_a_plain_encoder_of_its_shape_multiplies() -> None:
     native = benchmark("native")
-    (plain, small), (plain_uncut, uncut) = (pair(native, "bert", which) for which in ("speed", "uncut"))
+    (plain, small), (plain_uncut, uncut) = (
+        pair(native, "bert", which) for which in ("speed", "uncut")
+    )
     batch = native.INPUTS["bert"](arguments(), 2, 8, torch.device("cpu"), torch.float32)
 
     def computed(model: nn.Module) -> Counter[Any]:
-        wanted = ("mm", "bmm", "_scaled_dot_product_flash_attention_for_cpu", "native_layer_norm", "gelu")
-        return Counter({k: n for k, n in operations(model, batch, shapes=True).items() if k[0] in wanted})
+        wanted = (
+            "mm",
+            "bmm",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "native_layer_norm",
+            "gelu",
+        )
+        return Counter(
+            {k: n for k, n in operations(model, batch, shapes=True).items() if k[0] in wanted}
+        )
 
     assert computed(small) == computed(plain)
     assert computed(uncut) == computed(plain_uncut) != computed(small)
@@ -159,7 +207,9 @@ def test_the_exported_graph_is_that_of_a_configured_model() -> None:
     built, small = pair(native, "vit", layers=1)
     batch = native.INPUTS["vit"](arguments(), 2, 8, torch.device("cpu"), torch.float32)
     graphs = [torch.export.export(model, (), batch).graph for model in (small, built)]
-    called = [[str(node.target) for node in graph.nodes if node.op == "call_function"] for graph in graphs]
+    called = [
+        [str(node.target) for node in graph.nodes if node.op == "call_function"] for graph in graphs
+    ]
     assert called[0] == called[1]
     assert sum("linear" in name for name in called[0]) == 6
 
@@ -180,7 +230,8 @@ def test_a_fused_projection_stays_one_product(layout: str, family: str, products
     assert operations(small, batch)["mm"] == products * len(sites) + outside
 
 
-# ------------------------------------------------------------------------------------------------ groups of unlike size
+# ------------------------------------------------------------------------------------------------
+# groups of unlike size
 
 
 def test_policy_free_costs_one_copy_of_keys_and_values_a_layer() -> None:
@@ -193,10 +244,14 @@ def test_policy_free_costs_one_copy_of_keys_and_values_a_layer() -> None:
 
 
 @pytest.mark.parametrize("keep", [[0, 1, 4, 5], [0, 1, 2]], ids=["even", "uneven"])
-def test_our_attention_does_no_arithmetic_of_heads_in_a_call(keep: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_attention_does_no_arithmetic_of_heads_in_a_call(
+    keep: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = hp.MultiHeadAttention(16, 8, n_kv_heads=4).eval()
     module.prune_heads_(keep, policy="free")
-    monkeypatch.setattr(slabs.HeadGeometry, "__post_init__", lambda self: pytest.fail("geometry in a call"))
+    monkeypatch.setattr(
+        slabs.HeadGeometry, "__post_init__", lambda self: pytest.fail("geometry in a call")
+    )
     found = operations(_Of(module), {"x": torch.randn(2, 3, 16)})
     assert found["cat"] == (0 if len(keep) == 4 else 2)
     assert not any("index" in name or "copy" in name or "lift" in name for name in found)

@@ -1,4 +1,5 @@
-"""Runs and sweeps that are killed (SIGKILL) at random moments come to the result of those that nothing happened to."""
+"""Runs and sweeps that are killed (SIGKILL) at random moments come to the result of those that
+nothing happened to."""
 
 from __future__ import annotations
 
@@ -46,14 +47,24 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 def _old_run(folder: Path) -> dict[str, bytes]:
     """A finished run, with what a run may leave."""
     RunRecord("old", "done", "report", "2020").save(folder / "record.json")
-    for name in ("plan.json", "recipe.yaml", "base/config.json", "model/headprune.json", "mine.txt"):
+    for name in (
+        "plan.json",
+        "recipe.yaml",
+        "base/config.json",
+        "model/headprune.json",
+        "mine.txt",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("old")
     return _contents(folder)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    found = {p for p in folder.rglob("*") if p.is_file() and p.name != ".lock" and not p.name.endswith(".part")}
+    found = {
+        p
+        for p in folder.rglob("*")
+        if p.is_file() and p.name != ".lock" and not p.name.endswith(".part")
+    }
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 
 
@@ -81,7 +92,9 @@ def test_a_run_killed_at_every_file_call_around_its_stages(tmp_path: Path, anew:
         if anew and _contents(out) == before:
             ends.add("as it was")
             continue
-        done = (out / "record.json").is_file() and RunRecord.load(out / "record.json").status == "done"
+        done = (out / "record.json").is_file() and RunRecord.load(
+            out / "record.json"
+        ).status == "done"
         again = killing.begun(killing.the_frame, out)
         again.join()
         assert again.exitcode == (1 if done else 0), f"call {call} of {calls}"
@@ -121,7 +134,9 @@ def test_a_run_killed_at_twenty_moments(run: Whole, tmp_path: Path, number: int)
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(6))
-def test_a_run_in_stages_killed_at_six_moments(gradual_run: Whole, tmp_path: Path, number: int) -> None:
+def test_a_run_in_stages_killed_at_six_moments(
+    gradual_run: Whole, tmp_path: Path, number: int
+) -> None:
     _killed(killing.the_gradual_run, gradual_run, tmp_path / "out", number, 2, killing.same_runs)
 
 
@@ -132,7 +147,8 @@ def test_a_sweep_killed_at_five_moments(sweep: Whole, tmp_path: Path, number: in
 
 
 def _killed_over(work: Callable[[str], None], old: Path) -> Iterator[Path]:
-    """Copies of a folder over which the work was killed at its first file call, its second, and so on."""
+    """Copies of a folder over which the work was killed at its first file call, its second, and so
+    on."""
     _, calls = killing.undisturbed(work, Path(shutil.copytree(old, old.with_name("whole"))))
     for call in range(1, calls + 1):
         folder = Path(shutil.copytree(old, old.with_name(str(call))))
@@ -142,23 +158,33 @@ def _killed_over(work: Callable[[str], None], old: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_a_save_over_an_earlier_one_killed_at_every_file_call_leaves_the_one_or_the_other(tmp_path: Path) -> None:
+def test_a_save_over_an_earlier_one_killed_at_every_file_call_leaves_the_one_or_the_other(
+    tmp_path: Path,
+) -> None:
     whole = {name: killing.cut_model(seed).state_dict() for name, seed in (("old", 0), ("new", 1))}
     hp.save_pretrained(killing.cut_model(0), tmp_path / "old", max_shard_size="20KB")
     seen = []
     for call, folder in enumerate(_killed_over(killing.the_save, tmp_path / "old"), start=1):
         state = hp.from_pretrained(folder).state_dict()
-        seen += [n for n, own in whole.items() if all(k in state and torch.equal(state[k], t) for k, t in own.items())]
+        seen += [
+            n
+            for n, own in whole.items()
+            if all(k in state and torch.equal(state[k], t) for k, t in own.items())
+        ]
         assert len(seen) == call, "neither the one nor the other"
         hp.save_pretrained(killing.cut_model(1), folder)
-        assert {p.name for p in folder.iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+        assert {p.name for p in folder.iterdir()} == {
+            p.name for p in (tmp_path / "whole").iterdir()
+        }
     assert seen == sorted(seen, reverse=True), "first the old one, then the new one"
     assert set(seen) == {"old", "new"}
     names = {"model.safetensors", "headprune.json", "config.json", "README.md"}
     assert {p.name for p in (tmp_path / "whole").iterdir()} == names
 
 
-def test_scores_saved_over_earlier_ones_killed_at_every_file_call_have_their_own_numbers(tmp_path: Path) -> None:
+def test_scores_saved_over_earlier_ones_killed_at_every_file_call_have_their_own_numbers(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "old").mkdir()
     whole = [killing.sampled_scores(seed) for seed in (0, 1)]
     whole[0].save(tmp_path / "old" / "scores.json")

@@ -1,4 +1,5 @@
-"""Two models whose necessary heads are known: one by construction, one by switching heads off and looking."""
+"""Two models whose necessary heads are known: one by construction, one by switching heads off and
+looking."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from headprune import HeadId
 from headprune.scoring import Shapley, registry
 from tests.known.ablation import COST, achieved, costs, heads_of, highest, necessary, only, recall
 from tests.known.constructed import DECOYS, LAYERS, NECESSARY, Head, constructed
-from tests.known.induction import IGNORED, LENGTH, N_TOKENS, AttentionOnly, accuracy, examples, loss, predictions
+from tests.known.induction import (
+    IGNORED,
+    LENGTH,
+    N_TOKENS,
+    AttentionOnly,
+    accuracy,
+    examples,
+    loss,
+    predictions,
+)
 from tests.known.trained import WEIGHTS, train, trained
 from tests.scripts import benchmark
 
@@ -85,7 +95,11 @@ def test_without_either_necessary_head_nothing_is_left(made: AttentionOnly) -> N
 @pytest.mark.parametrize("decoy", DECOYS, ids=lambda h: f"{name_of(h)}{h.site[-1]}")
 def test_a_decoy_moves_activations_and_no_answer(made: AttentionOnly, decoy: HeadId) -> None:
     batch = examples(100, 5)
-    stream, losses, answers = made.residual(batch["input_ids"]), loss(made, batch), predictions(made, batch)
+    stream, losses, answers = (
+        made.residual(batch["input_ids"]),
+        loss(made, batch),
+        predictions(made, batch),
+    )
 
     def moved(head: HeadId) -> float:
         with hp.gated(made, only(made, all_but(made, head))):
@@ -94,18 +108,29 @@ def test_a_decoy_moves_activations_and_no_answer(made: AttentionOnly, decoy: Hea
     with hp.gated(made, only(made, all_but(made, decoy))):
         assert_close(predictions(made, batch), answers, rtol=0, atol=0)
         change = float((loss(made, batch) - losses).abs().max())
-    if name_of(decoy) == "murmur":  # what is read changes, by less than what it takes to change an answer
+    if (
+        name_of(decoy) == "murmur"
+    ):  # what is read changes, by less than what it takes to change an answer
         assert 1e-8 < change < 1e-3
     else:
         assert change < 1e-6
-        assert moved(decoy) > 1.2 * next(moved(head) for head in NECESSARY if head.site == decoy.site)
+        assert moved(decoy) > 1.2 * next(
+            moved(head) for head in NECESSARY if head.site == decoy.site
+        )
 
 
-def test_leave_one_out_finds_exactly_the_necessary_heads_and_the_rest_can_go(made: AttentionOnly) -> None:
+def test_leave_one_out_finds_exactly_the_necessary_heads_and_the_rest_can_go(
+    made: AttentionOnly,
+) -> None:
     seen, new = examples(64, 1), examples(64, 2)
     scores = hp.score(made, [seen], "leave_one_out", loss=loss, progress=False)
     assert recall(scores, NECESSARY) == 1.0
-    assert min(scores[head] for head in NECESSARY) > 1.0 > 1e-3 > max(abs(scores[head]) for head in DECOYS)
+    assert (
+        min(scores[head] for head in NECESSARY)
+        > 1.0
+        > 1e-3
+        > max(abs(scores[head]) for head in DECOYS)
+    )
     plan = hp.select(scores, hp.Budget(keep_heads=0.2))
     assert plan.mask == only(made, NECESSARY)
     small, answers = copy.deepcopy(made), predictions(made, new)
@@ -117,8 +142,11 @@ def test_leave_one_out_finds_exactly_the_necessary_heads_and_the_rest_can_go(mad
     assert recall(again, NECESSARY) == 1.0
 
 
-def test_a_head_that_needs_another_one_is_nothing_alone_and_half_of_both(made: AttentionOnly) -> None:
-    """The answer needs both heads, so a lone one is worth nothing and each has half of what both achieve."""
+def test_a_head_that_needs_another_one_is_nothing_alone_and_half_of_both(
+    made: AttentionOnly,
+) -> None:
+    """The answer needs both heads, so a lone one is worth nothing and each has half of what both
+    achieve."""
     batch = examples(32, 1)
     scorers = ["add_one_in", Shapley(orders=2), Shapley(method="two_sided")]
     alone, share, two_sided = hp.score(made, [batch], scorers, loss=loss, progress=False)
@@ -127,7 +155,9 @@ def test_a_head_that_needs_another_one_is_nothing_alone_and_half_of_both(made: A
     both = nothing - float(loss(made, batch).mean())
     assert both > 2
     assert alone[PREVIOUS] == 0.0
-    assert 0 < alone[INDUCTION] < 0.02 * both  # it looks everywhere alike: tokens that were seen are likelier
+    assert (
+        0 < alone[INDUCTION] < 0.02 * both
+    )  # it looks everywhere alike: tokens that were seen are likelier
     assert recall(alone, NECESSARY) < 1
     for scores in (share, two_sided):
         assert recall(scores, NECESSARY) == 1.0
@@ -136,7 +166,8 @@ def test_a_head_that_needs_another_one_is_nothing_alone_and_half_of_both(made: A
 
 
 def test_a_decoy_that_is_heard_is_found() -> None:
-    """The verdict is in the weights, not in the names: a murmur that is too loud drowns the answer, and that shows."""
+    """The verdict is in the weights, not in the names: a murmur that is too loud drowns the answer,
+    and that shows."""
     loud = HeadId("layers.1", len(LAYERS[1]))
     model = constructed((LAYERS[0], (*LAYERS[1], Head("murmur", "token", "answer", 500.0))))
     assert accuracy(model, examples(64, 2)) < 0.1
@@ -148,14 +179,20 @@ def test_a_decoy_that_is_heard_is_found() -> None:
 
 
 def test_ablation_finds_the_trained_models_necessary_heads(learned: AttentionOnly) -> None:
-    """Measured, not assumed: a wide gap in what removals cost, and no other set of as many heads does better."""
+    """Measured, not assumed: a wide gap in what removals cost, and no other set of as many heads
+    does better."""
     seen, new = examples(64, 1), examples(128, 2)
     full = accuracy(learned, new)
     assert full > 0.99
     wanted, cost = necessary(learned, new), costs(learned, new)
     assert 2 <= len(wanted) < len(cost) / 2
     assert {head.site for head in wanted} == {"layers.0", "layers.1"}
-    assert min(cost[h] for h in wanted) > 2 * COST > COST > 1.5 * max(c for h, c in cost.items() if h not in wanted)
+    assert (
+        min(cost[h] for h in wanted)
+        > 2 * COST
+        > COST
+        > 1.5 * max(c for h, c in cost.items() if h not in wanted)
+    )
     kept = achieved(learned, wanted, new)
     assert kept > full - COST
     assert kept == max(achieved(learned, some, new) for some in combinations(cost, len(wanted)))
@@ -173,14 +210,21 @@ def test_the_trained_model_has_a_decoy(learned: AttentionOnly) -> None:
     moved = {}
     for head, cost in costs(learned, batch).items():
         with hp.gated(learned, only(learned, all_but(learned, head))):
-            moved[head] = (float((learned.residual(batch["input_ids"]) - stream).norm() / stream.norm()), cost)
+            moved[head] = (
+                float((learned.residual(batch["input_ids"]) - stream).norm() / stream.norm()),
+                cost,
+            )
     assert max(moves for moves, cost in moved.values() if cost < 1e-3) > 0.3
     assert min(moves for moves, cost in moved.values() if cost > COST) < 0.4
 
 
 def test_the_script_makes_what_is_committed() -> None:
     assert WEIGHTS.stat().st_size < 200_000
-    committed, made, again = load_file(WEIGHTS), train(steps=3).state_dict(), train(steps=3).state_dict()
+    committed, made, again = (
+        load_file(WEIGHTS),
+        train(steps=3).state_dict(),
+        train(steps=3).state_dict(),
+    )
     assert {k: v.shape for k, v in made.items()} == {k: v.shape for k, v in committed.items()}
     for name, tensor in made.items():
         assert_close(again[name], tensor, rtol=0, atol=0)
@@ -189,7 +233,9 @@ def test_the_script_makes_what_is_committed() -> None:
 # ---------------------------------------------------------------- the report
 
 
-def test_every_scorer_is_tried_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_scorer_is_tried_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     known = benchmark("known_answer")
     assert known.main(["--examples", "4", "--out", str(tmp_path / "record.json")]) == 0
     record, printed = json.loads((tmp_path / "record.json").read_text()), capsys.readouterr().out
@@ -198,13 +244,17 @@ def test_every_scorer_is_tried_and_reported(tmp_path: Path, capsys: pytest.Captu
         assert name in printed
         for model in ("constructed", "trained"):
             assert 0 <= row[model]["recall"] <= 1, row[model]
-            assert [len(values) for values in row[model]["values"]] == ([5, 5] if model == "constructed" else [4, 4])
+            assert [len(values) for values in row[model]["values"]] == (
+                [5, 5] if model == "constructed" else [4, 4]
+            )
     assert record["scorers"]["leave_one_out"]["constructed"]["recall"] == 1
 
 
 def test_the_record_has_todays_scorers() -> None:
     record = json.loads((ROOT / "benchmarks" / "records" / "known_answer.json").read_text())
-    assert list(record["scorers"]) == benchmark("known_answer").SCORERS, "run `python benchmarks/known_answer.py`"
+    assert list(record["scorers"]) == benchmark("known_answer").SCORERS, (
+        "run `python benchmarks/known_answer.py`"
+    )
     assert {"torch", "headprune"} <= set(record["versions"])
     assert record["models"]["constructed"]["necessary"] == [str(head) for head in NECESSARY]
     assert benchmark("known_answer").table(record).count("\n") > len(registry.names())

@@ -19,7 +19,12 @@ from headprune.core.heads import HeadMask
 from headprune.core.latency import LatencyTable, SiteLatency
 
 TABLE = LatencyTable(
-    1.0, (SiteLatency("a", (None, 0.1, 0.3)), SiteLatency("b", (0.0, 0.2, 0.2, 0.5))), 8, 128, "cpu", "float32"
+    1.0,
+    (SiteLatency("a", (None, 0.1, 0.3)), SiteLatency("b", (0.0, 0.2, 0.2, 0.5))),
+    8,
+    128,
+    "cpu",
+    "float32",
 )
 
 
@@ -29,7 +34,9 @@ def test_a_table_survives_json_and_predicts() -> None:
     mask = HeadMask.from_keep({"a": [1], "b": []}, {"a": 2, "b": 3})
     assert TABLE.predict(mask) == pytest.approx(1.0 - 0.2 - 0.5)
     assert TABLE.alone(["b"]).whole == 0.5
-    with pytest.raises(InvalidValue, match=r"row a: must be asked for one of \[1, 2\] heads, got 0"):
+    with pytest.raises(
+        InvalidValue, match=r"row a: must be asked for one of \[1, 2\] heads, got 0"
+    ):
         TABLE.predict({"a": 0})
     with pytest.raises(UnknownName, match="measured at this site, got 'c'"):
         TABLE.predict({"c": 0})
@@ -53,11 +60,13 @@ def test_a_table_is_checked(changes: dict[str, Any], words: str) -> None:
         replace(TABLE, **changes)
 
 
-# --- measuring ------------------------------------------------------------------------------------------------------
+# --- measuring
+# ------------------------------------------------------------------------------------------------------
 
 
 class Clock:
-    """Time passes only in attention, by the work that the weights of its output projection are, and in ``Rest``."""
+    """Time passes only in attention, by the work that the weights of its output projection are, and
+    in ``Rest``."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -95,7 +104,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_every_number_of_heads_is_measured_on_a_module_that_has_them(clock: Clock) -> None:
     torch.manual_seed(0)
     shared = hp.MultiHeadAttention(8, 4)
-    model = nn.Sequential(shared, Rest(clock), hp.MultiHeadAttention(8, 4), hp.MultiHeadAttention(8, 2), shared)
+    model = nn.Sequential(
+        shared, Rest(clock), hp.MultiHeadAttention(8, 4), hp.MultiHeadAttention(8, 2), shared
+    )
     before, batch = {k: v.clone() for k, v in model.state_dict().items()}, torch.randn(3, 5, 8)
     table = latency_table(model, batch, seconds=0)
     row = (0.5, 3.5, 6.5, 9.5, 12.5)
@@ -104,7 +115,8 @@ def test_every_number_of_heads_is_measured_on_a_module_that_has_them(clock: Cloc
     assert table.row("0") == tuple(2 * s for s in row), "the module runs twice in a pass"
     assert table.whole == 7 + 3 * 12.5 + 6.5
     assert (table.batch_size, table.length, table.dtype, table.notes) == (3, 5, "float32", ())
-    # The three of 4 heads share a measurement: 1 pass to record, 4 of the model and 2 + 5 rounds in all each
+    # The three of 4 heads share a measurement: 1 pass to record, 4 of the model and 2 + 5 rounds in
+    # all each
     assert clock.calls.count(1) == 2 * (2 + 5)
     assert clock.calls.count(3) == 2 + 5
     for name, value in model.state_dict().items():
@@ -128,7 +140,8 @@ def test_predicted_is_measured_where_time_adds_up(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "counts"), [("group", (0, 2, 4, 6, 8)), ("balanced", (0, 1, 2, 3, 4, 8)), ("free", tuple(range(9)))]
+    ("policy", "counts"),
+    [("group", (0, 2, 4, 6, 8)), ("balanced", (0, 1, 2, 3, 4, 8)), ("free", tuple(range(9)))],
 )
 def test_counts_are_those_that_the_policy_can_leave(policy: Any, counts: tuple[int, ...]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,12 +152,17 @@ def test_counts_are_those_that_the_policy_can_leave(policy: Any, counts: tuple[i
         num_key_value_heads=4, head_dim=2, max_position_embeddings=32,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    batch = {"input_ids": torch.randint(0, 17, (2, 6)), "labels": torch.zeros(2, 6, dtype=torch.long)}
+    batch = {
+        "input_ids": torch.randint(0, 17, (2, 6)),
+        "labels": torch.zeros(2, 6, dtype=torch.long),
+    }
     sites = hp.find_sites(model, policy=policy)
     table = latency_table(model, batch, batch_size=3, length=4, sites=sites, seconds=0)
     assert (table.batch_size, table.length) == (3, 4)
     for s in sites:
-        assert tuple(n for n, seconds in enumerate(table.row(s.name)) if seconds is not None) == counts
+        assert (
+            tuple(n for n, seconds in enumerate(table.row(s.name)) if seconds is not None) == counts
+        )
     assert table.row(sites[0].name) == table.row(sites[1].name), "built alike, so measured once"
     table.check(sites)
 
@@ -154,14 +172,18 @@ def test_a_layer_that_must_keep_a_head_is_not_measured_without() -> None:
     table = latency_table(model, batch, seconds=0)
     for site in hp.find_sites(model):
         assert site.least == 1
-        assert [seconds is None for seconds in table.row(site.name)] == [True] + [False] * len(site.heads)
+        assert [seconds is None for seconds in table.row(site.name)] == [True] + [False] * len(
+            site.heads
+        )
 
 
 def test_a_cache_does_not_grow_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=17, n_embd=8, n_layer=2, n_head=2, n_positions=64)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=17, n_embd=8, n_layer=2, n_head=2, n_positions=64)
+    ).eval()
     lengths: list[int] = []
     forward = GPT2Attention.forward
 
@@ -182,7 +204,14 @@ def test_a_batch_is_run_as_it_is_unless_a_size_is_given() -> None:
 
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+        vocab_size=17,
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     model = T5ForConditionalGeneration(config).eval()
     ids = torch.randint(1, 17, (2, 6))
@@ -208,15 +237,24 @@ def test_a_length_is_refused_where_nothing_has_one() -> None:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=4, patch_size=2
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        image_size=4,
+        patch_size=2,
     )
     batch = {"pixel_values": torch.randn(2, 3, 4, 4)}
     with pytest.raises(InvalidValue, match=r"latency_table\(length=\): must be left out.*got 77"):
         latency_table(ViTForImageClassification(config), batch, length=77, seconds=0)
-    assert latency_table(ViTForImageClassification(config), batch, batch_size=3, seconds=0).length == 5
+    assert (
+        latency_table(ViTForImageClassification(config), batch, batch_size=3, seconds=0).length == 5
+    )
 
 
-def test_attention_that_comes_out_slower_than_the_model_is_scaled_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_comes_out_slower_than_the_model_is_scaled_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Noise does that to models of little else; the table must still be one that `select` takes."""
 
     clock = Clock()
@@ -245,7 +283,9 @@ def test_attention_that_comes_out_slower_than_the_model_is_scaled_to_it(monkeypa
     table = latency_table(model, batch, seconds=0)
     assert table.whole == 1.0
     assert table.row("attention")[-1] == pytest.approx(1.0)
-    assert any("took 100 % longer than the model: their times are scaled" in note for note in table.notes)
+    assert any(
+        "took 100 % longer than the model: their times are scaled" in note for note in table.notes
+    )
     table.check(hp.find_sites(model))
 
 
@@ -268,9 +308,13 @@ def test_what_cannot_be_measured_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.used(x)
 
-    with pytest.raises(UnsupportedModel, match=r"idle: must be run by the batch.*leave it out of sites="):
+    with pytest.raises(
+        UnsupportedModel, match=r"idle: must be run by the batch.*leave it out of sites="
+    ):
         latency_table(Idle(), torch.randn(2, 3, 8), seconds=0)
     with pytest.raises(InvalidValue, match=r"seconds=\): must be a number >= 0"):
         latency_table(Idle(), torch.randn(2, 3, 8), seconds=-1)
-    with pytest.raises(InvalidValue, match=r"batch=\): must be a mapping, to be given another size, got Tensor"):
+    with pytest.raises(
+        InvalidValue, match=r"batch=\): must be a mapping, to be given another size, got Tensor"
+    ):
         latency_table(Idle(), torch.randn(2, 3, 8), batch_size=4, seconds=0)

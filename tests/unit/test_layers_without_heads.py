@@ -1,4 +1,5 @@
-"""Which sites say that they must keep a head (``AttentionSite.least``), against what a cut to none really does."""
+"""Which sites say that they must keep a head (``AttentionSite.least``), against what a cut to none
+really does."""
 
 from __future__ import annotations
 
@@ -23,8 +24,15 @@ from headprune.model.running import call, outputs
 from headprune.model.sites import bind
 from tests.laws.support import family_subject, subject_of
 
-FAMILIES = [(name, family) for name in registry.names() for family, _ in registry.get(name).families]
-SIZES: dict[str, Any] = {"vocab_size": 19, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
+FAMILIES = [
+    (name, family) for name in registry.names() for family, _ in registry.get(name).families
+]
+SIZES: dict[str, Any] = {
+    "vocab_size": 19,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+}
 
 
 def check(model: nn.Module) -> set[int]:
@@ -34,7 +42,9 @@ def check(model: nn.Module) -> set[int]:
     for b in bound:
         nothing = hp.HeadMask.from_keep({b.site.name: []}, {b.site.name: b.site.n_query_heads})
         if b.site.least:
-            with pytest.raises(UnsupportedModel, match=f"^{re.escape(b.site.name)}: must be left with a head"):
+            with pytest.raises(
+                UnsupportedModel, match=f"^{re.escape(b.site.name)}: must be left with a head"
+            ):
                 cut_(model, [b], nothing)
         else:
             cut_(model, [b], nothing).restore()
@@ -42,7 +52,9 @@ def check(model: nn.Module) -> set[int]:
 
 
 @pytest.mark.parametrize(("layout", "family"), FAMILIES)
-def test_every_family_says_beforehand_whether_a_layer_may_lose_all_heads(layout: str, family: str) -> None:
+def test_every_family_says_beforehand_whether_a_layer_may_lose_all_heads(
+    layout: str, family: str
+) -> None:
     check(family_subject(layout, family).model)
 
 
@@ -69,7 +81,9 @@ def test_no_family_calls_a_kernel_without_heads(layout: str, family: str) -> Non
     subject = family_subject(layout, family)
     small = emptied(subject.model)
     with Watched():
-        assert all(x.isfinite().all() for x in outputs(call(small, subject.batch)) if x.is_floating_point())
+        assert all(
+            x.isfinite().all() for x in outputs(call(small, subject.batch)) if x.is_floating_point()
+        )
 
 
 def test_a_compiled_layer_without_heads_calls_no_kernel() -> None:
@@ -83,11 +97,19 @@ def test_a_compiled_layer_without_heads_calls_no_kernel() -> None:
 
     assert torch.equal(torch.compile(model, backend=keep, fullgraph=True)(x), model(x))
     assert graphs
-    assert not any("scaled_dot_product" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+    assert not any(
+        "scaled_dot_product" in str(node.target) for graph in graphs for node in graph.graph.nodes
+    )
 
 
 def t5gemma() -> nn.Module:
-    sizes = {**SIZES, "num_key_value_heads": 3, "head_dim": 4, "intermediate_size": 16, "query_pre_attn_scalar": 4}
+    sizes = {
+        **SIZES,
+        "num_key_value_heads": 3,
+        "head_dim": 4,
+        "intermediate_size": 16,
+        "query_pre_attn_scalar": 4,
+    }
     parts = [transformers.T5GemmaModuleConfig(**sizes) for _ in range(2)]
     config = transformers.T5GemmaConfig(encoder=parts[0], decoder=parts[1], vocab_size=19)
     return transformers.T5GemmaForConditionalGeneration(config)
@@ -107,12 +129,18 @@ def test_a_forward_of_its_own_keeps_a_head_and_a_plan_without_rules_can_be_cut()
     subject = subject_of("bert")
     first = subject.model.get_submodule(hp.find_sites(subject.model)[0].name)
     inner = next(m for m in first.modules() if hasattr(m, "query"))
-    inner.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), inner)
+    inner.forward = types.MethodType(
+        lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), inner
+    )
     sites = hp.find_sites(subject.model)
     assert [site.least for site in sites] == [1, *[0] * (len(sites) - 1)]
     scores = hp.score(subject.model, None, "magnitude")
-    worst = tuple(tuple(-1.0 for _ in row) if i == 0 else row for i, row in enumerate(scores.values))
-    plan = hp.select(replace(scores, values=worst), hp.Budget(keep_heads=3), hp.selection.GlobalTopk(min_heads=0))
+    worst = tuple(
+        tuple(-1.0 for _ in row) if i == 0 else row for i, row in enumerate(scores.values)
+    )
+    plan = hp.select(
+        replace(scores, values=worst), hp.Budget(keep_heads=3), hp.selection.GlobalTopk(min_heads=0)
+    )
     assert len(plan.mask.kept(sites[0].name)) == 1
     with torch.no_grad():
         hp.prune_(subject.model, plan, example=subject.batch)

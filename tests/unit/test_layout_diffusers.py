@@ -22,13 +22,19 @@ from tests.laws.support import CLOSE, ragged, shaken
 class Mixed(Processor):
     """Attends by the mean of all heads."""
 
-    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None) -> Tensor:
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None
+    ) -> Tensor:
         q, k, v = (
             y.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
             for y in (
                 attn.to_q(hidden_states),
-                attn.to_k(hidden_states if encoder_hidden_states is None else encoder_hidden_states),
-                attn.to_v(hidden_states if encoder_hidden_states is None else encoder_hidden_states),
+                attn.to_k(
+                    hidden_states if encoder_hidden_states is None else encoder_hidden_states
+                ),
+                attn.to_v(
+                    hidden_states if encoder_hidden_states is None else encoder_hidden_states
+                ),
             )
         )
         heads = scaled_dot_product_attention(q.mean(1, keepdim=True).expand_as(q), k, v)
@@ -51,7 +57,12 @@ def test_zero_heads_are_refused() -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "self": {},
     "cross": {"cross_attention_dim": 10},
-    "norms": {"qk_norm": "layer_norm", "norm_num_groups": 2, "residual_connection": True, "rescale_output_factor": 3.0},
+    "norms": {
+        "qk_norm": "layer_norm",
+        "norm_num_groups": 2,
+        "residual_connection": True,
+        "rescale_output_factor": 3.0,
+    },
     "bias": {"bias": True, "upcast_softmax": False},
 }
 
@@ -79,6 +90,9 @@ def test_real_modules(options: dict[str, Any], processor: str) -> None:
 
 def test_joint_attention_and_norms_across_heads_are_refused() -> None:
     package = pytest.importorskip("diffusers.models.attention_processor")
-    for options in ({"added_kv_proj_dim": 8}, {"qk_norm": "layer_norm_across_heads", "kv_heads": 4}):
+    for options in (
+        {"added_kv_proj_dim": 8},
+        {"qk_norm": "layer_norm_across_heads", "kv_heads": 4},
+    ):
         module = package.Attention(query_dim=16, heads=4, dim_head=4, **options)
         assert reason_against(LAYOUT, module) is not None

@@ -1,4 +1,5 @@
-"""What is particular to single layouts of encoders, vision and speech, beyond the laws of families."""
+"""What is particular to single layouts of encoders, vision and speech, beyond the laws of
+families."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from headprune.model.running import outputs
 from headprune.model.sites import reason_against
 from tests.laws.support import CLOSE, Subject, family_subject, logits, ragged, shaken
 
-FAMILIES = [(layout, family) for layout in registry.names() for family, _ in registry.get(layout).families]
+FAMILIES = [
+    (layout, family) for layout in registry.names() for family, _ in registry.get(layout).families
+]
 
 
 def subject_named(family: str) -> Subject:
@@ -32,7 +35,9 @@ def test_one_layout_matches_a_module_and_no_other(pair: tuple[str, str]) -> None
     subject = family_subject(*pair)
     for site in subject.sites:
         module = subject.model.get_submodule(site.name)
-        assert [n for n in registry if reason_against(registry.get(n), module) is None] == [site.layout]
+        assert [n for n in registry if reason_against(registry.get(n), module) is None] == [
+            site.layout
+        ]
 
 
 @pytest.mark.parametrize("family", ["clip", "siglip", "blip"])
@@ -51,7 +56,12 @@ def test_kinds_of_a_text_tower_that_looks_at_an_image() -> None:
 def test_blip_generates(which: str, keep: list[int]) -> None:
     subject = subject_named("blip")
     mask = subject.mask({f"text_decoder.bert.encoder.layer.0.{which}": keep})
-    options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "output_logits": True}
+    options: dict[str, Any] = {
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "do_sample": False,
+        "output_logits": True,
+    }
     options |= {"pixel_values": subject.batch["pixel_values"], "return_dict_in_generate": True}
     small = copy.deepcopy(subject.model)
     hp.prune_(small, mask)
@@ -80,7 +90,8 @@ def test_a_head_of_albert_leaves_every_layer() -> None:
 
 @pytest.mark.parametrize(("family", "shared"), [("deberta-v2", False), ("deberta-v3", True)])
 def test_deberta_depends_on_its_head_count_without_an_error(family: str, shared: bool) -> None:
-    """Its code divides the width by ``num_attention_heads``: a stale count gives wrong numbers, not an error."""
+    """Its code divides the width by ``num_attention_heads``: a stale count gives wrong numbers, not
+    an error."""
     subject = subject_named(family)
     site = subject.sites[0]
     inner = subject.model.get_submodule(site.name).self
@@ -100,7 +111,9 @@ def test_wavlm_calls_its_output_projection_only_inside_of_a_block() -> None:
         gate.register_forward_pre_hook(lambda module, args: calls.append(tuple(args[0].shape)))
     expected = subject.run()
     assert calls == []
-    with hp.gated(subject.model, {s.name: torch.ones(4, dtype=torch.float64) for s in subject.sites}):
+    with hp.gated(
+        subject.model, {s.name: torch.ones(4, dtype=torch.float64) for s in subject.sites}
+    ):
         assert_close(subject.run(), expected, **CLOSE)
     assert calls == [(3, 10, 16)] * 3
     subject.run()
@@ -137,7 +150,12 @@ def test_a_linear_layer_over_several_heads_is_not_taken_for_one_of_each() -> Non
 
 
 def test_both_position_biases_of_beit_at_once() -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 24,
+    }
     sizes |= {"image_size": 8, "patch_size": 4, "num_channels": 1, "initializer_range": 0.3}
     both = {"use_relative_position_bias": True, "use_shared_relative_position_bias": True}
     model = shaken(transformers.BeitModel(transformers.BeitConfig(**sizes, **both))).double().eval()
@@ -184,11 +202,18 @@ def test_the_network_of_position_biases_of_swin_v2_loses_a_row_a_head() -> None:
 
 def test_a_layer_that_is_called_with_something_else_keeps_a_head() -> None:
     sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 24, "embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16}
+    sizes |= {
+        "intermediate_size": 24,
+        "embedding_size": 16,
+        "intra_bottleneck_size": 16,
+        "true_hidden_size": 16,
+    }
     model = transformers.MobileBertModel(transformers.MobileBertConfig(**sizes)).eval()
     sites = hp.find_sites(model)
     mask = hp.HeadMask.from_keep({sites[0].name: []}, {s.name: 4 for s in sites})
-    with pytest.raises(UnsupportedModel, match="left with a head, for only one called with hidden_states"):
+    with pytest.raises(
+        UnsupportedModel, match="left with a head, for only one called with hidden_states"
+    ):
         hp.prune_(model, mask)
     assert hp.find_sites(model) == sites
 
@@ -203,7 +228,8 @@ def test_logits_of_the_tiny_models_depend_on_every_tower() -> None:
                 assert (logits(subject.model, subject.batch) - plain).abs().max() > 1e-4
 
 
-# --- what BERT's likes add --------------------------------------------------------------------------------------------
+# --- what BERT's likes add
+# --------------------------------------------------------------------------------------------
 
 _BERT: dict[str, Any] = {
     "vocab_size": 50,
@@ -218,13 +244,17 @@ _BIASES = [(True, True), (True, False), (False, True), (False, False)]
 
 
 def cut_untouched(model: nn.Module, batch: dict[str, Any], gone: int | None = None) -> None:
-    """A model that never ran is cut, and again: equal to the gated one; site ``gone`` keeps no head."""
+    """A model that never ran is cut, and again: equal to the gated one; site ``gone`` keeps no
+    head."""
     model = shaken(model).double().eval()
     sites = hp.find_sites(model)
     small, mask = copy.deepcopy(model), ragged(sites)
     if gone is not None:
         mask &= hp.HeadMask.from_keep({sites[gone].name: []}, {s.name: 4 for s in sites})
-    for more in (mask, mask & hp.HeadMask.from_keep({s.name: [0, 2] for s in sites}, {s.name: 4 for s in sites})):
+    for more in (
+        mask,
+        mask & hp.HeadMask.from_keep({s.name: [0, 2] for s in sites}, {s.name: 4 for s in sites}),
+    ):
         hp.prune_(small, more)
         with Doubled():
             with hp.gated(model, more):
@@ -239,9 +269,16 @@ def boxes() -> torch.Tensor:
 
 @pytest.mark.parametrize("gone", [None, 0])
 @pytest.mark.parametrize(("relative", "spatial"), _BIASES)
-def test_position_biases_of_layoutlmv3_come_for_all_heads(relative: bool, spatial: bool, gone: int | None) -> None:
+def test_position_biases_of_layoutlmv3_come_for_all_heads(
+    relative: bool, spatial: bool, gone: int | None
+) -> None:
     biases = {"has_relative_attention_bias": relative, "has_spatial_attention_bias": spatial}
-    sizes = {"max_2d_position_embeddings": 16, "coordinate_size": 2, "shape_size": 4, "visual_embed": False}
+    sizes = {
+        "max_2d_position_embeddings": 16,
+        "coordinate_size": 2,
+        "shape_size": 4,
+        "visual_embed": False,
+    }
     model = transformers.LayoutLMv3Model(transformers.LayoutLMv3Config(**_BERT, **biases, **sizes))
     cut_untouched(model, {"input_ids": torch.randint(3, 50, (2, 7)), "bbox": boxes()}, gone)
 
@@ -256,12 +293,16 @@ def test_position_biases_of_layoutlmv2_come_for_all_heads(relative: bool, spatia
     states = torch.randn(2, 7, 16, dtype=torch.float64)
     masked = torch.tensor([[0] * 7, [0] * 4 + [1] * 3])[:, None, None]
     places = {"bbox": boxes(), "position_ids": torch.arange(7).expand(2, 7)}
-    cut_untouched(LayoutLMv2Encoder(config), {"hidden_states": states, "attention_mask": masked, **places})
+    cut_untouched(
+        LayoutLMv2Encoder(config), {"hidden_states": states, "attention_mask": masked, **places}
+    )
 
 
 @pytest.mark.parametrize("attention", ["block_sparse", "original_full"])
 def test_big_bird_is_refused_because_it_may_make_its_attention_anew(attention: str) -> None:
-    model = transformers.BigBirdModel(transformers.BigBirdConfig(**_BERT, attention_type=attention, block_size=4))
+    model = transformers.BigBirdModel(
+        transformers.BigBirdConfig(**_BERT, attention_type=attention, block_size=4)
+    )
     with pytest.raises(UnsupportedModel, match="it has 'attention_type'"):
         hp.find_sites(model)
 

@@ -1,4 +1,5 @@
-"""What is proved of a module's code is proved once for all that are built alike, and for nothing else."""
+"""What is proved of a module's code is proved once for all that are built alike, and for nothing
+else."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class Doubled(Annotated):
         super().__init__(d_model, h)
         self.doubled = doubled
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         return super().forward(query * 2 if self.doubled else query, key, value, mask)
 
 
@@ -58,12 +61,16 @@ def named(value: Any) -> str:
     return f"{type(value).__name__} {str(value).partition(' at ')[0]}"
 
 
-@pytest.mark.parametrize("odd", [True, 1, 0.5, "yes", (1,), {"a": 1}, {1}, Processor(), Processed], ids=named)
+@pytest.mark.parametrize(
+    "odd", [True, 1, 0.5, "yes", (1,), {"a": 1}, {1}, Processor(), Processed], ids=named
+)
 def test_another_attribute_is_another_structure(runs: list[nn.Module], odd: Any) -> None:
     """`1` equals `True` and objects may differ within: neither may pass for what was proved."""
     model = nn.ModuleList([Doubled(12, 4), Doubled(12, 4, odd)])
     assert [s.name for s in find_sites(model)] == ["0"]
-    assert [s.name for s in find_sites(nn.ModuleList([Doubled(12, 4, ()), Doubled(12, 4, odd)]))] == ["0"]
+    assert [
+        s.name for s in find_sites(nn.ModuleList([Doubled(12, 4, ()), Doubled(12, 4, odd)]))
+    ] == ["0"]
 
 
 def test_code_that_was_changed_since_is_proved_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +79,11 @@ def test_code_that_was_changed_since_is_proved_again(monkeypatch: pytest.MonkeyP
 
     model = nn.ModuleList([Changed(12, 4)])
     sites = find_sites(model)
-    monkeypatch.setattr(Changed, "forward", lambda self, q, k, v, mask=None: Annotated.forward(self, q * 2, k, v, mask))
+    monkeypatch.setattr(
+        Changed,
+        "forward",
+        lambda self, q, k, v, mask=None: Annotated.forward(self, q * 2, k, v, mask),
+    )
     with pytest.raises(UnsupportedModel, match="no attention-like module"):
         find_sites(model)
     with pytest.raises(UnsupportedModel, match="got something else"):

@@ -1,4 +1,5 @@
-"""timm's models: what is exact, and what is refused because its code or its norms span the heads."""
+"""timm's models: what is exact, and what is refused because its code or its norms span the
+heads."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_newer_code_keeps_its_class_and_older_code_is_replaced() -> None:
         assert getattr(small[0], "attn_dim", 9) == 9
 
 
-#: Heads to keep under a policy, and what is left: query heads, key/value heads and query heads a key/value head.
+#: Heads to keep under a policy, and what is left: query heads, key/value heads and query heads a
+#: key/value head.
 POLICIES: dict[Any, tuple[list[int], tuple[int, int, int]]] = {
     "group": ([0, 1, 4, 5], (4, 2, 2)),
     "balanced": ([1, 2, 4], (3, 3, 1)),
@@ -82,11 +84,19 @@ POLICIES: dict[Any, tuple[list[int], tuple[int, int, int]]] = {
 
 
 def check_grouped_queries(attention: Any, policy: Any, **more: Any) -> None:
-    """Six query heads in three groups: counts stay true, keys and values shrink with whole groups only."""
+    """Six query heads in three groups: counts stay true, keys and values shrink with whole groups
+    only."""
     keep, (n_query, n_kv, group) = POLICIES[policy]
     model = nn.Sequential(shaken(attention, norms=False)).double().eval()
-    small, x, sites = copy.deepcopy(model), torch.randn(2, 5, 12).double(), hp.find_sites(model, policy=policy)
-    assert sites[0].units == {"group": ((0, 1), (2, 3), (4, 5)), "balanced": tuple((h,) for h in range(6))}[policy]
+    small, x, sites = (
+        copy.deepcopy(model),
+        torch.randn(2, 5, 12).double(),
+        hp.find_sites(model, policy=policy),
+    )
+    assert (
+        sites[0].units
+        == {"group": ((0, 1), (2, 3), (4, 5)), "balanced": tuple((h,) for h in range(6))}[policy]
+    )
     mask = hp.HeadMask.from_keep({"0": keep}, {"0": 6})
     full = model[0](x, **more)
     with hp.gated(model, mask, sites):
@@ -95,7 +105,12 @@ def check_grouped_queries(attention: Any, policy: Any, **more: Any) -> None:
     assert_close(small[0](x, **more), expected, **CLOSE)
     assert (full - expected).abs().max() > 1e-6
     cut = small[0]
-    assert (cut.num_heads, cut.num_kv_heads, cut.num_kv_groups, cut.attn_dim) == (n_query, n_kv, group, 2 * n_query)
+    assert (cut.num_heads, cut.num_kv_heads, cut.num_kv_groups, cut.attn_dim) == (
+        n_query,
+        n_kv,
+        group,
+        2 * n_query,
+    )
     assert cut.q_proj.weight.shape == (2 * n_query, 12)
     assert cut.k_proj.weight.shape == cut.v_proj.weight.shape == (2 * n_kv, 12)
     assert type(cut) is type(attention)
@@ -143,7 +158,9 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_real_models(timm: Any, name: str) -> None:
     model, settings = MODELS[name]
-    built = timm.create_model(model, **({"depth": 2} if model.startswith("vit") else {}), **settings)
+    built = timm.create_model(
+        model, **({"depth": 2} if model.startswith("vit") else {}), **settings
+    )
     if name not in ("plain", "norms of queries and keys", "convit"):
         with pytest.raises(UnsupportedModel, match="fit no layout"):
             hp.find_sites(built)
@@ -167,7 +184,9 @@ def test_real_grouped_queries(timm: Any, policy: Any, fused: bool) -> None:
         pytest.skip("this version of timm has no grouped queries")
     norms = {"qk_norm": True, "norm_layer": nn.LayerNorm}
     for options in ({}, norms, {"gated": True}):
-        attention = timm.layers.AttentionRope(12, num_heads=6, num_kv_heads=3, qkv_fused=False, **options)
+        attention = timm.layers.AttentionRope(
+            12, num_heads=6, num_kv_heads=3, qkv_fused=False, **options
+        )
         attention.fused_attn = fused
         check_grouped_queries(attention, policy)
         check_grouped_queries(attention, policy, attn_mask=MASK)

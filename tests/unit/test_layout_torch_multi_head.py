@@ -1,4 +1,5 @@
-"""torch.nn.MultiheadAttention: the exposed attention is PyTorch's; the native paths are left for a gate or a cut."""
+"""torch.nn.MultiheadAttention: the exposed attention is PyTorch's; the native paths are left for a
+gate or a cut."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "both": {"key_padding_mask": PADDED, "attn_mask": LATER, "need_weights": False},
     "causal": {"attn_mask": LATER, "is_causal": True, "need_weights": False},
     "causal, weights": {"attn_mask": LATER, "is_causal": True},
-    "causal, padding": {"attn_mask": LATER, "is_causal": True, "key_padding_mask": PADDED, "need_weights": False},
+    "causal, padding": {
+        "attn_mask": LATER,
+        "is_causal": True,
+        "key_padding_mask": PADDED,
+        "need_weights": False,
+    },
 }
 
 
@@ -81,7 +87,11 @@ def test_exposed_is_the_same_attention(options: dict[str, Any], call: dict[str, 
 def test_exposed_without_a_batch(need_weights: bool) -> None:
     module = attention(batch_first=True)
     given = inputs(module, batched=False)
-    call = {"key_padding_mask": PADDED[1], "attn_mask": torch.randn(4, 4, 5).double(), "need_weights": need_weights}
+    call = {
+        "key_padding_mask": PADDED[1],
+        "attn_mask": torch.randn(4, 4, 5).double(),
+        "need_weights": need_weights,
+    }
     expected = module(*given, **call)
     mix_in(module, Exposed)
     assert_close(module(*given, **call), expected, **CLOSE)
@@ -110,8 +120,12 @@ def test_a_mask_for_each_head_may_be_for_the_original_heads() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("gone", [{0: [1]}, {0: [0], 2: [3]}, {1: [0, 1, 2, 3]}, {2: [0, 1, 2]}], ids=str)
-def test_native_layers_on_nested_tensors(gone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "gone", [{0: [1]}, {0: [0], 2: [3]}, {1: [0, 1, 2, 3]}, {2: [0, 1, 2]}], ids=str
+)
+def test_native_layers_on_nested_tensors(
+    gone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     native: list[bool] = []
     operation = torch._transformer_encoder_layer_fwd
 
@@ -152,12 +166,22 @@ def test_native_layers_on_nested_tensors(gone: dict[int, list[int]], monkeypatch
 def test_nested_tensors_attend_to_themselves_alone() -> None:
     module = attention(batch_first=True)
     hp.prune_(module, hp.HeadMask.from_keep({"": [0, 2]}, {"": 4}))
-    x = torch.nested.nested_tensor([torch.randn(3, 12, dtype=torch.float64), torch.randn(5, 12, dtype=torch.float64)])
+    x = torch.nested.nested_tensor(
+        [torch.randn(3, 12, dtype=torch.float64), torch.randn(5, 12, dtype=torch.float64)]
+    )
     other = torch.nested.nested_tensor([t.clone() for t in x.unbind()])
-    for arguments, more in (((x, other, x), {}), ((x, x, other), {}), ((x, x, x), {"attn_mask": torch.ones(5, 5)})):
-        with pytest.raises(RuntimeError, match="A nested tensor attends to itself and without masks"):
+    for arguments, more in (
+        ((x, other, x), {}),
+        ((x, x, other), {}),
+        ((x, x, x), {"attn_mask": torch.ones(5, 5)}),
+    ):
+        with pytest.raises(
+            RuntimeError, match="A nested tensor attends to itself and without masks"
+        ):
             module(*arguments, **more)
-    for example, whole in zip(module(x, x, x, need_weights=False)[0].unbind(), x.unbind(), strict=True):
+    for example, whole in zip(
+        module(x, x, x, need_weights=False)[0].unbind(), x.unbind(), strict=True
+    ):
         assert_close(example, module(*[whole[None]] * 3, need_weights=False)[0][0], **CLOSE)
 
 
@@ -169,7 +193,10 @@ def test_gate_gradients_through_nested_tensors() -> None:
     found = []
     for frozen in (False, True):  # frozen weights let the encoder make nested tensors
         model.requires_grad_(not frozen)
-        gates = {f"encoder.layers.{i}.self_attn": torch.ones(4).double().requires_grad_() for i in range(3)}
+        gates = {
+            f"encoder.layers.{i}.self_attn": torch.ones(4).double().requires_grad_()
+            for i in range(3)
+        }
         with hp.gated(model, gates):
             out = model(**batch)
         found.append(torch.autograd.grad((out[kept] ** 2).sum(), list(gates.values())))
@@ -177,7 +204,10 @@ def test_gate_gradients_through_nested_tensors() -> None:
 
 
 def test_kinds() -> None:
-    kinds = {s.name: s.kind for s in hp.find_sites(nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2), 1))}
+    kinds = {
+        s.name: s.kind
+        for s in hp.find_sites(nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2), 1))
+    }
     assert kinds == {"layers.0.self_attn": "self", "layers.0.multihead_attn": "cross"}
     assert {s.name: s.kind for s in hp.find_sites(Mixed())}["cross"] == "cross"
 
@@ -186,7 +216,12 @@ def test_callers_find_the_width_they_expect() -> None:
     model = nn.TransformerEncoderLayer(12, 4, 8, batch_first=True).eval()
     hp.prune_(model, hp.HeadMask.from_keep({"self_attn": [2]}, {"self_attn": 4}))
     inner = model.self_attn
-    assert (inner.embed_dim, inner.num_heads, inner.head_dim, inner.in_proj_weight.shape) == (12, 1, 3, (9, 12))
+    assert (inner.embed_dim, inner.num_heads, inner.head_dim, inner.in_proj_weight.shape) == (
+        12,
+        1,
+        3,
+        (9, 12),
+    )
     assert isinstance(inner, nn.MultiheadAttention)
     with torch.no_grad():
         assert model(torch.randn(2, 3, 12)).shape == (2, 3, 12)
@@ -203,10 +238,14 @@ def test_another_forward_is_refused() -> None:
     assert "that of torch.nn.MultiheadAttention" in reason
     wrapped = nn.MultiheadAttention(8, 2)
     wrapped.forward = wrapped.forward  # type: ignore[method-assign]
-    assert reason_against(LAYOUT, wrapped) is None, "its class's own, as accelerate's hooks leave it behind"
+    assert reason_against(LAYOUT, wrapped) is None, (
+        "its class's own, as accelerate's hooks leave it behind"
+    )
     wrapped.forward = lambda *args: type(wrapped).forward(wrapped, *args)  # type: ignore[method-assign]
     assert reason_against(LAYOUT, wrapped) is not None
-    with pytest.raises(UnsupportedModel, match=r"must be that of torch\.nn\.MultiheadAttention, got another"):
+    with pytest.raises(
+        UnsupportedModel, match=r"must be that of torch\.nn\.MultiheadAttention, got another"
+    ):
         hp.find_sites(nn.ModuleDict({"attention": RotatedAttention(8, 2)}))
 
 

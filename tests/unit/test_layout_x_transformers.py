@@ -1,4 +1,5 @@
-"""x-transformers: interleaved groups, options of a head, and what passes between heads and is refused."""
+"""x-transformers: interleaved groups, options of a head, and what passes between heads and is
+refused."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     x_transformers = pytest.importorskip("x_transformers")
 
-SIZES: dict[str, Any] = {"dim": 16, "depth": 2, "heads": 6, "attn_kv_heads": 3, "attn_dim_head": 4, "ff_mult": 1}
+SIZES: dict[str, Any] = {
+    "dim": 16,
+    "depth": 2,
+    "heads": 6,
+    "attn_kv_heads": 3,
+    "attn_dim_head": 4,
+    "ff_mult": 1,
+}
 EXACT_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "flash": {"attn_flash": True},
@@ -40,7 +48,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "attention on attention": {"attn_on_attn": True},
     "latent": {"attn_use_latent_kv": True, "attn_dim_latent_kv": 8},
     "selective": {"attn_selective": True},
-    "some heads rotated": {"rotary_pos_emb": True, "rotary_emb_dim": 4, "rotate_num_heads": 3, "attn_kv_heads": None},
+    "some heads rotated": {
+        "rotary_pos_emb": True,
+        "rotary_emb_dim": 4,
+        "rotate_num_heads": 3,
+        "attn_kv_heads": None,
+    },
 }
 REFUSED_BY_A_CUT: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_pos_bias": True},
@@ -72,7 +85,11 @@ def test_gated_is_pruned(options: dict[str, Any]) -> None:
 
 def test_padding() -> None:
     model, x = built({}, "Encoder"), torch.randn(2, 7, 16).double()
-    mask, small, sites = torch.arange(7) < torch.tensor([[7], [3]]), copy.deepcopy(model), hp.find_sites(model)
+    mask, small, sites = (
+        torch.arange(7) < torch.tensor([[7], [3]]),
+        copy.deepcopy(model),
+        hp.find_sites(model),
+    )
     assert [s.kind for s in sites] == ["self"] * 2
     with hp.gated(model, ragged(sites)):
         expected = model(x, mask=mask)
@@ -106,14 +123,17 @@ def test_zero_heads_are_refused() -> None:
         hp.prune_(
             model,
             hp.HeadMask.from_keep(
-                {s.name: [] for s in hp.find_sites(model)}, dict.fromkeys((s.name for s in hp.find_sites(model)), 6)
+                {s.name: [] for s in hp.find_sites(model)},
+                dict.fromkeys((s.name for s in hp.find_sites(model)), 6),
             ),
         )
 
 
 def test_generation_with_a_cache() -> None:
     torch.manual_seed(0)
-    network = x_transformers.TransformerWrapper(num_tokens=20, max_seq_len=16, attn_layers=built({}))
+    network = x_transformers.TransformerWrapper(
+        num_tokens=20, max_seq_len=16, attn_layers=built({})
+    )
     model = x_transformers.AutoregressiveWrapper(network).double().eval()
     mask, small = ragged(hp.find_sites(model)), copy.deepcopy(model)
     prompt = torch.randint(0, 20, (2, 4))

@@ -18,7 +18,9 @@ from transformers import (
     MoonshineForConditionalGeneration,
 )
 from transformers.models.cohere.modeling_cohere import CohereAttention
-from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapaneseAttention
+from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import (
+    GPTNeoXJapaneseAttention,
+)
 
 import headprune as hp
 from headprune.core.errors import InvalidValue, UnsupportedModel
@@ -32,7 +34,19 @@ from tests.laws.support import CLOSE, Subject, family_subject
 DECODERS = [
     (layout, family)
     for layout in (
-        ["bloom", "cohere", "deepseek_v3", "falcon", "gpt2", "gpt_neox", "llama", "olmo2", "phi", "phi3", "qwen3_next"]
+        [
+            "bloom",
+            "cohere",
+            "deepseek_v3",
+            "falcon",
+            "gpt2",
+            "gpt_neox",
+            "llama",
+            "olmo2",
+            "phi",
+            "phi3",
+            "qwen3_next",
+        ]
     )
     for family, _ in registry.get(layout).families
 ] + [("bart", "opt"), ("bart", "gptj"), ("bart", "gpt_neo")]
@@ -61,7 +75,9 @@ def test_one_layout_fits_a_module_also_when_it_is_cut_and_empty(layout: str, fam
         if mask is not None:
             hp.prune_(model, mask)
         for b in bind(model):
-            fitting = [n for n in registry.names() if reason_against(registry.get(n), b.module) is None]
+            fitting = [
+                n for n in registry.names() if reason_against(registry.get(n), b.module) is None
+            ]
             assert fitting == [b.site.layout], b.site.name
 
 
@@ -82,7 +98,10 @@ def test_towers_are_told_apart() -> None:
 
 def test_linear_attention_is_no_site() -> None:
     subject = family_subject("qwen3_next", "qwen3_next")
-    assert [s.name for s in subject.sites] == ["model.layers.0.self_attn", "model.layers.2.self_attn"]
+    assert [s.name for s in subject.sites] == [
+        "model.layers.0.self_attn",
+        "model.layers.2.self_attn",
+    ]
     assert hasattr(subject.model.model.layers[1], "linear_attn")
     small = assert_exact(subject, subject.mask({subject.sites[0].name: [1, 2, 3]}))
     assert small.model.layers[0].self_attn.q_proj.weight.shape[0] == 3 * 2 * 8
@@ -98,9 +117,14 @@ def test_sinks_leave_with_their_heads() -> None:
 @pytest.mark.parametrize("family", ["olmo2", "olmoe"])
 def test_heads_are_taken_after_a_norm_over_all_of_them(family: str) -> None:
     subject = family_subject("olmo2", family)
-    small = assert_exact(subject, subject.mask({subject.sites[0].name: [1, 4, 5], subject.sites[1].name: [2, 3]}))
+    small = assert_exact(
+        subject, subject.mask({subject.sites[0].name: [1, 4, 5], subject.sites[1].name: [2, 3]})
+    )
     attention = small.model.layers[0].self_attn
-    widths = [getattr(attention, n).weight.shape[0] for n in ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj")]
+    widths = [
+        getattr(attention, n).weight.shape[0]
+        for n in ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj")
+    ]
     assert widths == [24, 24, 12, 12, 8]
     assert attention.o_proj.in_features == 12
     again = subject.mask({subject.sites[0].name: [5], subject.sites[1].name: [3]})
@@ -112,7 +136,9 @@ def test_heads_are_taken_after_a_norm_over_all_of_them(family: str) -> None:
 def test_norms_of_one_head_are_not_taken_for_norms_of_all() -> None:
     attention = family_subject("llama", "qwen3").model.model.layers[0].self_attn
     assert "over all heads together" in str(reason_against(registry.get("olmo2"), attention))
-    cohere = CohereAttention(CohereConfig(hidden_size=16, num_attention_heads=4, use_qk_norm=True), 0)  # [heads, width]
+    cohere = CohereAttention(
+        CohereConfig(hidden_size=16, num_attention_heads=4, use_qk_norm=True), 0
+    )  # [heads, width]
     assert "over all heads together" in str(reason_against(registry.get("olmo2"), cohere))
     attention = family_subject("olmo2", "olmo2").model.model.layers[0].self_attn
     assert "more than one head's width" in str(reason_against(registry.get("llama"), attention))
@@ -126,7 +152,11 @@ def test_a_layer_of_phi3_has_a_configuration_of_its_own() -> None:
     for implementation in ("eager", "sdpa"):
         small.set_attn_implementation(implementation)
         assert small.model.layers[1].self_attn.config._attn_implementation == implementation
-    hp.prune_(small, subject.mask({subject.sites[1].name: [2, 3]}), sites=hp.find_sites(small, policy="free"))
+    hp.prune_(
+        small,
+        subject.mask({subject.sites[1].name: [2, 3]}),
+        sites=hp.find_sites(small, policy="free"),
+    )
     assert not hasattr(small.model.layers[1].self_attn.config.shared, "shared")
     twin = copy.deepcopy(small)
     assert twin.model.layers[1].self_attn.config.shared is twin.config
@@ -135,20 +165,33 @@ def test_a_layer_of_phi3_has_a_configuration_of_its_own() -> None:
 def test_a_latent_cache_does_not_shrink() -> None:
     subject = family_subject("deepseek_v3", "deepseek_v3")
     scores = hp.score(subject.model, [{**subject.batch, "labels": subject.batch["input_ids"]}])
-    with pytest.raises(InvalidValue, match=r"Budget\.keep_kv: .*no KV cache that shrinks with its heads"):
+    with pytest.raises(
+        InvalidValue, match=r"Budget\.keep_kv: .*no KV cache that shrinks with its heads"
+    ):
         hp.select(scores, hp.Budget(keep_kv=0.5))
     assert {cost.kv_bytes for row in scores.costs.units for cost in row} == {0}
 
     def held(model: nn.Module) -> int:
         cache = model(**subject.batch, use_cache=True).past_key_values
-        return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+        return sum(
+            t.numel() * t.element_size()
+            for layer in cache.layers
+            for t in (layer.keys, layer.values)
+        )
 
     small = assert_exact(subject, subject.ragged())
     assert held(small) == held(subject.model)
     for model in (small, subject.model):
-        assert measure_costs(model, bind(model), subject.batch).total.kv_bytes * 3 * 7 == held(model) > 0
+        assert (
+            measure_costs(model, bind(model), subject.batch).total.kv_bytes * 3 * 7
+            == held(model)
+            > 0
+        )
     hp.prune_(small, subject.mask({subject.sites[0].name: []}) & subject.ragged())
-    assert measure_costs(small, bind(small), subject.batch).total.kv_bytes * 2 == scores.costs.total.kv_bytes
+    assert (
+        measure_costs(small, bind(small), subject.batch).total.kv_bytes * 2
+        == scores.costs.total.kv_bytes
+    )
 
 
 @pytest.mark.parametrize("family", ["falcon", "falcon-mqa", "falcon-alibi"])
@@ -157,7 +200,11 @@ def test_falcon_caches_what_its_costs_say(family: str) -> None:
     subject = family_subject("falcon", family)
     for model in (subject.model, assert_exact(subject, subject.ragged(1))):
         cache = model(**subject.batch, use_cache=True).past_key_values
-        held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+        held = sum(
+            t.numel() * t.element_size()
+            for layer in cache.layers
+            for t in (layer.keys, layer.values)
+        )
         assert measure_costs(model, bind(model), subject.batch).total.kv_bytes * 3 * 7 == held
 
 
@@ -170,7 +217,9 @@ def test_falcon_splits_groups_of_unlike_size() -> None:
 
 
 def test_bloom_that_passes_by_its_output_projection_is_refused() -> None:
-    model = BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=4, pretraining_tp=2, slow_but_exact=True))
+    model = BloomForCausalLM(
+        BloomConfig(hidden_size=16, n_layer=1, n_head=4, pretraining_tp=2, slow_but_exact=True)
+    )
     with pytest.raises(UnsupportedModel, match="slow_but_exact"):
         hp.find_sites(model)
 

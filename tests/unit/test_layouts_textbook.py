@@ -1,4 +1,5 @@
-"""Attention from textbooks: what is taken, and look-alikes that a cut would silently change, which are refused."""
+"""Attention from textbooks: what is taken, and look-alikes that a cut would silently change, which
+are refused."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ from tests.laws.support import CLOSE, shaken
 
 
 class Scaled(D2l):
-    """Divides by the width of the model, which a cut leaves, and by the number of heads, which it does not."""
+    """Divides by the width of the model, which a cut leaves, and by the number of heads, which it
+    does not."""
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> Tensor:
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    ) -> Tensor:
         return super().forward(queries / self.num_heads, keys, values, valid_lens)
 
 
@@ -35,10 +39,16 @@ class Talking(D2l):
 
 
 class InsideOut(D2l):
-    """Lays the heads' outputs inside out: neighbouring inputs of the projection are of different heads."""
+    """Lays the heads' outputs inside out: neighbouring inputs of the projection are of different
+    heads."""
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> Tensor:
-        split = [self._split(w(x)) for w, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))]
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    ) -> Tensor:
+        split = [
+            self._split(w(x))
+            for w, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))
+        ]
         heads = self.attention(*split, valid_lens).unflatten(0, (-1, self.num_heads))
         return self.W_o(heads.permute(0, 2, 3, 1).flatten(2))
 
@@ -54,7 +64,9 @@ class Additive(D2l):
 class OverQueries(Prepared):
     """Normalises its scores over the queries."""
 
-    def forward(self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         q, k, v = self.query(query), self.key(key), self.value(value)
         scores = torch.einsum("ibhd,jbhd->ijbh", q, k) * self.scale
         heads = torch.einsum("ijbh,jbhd->ibhd", scores.softmax(0), v)
@@ -88,7 +100,9 @@ def test_look_alikes_are_refused(kind: type[nn.Module]) -> None:
     type_name = kind.__name__ + "Attention"
     module = built(kind)
     module.__class__ = type(type_name, (kind,), {})
-    with pytest.raises(UnsupportedModel, match=rf"{type_name}\.forward: must be .*, got something else"):
+    with pytest.raises(
+        UnsupportedModel, match=rf"{type_name}\.forward: must be .*, got something else"
+    ):
         find_sites(nn.ModuleList([module]))
 
 
@@ -119,7 +133,11 @@ def test_the_proof_leaves_no_trace() -> None:
 
 def test_the_head_count_repeats_the_valid_lengths() -> None:
     model = nn.ModuleList([built(D2l)])
-    small, x, lengths = copy.deepcopy(model), torch.randn(3, 5, 12).double(), torch.tensor([5, 2, 3])
+    small, x, lengths = (
+        copy.deepcopy(model),
+        torch.randn(3, 5, 12).double(),
+        torch.tensor([5, 2, 3]),
+    )
     mask = hp.HeadMask.from_keep({"0": [3, 1, 0]}, {"0": 4})
     with hp.gated(model, mask):
         expected = model[0](x, x, x, lengths)
@@ -131,13 +149,17 @@ def test_the_head_count_repeats_the_valid_lengths() -> None:
 def test_head_counts_of_the_preparing_modules() -> None:
     model = nn.ModuleList([built(Prepared)])
     x = torch.randn(5, 3, 12).double()
-    gates = torch.tensor([[1.0, 0, 1, 1], [1, 1, 1, 1], [0.5, 2, 0, 0]]).double()  # one row an example: the second axis
+    gates = torch.tensor(
+        [[1.0, 0, 1, 1], [1, 1, 1, 1], [0.5, 2, 0, 0]]
+    ).double()  # one row an example: the second axis
     with hp.gated(model, {"0": gates}):
         together = model[0](query=x, key=x, value=x)
     for example in range(3):
         one = x[:, example : example + 1]
         with hp.gated(model, {"0": gates[example]}):
-            assert_close(together[:, example : example + 1], model[0](query=one, key=one, value=one), **CLOSE)
+            assert_close(
+                together[:, example : example + 1], model[0](query=one, key=one, value=one), **CLOSE
+            )
     hp.prune_(model, hp.HeadMask.from_keep({"0": [2]}, {"0": 4}))
     inner = model[0]
     assert {inner.heads, inner.query.heads, inner.key.heads, inner.value.heads} == {1}

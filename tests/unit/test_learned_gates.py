@@ -1,4 +1,5 @@
-"""learned_gates: what is drawn is what ``gated`` would do with it, in one's own loop and in the Trainer; no trace."""
+"""learned_gates: what is drawn is what ``gated`` would do with it, in one's own loop and in the
+Trainer; no trace."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def each(request: pytest.FixtureRequest) -> Subject:
 
 
 def drawn(gates: LearnedGates, subject: Subject, number: int) -> dict[str, Tensor]:
-    """The gates of forward ``number``, from the distribution's own functions, as ``gated`` takes them."""
+    """The gates of forward ``number``, from the distribution's own functions, as ``gated`` takes
+    them."""
     bound = bind(subject.model, subject.sites)
     sizes = torch.tensor([len(u) for b in bound for u in b.site.units], dtype=torch.float64)
     noise = gates.distribution.noise(len(sizes), generator_of(gates.seed, number))
@@ -53,12 +55,16 @@ def training(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("dist", SOFT, ids=lambda d: d.name)
-def test_a_training_forward_is_gated_by_what_was_drawn(each: Subject, dist: GateDistribution) -> None:
+def test_a_training_forward_is_gated_by_what_was_drawn(
+    each: Subject, dist: GateDistribution
+) -> None:
     training(each.model)
     whole = each.run()
     with hp.learned_gates(each.model, dist, seed=3) as gates:
         with torch.no_grad():
-            gates.weights += torch.randn(gates.weights.shape, generator=torch.Generator().manual_seed(0))
+            gates.weights += torch.randn(
+                gates.weights.shape, generator=torch.Generator().manual_seed(0)
+            )
         found = [each.run() for _ in range(2)]
         slopes = torch.autograd.grad(objective(found[1]), gates.weights)
         assert gates.n_forwards == 2
@@ -92,13 +98,19 @@ def test_heads_of_a_group_share_a_gate_unless_the_policy_frees_them() -> None:
 
 
 @pytest.mark.parametrize("dist", SOFT, ids=lambda d: d.name)
-def test_evaluation_is_deterministic_and_does_not_count(each: Subject, dist: GateDistribution) -> None:
+def test_evaluation_is_deterministic_and_does_not_count(
+    each: Subject, dist: GateDistribution
+) -> None:
     each.model.eval()
     with hp.learned_gates(each.model, dist) as gates:
         with torch.no_grad():
-            gates.weights += torch.randn(gates.weights.shape, generator=torch.Generator().manual_seed(0))
+            gates.weights += torch.randn(
+                gates.weights.shape, generator=torch.Generator().manual_seed(0)
+            )
         found = [each.run() for _ in range(2)]
-        table = dict(zip([s.name for s in each.sites], gates.by_site(gates.evaluated()), strict=True))
+        table = dict(
+            zip([s.name for s in each.sites], gates.by_site(gates.evaluated()), strict=True)
+        )
         assert gates.n_forwards == 0
     assert_close(found[0], found[1], **EXACT)
     with hp.gated(each.model, table):
@@ -136,7 +148,10 @@ def test_nothing_remains_after_an_exception(each: Subject) -> None:
     before = picture(each.model)
     with pytest.raises(ZeroDivisionError), hp.learned_gates(each.model, SOFT[1]):
         each.run().detach() / (1 // 0)
-    with pytest.raises(InvalidValue, match="some of the"), hp.learned_gates(each.model, SubsetTopk(keep=999, steps=1)):
+    with (
+        pytest.raises(InvalidValue, match="some of the"),
+        hp.learned_gates(each.model, SubsetTopk(keep=999, steps=1)),
+    ):
         pass
     assert picture(each.model) == before
 
@@ -160,7 +175,9 @@ def test_gates_multiply_with_those_of_gated() -> None:
     mask = subject.ragged()
     with hp.learned_gates(subject.model, SOFT[0]) as gates, hp.gated(subject.model, mask):
         both = subject.run()
-        table = dict(zip([s.name for s in subject.sites], gates.by_site(gates.evaluated()), strict=True))
+        table = dict(
+            zip([s.name for s in subject.sites], gates.by_site(gates.evaluated()), strict=True)
+        )
     with hp.gated(subject.model, mask), hp.gated(subject.model, table):
         assert_close(both, subject.run(), **CLOSE)
 
@@ -168,7 +185,9 @@ def test_gates_multiply_with_those_of_gated() -> None:
 # ---------------------------------------------------------------- one's own loop
 
 
-@pytest.mark.parametrize("dist", [HardConcrete(keep=2, warmup=30), SubsetTopk(keep=2, steps=100)], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "dist", [HardConcrete(keep=2, warmup=30), SubsetTopk(keep=2, steps=100)], ids=lambda d: d.name
+)
 def test_necessary_heads_are_found_and_the_rest_can_go(dist: GateDistribution) -> None:
     model = constructed().requires_grad_(False).train()
     with hp.learned_gates(model, dist) as gates:
@@ -230,7 +249,8 @@ def test_a_result_of_gates_that_were_not_trained_is_refused() -> None:
             gates.scores()
         gates.penalty()
         with pytest.raises(
-            InvalidValue, match=r"as at first, after 1 forwards.*gates\.parameters\(\) to the optimizer"
+            InvalidValue,
+            match=r"as at first, after 1 forwards.*gates\.parameters\(\) to the optimizer",
         ):
             gates.scores()
         with torch.no_grad():
@@ -242,7 +262,9 @@ def test_a_result_of_gates_that_were_not_trained_is_refused() -> None:
         subject.run()
         with torch.no_grad():
             gates.weights[0] += 1
-        assert "Still annealing: 1 of 4" in " ".join(gates.scores().notes), "this one has no penalty"
+        assert "Still annealing: 1 of 4" in " ".join(gates.scores().notes), (
+            "this one has no penalty"
+        )
 
 
 def test_a_cut_model_is_gated_where_it_has_heads() -> None:
@@ -290,7 +312,8 @@ def test_gradient_checkpointing_meets_the_gates_of_its_forward() -> None:
     assert_close(run_of(subject.model, subject), run_of(plain.model, plain), **CLOSE)
 
 
-# Dynamo looks at its inputs' .grad, where torch shows this warning only to those who make it an error.
+# Dynamo looks at its inputs' .grad, where torch shows this warning only to those who make it an
+# error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_models_draw_too() -> None:
     plain, subject = subject_of("bert"), subject_of("bert")
@@ -328,11 +351,19 @@ def test_on_a_gpu_the_draws_are_those_of_the_cpu() -> None:
 # ---------------------------------------------------------------- the Trainer
 
 
-def trainer_of(model: nn.Module, gates: LearnedGates, folder: Path, rows: list[Any], steps: int, **more: Any) -> Any:
+def trainer_of(
+    model: nn.Module, gates: LearnedGates, folder: Path, rows: list[Any], steps: int, **more: Any
+) -> Any:
     from transformers import Trainer, TrainingArguments
 
     groups = [{"params": model.parameters()}, {"params": gates.parameters(), "lr": 0.5}]
-    settings = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, **more}
+    settings = {
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **more,
+    }
     arguments = TrainingArguments(
         str(folder),
         max_steps=steps,
@@ -360,7 +391,9 @@ def rows_of(subject: Subject) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("dist", SOFT, ids=lambda d: d.name)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_trainer_takes_the_same_steps_as_a_loop(dist: GateDistribution, accumulate: int, tmp_path: Path) -> None:
+def test_the_trainer_takes_the_same_steps_as_a_loop(
+    dist: GateDistribution, accumulate: int, tmp_path: Path
+) -> None:
     ours, theirs = subject_of("bert"), subject_of("bert")
     rows = rows_of(ours)
     before = [type(m) for m in theirs.model.modules()]
@@ -388,7 +421,9 @@ def test_the_trainer_takes_the_same_steps_as_a_loop(dist: GateDistribution, accu
         plain = default_loss(ours.model, whole).mean()
     assert len(order) == gates.n_forwards == 4
     assert_close(gates.weights, expected.weights, **CLOSE)
-    assert_close(dict(theirs.model.named_parameters()), dict(ours.model.named_parameters()), **CLOSE)
+    assert_close(
+        dict(theirs.model.named_parameters()), dict(ours.model.named_parameters()), **CLOSE
+    )
     assert_close(found, plain.item(), rtol=1e-6, atol=0)  # no penalty in evaluation
     assert gates.scores().n_examples == 8
     assert [type(m) for m in theirs.model.modules()] == before
@@ -409,7 +444,9 @@ def test_the_trainers_loss_needs_labels() -> None:
 def test_what_cannot_be_trained_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of("bert")
     model: Any = subject.model
-    with pytest.raises(InvalidValue, match=r"a gate distribution, got 'hard_concrete'.*hp\.gating\.HardConcrete"):
+    with pytest.raises(
+        InvalidValue, match=r"a gate distribution, got 'hard_concrete'.*hp\.gating\.HardConcrete"
+    ):
         hp.learned_gates(model, "hard_concrete").__enter__()  # type: ignore[arg-type]
     with (
         hp.learned_gates(model, SOFT[0]),

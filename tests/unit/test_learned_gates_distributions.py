@@ -1,4 +1,5 @@
-"""Gate distributions by themselves: what is drawn is what the formulas say, and every gradient is exact."""
+"""Gate distributions by themselves: what is drawn is what the formulas say, and every gradient is
+exact."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ def randn(n: int, seed: int = 0) -> Tensor:
 # ---------------------------------------------------------------- hard concrete
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.66, "lower": -0.2, "upper": 1.05}], ids=["usual", "other"])
-def test_a_hard_concrete_gate_is_open_as_often_as_its_formula_says(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.66, "lower": -0.2, "upper": 1.05}], ids=["usual", "other"]
+)
+def test_a_hard_concrete_gate_is_open_as_often_as_its_formula_says(
+    settings: dict[str, Any],
+) -> None:
     dist, n = HardConcrete(keep=0.5, **settings), 200_000
     generator = torch.Generator().manual_seed(0)
     for weight in (-2.5, -0.8, 0.0, 1.5):
@@ -36,7 +41,9 @@ def test_a_hard_concrete_gate_is_open_as_often_as_its_formula_says(settings: dic
         drawn = dist.sample(weights, dist.noise(n, generator), ones(n), 0)
         p = dist.p_open(weights[:1])
         # four standard errors of a share of n
-        assert_close((drawn > 0).double().mean(), p[0], rtol=0, atol=4 * float((p * (1 - p) / n).sqrt()))
+        assert_close(
+            (drawn > 0).double().mean(), p[0], rtol=0, atol=4 * float((p * (1 - p) / n).sqrt())
+        )
         assert 0 < float((drawn == 0).double().mean()) < 1
         assert bool((drawn == 1).any()) or weight < 0
         assert drawn.min() >= 0
@@ -69,7 +76,9 @@ def test_the_price_is_of_every_head_that_is_expected_to_be_open_and_warms_up() -
 
 
 @pytest.mark.parametrize("keep", [0.25, 2])
-def test_the_lagrangian_descends_in_weights_and_ascends_in_its_multipliers(keep: float | int) -> None:
+def test_the_lagrangian_descends_in_weights_and_ascends_in_its_multipliers(
+    keep: float | int,
+) -> None:
     dist = HardConcrete(keep=keep, warmup=10)
     w = randn(8).requires_grad_()
     multipliers = torch.tensor([0.7, 0.4], dtype=F64, requires_grad=True)
@@ -93,7 +102,9 @@ def test_the_lagrangian_alone_reaches_its_target() -> None:
         optimizer.zero_grad()
         dist.penalty(w, multipliers, ones(10), step).backward()
         optimizer.step()
-    assert_close(dist.expected_open(w, ones(10)).detach(), torch.tensor(3.0, dtype=F64), rtol=0, atol=0.3)
+    assert_close(
+        dist.expected_open(w, ones(10)).detach(), torch.tensor(3.0, dtype=F64), rtol=0, atol=0.3
+    )
 
 
 def test_what_is_told_names_what_was_asked() -> None:
@@ -148,14 +159,20 @@ def test_without_temperature_it_is_hard_top_k() -> None:
         w = randn(12, seed)
         soft = soft_subset(w, 5, 1e-6, ones(12))
         assert_close(soft, top_units(w, 5, ones(12)))
-        assert set(torch.topk(w, 5).indices.tolist()) == set((soft > 0.5).nonzero().flatten().tolist())
+        assert set(torch.topk(w, 5).indices.tolist()) == set(
+            (soft > 0.5).nonzero().flatten().tolist()
+        )
 
 
 def test_ties_keep_exactly_k() -> None:
     w = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0, 1.0], dtype=F64)
     assert top_units(w, 3, ones(6)).tolist() == [1, 1, 1, 0, 0, 0]
-    assert int((w > w.topk(3).values[-1]).sum()) == 1, "what comparing with the k-th weight would keep"
-    assert_close(soft_subset(w, 3, 1e-6, ones(6)), torch.tensor([0.5, 1, 0.5, 0.5, 0, 0.5], dtype=F64))
+    assert int((w > w.topk(3).values[-1]).sum()) == 1, (
+        "what comparing with the k-th weight would keep"
+    )
+    assert_close(
+        soft_subset(w, 3, 1e-6, ones(6)), torch.tensor([0.5, 1, 0.5, 0.5, 0, 0.5], dtype=F64)
+    )
 
 
 def test_a_unit_that_does_not_fit_gives_way_to_one_that_does() -> None:
@@ -165,7 +182,9 @@ def test_a_unit_that_does_not_fit_gives_way_to_one_that_does() -> None:
 
 def test_the_temperature_falls_geometrically_and_stays() -> None:
     dist = SubsetTopk(keep=2, steps=10, start=1.0, end=0.01)
-    assert [dist.temperature(step) for step in (0, 5, 10, 50)] == pytest.approx([1.0, 0.1, 0.01, 0.01])
+    assert [dist.temperature(step) for step in (0, 5, 10, 50)] == pytest.approx(
+        [1.0, 0.1, 0.01, 0.01]
+    )
     w, noise = randn(6), dist.noise(6, torch.Generator().manual_seed(0))
     assert_close(dist.sample(w, noise, ones(6), 5), soft_subset(w + noise, 2, 0.1, ones(6)))
 
@@ -202,7 +221,10 @@ def test_shares_are_rounded_down_to_whole_units() -> None:
         (lambda: HardConcrete(keep=0.5, lower=0.0), "wider than"),
         (lambda: HardConcrete(keep=0.5, temperature=0.0), "temperature"),
         (lambda: HardConcrete(keep=0.5, warmup=-1), "warmup"),
-        (lambda: HardConcrete(keep=0.5, temperature=float("inf")), "temperature: must be a number above 0"),
+        (
+            lambda: HardConcrete(keep=0.5, temperature=float("inf")),
+            "temperature: must be a number above 0",
+        ),
         (lambda: HardConcrete(keep=0.5, lower=-float("inf")), "wider than"),
         (lambda: HardConcrete(keep=0.5, start=float("nan")), "start: must be a number"),
         (lambda: SubsetTopk(keep=2, steps=1, start=float("inf")), "0 < end <= start"),
@@ -210,7 +232,10 @@ def test_shares_are_rounded_down_to_whole_units() -> None:
         (lambda: SubsetTopk(keep=2, steps=0), "steps"),
         (lambda: SubsetTopk(keep=2, steps=1, start=0.1, end=0.5), "0 < end <= start"),
         (lambda: SubsetTopk(keep=6, steps=1).hard(ones(6), ones(6)), "some of the 6 heads"),
-        (lambda: SubsetTopk(keep=3, steps=1).hard(ones(6), 2 * ones(6)), "a multiple of 2 heads, which leave together"),
+        (
+            lambda: SubsetTopk(keep=3, steps=1).hard(ones(6), 2 * ones(6)),
+            "a multiple of 2 heads, which leave together",
+        ),
         (lambda: SubsetTopk(keep=0.1, steps=1).hard(ones(4), ones(4)), "neither none nor all"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The scorers hard_concrete and subset_topk against a literal training loop, and what they say about themselves."""
+"""The scorers hard_concrete and subset_topk against a literal training loop, and what they say
+about themselves."""
 
 from __future__ import annotations
 
@@ -44,13 +45,16 @@ def flat(scores: hp.HeadScores) -> Tensor:
 
 
 def literal(subject: Subject, batch: dict[str, Tensor], scorer: Any) -> Tensor:
-    """One pass over blocks of 3 after another, everything in one graph, noise dealt out by the size of heads."""
+    """One pass over blocks of 3 after another, everything in one graph, noise dealt out by the size
+    of heads."""
     dist, bound = scorer.distribution(), bind(subject.model)
     counts = [len(b.site.units) for b in bound]
     sizes = torch.tensor([len(u) for b in bound for u in b.site.units], dtype=torch.float64)
     weights = dist.initial(len(sizes)).double().requires_grad_()
     multipliers = torch.zeros(dist.n_multipliers, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([weights, multipliers] if len(multipliers) else [weights], scorer.learning_rate)
+    optimizer = torch.optim.Adam(
+        [weights, multipliers] if len(multipliers) else [weights], scorer.learning_rate
+    )
     generator = torch.Generator().manual_seed(scorer.seed)
     magnitude = hp.score(subject.model, scorer="magnitude").values
     blocks = split(batch, scorer.block)
@@ -60,7 +64,10 @@ def literal(subject: Subject, batch: dict[str, Tensor], scorer: Any) -> Tensor:
             smallest_first = sorted(range(len(row)), key=lambda unit: row[unit])
             drawn[smallest_first] = drawn.clone()
         flat_gates = dist.sample(weights, torch.cat(noise), sizes, step)
-        gates = {b.site.name: part[unit_of_heads(b)] for b, part in zip(bound, flat_gates.split(counts), strict=True)}
+        gates = {
+            b.site.name: part[unit_of_heads(b)]
+            for b, part in zip(bound, flat_gates.split(counts), strict=True)
+        }
         with hp.gated(subject.model, gates):
             mean = default_loss(subject.model, blocks[step % len(blocks)]).mean()
         optimizer.zero_grad()
@@ -79,14 +86,23 @@ def test_scores_are_those_of_a_literal_loop(scorer: Any, name: str) -> None:
     for size in (7, 2):
         found = score(subject, split(batch, size), scorer)
         # T5's norms compute in float32, whatever the model's dtype.
-        assert_close(flat(found), expected, **({"rtol": 1e-4, "atol": 1e-5} if name == "t5" else CLOSE))
-        assert (found.n_examples, found.seed, found.standard_errors, found.samples) == (7, 0, None, None)
+        assert_close(
+            flat(found), expected, **({"rtol": 1e-4, "atol": 1e-5} if name == "t5" else CLOSE)
+        )
+        assert (found.n_examples, found.seed, found.standard_errors, found.samples) == (
+            7,
+            0,
+            None,
+            None,
+        )
 
 
 def test_draws_have_a_seed() -> None:
     subject = subject_of("bert")
     batches = split(data(subject, 6), 3)
-    a, again, other = (score(subject, batches, SubsetTopk(steps=3, block=3, seed=seed)) for seed in (0, 0, 1))
+    a, again, other = (
+        score(subject, batches, SubsetTopk(steps=3, block=3, seed=seed)) for seed in (0, 0, 1)
+    )
     assert a == again
     assert a.values != other.values
     assert other.seed == 1
@@ -124,12 +140,16 @@ def test_the_trained_models_necessary_heads_are_found() -> None:
     """They are known by ablation, on examples that the scorers do not see."""
     model = trained().requires_grad_(False)
     wanted = necessary(model, examples(128, 2))
-    scorers = [HardConcrete(keep=3, steps=80, warmup=20, learning_rate=0.2), SubsetTopk(keep=3, steps=80)]
+    scorers = [
+        HardConcrete(keep=3, steps=80, warmup=20, learning_rate=0.2),
+        SubsetTopk(keep=3, steps=80),
+    ]
     for scores in hp.score(model, [examples(64, 1)], scorers, loss=loss, progress=False):
         assert recall(scores, wanted) == 1.0
         assert "No standard error" in scores.notes[-1]
         assert (
-            scores.notes[0].startswith("3" if scores.scorer == "subset_topk" else "2.") or "3 with P" in scores.notes[0]
+            scores.notes[0].startswith("3" if scores.scorer == "subset_topk" else "2.")
+            or "3 with P" in scores.notes[0]
         )
 
 
@@ -138,7 +158,10 @@ def test_a_price_closes_what_nothing_needs() -> None:
     cheap, dear = hp.score(
         model,
         [examples(32, 1)],
-        [HardConcrete(keep=None, price=p, steps=60, warmup=0, learning_rate=0.2) for p in (0.001, 10.0)],
+        [
+            HardConcrete(keep=None, price=p, steps=60, warmup=0, learning_rate=0.2)
+            for p in (0.001, 10.0)
+        ],
         loss=loss,
         progress=False,
     )
@@ -165,4 +188,6 @@ def test_a_count_that_the_model_cannot_keep_and_stopping_early_are_refused() -> 
     with pytest.raises(InvalidValue, match="some of the 12 heads, neither none nor all"):
         score(subject, [subject.batch], SubsetTopk(keep=12))
     with pytest.raises(InvalidValue, match="until"):
-        hp.score(subject.model, [subject.batch] * 3, SCORERS[1], until=hp.Stable(k=3), progress=False)
+        hp.score(
+            subject.model, [subject.batch] * 3, SCORERS[1], until=hp.Stable(k=3), progress=False
+        )

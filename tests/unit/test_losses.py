@@ -1,4 +1,5 @@
-"""The default per-example losses: their mean is Transformers' own loss, and each is that of its example alone."""
+"""The default per-example losses: their mean is Transformers' own loss, and each is that of its
+example alone."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    config = hf.GPT2Config(vocab_size=40, n_embd=8, n_layer=1, n_head=2, n_positions=16, initializer_range=0.5)
+    config = hf.GPT2Config(
+        vocab_size=40, n_embd=8, n_layer=1, n_head=2, n_positions=16, initializer_range=0.5
+    )
     return hf.GPT2LMHeadModel(config).double().eval()
 
 
@@ -115,7 +118,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, float]
     ),
     "regression of several numbers": (
         lambda: bert("BertForSequenceClassification", num_labels=2, problem_type="regression"),
-        {**TEXT, "labels": torch.tensor([[0.5, -1.0], [2.0, 0.0], [1.0, 1.0], [0.0, 3.0]]).double()},
+        {
+            **TEXT,
+            "labels": torch.tensor([[0.5, -1.0], [2.0, 0.0], [1.0, 1.0], [0.0, 3.0]]).double(),
+        },
         F64,
     ),
     "token classification": (
@@ -162,7 +168,9 @@ def test_the_mean_is_the_loss_of_transformers(case: Any) -> None:
     model, batch, tolerance = case
     found = default_loss(model, batch)
     weights = torch.ones(4, dtype=found.dtype)
-    if "labels" in batch and batch["labels"].shape == IDS.shape:  # theirs is the mean over all tokens
+    if (
+        "labels" in batch and batch["labels"].shape == IDS.shape
+    ):  # theirs is the mean over all tokens
         weights = (batch["labels"][:, int(is_causal_lm(model)) :] != -100).sum(1).to(found.dtype)
     theirs = copy.deepcopy(model)(**batch).loss
     assert_close((found * weights).sum() / weights.sum(), theirs.to(found.dtype), **tolerance)
@@ -190,19 +198,33 @@ def test_padding_does_not_change_a_loss(case: Any) -> None:
     if "input_ids" not in batch:
         pytest.skip("images have no padding")
     more = {"input_ids": 5, "attention_mask": 0, "labels": -100}
-    wider = {k: torch.cat([v, v.new_full((4, 3), more[k])], 1) if v.shape == IDS.shape else v for k, v in batch.items()}
+    wider = {
+        k: torch.cat([v, v.new_full((4, 3), more[k])], 1) if v.shape == IDS.shape else v
+        for k, v in batch.items()
+    }
     found, expected = default_loss(model, wider), default_loss(model, batch)
-    assert_close(found, expected, **({"rtol": 1e-5, "atol": 1e-6} if expected.dtype == torch.float32 else F64))
+    assert_close(
+        found,
+        expected,
+        **({"rtol": 1e-5, "atol": 1e-6} if expected.dtype == torch.float32 else F64),
+    )
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_without_labels_the_inputs_are_the_labels(make: Callable[[], nn.Module]) -> None:
     model = make()
     labels = IDS.masked_fill(MASK == 0, -100)
-    assert_close(default_loss(model, TEXT), default_loss(model, {**TEXT, "labels": labels}), rtol=0, atol=0)
-    assert_close(default_loss(model, {"input_ids": IDS}), default_loss(model, {"input_ids": IDS, "labels": IDS}))
+    assert_close(
+        default_loss(model, TEXT), default_loss(model, {**TEXT, "labels": labels}), rtol=0, atol=0
+    )
+    assert_close(
+        default_loss(model, {"input_ids": IDS}),
+        default_loss(model, {"input_ids": IDS, "labels": IDS}),
+    )
     # Labels that forget the padding do not make it count.
-    assert_close(default_loss(model, {**TEXT, "labels": IDS}), default_loss(model, TEXT), rtol=0, atol=0)
+    assert_close(
+        default_loss(model, {**TEXT, "labels": IDS}), default_loss(model, TEXT), rtol=0, atol=0
+    )
 
 
 def test_the_first_token_after_padding_on_the_left_is_not_predicted() -> None:
@@ -214,7 +236,9 @@ def test_the_first_token_after_padding_on_the_left_is_not_predicted() -> None:
     expected = default_loss(model, {"input_ids": IDS})
     # Rotary sines are computed in float32, at other positions.
     assert_close(default_loss(model, left), expected, rtol=1e-5, atol=1e-6)
-    assert_close(default_loss(model, {**left, "labels": left["input_ids"]}), expected, rtol=1e-5, atol=1e-6)
+    assert_close(
+        default_loss(model, {**left, "labels": left["input_ids"]}), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_the_encoders_mask_does_not_hide_labels() -> None:
@@ -228,8 +252,16 @@ def test_the_encoders_mask_does_not_hide_labels() -> None:
 
 def test_an_answer_that_was_cut_off_does_not_count() -> None:
     model = bert("BertForQuestionAnswering")
-    batch = {**TEXT, "start_positions": torch.tensor([[6], [2], [1], [9]]), "end_positions": torch.tensor([6, 5, 3, 2])}
-    inside = {**TEXT, "start_positions": torch.tensor([0, 2, 1, 0]), "end_positions": torch.tensor([0, 5, 3, 2])}
+    batch = {
+        **TEXT,
+        "start_positions": torch.tensor([[6], [2], [1], [9]]),
+        "end_positions": torch.tensor([6, 5, 3, 2]),
+    }
+    inside = {
+        **TEXT,
+        "start_positions": torch.tensor([0, 2, 1, 0]),
+        "end_positions": torch.tensor([0, 5, 3, 2]),
+    }
     found, expected = default_loss(model, batch), default_loss(model, inside)
     assert_close(found[1:3], expected[1:3], **F64)
     assert float(found[0].detach()) == 0.0
@@ -240,7 +272,10 @@ def test_an_answer_that_was_cut_off_does_not_count() -> None:
 
 def test_an_answer_may_come_without_a_mask() -> None:
     model = bert("BertForQuestionAnswering")
-    ends = {"start_positions": torch.tensor([0, 2, 1, 4]), "end_positions": torch.tensor([5, 5, 3, 4])}
+    ends = {
+        "start_positions": torch.tensor([0, 2, 1, 4]),
+        "end_positions": torch.tensor([5, 5, 3, 4]),
+    }
     bare = {**{k: v for k, v in TEXT.items() if k != "attention_mask"}, **ends}
     expected = default_loss(model, {**bare, "attention_mask": torch.ones_like(MASK)})
     assert_close(default_loss(model, bare), expected, **F64)
@@ -258,7 +293,9 @@ def test_an_example_without_labels_has_no_loss() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_logits_are_judged_in_float32(dtype: torch.dtype) -> None:
     model = bert("BertForSequenceClassification", num_labels=3).to(dtype)
-    assert default_loss(model, {**TEXT, "labels": torch.tensor([0, 2, 1, 1])}).dtype == torch.float32
+    assert (
+        default_loss(model, {**TEXT, "labels": torch.tensor([0, 2, 1, 1])}).dtype == torch.float32
+    )
 
 
 def test_who_is_causal() -> None:
@@ -307,9 +344,16 @@ def test_an_output_without_logits() -> None:
 
 def test_what_is_checked_of_a_loss() -> None:
     model, batch = nn.Linear(1, 1), torch.ones(3, 1)
-    for wrong, got in ((torch.ones(()), r"\[\]"), (torch.ones(3, 1), r"\[3, 1\]"), (1.0, "float"), ([1.0] * 3, "list")):
+    for wrong, got in (
+        (torch.ones(()), r"\[\]"),
+        (torch.ones(3, 1), r"\[3, 1\]"),
+        (1.0, "float"),
+        ([1.0] * 3, "list"),
+    ):
         with pytest.raises(InvalidValue, match=rf"of shape \[3\], one loss an example, got {got}"):
             checked_losses(lambda m, b, w=wrong: w, model, batch, 0)
     bad = torch.tensor([0.0, float("-inf"), float("nan")], requires_grad=True)
-    with pytest.raises(InvalidValue, match=r"the loss of batch 4, example 1: must be finite, got -inf"):
+    with pytest.raises(
+        InvalidValue, match=r"the loss of batch 4, example 1: must be finite, got -inf"
+    ):
         checked_losses(lambda m, b: bad, model, batch, 4)

@@ -1,4 +1,5 @@
-"""Memory of scoring and recovery, whatever the number of batches; and that of bf16 models no sum is in bf16."""
+"""Memory of scoring and recovery, whatever the number of batches; and that of bf16 models no sum is
+in bf16."""
 
 from __future__ import annotations
 
@@ -43,21 +44,35 @@ class Made:
 
 
 def model_of(heads: int = 8) -> nn.Module:
-    return nn.Sequential(hp.MultiHeadAttention(32, heads), nn.Tanh(), hp.MultiHeadAttention(32, heads))
+    return nn.Sequential(
+        hp.MultiHeadAttention(32, heads), nn.Tanh(), hp.MultiHeadAttention(32, heads)
+    )
 
 
 def loss(model: Any, x: Tensor) -> Tensor:
     return model(x).square().mean((1, 2))
 
 
-SCORERS: list[Any] = [Taylor(), Taylor2(), Fisher(), Fisher(block=5), IntegratedGradients(points=1), Surgeon(blocks=2)]
+SCORERS: list[Any] = [
+    Taylor(),
+    Taylor2(),
+    Fisher(),
+    Fisher(block=5),
+    IntegratedGradients(points=1),
+    Surgeon(blocks=2),
+]
 
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=repr)
-def test_scoring_takes_no_more_for_more_batches(scorer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_takes_no_more_for_more_batches(
+    scorer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(samples_module, "LIMIT", 8 * 16 * 64)  # 64 rows of 16 units
     model = model_of()
-    few, many = (peak(lambda n=n: hp.score(model, Made(n), scorer, loss=loss, progress=False)) for n in (8, 40))
+    few, many = (
+        peak(lambda n=n: hp.score(model, Made(n), scorer, loss=loss, progress=False))
+        for n in (8, 40)
+    )
     assert many < few + 8 * 16 * 32 * 4, "more than four batches of rows"
 
 
@@ -69,7 +84,9 @@ def test_lstsq_takes_no_more_for_more_batches() -> None:
     def recover(n: int, max_bytes: int) -> None:
         hp.recover_(copy.deepcopy(small), Made(n), Lstsq(max_bytes=max_bytes), teacher)
 
-    few, many, kept = (peak(lambda n=n, b=b: recover(n, b)) for n, b in ((4, 0), (20, 0), (20, 2**30)))
+    few, many, kept = (
+        peak(lambda n=n, b=b: recover(n, b)) for n, b in ((4, 0), (20, 0), (20, 2**30))
+    )
     assert many < 1.05 * few
     assert kept > few + 16 * 32 * 3 * 32 * 4, "the streams of 16 batches"
 
@@ -110,7 +127,8 @@ GRADIENTS: list[Any] = [
 
 
 def test_scores_without_room_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values, errors and the curvature are those of all examples; several scorers share the pass."""
+    """Values, errors and the curvature are those of all examples; several scorers share the
+    pass."""
     model, batches = model_of(), list(Made(20, 9))
     expected = hp.score(model, batches, GRADIENTS, loss=loss, progress=False)
     monkeypatch.setattr(samples_module, "LIMIT", 8 * 16 * 16)
@@ -133,7 +151,9 @@ def test_curvature_without_room_for_all_rows(monkeypatch: pytest.MonkeyPatch) ->
     expected = hp.score(subject.model, batches, scorers, progress=False)
     n_units = sum(map(len, expected[0].values))
     monkeypatch.setattr(samples_module, "LIMIT", 8 * n_units**2)
-    for a, b in zip(expected, hp.score(subject.model, batches, scorers, progress=False), strict=True):
+    for a, b in zip(
+        expected, hp.score(subject.model, batches, scorers, progress=False), strict=True
+    ):
         assert b.samples.matrix.nbytes <= 8 * n_units**2
         assert a.samples.rows > b.samples.rows or a.scorer == "fisher"
         assert_close(b.values, a.values, rtol=1e-12, atol=1e-15)
@@ -148,7 +168,10 @@ def test_rows_keep_means_of_neighbours(sizes: list[int], monkeypatch: pytest.Mon
     assert isinstance(rows, Rows)
     block = 37 // len(rows.samples)
     block = 1 << (block.bit_length() - 1)
-    assert_close(rows.samples, data[: 37 // block * block].unflatten(0, (-1, block)).mean(1)[: len(rows.samples)])
+    assert_close(
+        rows.samples,
+        data[: 37 // block * block].unflatten(0, (-1, block)).mean(1)[: len(rows.samples)],
+    )
     mean, error = rows.mean_and_error
     assert rows.count == 37
     assert_close(mean, data.mean(0))
@@ -183,4 +206,6 @@ def test_sums_of_bf16_models_lose_nothing() -> None:
     often = hp.score(subject.model, [batch] * 300, scorers, progress=False)
     for a, b in zip(once, often, strict=True):
         assert_close(b.values, a.values, rtol=1e-9, atol=0)
-    np.testing.assert_allclose(often[1].curvature.matrix, once[1].curvature.matrix, rtol=1e-9, atol=1e-30)
+    np.testing.assert_allclose(
+        often[1].curvature.matrix, once[1].curvature.matrix, rtol=1e-9, atol=1e-30
+    )

@@ -1,4 +1,5 @@
-"""Wrong batches and losses: every entry point names the batch and says what to pass, and leaves the model as it was."""
+"""Wrong batches and losses: every entry point names the batch and says what to pass, and leaves the
+model as it was."""
 
 from __future__ import annotations
 
@@ -27,7 +28,15 @@ from headprune.gating.learned import learned_gates
 from headprune.model.mistakes import explained_one
 from headprune.recovery import Finetune
 from headprune.recovery import registry as recoveries
-from headprune.scoring import Surgeon, fisher_matrix, gate_gradients, ggn_matrix, loss_of, mask_losses, rescorer
+from headprune.scoring import (
+    Surgeon,
+    fisher_matrix,
+    gate_gradients,
+    ggn_matrix,
+    loss_of,
+    mask_losses,
+    rescorer,
+)
 from headprune.scoring import registry as scorers
 
 SIZE, LENGTH, WORDS, CLASSES, POSITIONS = 4, 6, 30, 3, 8
@@ -58,10 +67,13 @@ def good() -> dict[str, Tensor]:
 
 def mask(model: nn.Module) -> hp.HeadMask:
     sites = hp.find_sites(model)
-    return hp.HeadMask.from_keep({s.name: s.heads[1:] for s in sites}, {s.name: s.n_query_heads for s in sites})
+    return hp.HeadMask.from_keep(
+        {s.name: s.heads[1:] for s in sites}, {s.name: s.n_query_heads for s in sites}
+    )
 
 
-# ---------------------------------------------------------------- entry points: (model, batches, loss) -> anything
+# ---------------------------------------------------------------- entry points: (model, batches,
+# loss) -> anything
 
 
 Entry = Callable[[nn.Module, Any, Any], Any]
@@ -89,14 +101,23 @@ def validating(model: nn.Module, batches: Any, loss: Any) -> Any:
 
 
 LABELLED: dict[str, Entry] = {
-    **{f"score {name}": scoring(name) for name in ("taylor", "leave_one_out", "attattr", "hard_concrete")},
+    **{
+        f"score {name}": scoring(name)
+        for name in ("taylor", "leave_one_out", "attattr", "hard_concrete")
+    },
     "score surgeon": scoring(Surgeon(curvature="loss")),
-    "score until": lambda m, b, loss: hp.score(m, b, "taylor", loss=loss, until=hp.Stable(k=1), progress=False),
+    "score until": lambda m, b, loss: hp.score(
+        m, b, "taylor", loss=loss, until=hp.Stable(k=1), progress=False
+    ),
     "evaluate": lambda m, b, loss: evaluate(m, b, loss=loss),
     "finetune": recovering(Finetune()),
     "validation": validating,
-    "gate_gradients": lambda m, b, loss: gate_gradients(m, b, **({} if loss is None else {"loss": loss})),
-    "fisher_matrix": lambda m, b, loss: fisher_matrix(m, b, **({} if loss is None else {"loss": loss})),
+    "gate_gradients": lambda m, b, loss: gate_gradients(
+        m, b, **({} if loss is None else {"loss": loss})
+    ),
+    "fisher_matrix": lambda m, b, loss: fisher_matrix(
+        m, b, **({} if loss is None else {"loss": loss})
+    ),
     "loss_of": lambda m, b, loss: loss_of(m, b, loss=loss, progress=False)([mask(m)]),
     "mask_losses": lambda m, b, loss: mask_losses(m, b, [mask(m)], loss=loss, progress=False),
     "rescorer": lambda m, b, loss: rescorer(m, b, loss=loss, progress=False)(mask(m)),
@@ -133,7 +154,8 @@ def refused(entry: Entry, model: nn.Module, batches: Any, loss: Any, *words: str
     return caught.value
 
 
-# ---------------------------------------------------------------- what is wrong: the second batch, the loss, words
+# ---------------------------------------------------------------- what is wrong: the second batch,
+# the loss, words
 
 
 def with_(**other: Any) -> dict[str, Any]:
@@ -141,31 +163,57 @@ def with_(**other: Any) -> dict[str, Any]:
 
 
 LABELS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "beyond the classes": (with_(labels=torch.tensor([0, 1, CLASSES, 2])), ("labels", "number of classes")),
+    "beyond the classes": (
+        with_(labels=torch.tensor([0, 1, CLASSES, 2])),
+        ("labels", "number of classes"),
+    ),
     "below zero": (with_(labels=torch.tensor([0, -1, 1, 2])), ("labels", "number of classes")),
-    "floats": (with_(labels=torch.tensor([0.0, 1.0, 2.0, 1.0])), ("labels", "torch.float32", "long()")),
-    "one-hot integers": (with_(labels=functional.one_hot(torch.tensor([0, 1, 2, 1]))), ("labels", "[4, 3]")),
-    "int8": (with_(labels=torch.tensor([0, 1, 2, 1], dtype=torch.int8)), ("labels", "torch.int8", "long()")),
+    "floats": (
+        with_(labels=torch.tensor([0.0, 1.0, 2.0, 1.0])),
+        ("labels", "torch.float32", "long()"),
+    ),
+    "one-hot integers": (
+        with_(labels=functional.one_hot(torch.tensor([0, 1, 2, 1]))),
+        ("labels", "[4, 3]"),
+    ),
+    "int8": (
+        with_(labels=torch.tensor([0, 1, 2, 1], dtype=torch.int8)),
+        ("labels", "torch.int8", "long()"),
+    ),
     "fewer labels": (with_(labels=torch.tensor([0, 1])), ("labels",)),
     "none": ({"input_ids": good()["input_ids"]}, ("labels",)),
     "a tuple": ((good()["input_ids"], good()["labels"]), ("mapping", "labels", "loss=")),
     "a list": ([good()["input_ids"], good()["labels"]], ("mapping", "labels", "loss=")),
 }
 INPUTS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "too long": (with_(input_ids=torch.ones(SIZE, POSITIONS + 3).long()), (str(POSITIONS), "runcat")),
-    "beyond the vocabulary": (with_(input_ids=torch.full((SIZE, LENGTH), WORDS)), (f"{WORDS} rows", "vocabulary")),
+    "too long": (
+        with_(input_ids=torch.ones(SIZE, POSITIONS + 3).long()),
+        (str(POSITIONS), "runcat"),
+    ),
+    "beyond the vocabulary": (
+        with_(input_ids=torch.full((SIZE, LENGTH), WORDS)),
+        (f"{WORDS} rows", "vocabulary"),
+    ),
     "below zero": (with_(input_ids=torch.full((SIZE, LENGTH), -1)), ("-1 to -1", "vocabulary")),
-    "floats for tokens": (with_(input_ids=torch.ones(SIZE, LENGTH)), ("torch.float32", "whole numbers")),
+    "floats for tokens": (
+        with_(input_ids=torch.ones(SIZE, LENGTH)),
+        ("torch.float32", "whole numbers"),
+    ),
     "lists": ({"input_ids": good()["input_ids"].tolist(), "labels": [0, 1, 2, 0]}, ("tensors",)),
     "text": ({"input_ids": ["a b", "c"], "labels": [0, 1]}, ("tensors",)),
     "no example": ({name: x[:0] for name, x in good().items()}, ("examples",)),
     "labels for a mask": ((good()["input_ids"], torch.tensor([0, 2, 1, 0])), ("mapping", "loss=")),
-    "labels of tokens for a mask": ((good()["input_ids"], 2 * torch.ones(SIZE, LENGTH).long()), ("mapping",)),
+    "labels of tokens for a mask": (
+        (good()["input_ids"], 2 * torch.ones(SIZE, LENGTH).long()),
+        ("mapping",),
+    ),
 }
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(input_ids=batch["input_ids"]).logits, batch["labels"], reduction="none")
+    return functional.cross_entropy(
+        model(input_ids=batch["input_ids"]).logits, batch["labels"], reduction="none"
+    )
 
 
 LOSSES: dict[str, tuple[Callable[[nn.Module, Any], Any], tuple[str, ...]]] = {
@@ -260,7 +308,10 @@ class Own(nn.Module):
 
 def pairs() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(8, 5, 8, generator=generator), torch.randint(CLASSES, (8,), generator=generator)
+    x, y = (
+        torch.randn(8, 5, 8, generator=generator),
+        torch.randint(CLASSES, (8,), generator=generator),
+    )
     return DataLoader(TensorDataset(x, y), batch_size=SIZE)
 
 
@@ -273,12 +324,19 @@ def test_pairs_for_a_module_of_ones_own(entry: str) -> None:
 @pytest.mark.parametrize("entry", UNLABELLED)
 def test_keys_that_forward_does_not_take(entry: str) -> None:
     batches = [{"rows": x, "y": y} for x, y in pairs()]
-    words = ("without targets",) if entry == "ggn_matrix" else ("forward takes", "It takes rows", "labels")
+    words = (
+        ("without targets",)
+        if entry == "ggn_matrix"
+        else ("forward takes", "It takes rows", "labels")
+    )
     refused(UNLABELLED[entry], Own(), batches, None, "batch 0", *words)
 
 
 def test_what_forward_takes_is_said_of_the_model_inside_a_wrapper() -> None:
-    wrapped, batch = nn.DataParallel(Own()), {"rows": torch.randn(SIZE, 5, 8), "y": torch.zeros(SIZE)}
+    wrapped, batch = (
+        nn.DataParallel(Own()),
+        {"rows": torch.randn(SIZE, 5, 8), "y": torch.zeros(SIZE)},
+    )
     words = r"batch 0: must be what Own\.forward takes, got .*'y'\. It takes rows;"
     with pytest.raises(InvalidValue, match=words), explained_one(wrapped, batch, "batch 0"):
         wrapped(**batch)
@@ -292,7 +350,13 @@ def test_positions_of_ones_own(entry: str) -> None:
     batches = [{"rows": x, "labels": y} for x, y in pairs()]
     batches[1]["rows"] = torch.randn(SIZE, POSITIONS + 4, 8)
     words = ("batch 1", f"at most {POSITIONS} long", "positions", f"got {POSITIONS + 4}")
-    refused({**LABELLED, **UNLABELLED}[entry], Own(), batches, None if entry in UNLABELLED else loss, *words)
+    refused(
+        {**LABELLED, **UNLABELLED}[entry],
+        Own(),
+        batches,
+        None if entry in UNLABELLED else loss,
+        *words,
+    )
 
 
 # ---------------------------------------------------------------- datasets in the place of loaders
@@ -341,7 +405,8 @@ def test_a_dataset_is_no_loader(entry: str, dataset: str) -> None:
 
 
 def test_what_is_right_is_taken() -> None:
-    """Datasets whose items are batches, loaders of pairs with a loss of one's own, and tuples by position."""
+    """Datasets whose items are batches, loaders of pairs with a loss of one's own, and tuples by
+    position."""
     model, batch = bert(), good()
     whole = hp.score(model, [batch, batch], progress=False)
     assert hp.score(model, Rows([batch, batch]), progress=False).values == whole.values
@@ -356,7 +421,8 @@ def test_what_is_right_is_taken() -> None:
     by_name = hp.score(model, [{"input_ids": ids, "attention_mask": ones}], "wanda", progress=False)
     for pair in ((ids, ones), (ids, ones.bool()), (ids, ones.float()), [ids, ones]):
         assert_close(
-            torch.tensor(hp.score(model, [pair], "wanda", progress=False).values), torch.tensor(by_name.values)
+            torch.tensor(hp.score(model, [pair], "wanda", progress=False).values),
+            torch.tensor(by_name.values),
         )
 
 
@@ -399,17 +465,29 @@ def test_every_scorer_names_the_batch() -> None:
 def test_learned_gates_leave_the_model_as_it_was() -> None:
     model = bert()
     kinds = [type(m) for m in model.modules()]
-    with pytest.raises((IndexError, HeadPruneError)), learned_gates(model, hp.gating.HardConcrete(keep=0.5)):
+    with (
+        pytest.raises((IndexError, HeadPruneError)),
+        learned_gates(model, hp.gating.HardConcrete(keep=0.5)),
+    ):
         model(torch.full((SIZE, LENGTH), WORDS))
     assert [type(m) for m in model.modules()] == kinds
 
 
-# --- what is not translated -------------------------------------------------------------------------------------------
+# --- what is not translated
+# -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ValueError("my own problem"), torch.OutOfMemoryError("no memory")], ids=str)
+@pytest.mark.parametrize(
+    "error", [ValueError("my own problem"), torch.OutOfMemoryError("no memory")], ids=str
+)
 def test_a_long_batch_is_not_to_blame_for_everything(error: Exception) -> None:
-    config = LlamaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
     config.max_position_embeddings = 8
     model = LlamaForCausalLM(config).eval()
 
@@ -430,6 +508,12 @@ class Switched(IterableDataset[Any]):
 
 
 def test_a_batch_with_a_switch_is_no_single_example() -> None:
-    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config = BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
     found = hp.score(BertForSequenceClassification(config).eval(), Switched(), progress=False)
     assert found.n_examples == 4

@@ -24,7 +24,9 @@ def written(folder: Path, model: Any, plan: PruningPlan | None = None) -> str:
 
 
 @pytest.mark.parametrize("place", ["deep/llama", "llama"])
-def test_a_folder_is_no_repository_of_the_hub(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_no_repository_of_the_hub(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tiny("llama").save_pretrained(place)
     from transformers import LlamaForCausalLM
@@ -65,9 +67,17 @@ def test_parameters_are_counted_as_the_models_that_were_there(name: str, tmp_pat
 def test_budgets_by_kind_and_the_policy_are_stated(tmp_path: Path) -> None:
     model = tiny("llama")
     mask = HeadMask.full(hp.find_sites(model))
-    budgets = (SiteBudget("causal", Budget(keep_heads=0.5)), SiteBudget("cross", Budget(keep_heads=3)))
-    text = written(tmp_path, model, PruningPlan(mask, selector="uniform", budgets=budgets, policy="free"))
-    assert "selector uniform, scorer none, causal: keep 50 % of the heads, cross: keep 3 heads, policy free\n" in text
+    budgets = (
+        SiteBudget("causal", Budget(keep_heads=0.5)),
+        SiteBudget("cross", Budget(keep_heads=3)),
+    )
+    text = written(
+        tmp_path, model, PruningPlan(mask, selector="uniform", budgets=budgets, policy="free")
+    )
+    assert (
+        "selector uniform, scorer none, causal: keep 50 % of the heads, cross: keep 3 heads, policy"
+        " free\n" in text
+    )
     assert "no budget" not in text
 
 
@@ -80,11 +90,15 @@ def test_a_plan_by_hand_for_heads_that_share_nothing(tmp_path: Path) -> None:
 def test_the_words_of_another_card_stay_without_its_section(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     other = tmp_path / "README.md"
-    other.write_text(f"Before.\n\n{card.BEGIN}\n## Attention heads\n\nof an earlier cut\n{card.END}\nAfter.\n")
+    other.write_text(
+        f"Before.\n\n{card.BEGIN}\n## Attention heads\n\nof an earlier cut\n{card.END}\nAfter.\n"
+    )
     written(tmp_path / "out", tiny("vit"))
     card.carry(tmp_path / "out", other)
     text = (tmp_path / "out" / card.CARD).read_text()
-    assert text.startswith(f"Before.\n\nAfter.\n\n{card.BEGIN}\n## Attention heads\n\nThe other words of this card")
+    assert text.startswith(
+        f"Before.\n\nAfter.\n\n{card.BEGIN}\n## Attention heads\n\nThe other words of this card"
+    )
     assert "of an earlier cut" not in text
     assert "left 12 of 12 heads" in text
 

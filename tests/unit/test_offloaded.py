@@ -1,4 +1,5 @@
-"""Models whose weights accelerate offloads: gates, scores, cuts and checkpoints are those of the model in memory."""
+"""Models whose weights accelerate offloads: gates, scores, cuts and checkpoints are those of the
+model in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import CheckpointError, InvalidValue, UnsupportedModel, VerificationFailed
+from headprune.core.errors import (
+    CheckpointError,
+    InvalidValue,
+    UnsupportedModel,
+    VerificationFailed,
+)
 from headprune.model import cut, offloaded_cut
 from headprune.model.offloaded import count_parameters, offloaded, state_of, tied
 from headprune.surgery import prune
@@ -37,7 +43,9 @@ def away(model: nn.Module, kind: str, folder: Path) -> Any:
     layers = next(n for n, m in twin.named_modules() if isinstance(m, nn.ModuleList))
     homes = {name.rpartition(".")[0] for name in twin.state_dict()}
     device_map = {home: "cpu" for home in homes if not home.startswith(f"{layers}.")}
-    device_map |= {f"{layers}.{i}": "disk" if i % 2 else "cpu" for i in range(len(twin.get_submodule(layers)))}
+    device_map |= {
+        f"{layers}.{i}": "disk" if i % 2 else "cpu" for i in range(len(twin.get_submodule(layers)))
+    }
     return dispatch_model(twin, device_map, offload_dir=folder)
 
 
@@ -73,7 +81,17 @@ def test_scores_are_those_in_memory(subject: Subject, kind: str, tmp_path: Path)
     model = away(subject.model, kind, tmp_path)
     before = picture(model)
     assert any(t.is_meta for t in model.parameters())
-    scorers = ["taylor", "fisher", "ggn", "surgeon", "leave_one_out", "wanda", "obs", "magnitude", "random"]
+    scorers = [
+        "taylor",
+        "fisher",
+        "ggn",
+        "surgeon",
+        "leave_one_out",
+        "wanda",
+        "obs",
+        "magnitude",
+        "random",
+    ]
     plain = hp.score(subject.model, [subject.batch], scorers, progress=False)
     found = hp.score(model, [subject.batch], scorers, progress=False)
     for a, b in zip(plain, found, strict=True):
@@ -92,12 +110,17 @@ def test_gates_are_those_in_memory(subject: Subject, kind: str, tmp_path: Path) 
         assert_close(logits(model, subject.batch), logits(subject.model, subject.batch), **EXACT)
 
 
-def test_a_cut_is_that_in_memory_and_stays_offloaded(subject: Subject, kind: str, tmp_path: Path) -> None:
+def test_a_cut_is_that_in_memory_and_stays_offloaded(
+    subject: Subject, kind: str, tmp_path: Path
+) -> None:
     model, plain = away(subject.model, kind, tmp_path / "offload"), copy.deepcopy(subject.model)
     elsewhere = {name for name, tensor in offloaded(model).items() if tensor.shape}
     last = subject.mask({site.name: site.units[-1] for site in subject.sites})
     for mask in (subject.ragged() | last, last):  # the second composes with the first
-        expected, report = hp.prune_(plain, mask, subject.batch), hp.prune_(model, mask, subject.batch)
+        expected, report = (
+            hp.prune_(plain, mask, subject.batch),
+            hp.prune_(model, mask, subject.batch),
+        )
         assert report == expected
         assert_same_model(plain, model, subject.batch)
     assert set(offloaded(model)) == elsewhere
@@ -117,7 +140,9 @@ def test_a_layer_without_heads_keeps_its_bias(subject: Subject, kind: str, tmp_p
     assert_same_model(plain, model, subject.batch)
 
 
-def test_scores_and_plans_know_a_model_that_was_cut(subject: Subject, kind: str, tmp_path: Path) -> None:
+def test_scores_and_plans_know_a_model_that_was_cut(
+    subject: Subject, kind: str, tmp_path: Path
+) -> None:
     model, plain = away(subject.model, kind, tmp_path), copy.deepcopy(subject.model)
     for one in (plain, model):
         hp.prune_(one, subject.ragged())
@@ -128,12 +153,22 @@ def test_scores_and_plans_know_a_model_that_was_cut(subject: Subject, kind: str,
     assert hp.prune_(model, plan, subject.batch).warnings == ()
 
 
-STEPS = [(offloaded_cut._Made, "maps"), (cut, "_install"), (cut, "check_fetched"), (prune, "compare")]
+STEPS = [
+    (offloaded_cut._Made, "maps"),
+    (cut, "_install"),
+    (cut, "check_fetched"),
+    (prune, "compare"),
+]
 
 
 @pytest.mark.parametrize(("target", "name"), STEPS)
 def test_an_error_leaves_the_model_as_it_was(
-    target: Any, name: str, subject: Subject, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Any,
+    name: str,
+    subject: Subject,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = away(subject.model, kind, tmp_path)
     with torch.no_grad():
@@ -185,7 +220,9 @@ def test_an_error_in_a_pass_sends_weights_back(subject: Subject, kind: str, tmp_
     assert picture(model) == before
 
 
-def test_an_error_inside_a_module_sends_its_weights_back(subject: Subject, kind: str, tmp_path: Path) -> None:
+def test_an_error_inside_a_module_sends_its_weights_back(
+    subject: Subject, kind: str, tmp_path: Path
+) -> None:
     model = away(subject.model, kind, tmp_path)
     before = picture(model)
     wrong = {**subject.batch, "input_ids": torch.full_like(subject.batch["input_ids"], 10_000)}
@@ -229,10 +266,14 @@ def test_what_is_shared_in_memory_stays_shared() -> None:
 
 
 def test_what_accelerate_ties_itself_is_refused(tmp_path: Path) -> None:
-    model = dispatch_model(Pair(), {"one": "disk", "two": "disk"}, main_device="cpu", offload_dir=tmp_path)
+    model = dispatch_model(
+        Pair(), {"one": "disk", "two": "disk"}, main_device="cpu", offload_dir=tmp_path
+    )
     before = picture(model)
     mask = hp.HeadMask.from_keep({"one": [1], "two": [1]}, {"one": 2, "two": 2})
-    with pytest.raises(UnsupportedModel, match="a parameter of its own, got one that accelerate offloads as tied"):
+    with pytest.raises(
+        UnsupportedModel, match="a parameter of its own, got one that accelerate offloads as tied"
+    ):
         hp.prune_(model, mask)
     assert picture(model) == before
 
@@ -246,7 +287,8 @@ def test_a_place_where_a_tied_parameter_was_is_not_taken() -> None:
     assert_close(other, tensor, **EXACT)
 
 
-# --- Transformers -----------------------------------------------------------------------------------------------------
+# --- Transformers
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -262,9 +304,16 @@ def loaded(folder: Path, **options: Any) -> Any:
     from transformers import AutoConfig, GPT2LMHeadModel
 
     layers = AutoConfig.from_pretrained(folder).n_layer
-    device_map = {"transformer.wte": "cpu", "transformer.wpe": "cpu", "transformer.ln_f": "disk", "lm_head": "cpu"}
+    device_map = {
+        "transformer.wte": "cpu",
+        "transformer.wpe": "cpu",
+        "transformer.ln_f": "disk",
+        "lm_head": "cpu",
+    }
     device_map |= {f"transformer.h.{i}": "disk" for i in range(layers)}
-    return GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64, device_map=device_map, **options)
+    return GPT2LMHeadModel.from_pretrained(
+        folder, dtype=torch.float64, device_map=device_map, **options
+    )
 
 
 def test_a_model_that_transformers_offloads(saved: tuple[Path, Any], tmp_path: Path) -> None:
@@ -287,7 +336,9 @@ def test_without_a_folder_a_cut_has_no_place(saved: tuple[Path, Any]) -> None:
     model = loaded(folder)
     before = picture(model)
     hp.score(model, [batch], "taylor", progress=False)
-    with pytest.raises(UnsupportedModel, match=r"offloaded to a folder, got one that is read.*offload_folder="):
+    with pytest.raises(
+        UnsupportedModel, match=r"offloaded to a folder, got one that is read.*offload_folder="
+    ):
         hp.prune_(model, ragged(hp.find_sites(model)))
     assert picture(model) == before
 
@@ -321,17 +372,24 @@ def test_formats_that_others_open(format: Any, tmp_path: Path) -> None:
     assert files(tmp_path / "away" / "small") == files(tmp_path / "plain" / "small")
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_a_module_around_fetches_are_refused() -> None:
     subject = subject_of("bert")
     model = cpu_offload(subject.model, preload_module_classes=["BertLayer"])
-    words = "fetched by a hook of its own module, got weights fetched for a module around it.*preload_module_classes"
+    words = (
+        "fetched by a hook of its own module, got weights fetched for a module around"
+        " it.*preload_module_classes"
+    )
     before = picture(model)
     with pytest.raises(UnsupportedModel, match=words):
         hp.prune_(model, subject.ragged())
-    with pytest.raises(UnsupportedModel, match=r"fetched for each module by a hook of its own.*preload_module_classes"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"fetched for each module by a hook of its own.*preload_module_classes",
+    ):
         hp.score(model, None, "magnitude")
     assert picture(model) == before
 
@@ -339,7 +397,9 @@ def test_weights_that_a_module_around_fetches_are_refused() -> None:
 def test_weights_in_another_mapping_are_refused() -> None:
     subject = subject_of("bert")
     model = cpu_offload(subject.copy(), state_dict=ChainMap(subject.model.state_dict()))  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModel, match=r"a dictionary or an OffloadedWeightsLoader.*got a ChainMap"):
+    with pytest.raises(
+        UnsupportedModel, match=r"a dictionary or an OffloadedWeightsLoader.*got a ChainMap"
+    ):
         hp.prune_(model, subject.ragged())
 
 
@@ -352,7 +412,10 @@ def test_a_cut_that_makes_a_parameter_anew_is_refused() -> None:
 
     sites = hp.find_sites(model, layouts=[replace(ODD, adapt=adapt)])
     before = picture(model)
-    words = r"0\.norm\.weight: must be one whose cut leaves rows and columns away, .* got one that is made anew"
+    words = (
+        r"0\.norm\.weight: must be one whose cut leaves rows and columns away, .* got one that is"
+        r" made anew"
+    )
     with pytest.raises(UnsupportedModel, match=words):
         hp.prune_(model, ragged(sites), sites=sites)
     assert picture(model) == before
@@ -366,14 +429,20 @@ def test_recovery_and_filling_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match=f"the model for {method}: must be in memory"):
             hp.recover_(model, [subject.batch], method, teacher)
     hp.save_pretrained(model, tmp_path / "small")
-    with pytest.raises(CheckpointError, match="a freshly built one, got one that accelerate offloads"):
+    with pytest.raises(
+        CheckpointError, match="a freshly built one, got one that accelerate offloads"
+    ):
         hp.from_pretrained(tmp_path / "small", cpu_offload(subject.copy()))
 
 
-def test_a_wrong_pruned_model_is_put_back(subject: Subject, kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_wrong_pruned_model_is_put_back(
+    subject: Subject, kind: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     model = away(subject.model, kind, tmp_path)
     before = picture(model)
-    monkeypatch.setattr(offloaded_cut, "_shorter", lambda t, d, rows: t.index_select(d, torch.arange(len(rows))) + 1)
+    monkeypatch.setattr(
+        offloaded_cut, "_shorter", lambda t, d, rows: t.index_select(d, torch.arange(len(rows))) + 1
+    )
     with pytest.raises(VerificationFailed):
         hp.prune_(model, subject.ragged(), subject.batch)
     assert picture(model) == before

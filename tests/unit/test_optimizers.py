@@ -1,4 +1,5 @@
-"""Optimizers that exist before a cut: which parameter became which, and training goes on as if the heads were gated."""
+"""Optimizers that exist before a cut: which parameter became which, and training goes on as if the
+heads were gated."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.surgery.parameters import CutParameter
 from tests.laws.support import CLOSE, Subject, logits, objective, picture, subject_of
 
-#: Every optimizer of PyTorch whose step takes each number of a weight by itself, with settings that give it all states.
+#: Every optimizer of PyTorch whose step takes each number of a weight by itself, with settings that
+#: give it all states.
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "ASGD": {"lr": 1e-3, "t0": 1},
     "Adadelta": {},
@@ -61,12 +63,18 @@ def mask_of(subject: Subject) -> hp.HeadMask:
 
 
 #: Every optimizer with two layouts, every layout with two optimizers.
-PAIRS = [(n, o) for n in ELEMENTWISE for o in LAYOUTS if n in ("AdamW", "SGD") or o in ("multi_head_attention", "bert")]
+PAIRS = [
+    (n, o)
+    for n in ELEMENTWISE
+    for o in LAYOUTS
+    if n in ("AdamW", "SGD") or o in ("multi_head_attention", "bert")
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_training_goes_on_as_if_the_heads_were_gated(name: str, layout: str) -> None:
-    """Step for step, with all states and two rates of learning: gated heads have no gradient, and weigh nothing."""
+    """Step for step, with all states and two rates of learning: gated heads have no gradient, and
+    weigh nothing."""
     subject = subject_of(layout)
     mask = mask_of(subject)
     gated, cut = subject.model, subject.copy()  # without dropout
@@ -115,14 +123,20 @@ def test_the_report_says_which_parameter_became_which(layout: str) -> None:
         if c.became is None:
             continue
         reached.add(c.became)
-        part = tensor if c.dimension is None else tensor.index_select(c.dimension, torch.tensor(c.kept))
+        part = (
+            tensor
+            if c.dimension is None
+            else tensor.index_select(c.dimension, torch.tensor(c.kept))
+        )
         assert torch.equal(part, new[c.became]), name
     assert reached == set(new)
     assert any(c.became is None for c in told.values()) == (layout == "head_list")
 
 
 def pruned(optimizer: Any, model: nn.Module, **more: Any) -> Any:
-    return hp.prune_(model, hp.HeadMask.from_keep({"0": [0, 2]}, {"0": 4}), optimizer=optimizer, **more)
+    return hp.prune_(
+        model, hp.HeadMask.from_keep({"0": [0, 2]}, {"0": 4}), optimizer=optimizer, **more
+    )
 
 
 def attention(width: int = 8) -> nn.Module:
@@ -154,7 +168,12 @@ KEPT = [0, 1, 4, 5]
     ("kind", "settings", "row", "column"),
     [
         (torch.optim.Adafactor, {}, "row_var", "col_var"),
-        (transformers.Adafactor, {"lr": 1e-3, "relative_step": False}, "exp_avg_sq_row", "exp_avg_sq_col"),
+        (
+            transformers.Adafactor,
+            {"lr": 1e-3, "relative_step": False},
+            "exp_avg_sq_row",
+            "exp_avg_sq_col",
+        ),
     ],
     ids=["torch", "transformers"],
 )
@@ -165,7 +184,10 @@ def test_factored_moments_are_cut_along_the_axis_that_they_have(
     model = attention()
     optimizer = trained(kind, model, **settings)
     attended = model[0]
-    before = {n: copy.deepcopy(optimizer.state[attended.get_parameter(f"{n}.weight")]) for n in ("W_q", "W_o")}
+    before = {
+        n: copy.deepcopy(optimizer.state[attended.get_parameter(f"{n}.weight")])
+        for n in ("W_q", "W_o")
+    }
     report = pruned(optimizer, model)
     rows, columns = (optimizer.state[attended.get_parameter(f"{n}.weight")] for n in ("W_q", "W_o"))
     assert_close(rows[row], before["W_q"][row][KEPT], rtol=0, atol=0)
@@ -179,10 +201,14 @@ def test_factored_moments_are_cut_along_the_axis_that_they_have(
 
 def test_muon_goes_on() -> None:
     model = attention()
-    optimizer = trained(torch.optim.Muon, model, [p for p in model.parameters() if p.ndim == 2], lr=1e-3)
+    optimizer = trained(
+        torch.optim.Muon, model, [p for p in model.parameters() if p.ndim == 2], lr=1e-3
+    )
     before = optimizer.state[model[0].W_o.weight]["momentum_buffer"].clone()
     assert pruned(optimizer, model).warnings == ()
-    assert_close(optimizer.state[model[0].W_o.weight]["momentum_buffer"], before[:, KEPT], rtol=0, atol=0)
+    assert_close(
+        optimizer.state[model[0].W_o.weight]["momentum_buffer"], before[:, KEPT], rtol=0, atol=0
+    )
     trained(lambda *_, **__: optimizer, model)
 
 
@@ -195,14 +221,17 @@ def test_lbfgs_begins_anew() -> None:
 
 
 class EightBit(torch.optim.SGD):
-    """Keeps state as bitsandbytes does: a number of 8 bits for each weight, and one scale a block of them."""
+    """Keeps state as bitsandbytes does: a number of 8 bits for each weight, and one scale a block
+    of them."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state.update(state1=torch.ones_like(p, dtype=torch.uint8), absmax1=torch.ones(2), step=0)
+                    state.update(
+                        state1=torch.ones_like(p, dtype=torch.uint8), absmax1=torch.ones(2), step=0
+                    )
                 state["step"] += 1
 
 
@@ -211,7 +240,10 @@ def test_state_that_cannot_be_cut_begins_anew() -> None:
     optimizer = trained(EightBit, model, lr=1e-3)
     untouched = model[1].weight
     report = pruned(optimizer, model)
-    assert "EightBit begins anew for 0.W_q.weight, 0.W_q.bias, 0.W_k.weight and 4 more" in report.warnings
+    assert (
+        "EightBit begins anew for 0.W_q.weight, 0.W_q.bias, 0.W_k.weight and 4 more"
+        in report.warnings
+    )
     assert set(optimizer.state) == {untouched, model[1].bias, model[0].W_o.bias}
     trained(lambda *_, **__: optimizer, model)
     assert optimizer.state[model[0].W_q.weight]["step"] == 2
@@ -221,7 +253,13 @@ def test_several_optimizers_and_parameters_that_are_frozen() -> None:
     model = attention()
     model[0].W_k.weight.requires_grad_(False)
     one = trained(torch.optim.AdamW, model, [*model[0].W_q.parameters()])
-    two = trained(torch.optim.SGD, model, [*model[0].W_o.parameters(), *model[1].parameters()], lr=1e-3, momentum=0.9)
+    two = trained(
+        torch.optim.SGD,
+        model,
+        [*model[0].W_o.parameters(), *model[1].parameters()],
+        lr=1e-3,
+        momentum=0.9,
+    )
     pruned([one, two], model)
     assert held(one) == {id(p) for p in model[0].W_q.parameters()}
     assert held(two) == {id(p) for p in [*model[0].W_o.parameters(), *model[1].parameters()]}
@@ -259,7 +297,11 @@ def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     other = torch.optim.SGD(attention().parameters(), lr=1e-3)
     before = picture(model)
-    for wrong, where in ((schedule, "optimizer:"), (other, "optimizer:"), ([optimizer, other], r"optimizer\[1\]:")):
+    for wrong, where in (
+        (schedule, "optimizer:"),
+        (other, "optimizer:"),
+        ([optimizer, other], r"optimizer\[1\]:"),
+    ):
         with pytest.raises(InvalidValue, match=where):
             pruned(wrong, model)
     spread = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})(model.parameters(), lr=1e-3)
@@ -277,7 +319,10 @@ def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
 def test_a_cut_that_fails_leaves_optimizers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     model = attention()
     optimizer = trained(torch.optim.AdamW, model)
-    before = copy.deepcopy(optimizer.state_dict()), [id(p) for g in optimizer.param_groups for p in g["params"]]
+    before = (
+        copy.deepcopy(optimizer.state_dict()),
+        [id(p) for g in optimizer.param_groups for p in g["params"]],
+    )
     monkeypatch.setattr("headprune.surgery.prune.compare", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pruned(optimizer, model, example=torch.ones(2, 3, 8))
@@ -290,7 +335,10 @@ def test_an_optimizer_that_was_not_given_says_so_when_it_steps() -> None:
     """And only then: one that is thrown away, made later, or of another model says nothing."""
     model, other = attention(), attention()
     stale = torch.optim.SGD(model.parameters(), lr=1e-3)
-    fine = [torch.optim.SGD(other.parameters(), lr=1e-3), torch.optim.SGD(model[1].parameters(), lr=1e-3)]
+    fine = [
+        torch.optim.SGD(other.parameters(), lr=1e-3),
+        torch.optim.SGD(model[1].parameters(), lr=1e-3),
+    ]
     hp.prune_heads_(model, {0: [1]})
     fine.append(torch.optim.SGD(model.parameters(), lr=1e-3))
     for one in fine:
@@ -301,7 +349,9 @@ def test_an_optimizer_that_was_not_given_says_so_when_it_steps() -> None:
     fine[-1].step()
 
 
-def test_nobody_looks_for_optimizers_where_nobody_holds_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_looks_for_optimizers_where_nobody_holds_a_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = attention()
     monkeypatch.setattr("headprune.surgery.parameters.gc", None)
     hp.prune_heads_(model, {0: [1]}, example=torch.ones(2, 3, 8))

@@ -1,4 +1,5 @@
-"""Code that a layout was not proven on is cut with an example alone, and refused where it counts heads by itself."""
+"""Code that a layout was not proven on is cut with an example alone, and refused where it counts
+heads by itself."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from headprune.model.sites import bind, find_sites
 from tests.laws.families import FAMILIES, over
 from tests.laws.support import Subject, family_subject, picture
 
-#: Layouts that run a class's code, so that a subclass is proven or refused before any cut; PyTorch's takes no other.
+#: Layouts that run a class's code, so that a subclass is proven or refused before any cut;
+#: PyTorch's takes no other.
 PROVING = {"annotated", "d2l", "diffusers", "head_list", "head_list_bare", "labml"}
 #: Layouts whose cut modules go on with code of ours, in place of what was there.
 REPLACED = {"blip", "timm"}
@@ -100,7 +102,10 @@ def test_other_code_needs_an_example_and_must_pass_on_it(
         with monkeypatch.context() as patches:
             way(model.get_submodule(site.name), change, patches)
             if subject.layout.exposed is not None and way is not hooked:
-                with pytest.raises(UnsupportedModel, match=r"code of ours would run in its place|forward is replaced"):
+                with pytest.raises(
+                    UnsupportedModel,
+                    match=r"code of ours would run in its place|forward is replaced",
+                ):
                     bind(model, subject.sites)
                 continue
             before = picture(model)
@@ -261,37 +266,57 @@ def test_what_a_call_fills_is_new_in_each_call(kind: Any, notes: Callable[[], An
 
 
 class MaskedD2l(D2l):
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> Tensor:
-        return super().forward(queries if valid_lens is None else queries / self.num_heads, keys, values, valid_lens)
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    ) -> Tensor:
+        return super().forward(
+            queries if valid_lens is None else queries / self.num_heads, keys, values, valid_lens
+        )
 
 
 class Tiled(D2l):
-    """Repeats lengths for its heads in the other order: of several examples, heads read those of another."""
+    """Repeats lengths for its heads in the other order: of several examples, heads read those of
+    another."""
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> Tensor:
-        split = [self._split(w(x)) for w, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))]
-        heads = self.attention(*split, None if valid_lens is None else valid_lens.repeat(self.num_heads))
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    ) -> Tensor:
+        split = [
+            self._split(w(x))
+            for w, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))
+        ]
+        heads = self.attention(
+            *split, None if valid_lens is None else valid_lens.repeat(self.num_heads)
+        )
         heads = heads.reshape(-1, self.num_heads, *heads.shape[1:]).permute(0, 2, 1, 3)
         return self.W_o(heads.reshape(*heads.shape[:2], -1))
 
 
 class MaskedAnnotated(Annotated):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         return super().forward(query if mask is None else query * self.h, key, value, mask)
 
 
 class FirstOfMask(Annotated):
     """Hides more for the fourth head than for the others."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         if mask is not None:
             return super().forward(query, key, value, mask) * (1 + (self.h > 3))
         return super().forward(query, key, value, mask)
 
 
 class MaskedPrepared(Prepared):
-    def forward(self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        return super().forward(query=query if mask is None else query * self.heads, key=key, value=value, mask=mask)
+    def forward(
+        self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(
+            query=query if mask is None else query * self.heads, key=key, value=value, mask=mask
+        )
 
 
 class MaskedProcessed(Processed):
@@ -306,13 +331,18 @@ class MaskedProcessed(Processed):
 
 
 class MaskedOlder(OlderAttention):
-    """Takes True for what is hidden; the code that goes on after a cut takes it for what is seen."""
+    """Takes True for what is hidden; the code that goes on after a cut takes it for what is
+    seen."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         scores = q * self.scale @ k.transpose(-2, -1)
         if attn_mask is not None:
-            scores = scores.masked_fill(attn_mask, -1e4) if attn_mask.dtype == torch.bool else scores + attn_mask
+            scores = (
+                scores.masked_fill(attn_mask, -1e4)
+                if attn_mask.dtype == torch.bool
+                else scores + attn_mask
+            )
         return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape))
 
 
@@ -325,7 +355,8 @@ def module_of(kind: type[nn.Module]) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "kind", [MaskedD2l, Tiled, MaskedAnnotated, FirstOfMask, MaskedPrepared, MaskedProcessed, MaskedOlder]
+    "kind",
+    [MaskedD2l, Tiled, MaskedAnnotated, FirstOfMask, MaskedPrepared, MaskedProcessed, MaskedOlder],
 )
 def test_proven_layouts_refuse_what_goes_wrong_under_a_mask(kind: type[nn.Module]) -> None:
     with pytest.raises(UnsupportedModel, match="fit no layout"):
@@ -335,14 +366,18 @@ def test_proven_layouts_refuse_what_goes_wrong_under_a_mask(kind: type[nn.Module
 class Hidden(Annotated):
     """Another convention: True, or one, hides."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         return super().forward(query, key, value, None if mask is None else mask == 0)
 
 
 class Whole(Annotated):
     """Takes masks with an axis for heads."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         assert mask is None or mask.dim() == 4
         return super().forward(query, key, value, None if mask is None else mask[:, 0])
 
@@ -350,7 +385,9 @@ class Whole(Annotated):
 class Unmasked(D2l):
     """Takes no mask at all."""
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None
+    ) -> Tensor:
         assert valid_lens is None
         return super().forward(queries, keys, values, None)
 
@@ -373,7 +410,8 @@ def test_a_proven_subclass_needs_no_example(kind: Any) -> None:
     hp.prune_(model, hp.HeadMask.from_keep({"0": [1, 2]}, {"0": 4}))
 
 
-# ------------------------------------------------------------------- what needs no example, as before
+# ------------------------------------------------------------------- what needs no example, as
+# before
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f[1])
@@ -529,8 +567,20 @@ def noting_hooks() -> list[Callable[..., Any]]:
     hooks += [lambda m, a, o: seen.append(o[0] if isinstance(o, tuple) else o)]
     hooks += [named("a"), constant, global_, global_count, count, key_count, of_one]
     hooks += [grouped, printed, attribute]
-    hooks += [own_attribute, functools.partial(last, seen), appended, helped, recorder.keep, recorder.store]
-    return [*hooks, lambda m, a, o: seen.append(o), lambda m, a, o: many["x"].append(o), lambda m, a, o: print(len(a))]
+    hooks += [
+        own_attribute,
+        functools.partial(last, seen),
+        appended,
+        helped,
+        recorder.keep,
+        recorder.store,
+    ]
+    return [
+        *hooks,
+        lambda m, a, o: seen.append(o),
+        lambda m, a, o: many["x"].append(o),
+        lambda m, a, o: print(len(a)),
+    ]
 
 
 @pytest.mark.parametrize("hook", noting_hooks(), ids=lambda f: getattr(f, "__name__", "partial"))
@@ -557,7 +607,8 @@ class Editor:
 
 
 def editing_hooks() -> list[Callable[..., Any]]:
-    """Hooks before a projection that edit what it is given, by one way of Python or PyTorch each."""
+    """Hooks before a projection that edit what it is given, by one way of Python or PyTorch
+    each."""
     kept: dict[str, Any] = {}
     seen: list[Any] = []
     buffer = torch.ones(1)
@@ -692,7 +743,20 @@ def editing_hooks() -> list[Callable[..., Any]]:
         either,
         first,
     ]
-    hooks += [tuple_key, slice_key, called, operator, subscript, out, inplace, positional, method, listed, data, filled]
+    hooks += [
+        tuple_key,
+        slice_key,
+        called,
+        operator,
+        subscript,
+        out,
+        inplace,
+        positional,
+        method,
+        listed,
+        data,
+        filled,
+    ]
     hooks += [set_item, aliased, outer, weight, weight_data, by_operator, starred]
     return [*hooks, lambda m, a: helper(a[0]), lambda m, a: seen.append(a) or (a[0] * 0,)]
 
@@ -737,19 +801,24 @@ def no_grad_(module: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [named_, noted_, compiled_, offloaded_, no_grad_])
-def test_what_changes_no_computation_needs_no_example(llama: Subject, change: Callable[[Any], None]) -> None:
+def test_what_changes_no_computation_needs_no_example(
+    llama: Subject, change: Callable[[Any], None]
+) -> None:
     site = llama.sites[0]
     change(llama.model.get_submodule(site.name))
     hp.prune_(llama.model, llama.without({site.name: site.units[0]}))
 
 
-def test_sites_that_keep_all_heads_need_no_example(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_that_keep_all_heads_need_no_example(
+    llama: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second, *_ = llama.sites
     subclassed(llama.model.get_submodule(first.name), harmless, monkeypatch)
     hp.prune_(llama.model, llama.without({second.name: second.units[0]}))
 
 
-# ------------------------------------------------------------------- code that lies elsewhere than in forward
+# ------------------------------------------------------------------- code that lies elsewhere than
+# in forward
 
 
 class Other(nn.Linear):
@@ -790,7 +859,9 @@ def call_(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compiled_forward_(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {"forward": torch.compile(harmful(kind.forward), backend="eager")})
+    module.__class__ = type(
+        kind.__name__, (kind,), {"forward": torch.compile(harmful(kind.forward), backend="eager")}
+    )
 
 
 def hidden_hook_(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -798,9 +869,13 @@ def hidden_hook_(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [projection_, rotation_, registered_, call_, compiled_forward_, hidden_hook_], ids=lambda f: f.__name__
+    "change",
+    [projection_, rotation_, registered_, call_, compiled_forward_, hidden_hook_],
+    ids=lambda f: f.__name__,
 )
-def test_code_beside_the_forward_is_seen(llama: Subject, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_beside_the_forward_is_seen(
+    llama: Subject, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = llama.sites[0]
     mask = llama.without({site.name: site.units[0]})
     change(llama.model.get_submodule(site.name), monkeypatch)
@@ -810,8 +885,11 @@ def test_code_beside_the_forward_is_seen(llama: Subject, change: Any, monkeypatc
         hp.prune_(llama.model, mask, example=llama.batch)
 
 
-def test_a_layout_of_ones_own_is_ones_own_word(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who describes code of their own, or lets it be proven on an example, has said what it does."""
+def test_a_layout_of_ones_own_is_ones_own_word(
+    llama: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who describes code of their own, or lets it be proven on an example, has said what it
+    does."""
     mine = hp.AttentionLayout(**{**vars_of(llama.layout), "name": "mine"})
     site = llama.sites[0]
     subclassed(llama.model.get_submodule(site.name), harmless, monkeypatch)

@@ -1,4 +1,5 @@
-"""The default loss is the model's own, for every class of Transformers that can be built tiny; or it is refused."""
+"""The default loss is the model's own, for every class of Transformers that can be built tiny; or
+it is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from headprune.recovery import Finetune
 from headprune.scoring._distributions import distributions
 from tests.own_losses import TASKS, batch_for, build, classes, one
 
-#: By mapping how many classes are compared at the least; with Transformers 5.23 they are a tenth more.
+#: By mapping how many classes are compared at the least; with Transformers 5.23 they are a tenth
+#: more.
 COMPARED = {
     "CAUSAL_LM": 125,
     "IMAGE_TEXT_TO_TEXT": 35,
@@ -46,7 +48,13 @@ COMPARED = {
 }
 #: Classes whose own loss is none that the default one could be.
 OTHERS = {"ProphetNetForCausalLM", "ProphetNetForConditionalGeneration"}
-BART = {"vocab_size": 60, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
+BART = {
+    "vocab_size": 60,
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 32,
+}
 WIDE = {"init_std": 0.3, "is_decoder": True, "is_encoder_decoder": False}
 IDS = torch.randint(3, 50, (4, 12), generator=torch.Generator().manual_seed(3))
 
@@ -62,7 +70,9 @@ def test_the_default_loss_is_the_models_own(task: str) -> None:
     wrong = [f"{name}: {outcome}" for name, outcome in found.items() if outcome.startswith("wrong")]
     assert not wrong, "\n".join(wrong)
     assert counts["same"] >= COMPARED[task], counts
-    other = {name for name, outcome in found.items() if outcome.startswith("refused: the default loss")}
+    other = {
+        name for name, outcome in found.items() if outcome.startswith("refused: the default loss")
+    }
     assert other <= OTHERS, "refused, though the default loss could judge as the model does"
 
 
@@ -86,8 +96,11 @@ def _outcome(name: str, task: str) -> str:
             return f"refused: {error}" if "Pass loss=" in str(error) else f"wrong: {error}"
         except Exception as error:
             return f"wrong: {type(error).__name__}: {error}"
-    # A convolution rounds otherwise for another number of examples; another reading is further away.
-    same = all(math.isclose(a, b, rel_tol=1e-3, abs_tol=2e-3) for a, b in zip(own, ours, strict=True))
+    # A convolution rounds otherwise for another number of examples; another reading is further
+    # away.
+    same = all(
+        math.isclose(a, b, rel_tol=1e-3, abs_tol=2e-3) for a, b in zip(own, ours, strict=True)
+    )
     return "same" if same else f"wrong: its own {own}, ours {ours}"
 
 
@@ -104,10 +117,17 @@ def test_both_ways_to_read_labels_are_among_them() -> None:
 
 def llava(spread: float = 0.3) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     text = hf.LlamaConfig(vocab_size=60, num_key_value_heads=4, initializer_range=spread, **sizes)
     vision = hf.CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=32, **sizes)
-    config = hf.LlavaConfig(text_config=text, vision_config=vision, image_token_index=59, vision_feature_layer=-1)
+    config = hf.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=59, vision_feature_layer=-1
+    )
     return hf.LlavaForConditionalGeneration(config).eval()
 
 
@@ -123,7 +143,9 @@ def _next_tokens(model: nn.Module) -> dict[str, Tensor]:
     batch["labels"][:, :5] = -100
     if isinstance(model, hf.LlavaForConditionalGeneration):
         ids[:, 1:5] = 59
-        batch["pixel_values"] = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(4))
+        batch["pixel_values"] = torch.randn(
+            4, 3, 16, 16, generator=torch.Generator().manual_seed(4)
+        )
     return batch
 
 
@@ -131,14 +153,18 @@ def by_hand(shift: int) -> Callable[[nn.Module, Any], Tensor]:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[:, : 12 - shift]
         labels = batch["labels"][:, shift:]
-        losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
+        losses = functional.cross_entropy(
+            logits.transpose(1, 2), labels, reduction="none", ignore_index=-100
+        )
         return losses.sum(1) / (labels != -100).sum(1)
 
     return loss
 
 
 @pytest.fixture(params=[(llava, 1), (bart, 0)], ids=["llava", "bart"])
-def case(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Tensor], Callable[[nn.Module, Any], Tensor]]:
+def case(
+    request: pytest.FixtureRequest,
+) -> tuple[nn.Module, dict[str, Tensor], Callable[[nn.Module, Any], Tensor]]:
     make, shift = request.param
     model = make()
     return model, _next_tokens(model), by_hand(shift)
@@ -149,7 +175,8 @@ def test_scores_judge_as_the_model_does(case: Any, scorer: str) -> None:
     model, batch, right = case
     losses = (None, right, by_hand(1 if isinstance(model, hf.BartForCausalLM) else 0))
     found, expected, wrong = (
-        _flat(hp.score(model, [batch], scorer, loss=loss, sites=_sites(model), progress=False)) for loss in losses
+        _flat(hp.score(model, [batch], scorer, loss=loss, sites=_sites(model), progress=False))
+        for loss in losses
     )
     assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert not torch.allclose(found, wrong, rtol=1e-2, atol=1e-3)
@@ -182,10 +209,16 @@ def test_other_ways_to_a_loss_judge_as_the_model_does(case: Any) -> None:
     for measure in (
         lambda loss: hp.scoring.mask_losses(model, [batch], [mask], loss=loss, sites=sites),
         lambda loss: hp.scoring.loss_of(model, [batch], loss=loss, sites=sites)([mask]),
-        lambda loss: _flat(hp.scoring.rescorer(model, [batch], "taylor", loss=loss, sites=sites)(mask)),
-        lambda loss: hp.scoring.gate_gradients(model, [batch], loss=loss or default_loss, sites=sites),
+        lambda loss: _flat(
+            hp.scoring.rescorer(model, [batch], "taylor", loss=loss, sites=sites)(mask)
+        ),
+        lambda loss: hp.scoring.gate_gradients(
+            model, [batch], loss=loss or default_loss, sites=sites
+        ),
     ):
-        assert_close(torch.as_tensor(measure(None)), torch.as_tensor(measure(right)), rtol=1e-4, atol=1e-6)
+        assert_close(
+            torch.as_tensor(measure(None)), torch.as_tensor(measure(right)), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_ggn_counts_the_tokens_that_the_loss_counts(case: Any) -> None:
@@ -197,8 +230,8 @@ def test_ggn_counts_the_tokens_that_the_loss_counts(case: Any) -> None:
 
 
 def test_training_lowers_the_models_own_loss(case: Any) -> None:
-    """Here the next token is the one after this in the alphabet; a model that is trained on the token itself unlearns
-    that."""
+    """Here the next token is the one after this in the alphabet; a model that is trained on the
+    token itself unlearns that."""
     model, batch, right = case
     own = []
     for loss in (None, right):
@@ -227,7 +260,12 @@ def test_learned_gates_judge_as_the_model_does(case: Any) -> None:
                 loss = right(lambda output=output, **_: output, batch).mean() + gates.penalty()
             loss.backward()
             found.append(
-                (loss.detach(), gates.weights.grad, model.get_parameter("lm_head.weight").grad, gates.n_forwards)
+                (
+                    loss.detach(),
+                    gates.weights.grad,
+                    model.get_parameter("lm_head.weight").grad,
+                    gates.n_forwards,
+                )
             )
             model.zero_grad()
             assert model.training
@@ -237,7 +275,8 @@ def test_learned_gates_judge_as_the_model_does(case: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_learned_gates_under_checkpoints_meet_the_gates_that_were_drawn() -> None:
-    """The first loss has the model run once more, with other gates, between a forward and its backward."""
+    """The first loss has the model run once more, with other gates, between a forward and its
+    backward."""
     slopes = []
     for kept in (False, True):
         model = build("LlamaForCausalLM")
@@ -254,7 +293,10 @@ def test_learned_gates_refuse_another_loss() -> None:
     model = classifier(Focal)
     with (
         hp.learned_gates(model, hp.gating.HardConcrete(keep=0.5)) as gates,
-        pytest.raises(InvalidValue, match=r"must be the own loss of Focal.*Pass a compute_loss_func of your own"),
+        pytest.raises(
+            InvalidValue,
+            match=r"must be the own loss of Focal.*Pass a compute_loss_func of your own",
+        ),
     ):
         gates.trainer_loss(model(input_ids=IDS), CLASSES["labels"])
 
@@ -262,7 +304,9 @@ def test_learned_gates_refuse_another_loss() -> None:
 def test_without_labels_bart_predicts_the_next_token() -> None:
     model, batch = bart(), {"input_ids": IDS}
     assert_close(default_loss(model, batch), by_hand(1)(model, {**batch, "labels": IDS}))
-    assert evaluate(model, [batch]).loss == pytest.approx(float(default_loss(model, batch).mean().detach()))
+    assert evaluate(model, [batch]).loss == pytest.approx(
+        float(default_loss(model, batch).mean().detach())
+    )
 
 
 # ---------------------------------------------------------------- another loss than ours
@@ -286,7 +330,9 @@ class Weighted(hf.BertForSequenceClassification):
         output = super().forward(*args, **kwargs)
         if labels is not None:
             weights = torch.tensor([1.0, 5.0, 0.2])
-            output.loss = nn.CrossEntropyLoss(weight=weights, label_smoothing=0.1)(output.logits, labels)
+            output.loss = nn.CrossEntropyLoss(weight=weights, label_smoothing=0.1)(
+                output.logits, labels
+            )
         return output
 
 
@@ -301,16 +347,28 @@ class Broken(hf.BertForSequenceClassification):
 
 def classifier(kind: type = hf.BertForSequenceClassification) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
     return kind(hf.BertConfig(vocab_size=60, num_labels=3, initializer_range=0.5, **sizes)).eval()
 
 
-CLASSES = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": torch.tensor([0, 2, 1, 1])}
+CLASSES = {
+    "input_ids": IDS,
+    "attention_mask": torch.ones_like(IDS),
+    "labels": torch.tensor([0, 2, 1, 1]),
+}
 
 
 def test_another_loss_is_refused_wherever_it_is_asked() -> None:
     model = classifier(Focal)
-    words = r"the default loss: must be the own loss of Focal, [\d.]+ on the first batch, got [\d.]+\. Pass loss="
+    words = (
+        r"the default loss: must be the own loss of Focal, [\d.]+ on the first batch, got [\d.]+\."
+        r" Pass loss="
+    )
     plan = hp.HeadMask.from_keep({}, {s.name: 4 for s in hp.find_sites(model)})
     for ask in (
         lambda: hp.score(model, [CLASSES], "taylor"),
@@ -334,7 +392,9 @@ def test_who_asks_no_loss_refuses_none() -> None:
         )
 
     def plain(model: nn.Module, batch: Any) -> Tensor:
-        return functional.cross_entropy(model(batch["input_ids"]).logits, batch["labels"], reduction="none")
+        return functional.cross_entropy(
+            model(batch["input_ids"]).logits, batch["labels"], reduction="none"
+        )
 
     assert hp.score(model, [CLASSES], "taylor", loss=plain).n_examples == 4
 
@@ -350,7 +410,10 @@ def test_weights_of_classes_and_smoothed_labels_are_told() -> None:
 
 def test_a_loss_of_its_own_that_fails_is_told() -> None:
     scores = hp.score(classifier(Broken), [CLASSES], "taylor", progress=False)
-    said = "The default loss was not compared with the model's own, which failed: RuntimeError: no such thing"
+    said = (
+        "The default loss was not compared with the model's own, which failed: RuntimeError: no"
+        " such thing"
+    )
     assert scores.notes[0] == said
     assert scores.values == hp.score(classifier(), [CLASSES], "taylor", progress=False).values
 
@@ -360,7 +423,10 @@ def test_a_routers_share_is_no_other_loss() -> None:
     batch = _next_tokens(model)
     model.config.output_router_logits = True
     with torch.no_grad():
-        assert float(model(**batch).loss) > float(model(**batch, output_router_logits=False).loss) + 1e-4
+        assert (
+            float(model(**batch).loss)
+            > float(model(**batch, output_router_logits=False).loss) + 1e-4
+        )
     assert reading_of(model, batch).refusal is None
 
 
@@ -374,7 +440,8 @@ def test_narrow_models_are_compared_too(dtype: torch.dtype) -> None:
 
 
 def test_padding_that_the_model_counts_is_no_other_loss() -> None:
-    """The default loss leaves padding out though its labels say otherwise; the model's own does not."""
+    """The default loss leaves padding out though its labels say otherwise; the model's own does
+    not."""
     model = build("LlamaForCausalLM")
     batch = _next_tokens(model)
     batch["attention_mask"][0, 8:] = 0
@@ -422,7 +489,8 @@ def test_no_batch_is_lost_to_the_comparison() -> None:
 
 
 def test_a_training_that_goes_on_reads_labels_as_before(tmp_path: Path) -> None:
-    """The first batch after a kill may say nothing of how labels are read: what was found is in the checkpoint."""
+    """The first batch after a kill may say nothing of how labels are read: what was found is in the
+    checkpoint."""
     model, silent = bart(), _next_tokens(bart())
     silent["labels"][:] = -100
     batches = [_next_tokens(model), silent, _next_tokens(model), silent]
@@ -453,12 +521,16 @@ class _Dying(list[Any]):
 def _wrapped_by_peft(model: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
     targets = ["q_proj", "v_proj"]
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2, init_lora_weights=False))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=targets, r=2, init_lora_weights=False)
+    )
 
 
 def _distributed(model: nn.Module) -> nn.Module:
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
     return nn.parallel.DistributedDataParallel(model)
 
 
@@ -488,7 +560,9 @@ def alone() -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore")  # DataParallel without a GPU, PEFT's and compilers' own
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BartForCausalLM", "BartForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "BartForCausalLM", "BartForConditionalGeneration"]
+)
 def test_a_wrapper_hides_no_kind_of_model(name: str, wrapper: str) -> None:
     inside = bart() if name == "BartForCausalLM" else build(name)
     model = WRAPPERS[wrapper](inside).eval()
@@ -505,27 +579,45 @@ def test_a_wrapper_hides_no_kind_of_model(name: str, wrapper: str) -> None:
         assert evaluate(model, [batch]).loss == pytest.approx(float(model(**batch).loss), rel=1e-5)
 
 
-# --- losses that say the same in another way --------------------------------------------------------------------------
+# --- losses that say the same in another way
+# --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_gates_are_learned_by_the_trainer_whatever_it_counts(kind: str, accumulated: int, tmp_path: Path) -> None:
-    """The Trainer gives the model the number of tokens of several batches, by which the model divides its loss."""
+def test_gates_are_learned_by_the_trainer_whatever_it_counts(
+    kind: str, accumulated: int, tmp_path: Path
+) -> None:
+    """The Trainer gives the model the number of tokens of several batches, by which the model
+    divides its loss."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"Llama": {"hidden_size": 16, "intermediate_size": 20}, "GPT2": {"n_embd": 16}}
+    sizes: dict[str, Any] = {
+        "Llama": {"hidden_size": 16, "intermediate_size": 20},
+        "GPT2": {"n_embd": 16},
+    }
     config = getattr(hf, f"{kind}Config")(
         vocab_size=40, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0, **sizes[kind]
     )
     model = getattr(hf, "LlamaForCausalLM" if kind == "Llama" else "GPT2LMHeadModel")(config)
     rows = [{"input_ids": x, "labels": x} for x in torch.randint(1, 40, (16, 7))]
-    settings: dict[str, Any] = {"use_cpu": True, "max_steps": 2, "report_to": "none", "disable_tqdm": True}
+    settings: dict[str, Any] = {
+        "use_cpu": True,
+        "max_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
     settings |= {"logging_strategy": "no", "save_strategy": "no", "per_device_train_batch_size": 4}
     args = hf.TrainingArguments(str(tmp_path), gradient_accumulation_steps=accumulated, **settings)
     with hp.learned_gates(model, hp.gating.HardConcrete(keep=0.5, warmup=2)) as gates:
-        optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": gates.parameters(), "lr": 0.1}])
+        optimizer = torch.optim.AdamW(
+            [{"params": model.parameters()}, {"params": gates.parameters(), "lr": 0.1}]
+        )
         trainer = hf.Trainer(
-            model, args, train_dataset=rows, compute_loss_func=gates.trainer_loss, optimizers=(optimizer, None)
+            model,
+            args,
+            train_dataset=rows,
+            compute_loss_func=gates.trainer_loss,
+            optimizers=(optimizer, None),
         )
         assert math.isfinite(trainer.train().training_loss)
 
@@ -541,7 +633,11 @@ class Summed(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.head(self.attention(x).mean(1))
-        loss = {} if labels is None else {"loss": functional.cross_entropy(logits, labels, reduction="sum")}
+        loss = (
+            {}
+            if labels is None
+            else {"loss": functional.cross_entropy(logits, labels, reduction="sum")}
+        )
         return {**loss, "logits": logits}
 
 
@@ -553,7 +649,9 @@ def test_a_sum_over_examples_is_the_same_loss() -> None:
     assert hp.score(Summed().eval(), [batch], "taylor", progress=False).n_examples == 4
 
 
-@pytest.mark.parametrize("name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]
+)
 def test_a_class_without_a_loss_says_nothing_of_labels(name: str) -> None:
     kind = getattr(hf, name, None)
     if kind is None:

@@ -1,4 +1,5 @@
-"""PyTorch's encoder with padding, by default of nested tensors in evaluation: what is measured and cut is the same."""
+"""PyTorch's encoder with padding, by default of nested tensors in evaluation: what is measured and
+cut is the same."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def packs(model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> bool
     made: list[Any] = []
     pack = torch._nested_tensor_from_mask
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(torch, "_nested_tensor_from_mask", lambda *a, **k: made.append(a) or pack(*a, **k))
+        patch.setattr(
+            torch, "_nested_tensor_from_mask", lambda *a, **k: made.append(a) or pack(*a, **k)
+        )
         model(batch["ids"])
     return bool(made)
 
@@ -118,7 +121,9 @@ def test_padding_does_not_count_in_them() -> None:
     batches = data()
     longer = [{**b, "ids": functional.pad(b["ids"], (0, 3))} for b in batches]
     for scorer in ("taylor", "wanda", "obs", "leave_one_out"):
-        here, there = (hp.score(default, b, scorer, loss=loss, progress=False) for b in (batches, longer))
+        here, there = (
+            hp.score(default, b, scorer, loss=loss, progress=False) for b in (batches, longer)
+        )
         assert_close(torch.tensor(there.values), torch.tensor(here.values), **CLOSE)
 
 
@@ -138,7 +143,9 @@ def test_recoveries_do_not_depend_on_nested_tensors(
             torch.manual_seed(0)
             hp.recover_(small, data(), chosen, loss=loss, **needed)
         now = small.state_dict()
-        assert now.keys() != cut.keys() or any(not torch.equal(cut[name], now[name]) for name in cut)
+        assert now.keys() != cut.keys() or any(
+            not torch.equal(cut[name], now[name]) for name in cut
+        )
         states.append(now)
         with torch.no_grad():
             outputs.append(small(data()[0]["ids"]))
@@ -148,7 +155,9 @@ def test_recoveries_do_not_depend_on_nested_tensors(
 
 
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_the_cut_model_reads_padding_as_the_gated_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cut_model_reads_padding_as_the_gated_one(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     default, plain = pair(**options)
     batch = data()[0]
     native = packs(default, batch, monkeypatch)
@@ -164,7 +173,9 @@ def test_the_cut_model_reads_padding_as_the_gated_one(options: dict[str, Any], m
     assert packs(default, batch, monkeypatch) == native
     with torch.no_grad():
         assert_close(default(batch["ids"]), expected, **CLOSE)
-    assert_close(default(batch["ids"]), expected, **CLOSE)  # with gradients no nested tensor is made
+    assert_close(
+        default(batch["ids"]), expected, **CLOSE
+    )  # with gradients no nested tensor is made
     assert (whole - expected).abs().max() > 1e-3
 
 
@@ -186,7 +197,9 @@ def test_other_ways_to_look_at_heads(options: dict[str, Any]) -> None:
     masks = [mask()]
     rises, learned = [], []
     for model in pair(**options):
-        rises.append(torch.from_numpy(hp.scoring.loss_of(model, data(), loss=loss, progress=False)(masks)))
+        rises.append(
+            torch.from_numpy(hp.scoring.loss_of(model, data(), loss=loss, progress=False)(masks))
+        )
         model.train()
         for module in model.modules():
             if isinstance(module, nn.Dropout | nn.MultiheadAttention):
@@ -203,7 +216,9 @@ class Averaged(Reader):
     """Reads what the encoder puts where there is padding."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.head(self.encoder(self.embedding(ids), src_key_padding_mask=ids == 0).mean(1))
+        found: Tensor = self.head(
+            self.encoder(self.embedding(ids), src_key_padding_mask=ids == 0).mean(1)
+        )
         return found
 
 

@@ -1,7 +1,9 @@
-"""Padding counts nowhere: a padded batch scores and refits as its examples do one by one, without padding.
+"""Padding counts nowhere: a padded batch scores and refits as its examples do one by one, without
+padding.
 
-Over one model of every task and tower, every scorer and every recovery. What cannot hold is in ``REFUSED`` and
-``DRAWN``, with why. ``finetune`` steps by batches, so that one is compared with itself, padded further.
+Over one model of every task and tower, every scorer and every recovery. What cannot hold is in
+``REFUSED`` and ``DRAWN``, with why. ``finetune`` steps by batches, so that one is compared with
+itself, padded further.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 _TEXT: dict[str, Any] = {**_SIZES, "vocab_size": 20, "pad_token_id": 0}
-_BERT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # draws depend on shapes
+_BERT: dict[str, Any] = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # draws depend on shapes
 
 # ---------------------------------------------------------------- what is compared
 
@@ -62,9 +67,11 @@ class Case:
         together: Makes one padded batch of them, with so many positions more than the longest.
         loss: One number an example that does not depend on padding; None is the default loss.
         refused: By scorer, what a clear error says where there is nothing to compare.
-        drawn: Scorers whose draws are seeded by what examples contain, where nothing tells padding from content.
-        blurred: Positions of padding that the model itself does not tell from an example's last ones: its layers before
-            attention read over the end. Such a batch is compared with one of more padding.
+        drawn: Scorers whose draws are seeded by what examples contain, where nothing tells padding
+            from content.
+        blurred: Positions of padding that the model itself does not tell from an example's last
+            ones: its layers before attention read over the end. Such a batch is compared with one
+                of more padding.
     """
 
     build: Callable[[], nn.Module]
@@ -82,7 +89,9 @@ def padded(x: Tensor, length: int, value: float = 0, dim: int = 1) -> Tensor:
     return torch.cat([x, more], dim)
 
 
-def stacked(values: dict[str, float], axes: dict[str, int] | None = None) -> Callable[[list[Any], int], Any]:
+def stacked(
+    values: dict[str, float], axes: dict[str, int] | None = None
+) -> Callable[[list[Any], int], Any]:
     """Pads tensors by name with these values; others have one length."""
 
     def together(alone: list[Any], more: int) -> Any:
@@ -101,7 +110,9 @@ def stacked(values: dict[str, float], axes: dict[str, int] | None = None) -> Cal
 def words(labels: bool = True, n: Sequence[int] = _LENGTHS) -> list[Batch]:
     torch.manual_seed(1)
     rows = [torch.randint(3, 19, (1, length)) for length in n]
-    batches: list[Batch] = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows]
+    batches: list[Batch] = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows
+    ]
     for number, batch in enumerate(batches if labels else []):
         batch["labels"] = torch.tensor([number % 3])
     return batches
@@ -116,10 +127,16 @@ def four_axes(dtype: torch.dtype) -> Callable[[list[Any], int], Any]:
 
     def together(alone: list[Any], more: int) -> Any:
         batch = text(alone, more)
-        seen = batch["attention_mask"].bool()[:, None, None].expand(-1, -1, batch["input_ids"].shape[1], -1)
+        seen = (
+            batch["attention_mask"]
+            .bool()[:, None, None]
+            .expand(-1, -1, batch["input_ids"].shape[1], -1)
+        )
         if "labels" not in batch:  # a causal language model
             seen = seen & torch.ones_like(seen).tril()
-        low = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+        low = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(
+            ~seen, torch.finfo(torch.float64).min
+        )
         batch["attention_mask"] = seen if dtype == torch.bool else low
         return batch
 
@@ -127,7 +144,9 @@ def four_axes(dtype: torch.dtype) -> Callable[[list[Any], int], Any]:
 
 
 def bert() -> nn.Module:
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**_TEXT, **_BERT, num_labels=3))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**_TEXT, **_BERT, num_labels=3)
+    )
 
 
 def llama() -> nn.Module:
@@ -156,7 +175,13 @@ def translations() -> list[Batch]:
 
 
 def translator() -> nn.Module:
-    sizes = {"d_model": 8, "ffn_dim": 12, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "d_model": 8,
+        "ffn_dim": 12,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "num_attention_heads": 2,
+    }
     return TransformerForTranslation(TransformerConfig(vocab_size=20, dropout=0.0, **sizes))
 
 
@@ -168,13 +193,17 @@ _SPEECH: dict[str, Any] = {
     "conv_kernel": (10, 4),
     "conv_stride": (5, 2),
     "num_feat_extract_layers": 2,
-    "feat_extract_norm": "layer",  # "group" takes its statistics over padding too: the model itself depends on it
+    "feat_extract_norm": (
+        "layer"
+    ),  # "group" takes its statistics over padding too: the model itself depends on it
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
     "classifier_proj_size": 8,
     "apply_spec_augment": False,
     "layerdrop": 0.0,
-    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
+    **dict.fromkeys(
+        ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0
+    ),
     "final_dropout": 0.0,
 }
 _OF_FAMILY: dict[str, dict[str, Any]] = {
@@ -199,7 +228,10 @@ def waves() -> list[Batch]:
     rows = [torch.randn(1, samples) for samples in (90, 53, 71)]
     masks = [torch.ones_like(row, dtype=torch.long) for row in rows]
     labels = [torch.tensor([label]) for label in (0, 2, 1)]
-    return [{"input_values": x, "attention_mask": m, "labels": y} for x, m, y in zip(rows, masks, labels, strict=True)]
+    return [
+        {"input_values": x, "attention_mask": m, "labels": y}
+        for x, m, y in zip(rows, masks, labels, strict=True)
+    ]
 
 
 def unlabelled_waves() -> list[Batch]:
@@ -217,10 +249,26 @@ def frames_loss(model: Any, batch: Any) -> Tensor:
 
 
 def speech_to_text() -> nn.Module:
-    sizes = {"d_model": 8, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "input_feat_per_channel": 4}
+    sizes = {
+        "d_model": 8,
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 12,
+        "decoder_ffn_dim": 12,
+    }
+    heads = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "input_feat_per_channel": 4,
+    }
     special = {"pad_token_id": 0, "decoder_start_token_id": 1, "eos_token_id": 2, "bos_token_id": 1}
-    more = {"conv_channels": 8, "max_source_positions": 64, "max_target_positions": 16, "init_std": 0.3, "dropout": 0.0}
+    more = {
+        "conv_channels": 8,
+        "max_source_positions": 64,
+        "max_target_positions": 16,
+        "init_std": 0.3,
+        "dropout": 0.0,
+    }
     config = transformers.Speech2TextConfig(vocab_size=20, **sizes, **heads, **special, **more)
     return transformers.Speech2TextForConditionalGeneration(config)
 
@@ -236,9 +284,16 @@ def spoken() -> list[Batch]:
 
 
 def clip() -> nn.Module:
-    image = {**_SIZES, "image_size": 4, "patch_size": 2, "num_channels": 1}  # 5 tokens, as many as the longest text
+    image = {
+        **_SIZES,
+        "image_size": 4,
+        "patch_size": 2,
+        "num_channels": 1,
+    }  # 5 tokens, as many as the longest text
     words_ = {**_TEXT, "max_position_embeddings": 16, "eos_token_id": 19, "bos_token_id": 1}
-    return transformers.CLIPModel(transformers.CLIPConfig(vision_config=image, text_config=words_, projection_dim=6))
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(vision_config=image, text_config=words_, projection_dim=6)
+    )
 
 
 def captions() -> list[Batch]:
@@ -256,10 +311,20 @@ def agreement_of_pairs(model: Any, batch: Any) -> Tensor:
 
 
 def llava() -> nn.Module:
-    image = {**_SIZES, "model_type": "clip_vision_model", "image_size": 4, "patch_size": 2, "num_channels": 1}
+    image = {
+        **_SIZES,
+        "model_type": "clip_vision_model",
+        "image_size": 4,
+        "patch_size": 2,
+        "num_channels": 1,
+    }
     text_ = {**_TEXT, "model_type": "llama", "num_key_value_heads": 2}
     config = transformers.LlavaConfig(
-        vision_config=image, text_config=text_, vision_feature_layer=-1, image_token_index=1, image_seq_length=4
+        vision_config=image,
+        text_config=text_,
+        vision_feature_layer=-1,
+        image_token_index=1,
+        image_seq_length=4,
     )
     return transformers.LlavaForConditionalGeneration(config)
 
@@ -305,7 +370,9 @@ class TorchDecoder(nn.Module):
             x.transpose(0, 1),
             memory.transpose(0, 1),
             tgt_mask=later,
-            tgt_key_padding_mask=torch.zeros_like(away, dtype=x.dtype).masked_fill(away, float("-inf")),
+            tgt_key_padding_mask=torch.zeros_like(away, dtype=x.dtype).masked_fill(
+                away, float("-inf")
+            ),
             memory_key_padding_mask=memory_away.to(x.dtype) * -1e4,
         )
         return self.head(hidden[0])
@@ -329,7 +396,8 @@ class OwnLayers(nn.Module):
 
 
 class Masked(nn.Module):
-    """A user's model around BERT's encoder, which takes its mask by place and has no batch of names."""
+    """A user's model around BERT's encoder, which takes its mask by place and has no batch of
+    names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +409,9 @@ class Masked(nn.Module):
 
 def states() -> list[Batch]:
     torch.manual_seed(1)
-    return [{"x": torch.randn(1, n, 8), "away": torch.zeros(1, n, dtype=torch.bool)} for n in _LENGTHS]
+    return [
+        {"x": torch.randn(1, n, 8), "away": torch.zeros(1, n, dtype=torch.bool)} for n in _LENGTHS
+    ]
 
 
 def two_sequences() -> list[Batch]:
@@ -352,9 +422,13 @@ def two_sequences() -> list[Batch]:
     return batches
 
 
-def in_order(names: Sequence[str], together: Callable[[list[Any], int], Any]) -> Callable[[list[Any], int], Any]:
+def in_order(
+    names: Sequence[str], together: Callable[[list[Any], int], Any]
+) -> Callable[[list[Any], int], Any]:
     """Batches that are tuples."""
-    return lambda alone, more: tuple(together([dict(zip(names, b, strict=True)) for b in alone], more).values())
+    return lambda alone, more: tuple(
+        together([dict(zip(names, b, strict=True)) for b in alone], more).values()
+    )
 
 
 def lengths_and_states() -> list[tuple[Tensor, Tensor]]:
@@ -380,19 +454,35 @@ CASES: dict[str, Case] = {
     "text encoder, floats of four axes": Case(bert, words, four_axes(torch.float64)),
     "text encoder, booleans of four axes": Case(bert, words, four_axes(torch.bool)),
     "text decoder": Case(llama, lambda: words(labels=False), text),
-    "text decoder, floats of four axes": Case(llama, lambda: words(labels=False), four_axes(torch.float64)),
-    "text to text": Case(t5, translations, stacked({"input_ids": 7, "attention_mask": 0, "labels": -100})),
-    "our translator": Case(translator, translations, stacked({"input_ids": 0, "attention_mask": 0, "labels": -100})),
+    "text decoder, floats of four axes": Case(
+        llama, lambda: words(labels=False), four_axes(torch.float64)
+    ),
+    "text to text": Case(
+        t5, translations, stacked({"input_ids": 7, "attention_mask": 0, "labels": -100})
+    ),
+    "our translator": Case(
+        translator, translations, stacked({"input_ids": 0, "attention_mask": 0, "labels": -100})
+    ),
     "speech": Case(speech("Wav2Vec2"), waves, sound),
-    "speech, an output a frame": Case(speech("Hubert", "ForCTC"), unlabelled_waves, sound, frames_loss),
+    "speech, an output a frame": Case(
+        speech("Hubert", "ForCTC"), unlabelled_waves, sound, frames_loss
+    ),
     "speech, biases of positions": Case(speech("WavLM"), waves, sound, refused=_NO_MAP),
     "speech to text": Case(
-        speech_to_text, spoken, stacked({"input_features": 0, "attention_mask": 0, "labels": -100}), blurred=16
+        speech_to_text,
+        spoken,
+        stacked({"input_features": 0, "attention_mask": 0, "labels": -100}),
+        blurred=16,
     ),
     "both towers": Case(clip, captions, text, agreement_of_pairs, refused=_NO_LOGITS),
     "images in text": Case(llava, pictures_in_text, text, last_token),
     "torch.nn encoder": Case(
-        TorchEncoder, states, stacked({"x": 0.7, "away": 1}), own_loss, refused=_NO_MAP, drawn=(_RESAMPLE,)
+        TorchEncoder,
+        states,
+        stacked({"x": 0.7, "away": 1}),
+        own_loss,
+        refused=_NO_MAP,
+        drawn=(_RESAMPLE,),
     ),
     "torch.nn decoder": Case(
         TorchDecoder,
@@ -417,7 +507,11 @@ CASES: dict[str, Case] = {
         drawn=(_RESAMPLE,),
     ),
     "batches without names": Case(
-        Masked, pairs_of_words, in_order(("ids", "here"), stacked({"ids": 7, "here": 0})), own_loss, drawn=(_RESAMPLE,)
+        Masked,
+        pairs_of_words,
+        in_order(("ids", "here"), stacked({"ids": 7, "here": 0})),
+        own_loss,
+        drawn=(_RESAMPLE,),
     ),
 }
 
@@ -433,7 +527,8 @@ _LONG = (
     "batches without names",
 )
 OVER = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in _LONG else name for name in CASES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if name in _LONG else name for name in CASES],
 )
 
 #: A few steps tell as much here as the defaults.
@@ -476,7 +571,8 @@ def wide(batch: Any) -> Any:
 
 
 def data(case: Case) -> tuple[list[Any], list[Any]]:
-    """Examples one by one, and one padded batch of them; of a blurred model, a padded batch and one padded further."""
+    """Examples one by one, and one padded batch of them; of a blurred model, a padded batch and one
+    padded further."""
     alone = case.alone()
     expected = [case.together(alone, case.blurred)] if case.blurred else alone
     return [wide(one) for one in expected], [wide(case.together(alone, 2 * case.blurred))]
@@ -503,7 +599,8 @@ def losses(name: str, batches: list[Any]) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_model_itself_does_not_depend_on_padding(name: str) -> None:
-    """Else nothing below would say anything; and blurred models do, which is why they are compared otherwise."""
+    """Else nothing below would say anything; and blurred models do, which is why they are compared
+    otherwise."""
     case = CASES[name]
     expected, together = data(case)
     assert_close(losses(name, together), losses(name, expected), rtol=1e-9, atol=1e-9)
@@ -551,7 +648,8 @@ RECOVERIES: dict[str, Any] = {
 
 
 def recovered(name: str, method: Any, batches: list[Any]) -> Tensor:
-    """All weights of the model without the first head of every site, refitted; as they are without batches."""
+    """All weights of the model without the first head of every site, refitted; as they are without
+    batches."""
     model, case = copy.deepcopy(model_of(name)), CASES[name]
     sites = hp.find_sites(model)
     keep = {site.name: [h for unit in site.units[1:] or site.units for h in unit] for site in sites}
@@ -566,7 +664,9 @@ def recovered(name: str, method: Any, batches: list[Any]) -> Tensor:
 @OVER
 def test_refits_on_a_padded_batch_are_those_on_its_examples(name: str, method: str) -> None:
     expected, together = data(CASES[name])
-    wanted, found = (recovered(name, RECOVERIES[method], batches) for batches in (expected, together))
+    wanted, found = (
+        recovered(name, RECOVERIES[method], batches) for batches in (expected, together)
+    )
     one = recovered(name, RECOVERIES[method], [wide(CASES[name].alone()[0])])
     assert float((wanted - one).abs().max()) > 1e-6
     assert_close(found, wanted, rtol=1e-7, atol=1e-7)
@@ -577,7 +677,8 @@ _TRAINED = ("text decoder", "speech", "torch.nn encoder")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in _TRAINED else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+    "name",
+    [name if name in _TRAINED else pytest.param(name, marks=pytest.mark.long) for name in CASES],
 )
 def test_training_does_not_depend_on_more_padding(name: str) -> None:
     """The task, the teacher's logits and its hidden states, in a step over the whole batch."""
@@ -594,19 +695,28 @@ def test_training_does_not_depend_on_more_padding(name: str) -> None:
 # ---------------------------------------------------------------- families, masks and towers
 
 
-@pytest.mark.parametrize("family", ["Data2VecAudio", "Hubert", "SEW", "SEWD", "UniSpeech", "UniSpeechSat", "WavLM"])
+@pytest.mark.parametrize(
+    "family", ["Data2VecAudio", "Hubert", "SEW", "SEWD", "UniSpeech", "UniSpeechSat", "WavLM"]
+)
 def test_every_family_of_speech(family: str) -> None:
     """Frames that are no padding are counted, also where layers run on half of them (SEW)."""
     torch.manual_seed(0)
     model = shaken(speech(family)()).double().eval()
     blurred = 40 if family.startswith("SEW") else 0  # it pools frames before it hides any
     alone = waves()
-    batches = [[wide(one) for one in alone], [wide(sound(alone, blurred))], [wide(sound(alone, 2 * blurred))]]
+    batches = [
+        [wide(one) for one in alone],
+        [wide(sound(alone, blurred))],
+        [wide(sound(alone, 2 * blurred))],
+    ]
     pair = batches[1:] if blurred else batches[:2]
     with torch.no_grad():
         apart = [torch.cat([default_loss(model, batch) for batch in part]) for part in pair]
     assert_close(apart[1], apart[0], rtol=1e-9, atol=1e-9)
-    found = [hp.score(model, part, ["activation_norm", "obs", "fluctuation"], progress=False) for part in pair]
+    found = [
+        hp.score(model, part, ["activation_norm", "obs", "fluctuation"], progress=False)
+        for part in pair
+    ]
     for a, b in zip(*found, strict=True):
         assert_close(flat(b.values), flat(a.values), **CLOSE)
 
@@ -617,7 +727,16 @@ def test_keys_that_masks_hide() -> None:
     pairs = seen[:, None, None].expand(2, 1, 3, 3)
     causal = pairs & torch.ones(3, 3, dtype=torch.bool).tril()
     added = torch.zeros(2, 1, 3, 3).masked_fill(~causal, -1e4)
-    for mask in (here, here.double(), pairs, pairs[:, :, :1], pairs[:, 0], pairs.long(), causal, added):
+    for mask in (
+        here,
+        here.double(),
+        pairs,
+        pairs[:, :, :1],
+        pairs[:, 0],
+        pairs.long(),
+        causal,
+        added,
+    ):
         found = unmasked(mask)
         assert found is not None
         assert found.tolist() == seen.tolist()
@@ -627,7 +746,8 @@ def test_keys_that_masks_hide() -> None:
         found = token_mask({"attention_mask": all_ones}, (2, 3))  # one for all examples
         assert found is not None
         assert found.tolist() == [[True] * 3] * 2
-    # No query sees itself: keys that no other one sees either are hidden by that, and are tokens all the same.
+    # No query sees itself: keys that no other one sees either are hidden by that, and are tokens
+    # all the same.
     assert visible(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril(-1)).tolist() == [[True] * 3]
 
 
@@ -659,7 +779,8 @@ def test_the_mask_of_a_text_is_not_that_of_its_image(implementation: str) -> Non
 
 
 def test_a_mask_that_reaches_no_attention_still_counts() -> None:
-    """A model of one's own may use it in its loss alone: there is no other part that it could be for."""
+    """A model of one's own may use it in its loss alone: there is no other part that it could be
+    for."""
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -699,10 +820,15 @@ def test_a_layer_without_heads_is_told_by_the_teachers(kind: str) -> None:
                     one.set_attn_implementation(kind)  # type: ignore[operator]
             sites = hp.find_sites(model)
             keep: dict[str, list[int]] = {sites[0].name: []}
-            hp.prune_(model, hp.HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites}))
+            hp.prune_(
+                model,
+                hp.HeadMask.from_keep(keep, {site.name: site.n_query_heads for site in sites}),
+            )
             given = {} if case.loss is None else {"loss": case.loss}
             hp.recover_(model, batches, "lstsq", teacher=teacher, progress=False, **given)
-            weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+            weights.append(
+                torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+            )
         assert_close(weights[1], weights[0], rtol=1e-7, atol=1e-7)
 
 
@@ -715,4 +841,6 @@ def test_a_decoders_attention_to_itself_tells_the_queries_of_that_to_the_encoder
 
 def test_the_mean_of_all_heads_maps_is_no_map_of_a_head() -> None:
     with pytest.raises(UnsupportedModel, match="an attention that computes its map"):
-        scores("speech, biases of positions", "entropy", data(CASES["speech, biases of positions"])[0])
+        scores(
+            "speech, biases of positions", "entropy", data(CASES["speech, biases of positions"])[0]
+        )

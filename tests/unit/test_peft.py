@@ -1,4 +1,5 @@
-"""Models with LoRA adapters (PEFT): base and adapters are cut together, before a merge and after it."""
+"""Models with LoRA adapters (PEFT): base and adapters are cut together, before a merge and after
+it."""
 
 from __future__ import annotations
 
@@ -17,13 +18,21 @@ from headprune.core.errors import UnsupportedModel
 from headprune.layouts import registry
 from headprune.run.adapters import _check_patterns
 from headprune.run.models import open_model
-from tests.laws import families, test_law_1_families, test_law_2_families, test_law_3_families, test_law_5_families
+from tests.laws import (
+    families,
+    test_law_1_families,
+    test_law_2_families,
+    test_law_3_families,
+    test_law_5_families,
+)
 from tests.laws.families import assert_equal, far, run
 from tests.laws.support import CLOSE, EXACT, Subject, as_double, objective, picture, shaken
 from tests.tiny_models import bert
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks
 
 TARGETS = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -32,14 +41,23 @@ TARGETS = {
 }
 
 
-def wrapped(layout: str, seed: int = 0, second: bool = False, **settings: Any) -> tuple[nn.Module, Any]:
+def wrapped(
+    layout: str, seed: int = 0, second: bool = False, **settings: Any
+) -> tuple[nn.Module, Any]:
     """A family's tiny model with LoRA on all projections of its attention, and a batch."""
     model, batch = registry.get(layout).tiny(seed, layout)
-    settings = {"r": 2, "lora_alpha": 3, "fan_in_fan_out": layout == "gpt2", "bias": "none"} | settings
+    settings = {
+        "r": 2,
+        "lora_alpha": 3,
+        "fan_in_fan_out": layout == "gpt2",
+        "bias": "none",
+    } | settings
     config = peft.LoraConfig(target_modules=TARGETS[layout], **settings)
     model = peft.get_peft_model(model, config)
     if second:
-        model.add_adapter("second", peft.LoraConfig(target_modules=TARGETS[layout], **{**settings, "r": 3}))
+        model.add_adapter(
+            "second", peft.LoraConfig(target_modules=TARGETS[layout], **{**settings, "r": 3})
+        )
     return model, batch
 
 
@@ -79,19 +97,24 @@ def test_gated_is_pruned(subject: Subject, implementation: str) -> None:
     for seed in range(2):
         mask, small = subject.ragged(seed), subject.copy()
         with hp.gated(subject.model, mask):
-            expected, full = run(subject.model, subject.batch), families.gradients(subject.model, subject.batch)
+            expected, full = (
+                run(subject.model, subject.batch),
+                families.gradients(subject.model, subject.batch),
+            )
         hp.prune_(small, mask)
         assert_equal(run(small, subject.batch), expected, **CLOSE)
         families.assert_same_gradients(subject, small, full, mask)
         for name, module in small.named_modules():
             if hasattr(module, "lora_A"):
                 counts = {"in": module.in_features, "out": module.out_features}
-                assert {module.lora_A["default"].weight.shape[1], module.lora_A["default"].in_features} == {
-                    counts["in"]
-                }, name
-                assert {module.lora_B["default"].weight.shape[0], module.lora_B["default"].out_features} == {
-                    counts["out"]
-                }, name
+                assert {
+                    module.lora_A["default"].weight.shape[1],
+                    module.lora_A["default"].in_features,
+                } == {counts["in"]}, name
+                assert {
+                    module.lora_B["default"].weight.shape[0],
+                    module.lora_B["default"].out_features,
+                } == {counts["out"]}, name
 
 
 @pytest.mark.parametrize("policy", ["balanced", "free"])
@@ -118,8 +141,12 @@ def test_merging_before_is_merging_after(subject: Subject) -> None:
     before = before.merge_and_unload()
     names = [s.name.removeprefix("base_model.model.") for s in subject.sites]
     keep = {n: mask.kept(f"base_model.model.{n}") for n in names}
-    hp.prune_(before, hp.HeadMask.from_keep(keep, dict.fromkeys(names, subject.sites[0].n_query_heads)))
-    for (name, a), (_, b) in zip(after.state_dict().items(), before.state_dict().items(), strict=True):
+    hp.prune_(
+        before, hp.HeadMask.from_keep(keep, dict.fromkeys(names, subject.sites[0].n_query_heads))
+    )
+    for (name, a), (_, b) in zip(
+        after.state_dict().items(), before.state_dict().items(), strict=True
+    ):
         assert_close(a, b, msg=name, **CLOSE)
     base.merge_adapter()
     hp.prune_(base, mask)
@@ -144,11 +171,15 @@ def test_every_adapter_is_cut() -> None:
     assert far(seen[0], seen[1])
 
 
-@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True, "second": False}], ids=["dora", "bias"])
+@pytest.mark.parametrize(
+    "settings", [{"use_dora": True}, {"lora_bias": True, "second": False}], ids=["dora", "bias"]
+)
 def test_other_forms_of_lora_are_refused_in_words(settings: dict[str, Any]) -> None:
     subject = subject_of("bert", **settings)
     before = picture(subject.model)
-    with pytest.raises(UnsupportedModel, match="must be a projection, or one with plain LoRA adapters"):
+    with pytest.raises(
+        UnsupportedModel, match="must be a projection, or one with plain LoRA adapters"
+    ):
         hp.prune_(subject.model, subject.ragged())
     assert picture(subject.model) == before
 
@@ -156,7 +187,10 @@ def test_other_forms_of_lora_are_refused_in_words(settings: dict[str, Any]) -> N
 @pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "OFTConfig"])
 def test_other_adapters_are_refused_in_words(kind: str) -> None:
     model, _ = registry.get("bert").tiny(0, "bert")
-    more = {"IA3Config": {"feedforward_modules": []}, "OFTConfig": {"r": 4, "oft_block_size": 0}}.get(kind, {})
+    more = {
+        "IA3Config": {"feedforward_modules": []},
+        "OFTConfig": {"r": 4, "oft_block_size": 0},
+    }.get(kind, {})
     model = peft.get_peft_model(model, getattr(peft, kind)(target_modules=TARGETS["bert"], **more))
     sites = hp.find_sites(model)
     before = picture(model)
@@ -191,12 +225,15 @@ def test_checkpoints(layout: str, tmp_path: Path) -> None:
     subject.model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     base = copy.deepcopy(subject.model).unload()
     hp.save_pretrained(base, tmp_path / "base")
-    again = peft.PeftModel.from_pretrained(hp.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+    again = peft.PeftModel.from_pretrained(
+        hp.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    ).eval()
     assert_equal(run(again, subject.batch), expected, **CLOSE)
 
     merged = subject.model.merge_and_unload()
     hp.save_pretrained(merged, tmp_path / "merged")
-    # Copied, because tensors read from a file are aligned in another way, in which MKL may round in another way.
+    # Copied, because tensors read from a file are aligned in another way, in which MKL may round in
+    # another way.
     loaded = copy.deepcopy(hp.from_pretrained(tmp_path / "merged"))
     assert_equal(run(loaded, subject.batch), run(merged, subject.batch), **EXACT)
 
@@ -211,10 +248,17 @@ def test_adapters_of_a_cut_model_train(subject: Subject) -> None:
 
 def test_adapters_added_to_a_cut_model(subject: Subject) -> None:
     base = copy.deepcopy(subject.model).unload()
-    names = {s.name.removeprefix("base_model.model."): subject.ragged().kept(s.name) for s in subject.sites}
-    hp.prune_(base, hp.HeadMask.from_keep(names, dict.fromkeys(names, subject.sites[0].n_query_heads)))
+    names = {
+        s.name.removeprefix("base_model.model."): subject.ragged().kept(s.name)
+        for s in subject.sites
+    }
+    hp.prune_(
+        base, hp.HeadMask.from_keep(names, dict.fromkeys(names, subject.sites[0].n_query_heads))
+    )
     expected = run(base, subject.batch)
-    config = peft.LoraConfig(target_modules=TARGETS[subject.family], fan_in_fan_out=subject.family == "gpt2")
+    config = peft.LoraConfig(
+        target_modules=TARGETS[subject.family], fan_in_fan_out=subject.family == "gpt2"
+    )
     model = peft.get_peft_model(base, config)
     assert_equal(run(model, subject.batch), expected, **CLOSE)
     assert {s.heads for s in hp.find_sites(model)} == set(names.values())
@@ -249,11 +293,16 @@ def test_magnitude_is_that_of_the_merged_weights(subject: Subject) -> None:
         r"(?:.*\.)?layers\.([0-9]|1\d|2[0-3])\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)",
         r"(?:.*?(?:vision|image|patch|text).*?(?:self_attn|attention|attn|mlp|ffn|dense).*?(?:q_proj|k_proj|qkv|proj).*?)"
         r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|k_proj|up_proj)))",
-        "|".join(re.escape(f"model.layers.{i}.self_attn.{name}") for i in range(128) for name in TARGETS["llama"]),
+        "|".join(
+            re.escape(f"model.layers.{i}.self_attn.{name}")
+            for i in range(128)
+            for name in TARGETS["llama"]
+        ),
     ],
 )
 def test_usual_patterns_of_adapters_are_let_through(pattern: str) -> None:
-    """Even so in lists and tables, where there may be many of them; hostile ones are in tests/test_hostile.py."""
+    """Even so in lists and tables, where there may be many of them; hostile ones are in
+    tests/test_hostile.py."""
     _check_patterns({"target_modules": pattern, "exclude_modules": pattern}, Path())
     names = [f"model.layers.{i}.self_attn.q_proj" for i in range(20_000)]
     tables = {rf"^model.layers.{i}\..*q_proj": 4 for i in range(500)}
@@ -264,7 +313,9 @@ def test_usual_patterns_of_adapters_are_let_through(pattern: str) -> None:
 def test_adapters_with_a_pattern_are_opened(tmp_path: Path) -> None:
     bert(tmp_path / "base")
     base = BertForSequenceClassification.from_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=r".*\.(query|value)$", init_lora_weights=False)
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=r".*\.(query|value)$", init_lora_weights=False
+    )
     adapted = peft.get_peft_model(base, config)
     adapted.save_pretrained(tmp_path / "adapters")
     opened = dict(open_model(str(tmp_path / "adapters")).named_parameters())
@@ -273,13 +324,17 @@ def test_adapters_with_a_pattern_are_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["bert", "llama"])
-def test_the_lines_in_the_docs(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_in_the_docs(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The two blocks of docs/checkpoints.md: cut together and saved apart, or merged first.
 
     A causal language model comes without labels, as it may without adapters.
     """
     text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
-    together, first = re.findall(r"```python\n(.*?)```", text.partition("## LoRA adapters")[2], re.DOTALL)
+    together, first = re.findall(
+        r"```python\n(.*?)```", text.partition("## LoRA adapters")[2], re.DOTALL
+    )
     monkeypatch.chdir(tmp_path)
     adapted, batch = wrapped(
         layout, init_lora_weights=False, **({"task_type": "CAUSAL_LM"} if layout == "llama" else {})
@@ -294,7 +349,11 @@ def test_the_lines_in_the_docs(layout: str, tmp_path: Path, monkeypatch: pytest.
     kept = plan.mask.n_kept
     assert 0 < kept <= plan.mask.n_heads // 2
     small, again = hp.from_pretrained("small/base"), names["again"].eval()
-    assert sum(len(s.heads) for s in hp.find_sites(small)) == sum(len(s.heads) for s in hp.find_sites(again)) == kept
+    assert (
+        sum(len(s.heads) for s in hp.find_sites(small))
+        == sum(len(s.heads) for s in hp.find_sites(again))
+        == kept
+    )
     cut = copy.deepcopy(adapted).eval()
     hp.prune_(cut, plan)
     assert_close(again(**batch).logits, cut(**batch).logits)

@@ -73,7 +73,9 @@ def maps(image: tuple[int, int] | None = None) -> AttentionMaps:
     draw = np.random.default_rng(0)
     masks = np.array([[True] * 5, [True] * 3 + [False] * 2])
     sites = tuple(
-        SiteMaps(name, "self", heads, draw.random((2, len(heads), 5, 5), dtype=np.float32), masks, masks)
+        SiteMaps(
+            name, "self", heads, draw.random((2, len(heads), 5, 5), dtype=np.float32), masks, masks
+        )
         for name, heads in (("a.b", (0, 1, 2)), ("a.c", (0, 2)))
     )
     return AttentionMaps(sites, (("[CLS]", "<b>", "$x$", "\x07é", "."), ("a", "b", "c")), (), image)
@@ -103,7 +105,10 @@ def test_more_tokens_than_can_be_read_are_left_out() -> None:
 def test_all_heads_are_small_multiples() -> None:
     panels = hp.plot.attention(maps())
     assert panels.shape == (2, 3)
-    assert [[p.get_title() for p in row if p.get_visible()] for row in panels] == [["0", "1", "2"], ["0", "2"]]
+    assert [[p.get_title() for p in row if p.get_visible()] for row in panels] == [
+        ["0", "1", "2"],
+        ["0", "2"],
+    ]
     assert hp.plot.attention(maps(), "a.b").shape == (1, 3)
     own = Figure().subplots(2, 3)
     assert hp.plot.attention(maps(), axes=own) is own
@@ -117,7 +122,9 @@ def test_all_heads_are_small_multiples() -> None:
 def test_of_an_image_a_query_is_laid_out_as_the_image() -> None:
     found, head = maps((2, 2)), HeadId("a.b", 1)
     panel = hp.plot.attention(found, head, query=3)
-    np.testing.assert_array_equal(panel.images[0].get_array(), found.shown(head, 0)[3, 1:].reshape(2, 2))
+    np.testing.assert_array_equal(
+        panel.images[0].get_array(), found.shown(head, 0)[3, 1:].reshape(2, 2)
+    )
     with pytest.raises(InvalidValue, match="at most 5 patches"):
         hp.plot.attention(replace(found, image=(3, 3)), head)
 
@@ -125,7 +132,8 @@ def test_of_an_image_a_query_is_laid_out_as_the_image() -> None:
 def record(kept: int, value: float) -> RunRecord:
     rows = [("base", 8, 0.9, 0.0), ("taylor", kept, value, 0.0), ("random", kept, 0.5, 0.1)]
     quality = tuple(
-        QualityRow(name, heads, "accuracy", v, "test", 10, 0.1, draws=3, spread=s) for name, heads, v, s in rows
+        QualityRow(name, heads, "accuracy", v, "test", 10, 0.1, draws=3, spread=s)
+        for name, heads, v, s in rows
     )
     return RunRecord("x", "done", "report", "2026-01-01T00:00:00+00:00", quality=quality)
 
@@ -148,7 +156,16 @@ def test_a_tradeoff_of_runs_and_of_a_sweep() -> None:
     base = {"validation": 9.0, "test": 9.5, "heads": 8, "params": 9, "macs": 9, "kv": None}
     drops = {"validation_drop": 0.1, "test_drop": 0.1}
     rows = tuple(
-        FrozenDict({"scorer": "fisher", "seed": seed, "heads": 4, "test": 10.0 + seed, "validation": 10.0, **drops})
+        FrozenDict(
+            {
+                "scorer": "fisher",
+                "seed": seed,
+                "heads": 4,
+                "test": 10.0 + seed,
+                "validation": 10.0,
+                **drops,
+            }
+        )
         for seed in (0, 2)
     )
     table = SweepTable("s", "perplexity", ("scorer",), (), FrozenDict(base), rows)
@@ -158,8 +175,13 @@ def test_a_tradeoff_of_runs_and_of_a_sweep() -> None:
     with pytest.raises(InvalidValue, match="test or validation"):
         hp.plot.tradeoff(table, split="train")
     chance = tuple(FrozenDict({**row, "scorer": "random", "recover": "none"}) for row in rows)
-    panel = hp.plot.tradeoff(replace(table, keys=("scorer", "recover"), rows=chance), ax=Figure().subplots())
-    assert (len(panel.containers), len(panel.collections)) == (0, 1)  # a band, whatever else its method says
+    panel = hp.plot.tradeoff(
+        replace(table, keys=("scorer", "recover"), rows=chance), ax=Figure().subplots()
+    )
+    assert (len(panel.containers), len(panel.collections)) == (
+        0,
+        1,
+    )  # a band, whatever else its method says
 
 
 def test_agreement_has_a_panel_a_measure() -> None:
@@ -189,5 +211,7 @@ def test_pictures_are_saved_as_vectors(kind: str) -> None:
             root = ElementTree.fromstring(saved)
             assert len(root.findall(".//{*}path")) > 5, name
             images = len(root.findall(".//{*}image"))
-            assert images <= 2, name  # the cells of a map and its scale of colours; all else is drawn
+            assert images <= 2, (
+                name
+            )  # the cells of a map and its scale of colours; all else is drawn
             assert (images == 0) == (name in ("a trade-off", "an agreement"))

@@ -1,4 +1,5 @@
-"""Query heads that share a key/value head: what each policy lets go, in scores, plans, cuts, caches and checkpoints."""
+"""Query heads that share a key/value head: what each policy lets go, in scores, plans, cuts, caches
+and checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def run(model: nn.Module, batch: Any) -> Tensor:
 
 def scored(subject: Subject, policy: Any, scorer: str = "taylor") -> hp.HeadScores:
     batch = {**subject.batch, "labels": subject.batch["input_ids"]}
-    return hp.score(subject.model, [batch], scorer, sites=hp.find_sites(subject.model, policy=policy))
+    return hp.score(
+        subject.model, [batch], scorer, sites=hp.find_sites(subject.model, policy=policy)
+    )
 
 
 def uneven(subject: Subject) -> PruningPlan:
@@ -91,7 +94,9 @@ def test_free_keeps_the_best_heads_and_balanced_the_best_of_each_group(llama: Su
     values = {(u.name, u.heads[0]): u.value for u in scores.units()}
     for site in scores.sites:
         for group in site.groups:
-            assert plan.mask.kept(site.name)[group[0] // 2] == max(group, key=lambda h: values[site.name, h])
+            assert plan.mask.kept(site.name)[group[0] // 2] == max(
+                group, key=lambda h: values[site.name, h]
+            )
 
 
 def test_what_a_policy_refuses_is_named(llama: Subject) -> None:
@@ -109,7 +114,9 @@ def test_balanced_is_refused_where_groups_are_of_unlike_size(llama: Subject) -> 
     hp.prune_(llama.model, PruningPlan(uneven(llama).mask, policy="free"))
     for policy in ("group", "free"):
         hp.select(scored(llama, policy), hp.Budget(keep_heads=0.5))
-    with pytest.raises(InvalidValue, match=r"with policy 'balanced': must be of groups of one size.*policy='free'"):
+    with pytest.raises(
+        InvalidValue, match=r"with policy 'balanced': must be of groups of one size.*policy='free'"
+    ):
         hp.select(scored(llama, "balanced"), hp.Budget(keep_heads=1.0))
 
 
@@ -117,7 +124,11 @@ def test_plans_of_two_policies_compose_to_the_one_that_allows_more(llama: Subjec
     names = list(llama.n_heads)
     group = PruningPlan(llama.mask({names[0]: [2, 3, 4, 5]}))
     both = uneven(llama).then(group)
-    assert (both.policy, group.then(uneven(llama)).policy, group.then(group).policy) == ("free", "free", "group")
+    assert (both.policy, group.then(uneven(llama)).policy, group.then(group).policy) == (
+        "free",
+        "free",
+        "group",
+    )
     assert_close(run(cut(llama, both), llama.batch), expected_of(llama, both), **CLOSE)
 
 
@@ -135,7 +146,9 @@ def test_notes_say_what_a_policy_costs_in_cache(llama: Subject) -> None:
     assert free.startswith(f"free: {read} of 9 shared key/value heads stay")
     assert f"shrinks to {100 * read / 9:.0f} %" in free
     assert read < 9
-    assert notes("free", keep_heads=1.0) == ("Nothing is removed: the budget allows every head that is present.",)
+    assert notes("free", keep_heads=1.0) == (
+        "Nothing is removed: the budget allows every head that is present.",
+    )
 
 
 def test_the_note_tells_the_size_of_the_real_cache(llama: Subject) -> None:
@@ -144,7 +157,9 @@ def test_the_note_tells_the_size_of_the_real_cache(llama: Subject) -> None:
 
     def cache_bytes(model: nn.Module) -> int:
         layers = model(**llama.batch, use_cache=True).past_key_values.layers
-        return sum(t.numel() for layer in layers for t in (layer.keys, layer.values) if t.shape[-1] > 1)
+        return sum(
+            t.numel() for layer in layers for t in (layer.keys, layer.values) if t.shape[-1] > 1
+        )
 
     share = cache_bytes(small) / cache_bytes(llama.model)
     assert f"{100 * share:.0f} %" in plan.notes[0]
@@ -153,7 +168,9 @@ def test_the_note_tells_the_size_of_the_real_cache(llama: Subject) -> None:
 
 
 @pytest.mark.parametrize("policy", ["balanced", "free"])
-def test_a_cache_budget_is_refused_where_no_unit_has_a_share_of_it(llama: Subject, policy: str) -> None:
+def test_a_cache_budget_is_refused_where_no_unit_has_a_share_of_it(
+    llama: Subject, policy: str
+) -> None:
     scores = scored(llama, policy)
     with pytest.raises(InvalidValue, match="find the sites with policy='group'"):
         hp.select(scores, hp.Budget(keep_kv=0.5))
@@ -171,7 +188,9 @@ def test_a_cache_budget_works_again_where_each_group_has_one_head_left(llama: Su
 
 @pytest.mark.parametrize("policy", ["balanced", "free"])
 @pytest.mark.parametrize("kind", ["keep_params", "keep_macs"])
-def test_budgets_over_what_single_heads_free_are_met(llama: Subject, policy: str, kind: str) -> None:
+def test_budgets_over_what_single_heads_free_are_met(
+    llama: Subject, policy: str, kind: str
+) -> None:
     before = measure_costs(llama.model, bind(llama.model), llama.batch)
     plan = hp.select(scored(llama, policy), hp.Budget(**{kind: 0.9}))
     small = cut(llama, plan)
@@ -203,20 +222,31 @@ def test_scores_are_of_single_heads(llama: Subject, policy: str) -> None:
     assert left_out[hp.HeadId(name, 3)] == pytest.approx(float(difference.mean()), rel=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")  # said by Transformers' own call
+@pytest.mark.filterwarnings(
+    "ignore:_compile flag on create_block_mask"
+)  # said by Transformers' own call
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # said as PyTorch imports inductor
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated"
+)  # said as PyTorch imports inductor
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 def test_any_kernel_set_before_or_after_the_cut(llama: Subject, implementation: str) -> None:
     plan = uneven(llama)
-    dtype = torch.float32 if implementation == "flex_attention" else torch.float64  # flex takes no fp64 on a CPU
+    dtype = (
+        torch.float32 if implementation == "flex_attention" else torch.float64
+    )  # flex takes no fp64 on a CPU
     llama.model.to(dtype)
     small = cut(llama, plan)
     llama.model.set_attn_implementation(implementation)
     small.set_attn_implementation(implementation)
     seen = []
-    hook = small.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # inductor would take half a minute
+    hook = small.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].shape)
+    )
+    with (
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):  # inductor would take half a minute
         with hp.gated(llama.model, plan.mask):
             expected = llama.model(**llama.batch).logits
         got = small(**llama.batch).logits
@@ -224,7 +254,9 @@ def test_any_kernel_set_before_or_after_the_cut(llama: Subject, implementation: 
         hp.prune_(llama.model, plan)  # with the kernel set before the cut
         assert_close(llama.model(**llama.batch).logits, got, **EXACT)
     assert seen == [(3, 7, 3 * 4)]
-    tolerance = 1e-4 if dtype is torch.float32 else 1e-6  # norms, and softmax in eager attention, are taken in fp32
+    tolerance = (
+        1e-4 if dtype is torch.float32 else 1e-6
+    )  # norms, and softmax in eager attention, are taken in fp32
     assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -233,11 +265,25 @@ def test_generation_with_a_compact_cache(llama: Subject, cache: str) -> None:
     plan = uneven(llama)
     small = cut(llama, plan)
     ids = torch.randint(3, 50, (3, 7), generator=torch.Generator().manual_seed(3)) * LEFT
-    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
-    mine = {"static": {"cache_implementation": "static", "disable_compile": True}, "none": {"use_cache": False}}
+    options: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "do_sample": False,
+        "output_logits": True,
+    }
+    mine = {
+        "static": {"cache_implementation": "static", "disable_compile": True},
+        "none": {"use_cache": False},
+    }
 
     def generate(model: nn.Module, **more: Any) -> Any:
-        given = {"input_ids": ids, "attention_mask": LEFT, "return_dict_in_generate": True, **options, **more}
+        given = {
+            "input_ids": ids,
+            "attention_mask": LEFT,
+            "return_dict_in_generate": True,
+            **options,
+            **more,
+        }
         with Doubled():
             return model.generate(**given)  # type: ignore[operator]
 
@@ -280,7 +326,9 @@ def test_copies_pickles_and_checkpoints(llama: Subject, tmp_path: Path) -> None:
         assert isinstance(attention, original_class(llama.model.model.layers[0].self_attn))
         assert type(attention).__name__ == "LlamaAttention"
         assert not isinstance(twin.model.layers[2].self_attn, Repeated)
-        hp.prune_(twin, uneven(llama).then(PruningPlan(llama.mask({s: [0, 1] for s in llama.n_heads}))))
+        hp.prune_(
+            twin, uneven(llama).then(PruningPlan(llama.mask({s: [0, 1] for s in llama.n_heads})))
+        )
         assert not any(isinstance(m, Repeated) for m in twin.modules())
 
 
@@ -289,7 +337,8 @@ def backward(model: nn.Module, batch: Any) -> None:
 
 
 def test_training_a_model_with_uneven_groups(llama: Subject) -> None:
-    """Norms of Llama take fp32 inside whatever the dtype; no mode of ours reaches what checkpointing runs again."""
+    """Norms of Llama take fp32 inside whatever the dtype; no mode of ours reaches what
+    checkpointing runs again."""
     plan = uneven(llama)
     small = cut(llama, plan)
     with hp.gated(llama.model, plan.mask):
@@ -342,7 +391,9 @@ def test_free_cuts_compose_and_even_groups_need_no_repeating(llama: Subject) -> 
         hp.prune_(small, PruningPlan(llama.mask(keep), policy="free"), llama.batch)
         attention = small.model.layers[0].self_attn
         assert getattr(attention, "headprune_repeats", None) == groups
-        assert_close(run(small, llama.batch), expected_of(llama, PruningPlan(llama.mask(keep))), **CLOSE)
+        assert_close(
+            run(small, llama.batch), expected_of(llama, PruningPlan(llama.mask(keep))), **CLOSE
+        )
     assert attention.num_key_value_groups == 1
     assert type(attention) is type(llama.model.model.layers[0].self_attn)
 
@@ -359,7 +410,8 @@ def test_one_key_head_for_all_stays_until_the_last_head_goes(mqa: Subject) -> No
     assert chosen.policy == "group"
     (note,) = (note for note in chosen.notes if "Close call" not in note)
     assert note.startswith(
-        "MQA: the one key/value head of a layer stays as long as one of its query heads does, 3 of 3;"
+        "MQA: the one key/value head of a layer stays as long as one of its query heads does, 3"
+        " of 3;"
     )
     assert note.endswith("a cache of them stays as it is.")
     hp.prune_(mqa.model, chosen, mqa.batch)
@@ -380,18 +432,27 @@ def test_layouts_that_do_not_have_a_policy_say_so() -> None:
 @pytest.mark.parametrize("from_outside", [False, True])
 def test_our_own_attention_with_its_cache(policy: Any, from_outside: bool) -> None:
     torch.manual_seed(0)
-    attention = hp.MultiHeadAttention(12, 6, n_kv_heads=3, head_dim=4, value_dim=5, dtype=torch.float64).eval()
+    attention = hp.MultiHeadAttention(
+        12, 6, n_kv_heads=3, head_dim=4, value_dim=5, dtype=torch.float64
+    ).eval()
     keep = [0, 3, 5] if policy == "balanced" else [0, 1, 3]
     x = torch.randn(2, 6, 12, dtype=torch.float64)
     gate = torch.tensor([float(h in keep) for h in range(6)], dtype=torch.float64)
     expected = attention(x, causal=True, valid_lens=torch.tensor([6, 4]), gates=gate)
     if from_outside:
-        hp.prune_(attention, PruningPlan(hp.HeadMask.from_keep({"": keep}, {"": 6}), policy=policy), x)
+        hp.prune_(
+            attention, PruningPlan(hp.HeadMask.from_keep({"": keep}, {"": 6}), policy=policy), x
+        )
     else:
         with pytest.raises(InvalidValue, match="whole groups"):
             attention.prune_heads_(keep)
-        assert attention.prune_heads_(keep, policy=policy) == tuple(h for h in range(6) if h not in keep)
-    assert (attention.heads, attention.n_kv_heads) == (tuple(keep), 3 if policy == "balanced" else 2)
+        assert attention.prune_heads_(keep, policy=policy) == tuple(
+            h for h in range(6) if h not in keep
+        )
+    assert (attention.heads, attention.n_kv_heads) == (
+        tuple(keep),
+        3 if policy == "balanced" else 2,
+    )
     assert_close(attention(x, causal=True, valid_lens=torch.tensor([6, 4])), expected, **CLOSE)
     cache, whole = KVCache(), attention(x, causal=True)
     parts = [attention(part, causal=True, cache=cache) for part in x.split([3, 1, 2], 1)]

@@ -1,4 +1,5 @@
-"""Proofs of equality compute without TF32, however PyTorch is set, and leave its settings as they were."""
+"""Proofs of equality compute without TF32, however PyTorch is set, and leave its settings as they
+were."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def test_settings_come_back(products: str, convolutions: bool) -> None:
     assert settings() == (products, convolutions)
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this PyTorch has the old switch")
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"),
+    reason="this PyTorch has the old switch",
+)
 def test_settings_of_the_newer_switch_come_back() -> None:
     """PyTorch refuses to answer by its old switch once the new one says something else."""
     matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
@@ -73,10 +77,13 @@ class Watched(nn.Module):
 
 
 def test_the_proof_of_a_cut_runs_without_tf32() -> None:
-    """With TF32, gated and pruned differ by 24 times what the proof allows (width 256, emulated)."""
+    """With TF32, gated and pruned differ by 24 times what the proof allows (width 256,
+    emulated)."""
     model = Watched().eval()
     torch.set_float32_matmul_precision("high")
-    report = hp.prune_(model, hp.HeadMask.from_keep({"attention": [0, 3]}, {"attention": 4}), torch.randn(2, 5, 16))
+    report = hp.prune_(
+        model, hp.HeadMask.from_keep({"attention": [0, 3]}, {"attention": 4}), torch.randn(2, 5, 16)
+    )
     assert report.proof is not None
     assert model.seen == [("highest", False)] * 2
     assert settings() == ("high", True)
@@ -88,6 +95,8 @@ def test_passes_are_proven_without_tf32_and_played_back_with_it() -> None:
     model.layers[0].register_forward_pre_hook(lambda *_: seen.append(settings()))
     batch = {"x": subject.batch["x"].float(), "valid_lens": subject.batch["valid_lens"]}
     torch.set_float32_matmul_precision("high")
-    hp.score(model, [batch], "leave_one_out", loss=lambda m, b: m(**b).square().sum(1), progress=False)
+    hp.score(
+        model, [batch], "leave_one_out", loss=lambda m, b: m(**b).square().sum(1), progress=False
+    )
     assert ("highest", False) in seen
     assert seen[-1] == ("high", True)

@@ -1,11 +1,13 @@
-"""No mixed devices, and few waits for the GPU: on a pretended one, for scorers, recoveries, cuts and benchmarks.
+"""No mixed devices, and few waits for the GPU: on a pretended one, for scorers, recoveries, cuts
+and benchmarks.
 
-How often a call may wait is stated here, in ``SCORERS``, ``RECOVERIES`` and ``OTHERS``, and it is measured for a small
-case and for one with more batches, more layers and more heads: it must not grow with them, but for what is stated. A
-scorer or recovery that is in no table is measured as well, against ``USUAL``.
+How often a call may wait is stated here, in ``SCORERS``, ``RECOVERIES`` and ``OTHERS``, and it is
+measured for a small case and for one with more batches, more layers and more heads: it must not
+grow with them, but for what is stated. A scorer or recovery that is in no table is measured as
+well, against ``USUAL``.
 
-What Transformers and accelerate do themselves is counted apart: a model that is given a mask asks once in every forward
-pass whether the mask hides anything.
+What Transformers and accelerate do themselves is counted apart: a model that is given a mask asks
+once in every forward pass whether the mask hides anything.
 """
 
 from __future__ import annotations
@@ -78,10 +80,15 @@ class Size:
     batches: int = 2
 
 
-SIZES = {"small": Size(), "more batches": Size(batches=4), "more layers": Size(layers=3), "more heads": Size(heads=8)}
+SIZES = {
+    "small": Size(),
+    "more batches": Size(batches=4),
+    "more layers": Size(layers=3),
+    "more heads": Size(heads=8),
+}
 
-#: Of what is in no table: most wait for the fingerprint, for the model's own loss, which the default one is compared
-#: with, for the first loss, for the pass's last losses, for the rows.
+#: Of what is in no table: most wait for the fingerprint, for the model's own loss, which the
+#: default one is compared with, for the first loss, for the pass's last losses, for the rows.
 USUAL = Waits(6, at_most=True)
 
 #: One wait of those that read slopes is for whether the loss couples examples, on the first batch.
@@ -90,13 +97,20 @@ SCORERS = {
     "add_one_in": Waits(11),  # six of them in the proof, which is made once a call
     "attattr": Waits(10),
     "attribution_patching": Waits(6),
-    "auto": Waits(64, per_layer=24, why="up to 3 plans here, each refitted twice as by lstsq, +ff", at_most=True),
+    "auto": Waits(
+        64,
+        per_layer=24,
+        why="up to 3 plans here, each refitted twice as by lstsq, +ff",
+        at_most=True,
+    ),
     "confidence": Waits(4),
     "entropy": Waits(4),
     "fisher": Waits(6),
     "fluctuation": Waits(4),
     "ggn": Waits(5),
-    "hard_concrete": Waits(5, per_batch=1, why="a batch is a block here: its slopes decide the gates of the next"),
+    "hard_concrete": Waits(
+        5, per_batch=1, why="a batch is a block here: its slopes decide the gates of the next"
+    ),
     "integrated_gradients": Waits(6),
     "leave_one_out": Waits(11),
     "magnitude": Waits(2),
@@ -112,7 +126,9 @@ SCORERS = {
 
 RECOVERIES = {
     "finetune": Waits(4),
-    "head_rescale": Waits(8, per_layer=2, why="a projection is a pass of its own, after those before it were changed"),
+    "head_rescale": Waits(
+        8, per_layer=2, why="a projection is a pass of its own, after those before it were changed"
+    ),
     "lstsq": Waits(8, per_layer=2, why="as head_rescale"),
     "mean_fold": Waits(13),
 }
@@ -151,7 +167,8 @@ class Case:
 
 
 def bert(size: Size, spread: float = 0.5, classes: int = 3) -> nn.Module:
-    """An encoder with slopes as large as a trained one's, which fresh weights of spread 0.02 do not have."""
+    """An encoder with slopes as large as a trained one's, which fresh weights of spread 0.02 do not
+    have."""
     torch.manual_seed(0)
     config = BertConfig(
         hidden_size=4 * size.heads,
@@ -193,7 +210,9 @@ def data(size: Size, classes: bool) -> list[dict[str, Tensor]]:
     return batches
 
 
-def measured(run: Callable[[Case], object], size: Size, folder: Path, make: Callable[[Size], nn.Module]) -> Measured:
+def measured(
+    run: Callable[[Case], object], size: Size, folder: Path, make: Callable[[Size], nn.Module]
+) -> Measured:
     """What happens on the pretended GPU while ``run`` runs."""
     forwards = []
     with PretendedCuda() as gpu:
@@ -206,12 +225,17 @@ def measured(run: Callable[[Case], object], size: Size, folder: Path, make: Call
 
 
 def check(
-    name: str, run: Callable[[Case], object], stated: Waits, folder: Path, make: Callable[[Size], nn.Module] = bert
+    name: str,
+    run: Callable[[Case], object],
+    stated: Waits,
+    folder: Path,
+    make: Callable[[Size], nn.Module] = bert,
 ) -> list[Measured]:
     """Runs a call in all sizes; returns what was seen.
 
     Raises:
-        AssertionError: devices are mixed, a copy to the GPU is waited for, or there are other waits than were stated.
+        AssertionError: devices are mixed, a copy to the GPU is waited for, or there are other waits
+            than were stated.
     """
     assert stated.per_batch == stated.per_layer == 0 or stated.why, f"{name}: why does it grow?"
     seen = []
@@ -252,9 +276,21 @@ def test_tensors_say_where_they_lie() -> None:
     with PretendedCuda() as gpu:
         here = torch.ones(3)
         there = here.to("cuda")
-        assert (here.device, there.device, there.is_cuda, there.get_device()) == (CPU, CUDA, True, 0)
-        assert (there + 1).device == there[1:].device == torch.zeros(2, device="cuda").device == CUDA
-        assert there.new_zeros(2).device == torch.zeros_like(there).device == copy.deepcopy(there).device == CUDA
+        assert (here.device, there.device, there.is_cuda, there.get_device()) == (
+            CPU,
+            CUDA,
+            True,
+            0,
+        )
+        assert (
+            (there + 1).device == there[1:].device == torch.zeros(2, device="cuda").device == CUDA
+        )
+        assert (
+            there.new_zeros(2).device
+            == torch.zeros_like(there).device
+            == copy.deepcopy(there).device
+            == CUDA
+        )
         assert there.cpu().device == torch.zeros_like(there, device="cpu").device == CPU
         assert there.to(torch.float64).device == torch.tensor([1.0], device="cuda:0").device == CUDA
         model = nn.Linear(3, 2).to("cuda")
@@ -395,7 +431,9 @@ def test_a_scorer_waits_as_often_as_is_stated(name: str, tmp_path: Path) -> None
         hp.score(case.model, case.batches, small(name, case.size), progress=False)
 
     for found in check(name, run, SCORERS.get(name, USUAL), tmp_path):
-        assert found.others <= found.forwards, "Transformers asks once a forward pass whether a mask hides anything"
+        assert found.others <= found.forwards, (
+            "Transformers asks once a forward pass whether a mask hides anything"
+        )
 
 
 #: Settings in which a scorer goes another way, each with the model that it is for.
@@ -422,7 +460,13 @@ def test_settings_that_go_another_way(name: str, tmp_path: Path) -> None:
 def test_slopes_that_are_small_are_looked_at_again_once(tmp_path: Path) -> None:
     """Two passes of the first batch, and one copy of the slopes of both."""
     again = Waits(SCORERS["taylor"].per_call + 1)
-    check("taylor of fresh weights", with_scorer("taylor"), again, tmp_path, functools.partial(bert, spread=0.02))
+    check(
+        "taylor of fresh weights",
+        with_scorer("taylor"),
+        again,
+        tmp_path,
+        functools.partial(bert, spread=0.02),
+    )
 
 
 def test_several_scorers_of_a_call(tmp_path: Path) -> None:
@@ -433,7 +477,9 @@ def test_several_scorers_of_a_call(tmp_path: Path) -> None:
 def with_fewer_heads(model: nn.Module) -> hp.HeadMask:
     """All heads but the first of every layer."""
     sites = hp.find_sites(model)
-    return hp.HeadMask.from_keep({s.name: s.heads[1:] for s in sites}, {s.name: s.n_query_heads for s in sites})
+    return hp.HeadMask.from_keep(
+        {s.name: s.heads[1:] for s in sites}, {s.name: s.n_query_heads for s in sites}
+    )
 
 
 @pytest.mark.parametrize("name", recoveries.names())
@@ -450,10 +496,18 @@ def test_a_recovery_waits_as_often_as_is_stated(name: str, tmp_path: Path) -> No
 
 #: Settings in which a recovery goes another way.
 RECOVERIES_CONFIGURED = {
-    "lstsq, by what the output feels": (Lstsq(token_weights="output"), Waits(12, per_layer=2, why="as head_rescale")),
+    "lstsq, by what the output feels": (
+        Lstsq(token_weights="output"),
+        Waits(12, per_layer=2, why="as head_rescale"),
+    ),
     "lstsq, a ridge by held-out error": (
         Lstsq(ridge=None, feed_forward=True),
-        Waits(8, per_layer=4, why="as head_rescale, and there are two projections a layer", at_most=True),
+        Waits(
+            8,
+            per_layer=4,
+            why="as head_rescale, and there are two projections a layer",
+            at_most=True,
+        ),
     ),
 }
 
@@ -507,7 +561,8 @@ def compare_speed(case: Case) -> None:
 
 
 def ways_of(name: str, function: str, on_gpu: bool = False) -> Callable[[Case], None]:
-    """Runs once each of the ways that a benchmark compares; ``on_gpu`` if it draws its batches there."""
+    """Runs once each of the ways that a benchmark compares; ``on_gpu`` if it draws its batches
+    there."""
 
     def run(case: Case) -> None:
         batches = to_device(case.batches, CUDA) if on_gpu else case.batches
@@ -527,7 +582,11 @@ OTHERS: dict[str, tuple[Callable[[Case], object], Waits]] = {
     "gated": (gate, Waits(0)),
     "save and load": (
         save_and_load,
-        Waits(10, per_layer=16, why="a copy a tensor: together they would need all weights' memory once more"),
+        Waits(
+            10,
+            per_layer=16,
+            why="a copy a tensor: together they would need all weights' memory once more",
+        ),
     ),
     "evaluate": (lambda case: evaluate(case.model, case.batches), Waits(3)),
     "compare_latency": (compare_speed, Waits(12)),  # the clock stops when the GPU is done
@@ -540,7 +599,10 @@ OTHERS: dict[str, tuple[Callable[[Case], object], Waits]] = {
         ways_of("scoring_cost", "first_order_ways", on_gpu=True),
         Waits(13, per_batch=2, why="batches on the GPU are copied back for the digest of the data"),
     ),
-    "benchmarks/scoring_cost.py, throughput": (ways_of("scoring_cost", "throughput_ways"), Waits(6)),
+    "benchmarks/scoring_cost.py, throughput": (
+        ways_of("scoring_cost", "throughput_ways"),
+        Waits(6),
+    ),
 }
 
 
@@ -553,7 +615,9 @@ def test_what_else_waits(name: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the net holds
 
 
-def test_one_copy_to_main_memory_in_a_scorers_loop_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_copy_to_main_memory_in_a_scorers_loop_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     original = _gradients.loss_gradients
 
     def copying(*args: Any, **kwargs: Any) -> Tensor:
@@ -561,11 +625,16 @@ def test_one_copy_to_main_memory_in_a_scorers_loop_is_found(monkeypatch: pytest.
 
     monkeypatch.setattr(_gradients, "loss_gradients", copying)
     # A wait for each of two batches, in place of the one that brings all rows to the CPU.
-    with pytest.raises(AssertionError, match=r"taylor, small .*: 7 waits, stated are 6\n(.*\n)*.*copy to main memory"):
+    with pytest.raises(
+        AssertionError,
+        match=r"taylor, small .*: 7 waits, stated are 6\n(.*\n)*.*copy to main memory",
+    ):
         check("taylor", with_scorer("taylor"), SCORERS["taylor"], tmp_path)
 
 
-def test_a_tensor_of_another_device_in_a_loop_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tensor_of_another_device_in_a_loop_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     original = _gradients.loss_gradients
 
     def mixing(*args: Any, **kwargs: Any) -> Tensor:

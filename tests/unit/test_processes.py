@@ -1,4 +1,5 @@
-"""Processes that share the batches of ``hp.score``: the scores of one process in all of them, or an error in words."""
+"""Processes that share the batches of ``hp.score``: the scores of one process in all of them, or an
+error in words."""
 
 from __future__ import annotations
 
@@ -29,7 +30,17 @@ CLOSE = 1e-12
 def equal(found: HeadScores, expected: HeadScores) -> None:
     """Everything that one process says: rows to the last bit, sums to rounding."""
     title = f"{expected.scorer} {expected.settings}"
-    for name in ("scorer", "settings", "n_examples", "data", "model", "seed", "notes", "costs", "choice"):
+    for name in (
+        "scorer",
+        "settings",
+        "n_examples",
+        "data",
+        "model",
+        "seed",
+        "notes",
+        "costs",
+        "choice",
+    ):
         assert getattr(found, name) == getattr(expected, name), f"{title}: {name}"
     for name in ("values", "standard_errors", "samples", "curvature"):
         ours, theirs = (_matrix(getattr(scores, name)) for scores in (found, expected))
@@ -48,7 +59,9 @@ def _matrix(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("size", "counts"), [(2, (3,)), (3, (4, 2))], ids=["two", "three"])
-def test_scores_of_several_processes_are_those_of_one(size: int, counts: tuple[int, ...], tmp_path: Path) -> None:
+def test_scores_of_several_processes_are_those_of_one(
+    size: int, counts: tuple[int, ...], tmp_path: Path
+) -> None:
     """Fewer batches for the last process, and none at all for it; the last batch is smaller."""
     together(size, "score_all", tmp_path, *map(str, counts))
     for count in counts:
@@ -78,11 +91,15 @@ def test_every_scorer_is_among_them() -> None:
     from headprune.scoring import registry
     from headprune.scoring._base import Scorer
 
-    assert {registry.resolve(s, Scorer, "scorer")[0] for s in processes_work.SCORERS} == set(registry.names())
+    assert {registry.resolve(s, Scorer, "scorer")[0] for s in processes_work.SCORERS} == set(
+        registry.names()
+    )
 
 
 def test_one_process_without_a_group_shares_with_nobody() -> None:
-    for found, expected in zip(processes_work.scored(2, hp.Processes()), processes_work.scored(2), strict=True):
+    for found, expected in zip(
+        processes_work.scored(2, hp.Processes()), processes_work.scored(2), strict=True
+    ):
         equal(found, expected)
 
 
@@ -97,7 +114,15 @@ def test_a_process_that_is_gone_stops_the_others(
     how: str, timeout: float, within: float, words: str, tmp_path: Path
 ) -> None:
     """SIGKILL is noticed by the closed connection, SIGSTOP by the timeout."""
-    command = [sys.executable, "-m", "tests.processes_work", "fail", str(tmp_path), how, str(timeout)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.processes_work",
+        "fail",
+        str(tmp_path),
+        how,
+        str(timeout),
+    ]
     with started(2, command) as running:
         running[0].communicate(timeout=within)
     told = json.loads((tmp_path / "told-0.json").read_text())
@@ -117,7 +142,10 @@ def test_processes_that_differ_are_refused_and_what_one_raises_is_told(tmp_path:
     told = [json.loads((tmp_path / f"loss-{rank}.json").read_text()) for rank in range(2)]
     assert [t["kind"] for t in told] == ["ProcessFailed", "InvalidValue"]
     assert told[1]["words"].startswith("the loss of batch 1, example 0: must be finite")
-    assert told[0]["words"] == f"process 1: must be through with its share, got InvalidValue: {told[1]['words']}"
+    assert (
+        told[0]["words"]
+        == f"process 1: must be through with its share, got InvalidValue: {told[1]['words']}"
+    )
 
 
 def test_loaders_that_deal_out_the_data_are_refused() -> None:
@@ -141,7 +169,9 @@ def test_several_processes_without_a_group_are_refused(monkeypatch: pytest.Monke
         hp.score(processes_work.subject().model, None, "magnitude", processes=hp.Processes())
 
 
-def test_a_sharded_model_is_scored_and_cut_once_it_is_gathered_and_a_split_one_is_refused(tmp_path: Path) -> None:
+def test_a_sharded_model_is_scored_and_cut_once_it_is_gathered_and_a_split_one_is_refused(
+    tmp_path: Path,
+) -> None:
     together(2, "shard", tmp_path)
     own = processes_work.subject()
     data, names = processes_work.batches(3), processes_work.SHARDED
@@ -155,12 +185,17 @@ def test_a_sharded_model_is_scored_and_cut_once_it_is_gathered_and_a_split_one_i
             assert "sharded over several processes" in told["words"]
             assert "get_model_state_dict" in told["words"]
     with hp.gated(own.model, own.ragged()):
-        torch.testing.assert_close(load_file(tmp_path / "cut.safetensors")["logits"], own.run(), rtol=1e-10, atol=1e-10)
-    # Under tensor parallelism each process would gate its own part of the heads with the gates of all.
+        torch.testing.assert_close(
+            load_file(tmp_path / "cut.safetensors")["logits"], own.run(), rtol=1e-10, atol=1e-10
+        )
+    # Under tensor parallelism each process would gate its own part of the heads with the gates of
+    # all.
     for name in ("find", "gate", "both"):
         told = json.loads((tmp_path / f"{name}-1.json").read_text())
         assert told["kind"] == "UnsupportedModel", name
-        assert told["words"].startswith("layers.1.attention.W_q.weight: must be run whole by every process")
+        assert told["words"].startswith(
+            "layers.1.attention.W_q.weight: must be run whole by every process"
+        )
 
 
 def test_what_transformers_has_split_is_refused() -> None:
@@ -182,8 +217,23 @@ def test_processes_are_a_value() -> None:
 
 
 def test_the_benchmark_compares_crews_in_turn(tmp_path: Path) -> None:
-    small = ["--rounds", "2", "--batches", "3", "--batch", "1", "--tokens", "4", "--layers", "1", "--width", "16"]
-    out = benchmark("processes").main([*small, "--scorers", "taylor", "--out", str(tmp_path / "processes.json")])
+    small = [
+        "--rounds",
+        "2",
+        "--batches",
+        "3",
+        "--batch",
+        "1",
+        "--tokens",
+        "4",
+        "--layers",
+        "1",
+        "--width",
+        "16",
+    ]
+    out = benchmark("processes").main(
+        [*small, "--scorers", "taylor", "--out", str(tmp_path / "processes.json")]
+    )
     one, two = json.loads(out.read_text())["rows"]
     assert (one["processes"], two["processes"]) == (1, 2)
     assert one["speedup"] == one["efficiency"] == 1

@@ -1,4 +1,5 @@
-"""What is proved of a module does not depend on where somebody asked first, and nothing of the place is remembered."""
+"""What is proved of a module does not depend on where somebody asked first, and nothing of the
+place is remembered."""
 
 from __future__ import annotations
 
@@ -54,14 +55,18 @@ def test_a_proof_in_any_circumstance_is_the_proof(model: nn.Module, name: str) -
 def test_every_family_is_found_in_any_circumstance(family: tuple[str, str]) -> None:
     model = registry.get(family[0]).tiny(0, family[1])[0]
     expected = find_sites(model)
-    found = {name: ask(lambda: find_sites(model)) == expected for name, ask in CIRCUMSTANCES.items()}
+    found = {
+        name: ask(lambda: find_sites(model)) == expected for name, ask in CIRCUMSTANCES.items()
+    }
     assert [name for name, same in found.items() if not same] == []
 
 
 class Scaled(Annotated):
     """Depends on the number of heads."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         return super().forward(query / self.h, key, value, mask)
 
 
@@ -79,7 +84,9 @@ class FailsFirst(Annotated):
 
     errors: Iterator[BaseException] = iter(())
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         for error in type(self).errors:
             raise error
         return super().forward(query, key, value, mask)
@@ -90,7 +97,12 @@ class FailsFirst(Annotated):
     [
         (MemoryError(), MemoryError),
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), RuntimeError),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+            ),
+            RuntimeError,
+        ),
         (KeyboardInterrupt(), KeyboardInterrupt),
         (ImportError("not there yet"), UnsupportedModel),
         (TimeoutError(), UnsupportedModel),
@@ -116,7 +128,9 @@ FACTOR = 1.0
 class Helped(D2l):
     """Its code lies in methods, in functions and in numbers beside it."""
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> Tensor:
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    ) -> Tensor:
         return super().forward(_doubled(queries) * FACTOR * self.factor, keys, values, valid_lens)
 
     factor = 1.0
@@ -152,7 +166,8 @@ def test_threads_that_prove_at_once_leave_the_settings_of_the_process() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         for _ in range(15):
-            # The first to come is the last to go, so that settings saved by each would end as the second found them
+            # The first to come is the last to go, so that settings saved by each would end as the
+            # second found them
             first, second = threading.Event(), threading.Event()
 
             def slow(first: threading.Event = first, second: threading.Event = second) -> None:

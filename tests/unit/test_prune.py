@@ -1,4 +1,5 @@
-"""prune_ and prune_heads_: plans that do not fit, proofs that fail, reports, and the Transformers 4 call."""
+"""prune_ and prune_heads_: plans that do not fit, proofs that fail, reports, and the Transformers 4
+call."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from torch import nn
 from torch.testing import assert_close
 
 import headprune as hp
-from headprune.core.errors import InvalidValue, PlanMismatch, UnknownName, UnsupportedModel, VerificationFailed
+from headprune.core.errors import (
+    InvalidValue,
+    PlanMismatch,
+    UnknownName,
+    UnsupportedModel,
+    VerificationFailed,
+)
 from headprune.core.plan import PruningPlan
 from headprune.core.scores import ModelFingerprint
 from headprune.layouts import registry
@@ -24,7 +31,8 @@ from headprune.surgery.verify import TOLERANCE, compare, sample_outputs
 from tests.laws.support import CLOSE, EXACT, Subject, picture, subject_of
 from tests.unit.test_sites import ODD, odd_model
 
-# --- plans ------------------------------------------------------------------------------------------------------------
+# --- plans
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan", [None, {"0": [1]}, {0, 1}, "plan.json"])
@@ -36,8 +44,14 @@ def test_something_that_is_no_plan(plan: Any) -> None:
 @pytest.mark.parametrize(
     ("counts", "words"),
     [
-        ({"0": 3}, r"with 3 heads at '0', like the plan's, got 2 heads there \(1 of 1 sites differ\)"),
-        ({"0": 2, "1": 2}, r"with 2 heads at '1', like the plan's, got one without such a site \(1 of 2"),
+        (
+            {"0": 3},
+            r"with 3 heads at '0', like the plan's, got 2 heads there \(1 of 1 sites differ\)",
+        ),
+        (
+            {"0": 2, "1": 2},
+            r"with 2 heads at '1', like the plan's, got one without such a site \(1 of 2",
+        ),
         ({"zero": 2}, "2 of 2 sites differ"),
     ],
 )
@@ -73,29 +87,39 @@ def test_a_part_of_a_group_is_refused_before_any_change() -> None:
     subject = subject_of("llama")
     before = picture(subject.model)
     with pytest.raises(InvalidValue, match="whole groups of 2 query heads"):
-        hp.prune_(subject.model, subject.mask({subject.sites[0].name: [2, 3], subject.sites[2].name: [0, 2, 3]}))
+        hp.prune_(
+            subject.model,
+            subject.mask({subject.sites[0].name: [2, 3], subject.sites[2].name: [0, 2, 3]}),
+        )
     assert picture(subject.model) == before
 
 
 def test_sites_may_be_a_subset() -> None:
     subject = subject_of("gpt2")
     some = subject.sites[1:2]
-    report = hp.prune_(subject.model, hp.HeadMask.from_keep({some[0].name: [2]}, {some[0].name: 4}), sites=some)
+    report = hp.prune_(
+        subject.model, hp.HeadMask.from_keep({some[0].name: [2]}, {some[0].name: 4}), sites=some
+    )
     assert report.removed == ((some[0].name, (0, 1, 3)),)
     assert [len(s.heads) for s in hp.find_sites(subject.model)] == [4, 1, 4]
 
 
-# --- the proof --------------------------------------------------------------------------------------------------------
+# --- the proof
+# --------------------------------------------------------------------------------------------------------
 
 
 def drop(path: str) -> hp.AttentionLayout:
     """The odd module's layout without one slab: the tensor keeps every head."""
-    return replace(ODD, slabs=tuple(s for s in ODD.slabs if s.path != path), untouched=(*ODD.untouched, path))
+    return replace(
+        ODD, slabs=tuple(s for s in ODD.slabs if s.path != path), untouched=(*ODD.untouched, path)
+    )
 
 
 #: Layouts that fit the odd module by structure and are wrong.
 WRONG = {
-    "packing": replace(ODD, slabs=(hp.HeadSlab("qkv", "out", ("query", "key", "value")), *ODD.slabs[1:])),
+    "packing": replace(
+        ODD, slabs=(hp.HeadSlab("qkv", "out", ("query", "key", "value")), *ODD.slabs[1:])
+    ),
     "count": replace(ODD, counts=ODD.counts[:1]),
     "no temperature": drop("temperature"),
     "no buffer": drop("slopes"),
@@ -105,7 +129,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("keep", [[0, 1], [0, 1, 4, 5], []])
-def test_a_layout_that_is_wrong_is_found_out_and_the_model_restored(name: str, keep: list[int]) -> None:
+def test_a_layout_that_is_wrong_is_found_out_and_the_model_restored(
+    name: str, keep: list[int]
+) -> None:
     model, x = odd_model()
     sites = hp.find_sites(model, layouts=[WRONG[name]])
     mask = hp.HeadMask.from_keep({"0": [2, 3, 4, 5], "2": keep}, {"0": 6, "2": 6})
@@ -144,11 +170,16 @@ def test_any_interruption_of_the_proof_restores_the_model(
 @pytest.mark.parametrize(
     ("example", "words"),
     [
-        ({"input_ids": torch.zeros(0, 7, dtype=torch.long)}, "one with examples, got an empty batch"),
+        (
+            {"input_ids": torch.zeros(0, 7, dtype=torch.long)},
+            "one with examples, got an empty batch",
+        ),
         ({"use_cache": True}, "made of tensors"),
     ],
 )
-def test_an_example_that_proves_nothing_is_refused_before_any_change(example: Any, words: str) -> None:
+def test_an_example_that_proves_nothing_is_refused_before_any_change(
+    example: Any, words: str
+) -> None:
     subject = subject_of("llama")
     before = picture(subject.model)
     with pytest.raises(InvalidValue, match=words):
@@ -212,7 +243,8 @@ def test_sample_outputs_are_those_of_evaluation_mode() -> None:
     assert model.training
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- the report
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_the_report_says_what_was_done() -> None:
@@ -224,19 +256,23 @@ def test_the_report_says_what_was_done() -> None:
     assert report.params_after == full - 4 * 32 - 3 * 4
     assert (
         str(report)
-        == "removed 1 heads, 288 -> 148 parameters (-48.6 %), not compared with the gated model (no example given)"
+        == "removed 1 heads, 288 -> 148 parameters (-48.6 %), not compared with the gated model (no"
+        " example given)"
     )
     assert report.sites[0].heads == (1,)
 
 
-# --- the Transformers 4 call ------------------------------------------------------------------------------------------
+# --- the Transformers 4 call
+# ------------------------------------------------------------------------------------------
 
 
 def test_prune_heads_as_in_transformers_4(subject: Subject) -> None:
     group = subject.sites[0].group_size
     last = len(subject.sites) - 1
     heads = {0: range(group), last: list(range(group, 2 * group))}
-    expected = subject.without({subject.sites[0].name: heads[0], subject.sites[last].name: heads[last]})
+    expected = subject.without(
+        {subject.sites[0].name: heads[0], subject.sites[last].name: heads[last]}
+    )
     small = subject.copy()
     report = hp.prune_heads_(small, heads, subject.batch)
     assert dict(report.removed) == {
@@ -248,7 +284,8 @@ def test_prune_heads_as_in_transformers_4(subject: Subject) -> None:
 
 
 def test_prune_heads_twice_names_original_indices(subject: Subject) -> None:
-    """As in Transformers 4: a head that is gone may be named again, and the rest keep their numbers."""
+    """As in Transformers 4: a head that is gone may be named again, and the rest keep their
+    numbers."""
     group, site = subject.sites[0].group_size, subject.sites[0]
     first, both = list(range(group)), list(range(2 * group))
     small = subject.copy()
@@ -300,11 +337,15 @@ def test_prune_heads_takes_every_kind_of_index(heads: Any) -> None:
     assert report.removed[0][0] == report.sites[2].name
 
 
-@pytest.mark.parametrize("row", [[True, False, True, True], [1, 0, 1, 1], torch.tensor([0, 1, 0, 0]), 1, "12", [1.0]])
+@pytest.mark.parametrize(
+    "row", [[True, False, True, True], [1, 0, 1, 1], torch.tensor([0, 1, 0, 0]), 1, "12", [1.0]]
+)
 def test_prune_heads_of_what_is_no_index(row: Any) -> None:
     subject = subject_of("gpt2")
     before = picture(subject.model)
-    with pytest.raises(InvalidValue, match="heads of layer 0: must be a collection of head indices"):
+    with pytest.raises(
+        InvalidValue, match="heads of layer 0: must be a collection of head indices"
+    ):
         hp.prune_heads_(subject.model, {0: row})
     assert picture(subject.model) == before
 
@@ -315,16 +356,24 @@ def test_a_table_of_0_and_1_is_a_plan(make: Callable[[Any], Any]) -> None:
     table = [[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
     report = hp.prune_(subject.model, make(table), subject.batch)
     assert [site.heads for site in report.sites] == [(0, 2, 3), (0, 1, 2, 3), (3,)]
-    again = hp.prune_(subject.model, make([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]), subject.batch)
+    again = hp.prune_(
+        subject.model, make([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]), subject.batch
+    )
     assert again.removed == ((report.sites[0].name, (0,)),)
 
 
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ([[1, 1, 1, 1]] * 2, r"array: must be \[layers, heads\] with one row per site, 3, got 2 rows"),
+        (
+            [[1, 1, 1, 1]] * 2,
+            r"array: must be \[layers, heads\] with one row per site, 3, got 2 rows",
+        ),
         ([[1, 1, 1]] * 3, r"array\[0\], for .*: must be one value per head, 4, got 3"),
-        ([[0, 1, 2, 3]] * 3, r"array\[0\], for .*: must be 1 \(kept\) or 0 \(removed\) per head, got 2"),
+        (
+            [[0, 1, 2, 3]] * 3,
+            r"array\[0\], for .*: must be 1 \(kept\) or 0 \(removed\) per head, got 2",
+        ),
         (np.full((3, 4), np.nan), "got nan"),
         ([1, 1, 1], "must be one value per head, 4, got 1"),
     ],
@@ -340,7 +389,9 @@ def test_a_table_that_is_none_of_the_heads(table: Any, words: str) -> None:
 def test_a_table_does_not_bring_heads_back() -> None:
     subject = subject_of("gpt2")
     hp.prune_heads_(subject.model, {1: [2]})
-    with pytest.raises(UnknownName, match=r"must be 1 only for the present heads \[0, 1, 3\], got 1 for head 2"):
+    with pytest.raises(
+        UnknownName, match=r"must be 1 only for the present heads \[0, 1, 3\], got 1 for head 2"
+    ):
         hp.prune_(subject.model, np.ones((3, 4)))
 
 
@@ -373,16 +424,24 @@ def test_a_cut_inside_a_gated_block_is_refused() -> None:
         with pytest.raises(UnsupportedModel, match="cut outside of gated blocks"):
             hp.prune_heads_(subject.model, {0: [0]})
         own = hp.MultiHeadAttention(8, 2)
-        with hp.gated(own, torch.ones(1, 2)), pytest.raises(UnsupportedModel, match="cut outside of gated blocks"):
+        with (
+            hp.gated(own, torch.ones(1, 2)),
+            pytest.raises(UnsupportedModel, match="cut outside of gated blocks"),
+        ):
             own.prune_heads_([0])
     assert_close(subject.model.state_dict(), before, **EXACT)
 
 
 def test_an_example_without_any_finite_output_is_refused_before_the_cut() -> None:
     subject = subject_of("vit")
-    batch = {**subject.batch, "pixel_values": torch.full_like(subject.batch["pixel_values"], float("nan"))}
+    batch = {
+        **subject.batch,
+        "pixel_values": torch.full_like(subject.batch["pixel_values"], float("nan")),
+    }
     before = picture(subject.model)
-    with pytest.raises(InvalidValue, match="example: must be a batch on which the model's outputs are finite"):
+    with pytest.raises(
+        InvalidValue, match="example: must be a batch on which the model's outputs are finite"
+    ):
         hp.prune_heads_(subject.model, {0: [0]}, example=batch)
     assert picture(subject.model) == before
 

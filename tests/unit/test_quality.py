@@ -64,10 +64,15 @@ def test_accuracy_of_tokens_leaves_out_what_is_not_labelled() -> None:
     batch["labels"] = torch.randint(0, 2, (5, 6))
     batch["labels"][0, :3] = -100
     counted = [
-        (row, t) for row in range(5) for t in range(6) if batch["attention_mask"][row, t] and (row > 0 or t >= 3)
+        (row, t)
+        for row in range(5)
+        for t in range(6)
+        if batch["attention_mask"][row, t] and (row > 0 or t >= 3)
     ]
     with torch.no_grad():
-        guess = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.argmax(-1)
+        guess = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).logits.argmax(-1)
     right = sum(int(guess[at]) == int(batch["labels"][at]) for at in counted)
     found = evaluate(model, split(batch, 2))
     assert found.metric == "accuracy"
@@ -90,24 +95,31 @@ def test_perplexity_weighs_tokens_and_not_examples(name: str, side: str) -> None
     assert count == 15
     pad = [(0, 11 - len(r)) if side == "right" else (11 - len(r), 0) for r in rows]
     ids = torch.stack([nn.functional.pad(r, p, value=5) for r, p in zip(rows, pad, strict=True)])
-    mask = torch.stack([nn.functional.pad(torch.ones_like(r), p) for r, p in zip(rows, pad, strict=True)])
+    mask = torch.stack(
+        [nn.functional.pad(torch.ones_like(r), p) for r, p in zip(rows, pad, strict=True)]
+    )
     batch = {"input_ids": ids, "attention_mask": mask}
     if name == "gpt2" and side == "left":
         batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    # Llama's rotary sines are computed in float32, at other positions if the padding is on the left.
+    # Llama's rotary sines are computed in float32, at other positions if the padding is on the
+    # left.
     tolerance = 1e-5 if (name, side) == ("llama", "left") else 1e-10
     for size in (1, 2, 3):
         found = evaluate(subject.model, split(batch, size))
         assert found.metric == "perplexity"
         assert found.value == pytest.approx(math.exp(total / count), rel=tolerance)
-        assert found.value != pytest.approx(math.exp(found.loss), rel=1e-3), "the mean over examples is another number"
+        assert found.value != pytest.approx(math.exp(found.loss), rel=1e-3), (
+            "the mean over examples is another number"
+        )
 
 
 def test_mean_squared_error() -> None:
     model = bert("BertForSequenceClassification", num_labels=1)
     batch = {**text(), "labels": torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0]).double()}
     with torch.no_grad():
-        guess = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+        guess = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[
+            :, 0
+        ]
     found = evaluate(model, split(batch, 2))
     assert found.metric == "mse"
     pairs = list(zip(guess, batch["labels"], strict=True))
@@ -126,7 +138,9 @@ def test_where_no_metric_fits_it_is_the_loss(kind: str) -> None:
         batch = {**text(), "labels": torch.randint(0, 2, (5, 3)).double()}
     found = evaluate(model, split(batch, 2))
     assert found.metric == "loss"
-    assert pytest.approx(found.value, rel=1e-12) == found.loss == pytest.approx(sum(found.losses) / 5)
+    assert (
+        pytest.approx(found.value, rel=1e-12) == found.loss == pytest.approx(sum(found.losses) / 5)
+    )
 
 
 def test_a_loss_of_your_own_is_the_metric(subject: Subject) -> None:
@@ -170,7 +184,9 @@ def test_the_model_is_left_as_it_was() -> None:
     subject = subject_of("bert")
     subject.model.train()
     before, state = picture(subject.model), torch.get_rng_state()
-    assert evaluate(subject.model, [subject.batch]) == evaluate(subject.model, iter([subject.batch]))
+    assert evaluate(subject.model, [subject.batch]) == evaluate(
+        subject.model, iter([subject.batch])
+    )
     bad = {**subject.batch, "labels": torch.tensor([0, 9, 1])}
     with pytest.raises(InvalidValue, match="labels of batch 1"):
         evaluate(subject.model, [subject.batch, bad])

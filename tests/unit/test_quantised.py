@@ -1,4 +1,5 @@
-"""Quantised projections are refused in words before anything changes; floating-point models of any width are cut."""
+"""Quantised projections are refused in words before anything changes; floating-point models of any
+width are cut."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.laws.support import picture, ragged
 
 
 class Int8Parameter(nn.Parameter):
-    """A weight in int8 with a scale a row, in the way of bitsandbytes: a parameter of its own type."""
+    """A weight in int8 with a scale a row, in the way of bitsandbytes: a parameter of its own
+    type."""
 
     def __new__(cls, weight: Tensor) -> Int8Parameter:
         made: Any = torch.Tensor._make_subclass(cls, weight.to(torch.int8), False)
@@ -38,7 +40,8 @@ class Linear8bit(nn.Linear):
 
 
 class HiddenScale(nn.Linear):
-    """A weight of plain floats that something else multiplies: cutting the weight alone would be wrong."""
+    """A weight of plain floats that something else multiplies: cutting the weight alone would be
+    wrong."""
 
     def __init__(self, full: nn.Linear) -> None:
         super().__init__(full.in_features, full.out_features)

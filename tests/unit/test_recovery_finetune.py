@@ -76,8 +76,12 @@ def test_it_trains_as_a_plain_loop_does():
     model, batches = build()
     model.double()
     oracle = copy.deepcopy(model)
-    rates = [0.01 * factor for factor in (0.0, 0.5, 1.0, 0.75, 0.5, 0.25)]  # 2 steps up, then down to 0
-    settings = Finetune(epochs=3, learning_rate=0.01, weight_decay=0.1, warmup_ratio=0.3, max_grad_norm=0.5)
+    rates = [
+        0.01 * factor for factor in (0.0, 0.5, 1.0, 0.75, 0.5, 0.25)
+    ]  # 2 steps up, then down to 0
+    settings = Finetune(
+        epochs=3, learning_rate=0.01, weight_decay=0.1, warmup_ratio=0.3, max_grad_norm=0.5
+    )
     report = hp.recover_(model, batches, settings)
     values = by_hand(oracle, batches, mean_loss, 6, rates, decay=0.1, clip=0.5)
     assert_trained_alike(model, oracle)
@@ -99,12 +103,16 @@ def test_schedules(settings, factors):
     model, batches = build()
     model.double()
     oracle = copy.deepcopy(model)
-    hp.recover_(model, batches, Finetune(epochs=2, learning_rate=0.01, max_grad_norm=None, **settings))
+    hp.recover_(
+        model, batches, Finetune(epochs=2, learning_rate=0.01, max_grad_norm=None, **settings)
+    )
     by_hand(oracle, batches, mean_loss, 4, [0.01 * f for f in factors])
     assert_trained_alike(model, oracle)
 
 
-@pytest.mark.parametrize(("settings", "n_steps"), [({"steps": 5}, 5), ({"epochs": 1.5}, 3), ({}, 2)])
+@pytest.mark.parametrize(
+    ("settings", "n_steps"), [({"steps": 5}, 5), ({"epochs": 1.5}, 3), ({}, 2)]
+)
 def test_steps_take_the_place_of_epochs_and_epochs_may_be_broken(settings, n_steps):
     model, batches = build()
     report = hp.recover_(model, batches, Finetune(**settings))
@@ -124,13 +132,16 @@ def distillation(teacher, calls, temperature):
 @pytest.mark.parametrize("shape", [(3, 5), (3, 4, 5), (3, 4, 2, 5)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_distance_of_logits_is_one_number_an_example(shape, masked):
-    """Of tokens that are no padding, where the logits are of tokens; of all, where they are of several for each."""
+    """Of tokens that are no padding, where the logits are of tokens; of all, where they are of
+    several for each."""
     ours, theirs = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
     found = logits_gap([((), {"attention_mask": mask} if masked else {}, ours)], theirs, 2.0)
     each = kl(theirs, ours, 2.0)
     if masked and len(shape) == 3:
-        expected = torch.stack([row[kept].mean() for row, kept in zip(each, mask.bool(), strict=True)])
+        expected = torch.stack(
+            [row[kept].mean() for row, kept in zip(each, mask.bool(), strict=True)]
+        )
     else:
         expected = each.flatten(1).mean(1) if each.ndim > 1 else each
     torch.testing.assert_close(found, expected)
@@ -143,7 +154,9 @@ def test_distillation_adds_the_teachers_logits():
     prune_heads_(model, {0: [1], 2: [0, 3]})
     oracle, flags = copy.deepcopy(model), [m.training for m in teacher.modules()]
     before = parameters(teacher)
-    settings = Finetune(epochs=2, learning_rate=0.01, schedule="constant", distill=3.0, temperature=2.0)
+    settings = Finetune(
+        epochs=2, learning_rate=0.01, schedule="constant", distill=3.0, temperature=2.0
+    )
     report = hp.recover_(model, batches, settings, teacher=teacher)
 
     def loss(student, batch):
@@ -240,12 +253,16 @@ def test_a_loss_and_a_model_of_ones_own():
     assert report.metrics["steps"] == 40
     start = loss(teacher, data[:]).mean().item()
     assert report.metrics["loss"] < 0.7 * start
-    torch.testing.assert_close(loss.weight.detach(), torch.ones(()), rtol=0, atol=0)  # not the model's to train
+    torch.testing.assert_close(
+        loss.weight.detach(), torch.ones(()), rtol=0, atol=0
+    )  # not the model's to train
 
 
 def test_bare_tensors_are_batches():
     model = nn.Sequential(hp.MultiHeadAttention(8, 2))
-    report = hp.recover_(model, [torch.randn(2, 3, 8)], "finetune", loss=lambda m, x: m(x).square().mean((1, 2)))
+    report = hp.recover_(
+        model, [torch.randn(2, 3, 8)], "finetune", loss=lambda m, x: m(x).square().mean((1, 2))
+    )
     assert report.metrics["steps"] == 1
 
 
@@ -268,7 +285,9 @@ def test_frozen_parameters_stay():
     assert not any(n.startswith("bert.embeddings") for n in changed)
     assert not any(n.startswith("bert.embeddings") for n in report.changed)
     # what does not change has no gradient: a bias on all keys
-    assert set(report.changed) - changed <= {f"bert.encoder.layer.{i}.attention.self.key.bias" for i in range(3)}
+    assert set(report.changed) - changed <= {
+        f"bert.encoder.layer.{i}.attention.self.key.bias" for i in range(3)
+    }
     assert not model.bert.embeddings.word_embeddings.weight.requires_grad
 
 
@@ -292,7 +311,11 @@ def test_the_loader_shuffles_by_the_seed():
     orders = [order(0), order(0), order(1)]
     assert orders[0] == orders[1] != orders[2]
     assert orders[0][:8] != orders[0][8:]
-    assert sorted(orders[0][:8]) == sorted(orders[0][8:]) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+    assert (
+        sorted(orders[0][:8])
+        == sorted(orders[0][8:])
+        == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+    )
 
 
 def test_dropout_follows_the_seed():
@@ -387,7 +410,9 @@ def test_a_loss_that_is_not_finite_names_the_step():
         return default_loss(m, batch) * (float("nan") if len(calls) == 3 else 1.0)
 
     calls = []
-    with pytest.raises(InvalidValue, match=r"step 3: .*must be finite, got nan.*Lower learning_rate"):
+    with pytest.raises(
+        InvalidValue, match=r"step 3: .*must be finite, got nan.*Lower learning_rate"
+    ):
         hp.recover_(model, batches, Finetune(epochs=2), loss=loss)
 
 
@@ -398,7 +423,10 @@ def test_weights_that_are_not_finite_in_the_end_are_an_error():
         model.weight.fill_(0.0)
     with pytest.raises(InvalidValue, match=r"weight after step 1: must be finite"):
         hp.recover_(
-            model, [torch.zeros(2, 1)], Finetune(max_grad_norm=None), loss=lambda m, x: m(x).squeeze(1).abs().sqrt()
+            model,
+            [torch.zeros(2, 1)],
+            Finetune(max_grad_norm=None),
+            loss=lambda m, x: m(x).squeeze(1).abs().sqrt(),
         )
 
 
@@ -434,7 +462,13 @@ class Lying(list):
 def test_batches_must_be_sized_readable_twice_and_there():
     model, batches = build()
     again = "batches: must be sized and readable more than once"
-    for wrong in ((b for b in batches), iter(batches), SizedIterator(), DataLoader(Stream(), 2), None):
+    for wrong in (
+        (b for b in batches),
+        iter(batches),
+        SizedIterator(),
+        DataLoader(Stream(), 2),
+        None,
+    ):
         with pytest.raises(InvalidValue, match=again):
             hp.recover_(model, wrong, "finetune")
     for empty in ([], DataLoader(TensorDataset(torch.zeros(0, 2)))):
@@ -446,9 +480,13 @@ def test_batches_must_be_sized_readable_twice_and_there():
 
 def test_arguments_without_a_use_are_refused():
     model, batches = build()
-    with pytest.raises(InvalidValue, match="teacher: must be left out: finetune, as it is set, does not read it"):
+    with pytest.raises(
+        InvalidValue, match="teacher: must be left out: finetune, as it is set, does not read it"
+    ):
         hp.recover_(model, batches, "finetune", teacher=build()[0])
-    with pytest.raises(InvalidValue, match="teacher: must be the unpruned original, which finetune needs"):
+    with pytest.raises(
+        InvalidValue, match="teacher: must be the unpruned original, which finetune needs"
+    ):
         hp.recover_(model, batches, Finetune(distill=0.5))
     with pytest.raises(InvalidValue, match="got one that shares trainable parameters with it"):
         hp.recover_(model, batches, Finetune(distill=0.5), teacher=nn.Sequential(model))
@@ -459,7 +497,10 @@ def test_arguments_without_a_use_are_refused():
 
 def test_a_loss_of_one_number_is_refused():
     model, batches = build()
-    with pytest.raises(InvalidValue, match=r"step 1: loss\(model, batch\) of batch 0: must be a tensor of shape \[3\]"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"step 1: loss\(model, batch\) of batch 0: must be a tensor of shape \[3\]",
+    ):
         hp.recover_(model, batches, "finetune", loss=mean_loss)
 
 

@@ -1,4 +1,5 @@
-"""Finetune's distillation of hidden states: against a literal transcription, and where it is refused."""
+"""Finetune's distillation of hidden states: against a literal transcription, and where it is
+refused."""
 
 import copy
 
@@ -27,7 +28,9 @@ def pair(name):
     model = model.double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     teacher = copy.deepcopy(model)
     prune_heads_(model, {0: hp.find_sites(model)[0].units[0]})
     return model, teacher, {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
@@ -58,7 +61,8 @@ def compared(model, teacher, batch, which="all"):
 @pytest.mark.parametrize("which", ["all", "last"])
 @pytest.mark.parametrize("name", ["bert", "vit", "llama"])
 def test_it_is_the_literal_transcription_in_value_and_gradient(name, which):
-    """The layers of these put out Transformers' ``hidden_states``; its last one of a decoder is after another norm."""
+    """The layers of these put out Transformers' ``hidden_states``; its last one of a decoder is
+    after another norm."""
     model, teacher, batch = pair(name)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     mask = batch.get("attention_mask")
@@ -66,7 +70,10 @@ def test_it_is_the_literal_transcription_in_value_and_gradient(name, which):
 
     def states(m):
         found = []
-        handles = [b.module.register_forward_hook(lambda _, a, o: found.append(o)) for b in blocks_of(m, None)]
+        handles = [
+            b.module.register_forward_hook(lambda _, a, o: found.append(o))
+            for b in blocks_of(m, None)
+        ]
         hidden = m(**inputs, output_hidden_states=True).hidden_states
         for handle in handles:
             handle.remove()
@@ -95,7 +102,9 @@ def test_it_is_the_literal_transcription_in_value_and_gradient(name, which):
 def test_padding_makes_no_difference():
     model, teacher, batch = pair("bert")
     inside = compared(model, teacher, batch)
-    wider = {k: torch.cat([v, torch.zeros_like(v)], 1) if v.ndim == 2 else v for k, v in batch.items()}
+    wider = {
+        k: torch.cat([v, torch.zeros_like(v)], 1) if v.ndim == 2 else v for k, v in batch.items()
+    }
     torch.testing.assert_close(compared(model, teacher, wider), inside, **CLOSE)
 
 
@@ -106,12 +115,15 @@ def test_a_decoders_padding_is_its_own():
     assert [b.kind != "self" for b in blocks] == [False, False, True, True]
     decoder_mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
     found = []
-    handles = [b.module.register_forward_hook(lambda _, a, o: found.append(o[0].detach())) for b in blocks]
+    handles = [
+        b.module.register_forward_hook(lambda _, a, o: found.append(o[0].detach())) for b in blocks
+    ]
     model(**batch, decoder_attention_mask=decoder_mask)
     for handle in handles:
         handle.remove()
     handles = [
-        b.module.register_forward_hook(lambda _, a, o: found.append(o[0].detach())) for b in blocks_of(teacher, None)
+        b.module.register_forward_hook(lambda _, a, o: found.append(o[0].detach()))
+        for b in blocks_of(teacher, None)
     ]
     teacher(**batch, decoder_attention_mask=decoder_mask)
     masks = [batch["attention_mask"]] * 2 + [decoder_mask] * 2
@@ -154,13 +166,19 @@ def test_training_on_it_lowers_the_distance():
     after = compared(model, teacher, batch).item()
     assert after < 0.6 * before
     assert set(report.metrics) == {"steps", "loss", "distillation", "hidden_states"}
-    assert not any(m._forward_hooks or m._forward_pre_hooks for both in (model, teacher) for m in both.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks
+        for both in (model, teacher)
+        for m in both.modules()
+    )
 
 
 def test_a_step_is_that_of_the_sum():
     model, teacher, batch = pair("bert")
     oracle = copy.deepcopy(model).train()
-    settings = Finetune(steps=1, learning_rate=0.01, schedule="constant", max_grad_norm=None, distill_hidden=3.0)
+    settings = Finetune(
+        steps=1, learning_rate=0.01, schedule="constant", max_grad_norm=None, distill_hidden=3.0
+    )
     report = hp.recover_(model, [batch], settings, teacher=teacher)
     optimizer = torch.optim.AdamW(oracle.parameters(), lr=0.01, weight_decay=0.0)
     gap = compared(oracle, teacher, batch)
@@ -176,12 +194,15 @@ def test_a_regression_has_hidden_states():
     model = nn.Sequential(hp.MultiHeadAttention(8, 2), nn.Flatten(), nn.Linear(24, 1))
     teacher, x = copy.deepcopy(model), torch.randn(4, 3, 8)
     settings = Finetune(steps=2, distill_hidden=1.0)
-    report = hp.recover_(model, [x], settings, teacher=teacher, loss=lambda m, x: m(x).square().mean(1))
+    report = hp.recover_(
+        model, [x], settings, teacher=teacher, loss=lambda m, x: m(x).square().mean(1)
+    )
     assert report.metrics["hidden_states"] >= 0
 
 
 def test_batches_that_come_second_are_told_by_the_layout():
-    """``[tokens, batch, features]`` with as many tokens as examples: only the layout tells them apart."""
+    """``[tokens, batch, features]`` with as many tokens as examples: only the layout tells them
+    apart."""
     model, _ = layouts.get("labml").tiny(0)
     block = Block("", model, "self", 1)
     torch.manual_seed(0)
@@ -226,7 +247,9 @@ def test_layers_that_return_no_states_or_others_are_refused():
     assert run(lambda x: {"states": x, "more": 1}, lambda x: x)["hidden_states"] == plain
     with pytest.raises(InvalidValue, match="used where 0 returns hidden states first, got list"):
         run(lambda x: ["nothing"], lambda x: x)
-    with pytest.raises(InvalidValue, match=r"a teacher whose 0 returns \[2, 3, 8\], got \[2, 2, 8\]"):
+    with pytest.raises(
+        InvalidValue, match=r"a teacher whose 0 returns \[2, 3, 8\], got \[2, 2, 8\]"
+    ):
         run(lambda x: x, lambda x: x[:, :2])
 
 
@@ -246,7 +269,9 @@ def test_layers_that_do_not_all_run_in_both_are_refused():
         comparison = Comparison(Early(ours), Early(theirs), hidden="all")
         with comparison.listening():
             comparison.model(torch.randn(2, 3, 8))
-        with pytest.raises(InvalidValue, match=rf"the same layers \(layers\.0, .*, got {ours} and {theirs} states"):
+        with pytest.raises(
+            InvalidValue, match=rf"the same layers \(layers\.0, .*, got {ours} and {theirs} states"
+        ):
             comparison.gaps()
 
 
@@ -293,7 +318,9 @@ def test_padding_of_an_encoder_that_runs_twice():
     for spoilt in (0.0, 100.0):
         model, teacher = TwoSentences(whole), TwoSentences(copy.deepcopy(whole))
         last = teacher.encoder.bert.encoder.layer[-1]
-        last.register_forward_hook(lambda m, a, out, by=spoilt: out + out.square() + by * away[..., None])
+        last.register_forward_hook(
+            lambda m, a, out, by=spoilt: out + out.square() + by * away[..., None]
+        )
         comparison = Comparison(model, teacher, hidden="last")
         with comparison.listening():
             model(inputs, inputs)

@@ -57,12 +57,14 @@ def test_every_projection_of_attention_and_feed_forward_changes_and_nothing_else
     model, batch = build(name, cut=False)
     before, looks = values(model), picture(model)
     batch = {"labels": batch["decoder_input_ids"], **batch} if name == "t5" else batch
-    report = hp.recover_(model, [batch], Finetune(steps=3, learning_rate=0.01, lora_rank=2, weight_decay=0.1))
+    report = hp.recover_(
+        model, [batch], Finetune(steps=3, learning_rate=0.01, lora_rank=2, weight_decay=0.1)
+    )
     found = changed(model, before)
     assert found == list(report.changed)
-    assert {n for n in before if any(n.endswith(f"{leaf}.weight") for leaf in leaves)} - {"bert.pooler.dense"} == set(
-        found
-    )
+    assert {n for n in before if any(n.endswith(f"{leaf}.weight") for leaf in leaves)} - {
+        "bert.pooler.dense"
+    } == set(found)
     assert picture(model) == looks
     assert not report.notes
     for weight in found:
@@ -77,13 +79,22 @@ def test_it_trains_as_a_plain_loop_over_the_factors_does():
     oracle = copy.deepcopy(model)
     target = "bert.encoder.layer.1.output.dense"
     settings = Finetune(
-        steps=4, learning_rate=0.01, schedule="constant", lora_rank=2, lora_alpha=6.0, lora_targets=(target,), seed=3
+        steps=4,
+        learning_rate=0.01,
+        schedule="constant",
+        lora_rank=2,
+        lora_alpha=6.0,
+        lora_targets=(target,),
+        seed=3,
     )
     hp.recover_(model, [batch], settings)
     torch.manual_seed(3)
     probe = copy.deepcopy(oracle)
     with adapted(probe, 2, None, (target,), None) as found:
-        a, b = (getattr(probe.get_submodule(target), f"lora_{x}")["recovery"].weight.detach().clone() for x in "AB")
+        a, b = (
+            getattr(probe.get_submodule(target), f"lora_{x}")["recovery"].weight.detach().clone()
+            for x in "AB"
+        )
         assert found.changed == (f"{target}.weight",)
     assert not b.any()
     factors = [a.requires_grad_(), b.requires_grad_()]
@@ -92,13 +103,17 @@ def test_it_trains_as_a_plain_loop_over_the_factors_does():
     oracle.train()
     for _ in range(4):
         merged = {f"{target}.weight": base + 3.0 * b @ a}
-        out = torch.func.functional_call(oracle, merged, (), {k: v for k, v in batch.items() if k != "labels"})
+        out = torch.func.functional_call(
+            oracle, merged, (), {k: v for k, v in batch.items() if k != "labels"}
+        )
         loss = nn.functional.cross_entropy(out.logits, batch["labels"])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(factors, 1.0)
         optimizer.step()
-    torch.testing.assert_close(model.get_parameter(f"{target}.weight"), (base + 3.0 * b @ a).detach())
+    torch.testing.assert_close(
+        model.get_parameter(f"{target}.weight"), (base + 3.0 * b @ a).detach()
+    )
 
 
 def test_merged_is_what_was_trained_and_it_saves_and_loads(tmp_path):
@@ -126,12 +141,20 @@ def test_merged_is_what_was_trained_and_it_saves_and_loads(tmp_path):
 
 def test_targets_are_names_or_ends_of_names():
     model, batch = build()
-    report = hp.recover_(model, [batch], Finetune(steps=1, lora_rank=1, lora_targets=("query", "layer.0.output.dense")))
+    report = hp.recover_(
+        model,
+        [batch],
+        Finetune(steps=1, lora_rank=1, lora_targets=("query", "layer.0.output.dense")),
+    )
     names = [f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(3)]
     assert report.changed == (*names, "bert.encoder.layer.0.output.dense.weight")
-    with pytest.raises(UnknownName, match=r"lora_targets: must be names of projections of Bert.*'quary'.*'query'"):
+    with pytest.raises(
+        UnknownName, match=r"lora_targets: must be names of projections of Bert.*'quary'.*'query'"
+    ):
         hp.recover_(model, [batch], Finetune(lora_rank=1, lora_targets=("quary",)))
-    with pytest.raises(UnsupportedModel, match="LayerNorm: must be a projection that an adapter can be put around"):
+    with pytest.raises(
+        UnsupportedModel, match="LayerNorm: must be a projection that an adapter can be put around"
+    ):
         hp.recover_(model, [batch], Finetune(lora_rank=1, lora_targets=("LayerNorm",)))
 
 
@@ -169,14 +192,20 @@ def test_an_error_leaves_the_weights_as_they_were():
 
 def test_what_reads_weights_past_adapters_is_refused_or_told():
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(48, 2))
+    model = nn.Sequential(
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(48, 2)
+    )
     x, loss = torch.randn(4, 3, 16), lambda m, x: m(x).square().mean(1)
     settings = Finetune(steps=3, learning_rate=0.05, lora_rank=2, eval_every=3)
     report = hp.recover_(model, [x], settings, loss=loss, validation=[x])
-    assert report.changed == tuple(f"0.layers.{i}.linear{j}.weight" for i in range(2) for j in (1, 2))
+    assert report.changed == tuple(
+        f"0.layers.{i}.linear{j}.weight" for i in range(2) for j in (1, 2)
+    )
     # PyTorch's fused layer, in evaluation without gradients, would not see the adapters
     assert report.metrics["validation_loss"] < report.metrics["validation_loss_before"]
-    assert report.metrics["validation_loss"] == pytest.approx(loss(model.eval(), x).mean().item(), rel=1e-4)
+    assert report.metrics["validation_loss"] == pytest.approx(
+        loss(model.eval(), x).mean().item(), rel=1e-4
+    )
     with pytest.raises(UnsupportedModel, match="reads its weight past an adapter"):
         hp.recover_(model, [x], Finetune(lora_rank=1, lora_targets=("out_proj",)), loss=loss)
 
@@ -189,7 +218,9 @@ def test_what_reads_weights_past_adapters_is_refused_or_told():
             return nn.functional.linear(self.used(x), self.passed.weight)
 
     settings = Finetune(steps=2, lora_rank=1, lora_targets=("used", "passed"))
-    report = hp.recover_(Past(), [torch.randn(2, 4)], settings, loss=lambda m, x: m(x).square().mean(1))
+    report = hp.recover_(
+        Past(), [torch.randn(2, 4)], settings, loss=lambda m, x: m(x).square().mean(1)
+    )
     assert report.notes == ("No gradient reached the adapters of passed: they changed nothing.",)
 
 
@@ -201,18 +232,36 @@ def test_without_targets_there_must_be_projections_in_layers_that_are_known():
 
     x, loss = torch.randn(4, 3, 16), lambda m, x: m(x).square().mean((1, 2))
     unknown = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
-    words = r"lora_targets: must be given for a model without known attention.*Name the projections: lora_targets"
+    words = (
+        r"lora_targets: must be given for a model without known attention.*Name the projections:"
+        r" lora_targets"
+    )
     with pytest.raises(UnsupportedModel, match=words):
         hp.recover_(unknown, [x], Finetune(lora_rank=1), loss=loss)
     alone = nn.Sequential(nn.MultiheadAttention(16, 4), nn.ReLU())
-    words = "lora_targets: must be given, or a model with projections in its layers, got none there. Train the weights"
+    words = (
+        "lora_targets: must be given, or a model with projections in its layers, got none there."
+        " Train the weights"
+    )
     with pytest.raises(UnsupportedModel, match=words):
-        hp.recover_(alone, [x], Finetune(lora_rank=1), loss=lambda m, x: m[0](x, x, x)[0].square().mean((1, 2)))
-    known = nn.ModuleList(nn.ModuleList([hp.MultiHeadAttention(16, 4), Scaled(16, 16)]) for _ in range(2))
+        hp.recover_(
+            alone,
+            [x],
+            Finetune(lora_rank=1),
+            loss=lambda m, x: m[0](x, x, x)[0].square().mean((1, 2)),
+        )
+    known = nn.ModuleList(
+        nn.ModuleList([hp.MultiHeadAttention(16, 4), Scaled(16, 16)]) for _ in range(2)
+    )
     known = nn.Sequential(*(nn.Sequential(*layer) for layer in known))
     report = hp.recover_(known, [x], Finetune(steps=1, lora_rank=1), loss=loss)
-    assert report.changed == tuple(f"{i}.0.{name}.weight" for i in range(2) for name in ("W_q", "W_k", "W_v", "W_o"))
-    with pytest.raises(UnsupportedModel, match=r"lora_targets: 0\.1: must be a projection .*, got Scaled with scale"):
+    assert report.changed == tuple(
+        f"{i}.0.{name}.weight" for i in range(2) for name in ("W_q", "W_k", "W_v", "W_o")
+    )
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"lora_targets: 0\.1: must be a projection .*, got Scaled with scale",
+    ):
         hp.recover_(known, [x], Finetune(lora_rank=1, lora_targets=("0.1",)), loss=loss)
 
 
@@ -228,7 +277,8 @@ def test_peft_is_optional(monkeypatch):
     model, batch = build()
     hp.recover_(model, [batch], Finetune(steps=1))
     with pytest.raises(
-        InvalidValue, match=r"lora_rank: must be left out where PEFT is not installed.*pip install peft"
+        InvalidValue,
+        match=r"lora_rank: must be left out where PEFT is not installed.*pip install peft",
     ):
         hp.recover_(model, [batch], Finetune(lora_rank=2))
 
@@ -250,8 +300,14 @@ def test_the_seed_decides():
         ({"lora_rank": 0}, "Finetune.lora_rank: must be a count of dimensions >= 1"),
         ({"lora_alpha": 2.0}, "Finetune.lora_alpha: must be used with lora_rank"),
         ({"lora_targets": ("query",)}, "Finetune.lora_targets: must be used with lora_rank"),
-        ({"lora_rank": 2, "lora_targets": "query"}, "Finetune.lora_targets: must be names of projections in a tuple"),
-        ({"lora_rank": 2, "lora_targets": ()}, "Finetune.lora_targets: must be names of projections in a tuple"),
+        (
+            {"lora_rank": 2, "lora_targets": "query"},
+            "Finetune.lora_targets: must be names of projections in a tuple",
+        ),
+        (
+            {"lora_rank": 2, "lora_targets": ()},
+            "Finetune.lora_targets: must be names of projections in a tuple",
+        ),
         ({"lora_rank": 2, "lora_alpha": 0}, "Finetune.lora_alpha: must be a number above 0"),
     ],
 )

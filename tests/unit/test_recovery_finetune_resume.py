@@ -1,4 +1,5 @@
-"""Finetune killed and continued: the same weights bit for bit; and early stopping by validation loss."""
+"""Finetune killed and continued: the same weights bit for bit; and early stopping by validation
+loss."""
 
 import random
 from dataclasses import replace
@@ -23,7 +24,8 @@ class Killed(Exception):
 
 
 class Rows(Dataset):
-    """Rows that are shifted at random when they are read, by all three generators; it may end the process."""
+    """Rows that are shifted at random when they are read, by all three generators; it may end the
+    process."""
 
     def __init__(self, kill_at=None):
         self.x = torch.randn(11, 3, 8, generator=torch.Generator().manual_seed(0))
@@ -36,7 +38,9 @@ class Rows(Dataset):
         self.reads += 1
         if self.reads == self.kill_at:
             raise Killed
-        return self.x[i] + 0.1 * torch.rand(1) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        return (
+            self.x[i] + 0.1 * torch.rand(1) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        )
 
 
 class Model(nn.Module):
@@ -45,7 +49,11 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.attention, self.norm, self.drop = hp.MultiHeadAttention(8, 2), nn.BatchNorm1d(3), nn.Dropout(0.3)
+        self.attention, self.norm, self.drop = (
+            hp.MultiHeadAttention(8, 2),
+            nn.BatchNorm1d(3),
+            nn.Dropout(0.3),
+        )
 
     def forward(self, x):
         return self.drop(self.norm(x + self.attention(x)))
@@ -67,11 +75,15 @@ def state(model):
 
 SETTINGS = {
     "plain": Finetune(steps=15, learning_rate=0.02, warmup_ratio=0.2, checkpoint_every=4),
-    "pass ends": Finetune(epochs=3, learning_rate=0.02, schedule="cosine"),  # 6 batches a pass, a checkpoint at each
+    "pass ends": Finetune(
+        epochs=3, learning_rate=0.02, schedule="cosine"
+    ),  # 6 batches a pass, a checkpoint at each
     "distilled": Finetune(steps=15, learning_rate=0.02, distill_hidden=1.0, checkpoint_every=5),
     "lora": Finetune(steps=15, learning_rate=0.02, lora_rank=2, checkpoint_every=4),
     "bf16": Finetune(steps=15, learning_rate=0.02, precision="bf16", checkpoint_every=4),
-    "watched": Finetune(steps=15, learning_rate=0.3, eval_every=2, checkpoint_every=7, schedule="constant"),
+    "watched": Finetune(
+        steps=15, learning_rate=0.3, eval_every=2, checkpoint_every=7, schedule="constant"
+    ),
 }
 
 
@@ -90,12 +102,16 @@ def train(settings, kind, folder=None, kill_at=None, leave=False):
     return model, report
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, "shuffled") for name in SETTINGS), ("plain", "own generator")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "shuffled") for name in SETTINGS), ("plain", "own generator")]
+)
 def test_a_killed_training_continues_to_the_same_weights(name, kind, tmp_path):
     settings = SETTINGS[name]
     whole, wanted = train(settings, kind)
     with pytest.raises(Killed):
-        train(settings, kind, tmp_path, kill_at=21)  # in the 11th batch of 15 or 18, in the second pass
+        train(
+            settings, kind, tmp_path, kill_at=21
+        )  # in the 11th batch of 15 or 18, in the second pass
     assert [p.name for p in tmp_path.iterdir()] == [FILE]
     model, report = train(settings, kind, tmp_path)
     torch.testing.assert_close(state(model), state(whole), **EXACT)
@@ -115,12 +131,24 @@ def test_a_finished_training_whose_checkpoint_stays_is_not_done_again(name, tmp_
     torch.testing.assert_close(state(model), state(whole), **EXACT)
     steps = 18 if name == "pass ends" else 15
     assert report.notes == (*wanted.notes, f"Continued after step {steps} from a checkpoint.")
-    assert (report.metrics, report.n_examples, report.changed) == (wanted.metrics, wanted.n_examples, wanted.changed)
+    assert (report.metrics, report.n_examples, report.changed) == (
+        wanted.metrics,
+        wanted.n_examples,
+        wanted.changed,
+    )
     rows = Rows()
     rows.x = rows.x + 1
     if name == "plain":
-        with pytest.raises(CheckpointError, match="batches: must be the ones that the checkpoint's training had"):
-            hp.recover_(Model(), DataLoader(rows, 2, shuffle=True), SETTINGS[name], loss=loss, folder=tmp_path)
+        with pytest.raises(
+            CheckpointError, match="batches: must be the ones that the checkpoint's training had"
+        ):
+            hp.recover_(
+                Model(),
+                DataLoader(rows, 2, shuffle=True),
+                SETTINGS[name],
+                loss=loss,
+                folder=tmp_path,
+            )
 
 
 def test_a_training_that_stopped_early_is_not_gone_on_with(tmp_path):
@@ -168,12 +196,16 @@ def test_another_trainings_checkpoint_is_refused(killed):
     def go(model=model, batches=None, settings=settings, **more):
         before = state(model)
         try:
-            hp.recover_(model, batches or DataLoader(rows, 2), settings, loss=loss, folder=killed, **more)
+            hp.recover_(
+                model, batches or DataLoader(rows, 2), settings, loss=loss, folder=killed, **more
+            )
         finally:
             torch.testing.assert_close(state(model), before, **EXACT)
 
     other = Finetune(steps=15, learning_rate=0.03, warmup_ratio=0.2, checkpoint_every=4)
-    with pytest.raises(CheckpointError, match=r"the checkpoint of this training, got that of another.* settings"):
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint of this training, got that of another.* settings"
+    ):
         go(settings=other)
     with pytest.raises(CheckpointError, match="differs in the number of batches"):
         go(batches=DataLoader(rows, 3))
@@ -182,11 +214,15 @@ def test_another_trainings_checkpoint_is_refused(killed):
         go(model=deeper)
     frozen = Model()
     frozen.norm.requires_grad_(False)
-    with pytest.raises(CheckpointError, match="differs in the model's frozen weights, the model's structure"):
+    with pytest.raises(
+        CheckpointError, match="differs in the model's frozen weights, the model's structure"
+    ):
         go(model=frozen)
     rows.x = rows.x + 1
     settings = SETTINGS["plain"]
-    with pytest.raises(CheckpointError, match="batches: must be the ones that the checkpoint's training had"):
+    with pytest.raises(
+        CheckpointError, match="batches: must be the ones that the checkpoint's training had"
+    ):
         hp.recover_(Model(), DataLoader(rows, 2), settings, loss=loss, folder=killed)
 
 
@@ -229,7 +265,12 @@ def test_random_states_come_back():
     held = random_states([own])
 
     def draws():
-        return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random(), torch.rand(1, generator=own).item()
+        return (
+            torch.rand(2).tolist(),
+            np.random.rand(2).tolist(),
+            random.random(),
+            torch.rand(1, generator=own).item(),
+        )
 
     first = draws()
     set_random_states(held, [own])
@@ -239,15 +280,26 @@ def test_random_states_come_back():
 def test_arguments_without_a_use_are_refused(tmp_path):
     model = Model()
     x = [torch.randn(2, 3, 8)]
-    with pytest.raises(InvalidValue, match="validation: must be left out: finetune, as it is set, has no use for it"):
+    with pytest.raises(
+        InvalidValue,
+        match="validation: must be left out: finetune, as it is set, has no use for it",
+    ):
         hp.recover_(model, x, Finetune(), loss=loss, validation=x)
-    with pytest.raises(InvalidValue, match="validation: must be given to finetune, as it is set, got none"):
+    with pytest.raises(
+        InvalidValue, match="validation: must be given to finetune, as it is set, got none"
+    ):
         hp.recover_(model, x, Finetune(patience=1), loss=loss)
-    with pytest.raises(InvalidValue, match="folder: must be left out: mean_fold, as it is set, has no use for it"):
+    with pytest.raises(
+        InvalidValue, match="folder: must be left out: mean_fold, as it is set, has no use for it"
+    ):
         hp.recover_(model, x, MeanFold(), teacher=Model(), folder=tmp_path)
-    with pytest.raises(InvalidValue, match=r"checkpoint_every: must be used with recover_\(folder=\)"):
+    with pytest.raises(
+        InvalidValue, match=r"checkpoint_every: must be used with recover_\(folder=\)"
+    ):
         hp.recover_(model, x, Finetune(checkpoint_every=3), loss=loss)
-    with pytest.raises(InvalidValue, match="leave_checkpoint: must be given with folder, got no folder"):
+    with pytest.raises(
+        InvalidValue, match="leave_checkpoint: must be given with folder, got no folder"
+    ):
         hp.recover_(model, x, Finetune(), loss=loss, leave_checkpoint=True)
 
 
@@ -284,9 +336,13 @@ def test_early_stopping_restores_the_best():
     assert report.metrics["best_step"] == 2 * best
     assert report.metrics["validation_loss"] == pytest.approx(losses[best])
     assert report.metrics["validation_loss_before"] == pytest.approx(0.55**2)
-    assert len(losses) == report.metrics["evaluations"] == best + 3  # two without a lower one, and that at step 0
+    assert (
+        len(losses) == report.metrics["evaluations"] == best + 3
+    )  # two without a lower one, and that at step 0
     assert report.metrics["steps"] == 2 * (best + 2)
-    assert report.notes == (f"Stopped after {2 * (best + 2)} of 24 steps: no lower validation loss in 2 evaluations.",)
+    assert report.notes == (
+        f"Stopped after {2 * (best + 2)} of 24 steps: no lower validation loss in 2 evaluations.",
+    )
     assert model.weight.item() == weights[best] != weights[-1]
     again, batches, held = overshooting(0.55)
     hp.recover_(again, batches, settings, loss=squared, validation=held)
@@ -306,13 +362,19 @@ def test_without_patience_it_trains_to_the_end_and_keeps_the_best():
 
 def test_training_that_only_harms_leaves_the_model_as_it_was():
     model, batches, held = overshooting(-1.0)
-    report = hp.recover_(model, batches, Finetune(epochs=9, patience=2), loss=squared, validation=held)
-    assert (report.metrics["best_step"], report.metrics["steps"]) == (0, 2)  # one evaluation a pass by default
+    report = hp.recover_(
+        model, batches, Finetune(epochs=9, patience=2), loss=squared, validation=held
+    )
+    assert (report.metrics["best_step"], report.metrics["steps"]) == (
+        0,
+        2,
+    )  # one evaluation a pass by default
     assert model.weight.item() == 0
 
 
 def test_watching_does_not_change_the_training():
-    """Dropout and order are those of a training that nobody watches, also by a loader that draws."""
+    """Dropout and order are those of a training that nobody watches, also by a loader that
+    draws."""
     _, report = train(Finetune(steps=9, learning_rate=0.02), "shuffled")
     model, batches = Model(), loader("shuffled", Rows())
     seen = []
@@ -324,7 +386,11 @@ def test_watching_does_not_change_the_training():
 
     held = DataLoader(Rows(), 3, shuffle=True)
     watched = hp.recover_(
-        model, batches, Finetune(steps=9, learning_rate=0.02, eval_every=2), loss=spied, validation=held
+        model,
+        batches,
+        Finetune(steps=9, learning_rate=0.02, eval_every=2),
+        loss=spied,
+        validation=held,
     )
     assert watched.metrics["loss"] == report.metrics["loss"]
     assert len(seen) == 9
@@ -342,9 +408,14 @@ def test_a_mean_is_over_examples_not_batches():
 def test_a_validation_loss_that_is_not_finite_is_named():
     model, x = Model(), torch.randn(2, 3, 8)
     bad = torch.full((2, 3, 8), float("nan"))
-    with pytest.raises(InvalidValue, match="validation after step 0: the loss of batch 0, example 0: must be finite"):
+    with pytest.raises(
+        InvalidValue,
+        match="validation after step 0: the loss of batch 0, example 0: must be finite",
+    ):
         hp.recover_(model, [x], Finetune(eval_every=1), loss=loss, validation=[bad])
-    with pytest.raises(InvalidValue, match="validation after step 1: batches: must be readable more than once"):
+    with pytest.raises(
+        InvalidValue, match="validation after step 1: batches: must be readable more than once"
+    ):
         hp.recover_(model, [x], Finetune(eval_every=1), loss=loss, validation=iter([x]))
 
 
@@ -374,16 +445,22 @@ def test_bf16_keeps_fp32_weights_and_leaves_no_trace():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     moved = (model.attention.W_q.weight - twin.attention.W_q.weight).abs().max()
     assert 0 < moved < 0.01  # the same training, rounded otherwise
-    assert model.attention.W_q.weight.bfloat16().float().ne(model.attention.W_q.weight).any()  # finer than bf16
+    assert (
+        model.attention.W_q.weight.bfloat16().float().ne(model.attention.W_q.weight).any()
+    )  # finer than bf16
     assert [dict(kind._shared_state) for kind in kinds] == before
     assert model(x).dtype == torch.float32
 
 
 def test_precisions_that_cannot_be_are_refused():
     x = [torch.randn(2, 3, 8)]
-    with pytest.raises(InvalidValue, match="bf16, or used with a model on a GPU, got fp16 on the CPU"):
+    with pytest.raises(
+        InvalidValue, match="bf16, or used with a model on a GPU, got fp16 on the CPU"
+    ):
         hp.recover_(Model(), x, Finetune(precision="fp16"), loss=loss)
-    with pytest.raises(InvalidValue, match=r"must be float32, got torch\.bfloat16. Mixed precision trains float32"):
+    with pytest.raises(
+        InvalidValue, match=r"must be float32, got torch\.bfloat16. Mixed precision trains float32"
+    ):
         hp.recover_(Model().bfloat16(), x, Finetune(precision="bf16"), loss=loss)
     with pytest.raises(InvalidValue, match=r"Finetune\.precision: must be one of bf16, fp16"):
         Finetune(precision="fp32")

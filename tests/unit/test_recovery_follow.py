@@ -1,4 +1,5 @@
-"""What a projection puts out is followed to what it is added to, and no further than that is certain."""
+"""What a projection puts out is followed to what it is added to, and no further than that is
+certain."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def drawn(*shape: int) -> Tensor:
 
 
 def followed(use: Use, *shape: int, calls: int = 1, expected: int | None = None) -> list[Trail]:
-    """The trails of so many calls of one projection, what it puts out being used like this; ``shape`` is that."""
+    """The trails of so many calls of one projection, what it puts out being used like this;
+    ``shape`` is that."""
     projection, given = nn.Linear(4, shape[-1], dtype=torch.float64), drawn(*shape[:-1], 4)
 
     def run() -> None:
@@ -48,9 +50,21 @@ def followed(use: Use, *shape: int, calls: int = 1, expected: int | None = None)
         ((2, 3, 6), lambda y: y.clone().detach()[:].expand(2, 3, 6).reshape(9, 4)),
         ((2, 3, 6), lambda y: y.transpose(0, 2).roll(1, 0).permute(1, 0, 2).flatten(1)),
     ],
-    ids=["transpose", "permute", "from behind", "t", "roll", "rows", "squeeze", "the same", "one after another"],
+    ids=[
+        "transpose",
+        "permute",
+        "from behind",
+        "t",
+        "roll",
+        "rows",
+        "squeeze",
+        "the same",
+        "one after another",
+    ],
 )
-def test_what_is_added_comes_back_to_its_place(shape: tuple[int, ...], there: Callable[[Tensor], Tensor]) -> None:
+def test_what_is_added_comes_back_to_its_place(
+    shape: tuple[int, ...], there: Callable[[Tensor], Tensor]
+) -> None:
     places = there(torch.arange(torch.Size(shape).numel()).view(shape))
     added = drawn(*places.shape)
     (trail,) = followed(lambda y: there(y) + added, *shape)
@@ -80,7 +94,16 @@ def test_a_sum_in_place_leaves_the_output_as_it_was() -> None:
         lambda y: y + 1.0,
         lambda y: y.mul_(2) + drawn(2, 3, 6),
     ],
-    ids=["itself", "another kind", "a part", "expanded", "broadcast", "twice it", "a number", "changed in place"],
+    ids=[
+        "itself",
+        "another kind",
+        "a part",
+        "expanded",
+        "broadcast",
+        "twice it",
+        "a number",
+        "changed in place",
+    ],
 )
 def test_what_is_no_sum_of_it_alone_ends_the_trail(use: Use) -> None:
     (trail,) = followed(use, 2, 3, 6)
@@ -95,7 +118,8 @@ def test_a_bias_is_added_but_is_no_activation() -> None:
 
 
 def test_a_trail_ends_once() -> None:
-    """A pass that is left after two trails has seen two calls, though both ways of the first ended."""
+    """A pass that is left after two trails has seen two calls, though both ways of the first
+    ended."""
     seen: list[Tensor] = []
 
     def use(y: Tensor) -> Tensor:
@@ -116,9 +140,13 @@ def test_what_is_overwritten_afterwards_is_kept_as_it_was(kind: str) -> None:
         y = projection(given)
         total = y + other
         total.relu()  # the trail ends
-        for tensor in {"given": [given], "output": [y], "view": [y.view(-1)[3:]], "sum": [total]}[kind]:
+        for tensor in {"given": [given], "output": [y], "view": [y.view(-1)[3:]], "sum": [total]}[
+            kind
+        ]:
             tensor.zero_()
 
     with torch.no_grad():
         (trail,) = follow(run, {0: projection})
-    assert_close((trail.given, trail.output, trail.stream(True)), (x, expected, expected + other), **EXACT)
+    assert_close(
+        (trail.given, trail.output, trail.stream(True)), (x, expected, expected + other), **EXACT
+    )

@@ -1,4 +1,5 @@
-"""lstsq: NumPy's least squares on stacked activations, layer by layer, whatever the batches, padding and layout."""
+"""lstsq: NumPy's least squares on stacked activations, layer by layer, whatever the batches,
+padding and layout."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def subject_of(family: str, n_batches: int = 2) -> tuple[Subject, list[Any]]:
     return subjects[0], [s.batch for s in subjects]
 
 
-def recovered(model: nn.Module, batches: list[Any], method: Any, teacher: nn.Module, **more: Any) -> Any:
+def recovered(
+    model: nn.Module, batches: list[Any], method: Any, teacher: nn.Module, **more: Any
+) -> Any:
     with Doubled():
         return hp.recover_(model, batches, method, teacher, **more)
 
@@ -53,11 +56,14 @@ def pruned(subject: Subject, mask: Any = None) -> nn.Module:
 
 
 def later(subject: Subject) -> Any:
-    """Another number of heads at every site but the first, which stays whole; none at the last but one."""
+    """Another number of heads at every site but the first, which stays whole; none at the last but
+    one."""
     mask = subject.ragged(1)
     names = [s.name for s in subject.sites]
     keep = {name: mask.kept(name) for name in names} | {names[-2]: ()}
-    return subject.mask({**keep, names[0]: range(subject.n_heads[names[0]])} if len(names) > 2 else keep)
+    return subject.mask(
+        {**keep, names[0]: range(subject.n_heads[names[0]])} if len(names) > 2 else keep
+    )
 
 
 def places_of(family: str, feed_forward: bool, first: int = 0) -> list[reference.Place]:
@@ -65,7 +71,9 @@ def places_of(family: str, feed_forward: bool, first: int = 0) -> list[reference
     return [p for layer in range(first, layers) for p in place(layer, feed_forward)]
 
 
-FITTED = [(family, False) for family in PLACES] + [(family, True) for family in ("bert", "gpt2", "llama", "t5")]
+FITTED = [(family, False) for family in PLACES] + [
+    (family, True) for family in ("bert", "gpt2", "llama", "t5")
+]
 
 
 @pytest.mark.parametrize(("family", "feed_forward"), FITTED)
@@ -73,7 +81,9 @@ def test_it_is_numpys_least_squares_layer_by_layer(family: str, feed_forward: bo
     subject, batches = subject_of(family, 4 if feed_forward else 2)
     model, oracle = (pruned(subject, later(subject)) for _ in range(2))
     report = recovered(model, batches, Lstsq(ridge=0.0, feed_forward=feed_forward), subject.model)
-    first = 1 if len(subject.sites) > 2 else 0  # before the first cut nothing has anything to make up for
+    first = (
+        1 if len(subject.sites) > 2 else 0
+    )  # before the first cut nothing has anything to make up for
     places = places_of(family, feed_forward, first)
     reference.lstsq(oracle, subject.model, places, batches)
     assert list(report.metrics["errors"]) == [p.projection for p in places]
@@ -81,8 +91,12 @@ def test_it_is_numpys_least_squares_layer_by_layer(family: str, feed_forward: bo
     if not feed_forward:
         raw = pruned(subject, later(subject))
         for place, found in list(zip(places, report.metrics["errors"].values(), strict=True))[-1:]:
-            assert found["after"] == pytest.approx(reference.error(oracle, subject.model, place, batches), rel=1e-6)
-            assert found["before"] == pytest.approx(reference.error(raw, subject.model, place, batches), rel=1e-6)
+            assert found["after"] == pytest.approx(
+                reference.error(oracle, subject.model, place, batches), rel=1e-6
+            )
+            assert found["before"] == pytest.approx(
+                reference.error(raw, subject.model, place, batches), rel=1e-6
+            )
     assert report.n_examples == sum(len(next(iter(b.values()))) for b in batches)
 
 
@@ -94,7 +108,9 @@ def test_what_is_left_is_orthogonal_to_what_the_projections_read() -> None:
         x, _, ours = reference.rows(model, place, batches)
         left = reference.rows(subject.model, place, batches)[2] - ours
         scale = np.abs(x).max() * np.abs(left).max() * len(x)
-        np.testing.assert_allclose(np.concatenate([x, np.ones_like(x[:, :1])], 1).T @ left / scale, 0, atol=1e-11)
+        np.testing.assert_allclose(
+            np.concatenate([x, np.ones_like(x[:, :1])], 1).T @ left / scale, 0, atol=1e-11
+        )
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "multi_head_attention"])
@@ -104,7 +120,13 @@ def test_each_method_leaves_less_than_the_one_before(family: str) -> None:
     site = subject.sites[-1]
     name = f"{site.name}.{hp.layouts.registry.get(site.layout).gate}"
     left = {}
-    for method in (MeanFold(), HeadRescale(), HeadRescale(intercept="none"), PLAIN, Lstsq(ridge=0.0, prior="zero")):
+    for method in (
+        MeanFold(),
+        HeadRescale(),
+        HeadRescale(intercept="none"),
+        PLAIN,
+        Lstsq(ridge=0.0, prior="zero"),
+    ):
         model = pruned(subject, subject.without({site.name: site.units[0]}))
         report = recovered(model, batches, method, subject.model)
         assert list(report.metrics["errors"]) == [name]
@@ -121,7 +143,10 @@ def test_batches_and_padding_do_not_matter(family: str) -> None:
     subject, batches = subject_of(family)
     method = Lstsq(feed_forward=family == "bert")
     if family == "t5":
-        batches = [{**b, "decoder_attention_mask": torch.ones_like(b["decoder_input_ids"])} for b in batches]
+        batches = [
+            {**b, "decoder_attention_mask": torch.ones_like(b["decoder_input_ids"])}
+            for b in batches
+        ]
     expected = pruned(subject)
     recovered(expected, batches, method, subject.model)
     singles = [{k: v[i : i + 1] for k, v in b.items()} for b in batches for i in range(3)]
@@ -173,7 +198,10 @@ def test_a_model_that_lost_nothing_is_left_alone() -> None:
 def test_cut_recover_cut_recover_is_cut_and_recover_at_once() -> None:
     """What is fitted does not depend on what was fitted before."""
     subject, batches = subject_of("llama")
-    first, both = subject.without({subject.sites[1].name: subject.sites[1].units[0]}), later(subject)
+    first, both = (
+        subject.without({subject.sites[1].name: subject.sites[1].units[0]}),
+        later(subject),
+    )
     model, direct = pruned(subject, first), pruned(subject, first & both)
     recovered(model, batches, PLAIN, subject.model)
     hp.prune_(model, first & both)
@@ -198,7 +226,8 @@ def test_what_it_made_good_is_not_folded_again() -> None:
 
 
 def test_the_price_that_obs_names_is_paid() -> None:
-    """rho of the scorer is what the refit leaves, for each head alone, where nothing is held back."""
+    """rho of the scorer is what the refit leaves, for each head alone, where nothing is held
+    back."""
     subject, batches = subject_of("gpt2")
     site, place = subject.sites[-1], places_of("gpt2", False)[-1]
     with Doubled():
@@ -233,13 +262,16 @@ class TwoSentences(nn.Module):
         super().__init__()
         self.encoder = encoder
 
-    def forward(self, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         a, b = (self.encoder(**tokens).logits for tokens in (first, second))
         return nn.functional.cosine_similarity(a, b)
 
 
 def test_an_encoder_that_runs_twice_is_fitted_over_both_runs() -> None:
-    """Which tokens are padding stands in each run's own inputs; the fit is that of all sentences one by one."""
+    """Which tokens are padding stands in each run's own inputs; the fit is that of all sentences
+    one by one."""
     subject, batches = subject_of("bert")
     single = pruned(subject)
     recovered(single, batches, Lstsq(ridge=0.0, feed_forward=True), subject.model)
@@ -268,7 +300,9 @@ class InPlace(nn.Module):
         self.in_place = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for attention, norm, up, down in zip(self.attention, self.norms, self.up, self.down, strict=True):
+        for attention, norm, up, down in zip(
+            self.attention, self.norms, self.up, self.down, strict=True
+        ):
             x = x + attention(x)
             change = down(up(norm(x)).relu())
             if self.in_place:
@@ -282,13 +316,16 @@ def test_streams_that_are_changed_in_place_afterwards() -> None:
     torch.manual_seed(0)
     teacher = InPlace().double()
     batches = [torch.randn(5, 7, 8).double() for _ in range(2)]
-    mask = hp.HeadMask.from_keep({s.name: [1] for s in hp.find_sites(teacher)}, {f"attention.{i}": 2 for i in range(3)})
+    mask = hp.HeadMask.from_keep(
+        {s.name: [1] for s in hp.find_sites(teacher)}, {f"attention.{i}": 2 for i in range(3)}
+    )
     model = copy.deepcopy(teacher)
     hp.prune_(model, mask)
     other, other_teacher = copy.deepcopy(model), copy.deepcopy(teacher)
     other.in_place = other_teacher.in_place = False
     found = [
-        recovered(one, batches, Lstsq(feed_forward=True), of) for one, of in ((model, teacher), (other, other_teacher))
+        recovered(one, batches, Lstsq(feed_forward=True), of)
+        for one, of in ((model, teacher), (other, other_teacher))
     ]
     assert len(found[0].metrics["errors"]) == 6
     assert_close(dict(model.state_dict()), dict(other.state_dict()), rtol=0, atol=1e-12)
@@ -302,7 +339,9 @@ def test_the_teacher_runs_once_for_all_projections() -> None:
 
     subject, batches = subject_of("bert", 3)
     batches = [{k: v[i] for k, v in b.items()} for b in batches for i in range(3)]
-    loader = DataLoader(batches, batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    loader = DataLoader(
+        batches, batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )  # type: ignore[arg-type]
     runs: list[int] = []
     teacher = subject.copy()
     teacher.bert.embeddings.register_forward_hook(lambda *_: runs.append(1))
@@ -317,20 +356,25 @@ def test_the_teacher_runs_once_for_all_projections() -> None:
 
 
 def test_packed_sentences_of_pytorchs_encoder() -> None:
-    """Its fused way packs what is no padding into nested tensors, whose additions cannot be followed."""
+    """Its fused way packs what is no padding into nested tensors, whose additions cannot be
+    followed."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     teacher = nn.TransformerEncoder(layer, 2).double().eval()
     padding = torch.zeros(4, 6, dtype=torch.bool)
     padding[1:, 4:] = True
-    batches = [{"src": torch.randn(4, 6, 8).double(), "src_key_padding_mask": padding} for _ in range(3)]
+    batches = [
+        {"src": torch.randn(4, 6, 8).double(), "src_key_padding_mask": padding} for _ in range(3)
+    ]
     longer = [{"src": torch.cat([b["src"], torch.ones(4, 3, 8).double()], 1)} for b in batches]
     more = torch.cat([padding, torch.ones(4, 3, dtype=torch.bool)], 1)
     states = []
     for given in (batches, [{**b, "src_key_padding_mask": more} for b in longer]):
         model = copy.deepcopy(teacher)
         sites = hp.find_sites(model)
-        hp.prune_(model, hp.HeadMask.from_keep({s.name: [0] for s in sites}, {s.name: 2 for s in sites}))
+        hp.prune_(
+            model, hp.HeadMask.from_keep({s.name: [0] for s in sites}, {s.name: 2 for s in sites})
+        )
         report = recovered(model, given, Lstsq(feed_forward=True), teacher)
         assert (report.notes, len(report.metrics["errors"])) == ((), 4)
         states.append(dict(model.state_dict()))
@@ -339,23 +383,36 @@ def test_packed_sentences_of_pytorchs_encoder() -> None:
 
 
 def test_a_norm_on_the_output_is_said() -> None:
-    """Gemma 2 normalises what attention writes before it is added: the output itself is fitted there."""
+    """Gemma 2 normalises what attention writes before it is added: the output itself is fitted
+    there."""
     subject, batches = subject_of("gemma2")
     names = [f"model.layers.{i}.self_attn.o_proj" for i in range(3)]
     model, oracle = pruned(subject), pruned(subject)
     report = recovered(model, batches, PLAIN, subject.model)
-    reference.lstsq(oracle, subject.model, [reference.Place(name, name, "out") for name in names], batches)
+    reference.lstsq(
+        oracle, subject.model, [reference.Place(name, name, "out") for name in names], batches
+    )
     assert_close(dict(model.state_dict()), dict(oracle.state_dict()), **CLOSE)
     (note,) = report.notes
     assert note.startswith(", ".join(names))
 
 
-REARRANGED = ["swin", "torch.nn.MultiheadAttention", "torch.nn.TransformerDecoder", "falcon", "gptj", "gpt_neox"]
+REARRANGED = [
+    "swin",
+    "torch.nn.MultiheadAttention",
+    "torch.nn.TransformerDecoder",
+    "falcon",
+    "gptj",
+    "gpt_neox",
+]
 
 
-@pytest.mark.parametrize("family", [*REARRANGED, "bloom", "t5", "whisper", "x_transformers.Encoder"])
+@pytest.mark.parametrize(
+    "family", [*REARRANGED, "bloom", "t5", "whisper", "x_transformers.Encoder"]
+)
 def test_the_stream_is_in_the_order_of_the_output(family: str) -> None:
-    """Noise on what a projection puts out comes out in the stream, token by token, and nothing else does."""
+    """Noise on what a projection puts out comes out in the stream, token by token, and nothing else
+    does."""
     from headprune.model.running import call
     from headprune.model.sites import bind
     from headprune.recovery._follow import follow
@@ -366,13 +423,17 @@ def test_the_stream_is_in_the_order_of_the_output(family: str) -> None:
     with quiet(subject.model, subject.copy(), list(zip(bound, bound, strict=True))), Doubled():
         for number, b in enumerate(bound):
             (plain,) = follow(lambda: call(subject.model, subject.batch), {number: b.gate}, 1)
-            noise = torch.randn(plain.output.shape, generator=torch.Generator().manual_seed(number)).double()
+            noise = torch.randn(
+                plain.output.shape, generator=torch.Generator().manual_seed(number)
+            ).double()
             handle = b.gate.register_forward_hook(lambda m, a, out, noise=noise: out + noise)
             (noisy,) = follow(lambda: call(subject.model, subject.batch), {number: b.gate}, 1)
             handle.remove()
             assert plain.summed, b.site.name
             assert_close(noisy.stream(True) - plain.stream(True), noise, rtol=0, atol=1e-9)
-            assert float((plain.stream(True) - plain.output).abs().max()) > 1e-3  # something was added
+            assert (
+                float((plain.stream(True) - plain.output).abs().max()) > 1e-3
+            )  # something was added
 
 
 def test_biases_it_added_are_saved(tmp_path: Any) -> None:
@@ -394,7 +455,11 @@ def test_all_is_left_as_it_was_but_the_projections() -> None:
     model.train()
     frozen = model.model.layers[1].self_attn.o_proj.weight
     frozen.requires_grad_(False)
-    teacher, state, before = picture(subject.model), torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    teacher, state, before = (
+        picture(subject.model),
+        torch.get_rng_state(),
+        copy.deepcopy(model.state_dict()),
+    )
     report = recovered(model, batches, Lstsq(), subject.model)
     assert picture(subject.model) == teacher
     assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
@@ -440,14 +505,17 @@ def test_an_error_half_way_leaves_the_model_as_it_was(method: Any) -> None:
 
 
 def test_narrow_models_are_fitted_in_wide_arithmetic() -> None:
-    """bf16 keeps 8 bits; statistics in it would leave several times as much as the rounding of the weights does."""
+    """bf16 keeps 8 bits; statistics in it would leave several times as much as the rounding of the
+    weights does."""
     subject, batches = subject_of("vit")
     left = {}
     for dtype in (torch.float64, torch.bfloat16):
         teacher = copy.deepcopy(subject.model).to(dtype)
         model = copy.deepcopy(teacher)
         hp.prune_(model, subject.ragged())
-        given = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in b.items()} for b in batches]
+        given = [
+            {k: v.to(dtype) if v.is_floating_point() else v for k, v in b.items()} for b in batches
+        ]
         report = hp.recover_(model, given, Lstsq(), teacher)
         assert {p.dtype for p in model.parameters()} == {dtype}
         left[dtype] = report.metrics["error_after"]
@@ -521,14 +589,18 @@ def test_a_teacher_that_shares_frozen_weights_is_refused() -> None:
     subject.model.bert.encoder.layer[2].attention.output.dense.weight = model.bert.encoder.layer[
         2
     ].attention.output.dense.weight
-    with pytest.raises(InvalidValue, match=r"teacher: must be without the parameters of the model's bert\.encoder"):
+    with pytest.raises(
+        InvalidValue, match=r"teacher: must be without the parameters of the model's bert\.encoder"
+    ):
         recovered(model, batches, "lstsq", subject.model)
 
 
 BAD = [{"ridge": -1.0}, {"ridge": "1"}, {"prior": "mean"}, {"precision": "bfloat16"}]
 
 
-@pytest.mark.parametrize("settings", [*BAD, {"max_bytes": -1}, {"max_bytes": True}, {"max_bytes": 1e9}])
+@pytest.mark.parametrize(
+    "settings", [*BAD, {"max_bytes": -1}, {"max_bytes": True}, {"max_bytes": 1e9}]
+)
 def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match=f"Lstsq.{next(iter(settings))}"):
         Lstsq(**settings)

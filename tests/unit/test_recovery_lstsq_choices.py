@@ -1,4 +1,5 @@
-"""lstsq: tokens weighted by what the output feels, and ridges chosen by held-out error, against slow transcriptions."""
+"""lstsq: tokens weighted by what the output feels, and ridges chosen by held-out error, against
+slow transcriptions."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from headprune.model.double import Doubled
 from headprune.model.running import call
 from headprune.model.sites import bind
 from headprune.recovery import Lstsq, _layerwise, _sensitivity
-from headprune.recovery._held_out import BIAS_ALONE, NO_CHANGE, RIDGES, best, choices, held_out_errors, notes
+from headprune.recovery._held_out import (
+    BIAS_ALONE,
+    NO_CHANGE,
+    RIDGES,
+    best,
+    choices,
+    held_out_errors,
+    notes,
+)
 from headprune.recovery._least_squares import Moments, pooled, solved
 from headprune.recovery._sensitivity import sensitivities
 from headprune.recovery._side_by_side import quiet
@@ -73,7 +82,9 @@ def slopes(model: nn.Module, projection: nn.Module, batch: Any, step: float = 1e
     """``[batch, tokens, width, outputs]`` by differences."""
 
     def logits(change: Tensor | None) -> Tensor:
-        handle = projection.register_forward_hook(lambda m, a, out: out if change is None else out + change)
+        handle = projection.register_forward_hook(
+            lambda m, a, out: out if change is None else out + change
+        )
         with torch.no_grad():
             found = model(**batch).logits
         handle.remove()
@@ -96,14 +107,22 @@ def test_one_output_is_felt_as_differences_say() -> None:
         expected = slopes(model, layer.attention.output.dense, batch)[..., 0].square().sum(-1)
         assert_close(found, expected, rtol=1e-5, atol=1e-9)
         assert float(expected[:, 0].min()) > 1e-3
-    assert float(found[:, 1:].max()) < 1e-20  # of the last layer the classifier reads the first token alone
+    assert (
+        float(found[:, 1:].max()) < 1e-20
+    )  # of the last layer the classifier reads the first token alone
 
 
-def test_several_outputs_are_felt_on_average_as_differences_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_outputs_are_felt_on_average_as_differences_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = small_bert(3), some_tokens()
     monkeypatch.setattr(_sensitivity, "DRAWS", 1500)
     found = felt(model, batch)[0]
-    expected = slopes(model, model.bert.encoder.layer[0].attention.output.dense, batch).square().sum((-1, -2))
+    expected = (
+        slopes(model, model.bert.encoder.layer[0].attention.output.dense, batch)
+        .square()
+        .sum((-1, -2))
+    )
     assert_close(found, expected, rtol=0.15, atol=1e-6)
 
 
@@ -138,9 +157,16 @@ def test_a_bare_encoder_and_a_loss_are_felt() -> None:
         return nn.functional.cross_entropy(out, given["labels"], reduction="none")
 
     found = felt(subject, answers, loss)
-    probabilities = subject(**batch).logits.detach().softmax(-1) - nn.functional.one_hot(answers["labels"], 3)
+    probabilities = subject(**batch).logits.detach().softmax(-1) - nn.functional.one_hot(
+        answers["labels"], 3
+    )
     exact = slopes(subject, subject.bert.encoder.layer[0].attention.output.dense, batch)
-    assert_close(found[0], (exact * probabilities[:, None, None]).sum(-1).square().sum(-1), rtol=1e-5, atol=1e-9)
+    assert_close(
+        found[0],
+        (exact * probabilities[:, None, None]).sum(-1).square().sum(-1),
+        rtol=1e-5,
+        atol=1e-9,
+    )
 
 
 def test_what_cannot_be_differentiated_is_said() -> None:
@@ -150,7 +176,11 @@ def test_what_cannot_be_differentiated_is_said() -> None:
     for loss, error, words in (
         (mean, InvalidValue, "numbers of each of 3 examples"),
         (torch.no_grad()(lambda model, batch: model(**batch)), UnsupportedModel, "without a graph"),
-        (lambda model, batch: model(**batch).logits.mean(), InvalidValue, "numbers of each of 3 examples"),
+        (
+            lambda model, batch: model(**batch).logits.mean(),
+            InvalidValue,
+            "numbers of each of 3 examples",
+        ),
     ):
         model = pruned(subject)
         with pytest.raises(error, match=rf"(?s){words}.*token_weights=\"equal\""):
@@ -190,13 +220,23 @@ def test_a_weighted_fit_is_numpys() -> None:
     theirs = reference.rows(subject.model, place, batches)[2]
     weight, bias = weighted(x, theirs - ours, 0.1 + 0.9 * s / s.mean(), 0.3)
     dense, old = (one.get_submodule(place.projection) for one in (model, before))
-    assert_close(dense.weight.detach(), old.weight.detach() + torch.from_numpy(weight.T), rtol=1e-7, atol=1e-8)
-    assert_close(dense.bias.detach(), old.bias.detach() + torch.from_numpy(bias), rtol=1e-7, atol=1e-8)
+    assert_close(
+        dense.weight.detach(),
+        old.weight.detach() + torch.from_numpy(weight.T),
+        rtol=1e-7,
+        atol=1e-8,
+    )
+    assert_close(
+        dense.bias.detach(), old.bias.detach() + torch.from_numpy(bias), rtol=1e-7, atol=1e-8
+    )
     error = reference.error(model, subject.model, place, batches)  # of all tokens alike
     assert report.metrics["error_after"] == pytest.approx(error, rel=1e-6)
     equal = pruned(subject, mask)
     recovered(equal, batches, Lstsq(), subject.model)
-    assert float((equal.get_submodule(place.projection).weight - dense.weight).detach().abs().max()) > 1e-3
+    assert (
+        float((equal.get_submodule(place.projection).weight - dense.weight).detach().abs().max())
+        > 1e-3
+    )
 
 
 def test_moments_of_weighted_tokens() -> None:
@@ -205,7 +245,9 @@ def test_moments_of_weighted_tokens() -> None:
     counted = torch.rand(30) > 0.3
     moments = Moments(torch.float64)
     for rows in (slice(0, 12), slice(12, 30)):
-        moments.add(x[rows], torch.where(counted[rows, None], e[rows], torch.nan), counted[rows], w[rows])
+        moments.add(
+            x[rows], torch.where(counted[rows, None], e[rows], torch.nan), counted[rows], w[rows]
+        )
     normal = moments.done()
     x, e, w = x[counted], e[counted], w[counted]
     x_mean, e_mean = (w[:, None] * x).sum(0) / w.sum(), (w[:, None] * e).sum(0) / w.sum()
@@ -222,7 +264,9 @@ def test_moments_of_weighted_tokens() -> None:
 def test_nothing_felt_weighs_alike() -> None:
     alike = _layerwise._weights(torch.zeros(3), torch.zeros(()))
     assert_close(alike, torch.ones(3))
-    assert_close(_layerwise._weights(torch.tensor([0.0, 4.0]), torch.tensor(2.0)), torch.tensor([0.1, 1.9]))
+    assert_close(
+        _layerwise._weights(torch.tensor([0.0, 4.0]), torch.tensor(2.0)), torch.tensor([0.1, 1.9])
+    )
 
 
 # ---------------------------------------------------------------- ridges by held-out error
@@ -241,7 +285,9 @@ def drawn(n: int = 120) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, noise, weights, and a map ``[in, out]``."""
     generator = torch.Generator().manual_seed(3)
     sizes = [(n, 6), (n, 5), (6, 5)]
-    x, noise, linear = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+    x, noise, linear = (
+        torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes
+    )
     return x + 2, noise, torch.rand(n, generator=generator, dtype=torch.float64) + 0.1, linear
 
 
@@ -249,7 +295,9 @@ def drawn(n: int = 120) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_held_out_errors_are_those_of_fits_to_the_other_parts(weights: bool) -> None:
     x, noise, w, linear = drawn()
     e = x @ linear + noise + 1
-    found = held_out_errors(parts_of(x, e, w if weights else None), lambda n, r: n.xe, intercept=True)
+    found = held_out_errors(
+        parts_of(x, e, w if weights else None), lambda n, r: n.xe, intercept=True
+    )
     xs, es, ws = x.numpy(), e.numpy(), w.numpy() if weights else np.ones(len(x))
     expected = np.zeros(2 + len(RIDGES))
     for fold in range(4):
@@ -257,7 +305,11 @@ def test_held_out_errors_are_those_of_fits_to_the_other_parts(weights: bool) -> 
         x_in, e_in, w_in = xs[~held], es[~held], ws[~held]
         e_mean = (w_in[:, None] * e_in).sum(0) / w_in.sum()
         fits = [weighted(x_in, e_in, w_in, ridge) for ridge in RIDGES]
-        left = [es[held], es[held] - e_mean, *[es[held] - xs[held] @ weight - bias for weight, bias in fits]]
+        left = [
+            es[held],
+            es[held] - e_mean,
+            *[es[held] - xs[held] @ weight - bias for weight, bias in fits],
+        ]
         expected += [(ws[held][:, None] * rest**2).sum() for rest in left]
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4)
     assert best(found.tolist(), choices(True, 6)) == choices(True, 6)[int(expected.argmin())]
@@ -283,8 +335,14 @@ def test_without_an_intercept_the_bias_stays() -> None:
 def test_noise_is_not_fitted_and_what_is_linear_is() -> None:
     x, noise, _, linear = drawn()
     chosen = {}
-    for name, e in {"noise": noise - noise.mean(0), "shift": noise + 9, "linear": x @ linear + 3}.items():
-        chosen[name] = best(held_out_errors(parts_of(x, e), lambda n, r: n.xe, True).tolist(), choices(True, 6))
+    for name, e in {
+        "noise": noise - noise.mean(0),
+        "shift": noise + 9,
+        "linear": x @ linear + 3,
+    }.items():
+        chosen[name] = best(
+            held_out_errors(parts_of(x, e), lambda n, r: n.xe, True).tolist(), choices(True, 6)
+        )
     assert chosen == {"noise": NO_CHANGE, "shift": BIAS_ALONE, "linear": min(RIDGES)}
 
 
@@ -320,7 +378,11 @@ def test_the_batch_size_does_not_matter(family: str) -> None:
     expected = pruned(subject)
     report = recovered(expected, batches, BOTH, subject.model)
     model = pruned(subject)
-    singles = [{k: v[i : i + 1] for k, v in b.items()} for b in batches for i in range(len(next(iter(b.values()))))]
+    singles = [
+        {k: v[i : i + 1] for k, v in b.items()}
+        for b in batches
+        for i in range(len(next(iter(b.values()))))
+    ]
     again = recovered(model, singles, BOTH, subject.model)
     assert again.metrics["ridges"] == report.metrics["ridges"]
     assert set(report.metrics["ridges"]) == set(report.metrics["errors"])
@@ -340,12 +402,21 @@ def test_kept_streams_and_slopes_change_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", "swin", "torch.nn.MultiheadAttention", "torch.nn.TransformerDecoder", "multi_head_attention"]
+    "family",
+    [
+        "gpt2",
+        "swin",
+        "torch.nn.MultiheadAttention",
+        "torch.nn.TransformerDecoder",
+        "multi_head_attention",
+    ],
 )
 def test_every_layout_takes_both(family: str) -> None:
     subject, batches = subject_of(family)
     model, plain = pruned(subject), pruned(subject)
-    report = recovered(model, batches, Lstsq(token_weights="output", feed_forward=True), subject.model)
+    report = recovered(
+        model, batches, Lstsq(token_weights="output", feed_forward=True), subject.model
+    )
     recovered(plain, batches, Lstsq(feed_forward=True), subject.model)
     assert report.metrics["error_after"] < report.metrics["error_before"]
     name = report.changed[0]
@@ -359,7 +430,9 @@ def test_each_run_of_a_pass_has_the_examples_of_its_batch() -> None:
     subject, batches = subject_of("bert")
     inputs = [{k: v for k, v in b.items() if k != "labels"} for b in batches]
     two = TwoSentences(pruned(subject))
-    report = recovered(two, [{"first": inputs[0], "second": inputs[1]}], BOTH, TwoSentences(subject.model))
+    report = recovered(
+        two, [{"first": inputs[0], "second": inputs[1]}], BOTH, TwoSentences(subject.model)
+    )
     assert report.metrics["error_after"] < report.metrics["error_before"]
 
 
@@ -369,11 +442,33 @@ def test_rows_are_of_the_examples_of_their_batch() -> None:
     plain = nn.Linear(4, 4)
     target = Target("down", plain, plain)
     assert target.examples(torch.zeros(3, 2, 4), None, 3).tolist() == [0, 0, 1, 1, 2, 2]
-    assert target.examples(torch.zeros(2, 3, 4), None, 3).tolist() == [0, 1, 2, 0, 1, 2]  # the tokens come first
+    assert target.examples(torch.zeros(2, 3, 4), None, 3).tolist() == [
+        0,
+        1,
+        2,
+        0,
+        1,
+        2,
+    ]  # the tokens come first
     assert target.examples(torch.zeros(6, 4), None, 3).tolist() == [0, 0, 1, 1, 2, 2]
-    assert target.examples(torch.zeros(6, 2, 4), None, 3).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert target.examples(torch.zeros(6, 2, 4), None, 3).tolist() == [
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+        2,
+        2,
+        2,
+        2,
+    ]
     assert target.examples(torch.zeros(5, 4), None, 3).tolist() == [0, 1, 2, 3, 4]
-    assert Target("down", plain, plain, tokens_first=True).examples(torch.zeros(3, 3, 4), None, 3)[:3].tolist() == [
+    assert Target("down", plain, plain, tokens_first=True).examples(torch.zeros(3, 3, 4), None, 3)[
+        :3
+    ].tolist() == [
         0,
         1,
         2,
@@ -391,7 +486,9 @@ def test_what_is_given_up_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> No
     assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
     assert any("Not refitted" in note for note in report.notes)
     assert report.metrics["error_after"] == pytest.approx(report.metrics["error_before"], rel=1e-9)
-    assert recovered(model, batches, "mean_fold", subject.model).metrics["heads"] > 0  # it still has something to do
+    assert (
+        recovered(model, batches, "mean_fold", subject.model).metrics["heads"] > 0
+    )  # it still has something to do
     model = pruned(subject)
     monkeypatch.setattr(_layerwise, "best", lambda errors, of: BIAS_ALONE)
     report = recovered(model, batches, Lstsq(ridge=None), subject.model)
@@ -418,15 +515,22 @@ def test_fp32_sums_choose_alike() -> None:
     reports = []
     for precision in ("float64", "float32"):
         model = pruned(subject, later(subject))
-        settings: Any = Lstsq(ridge=None, token_weights="output", feed_forward=True, precision=precision)  # type: ignore[arg-type]
+        settings: Any = Lstsq(
+            ridge=None, token_weights="output", feed_forward=True, precision=precision
+        )  # type: ignore[arg-type]
         reports.append((hp.recover_(model, batches, settings, subject.model), model))
     assert reports[0][0].metrics["ridges"] == reports[1][0].metrics["ridges"]
-    assert_close(dict(reports[0][1].state_dict()), dict(reports[1][1].state_dict()), rtol=2e-3, atol=2e-3)
+    assert_close(
+        dict(reports[0][1].state_dict()), dict(reports[1][1].state_dict()), rtol=2e-3, atol=2e-3
+    )
     assert hp.recovery.RecoveryReport.from_json(reports[0][0].to_json()) == reports[0][0]
 
 
 def test_a_recipe_asks_for_both(tmp_path: Path) -> None:
-    step = {"method": "lstsq", "settings": {"ridge": None, "token_weights": "output", "feed_forward": True}}
+    step = {
+        "method": "lstsq",
+        "settings": {"ridge": None, "token_weights": "output", "feed_forward": True},
+    }
     recipe = check_recipe(raw(tmp_path, recover=[step], report=True))
     assert dict(recipe.recover[0].settings) == step["settings"]
     record = runner.run_recipe(recipe, say=lambda line: None)

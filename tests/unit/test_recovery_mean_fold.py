@@ -34,30 +34,42 @@ def build(name, seed=0):
 def some_heads(model, whole=None):
     """A mask without the second unit of every site, and without any head of site ``whole``."""
     sites = find_sites(model)
-    keep = {s.name: [h for h in s.heads if h not in s.units[1] and i != whole] for i, s in enumerate(sites)}
+    keep = {
+        s.name: [h for h in s.heads if h not in s.units[1] and i != whole]
+        for i, s in enumerate(sites)
+    }
     return HeadMask.from_keep(keep, {s.name: s.n_query_heads for s in sites})
 
 
 def keep(model, heads):
     sites = find_sites(model)
-    return HeadMask.from_keep({s.name: heads for s in sites}, {s.name: s.n_query_heads for s in sites})
+    return HeadMask.from_keep(
+        {s.name: heads for s in sites}, {s.name: s.n_query_heads for s in sites}
+    )
 
 
 def padding(batch, shape):
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     if isinstance(batch, dict) and "valid_lens" in batch:
         mask = torch.arange(shape[1]) < batch["valid_lens"][:, None]
-    return mask.bool() if mask is not None and mask.shape == shape else torch.ones(shape, dtype=torch.bool)
+    return (
+        mask.bool()
+        if mask is not None and mask.shape == shape
+        else torch.ones(shape, dtype=torch.bool)
+    )
 
 
 def ablated(teacher, mask, batches):
-    """Oracle: the teacher with hooks that put the mean in the place of each removed head's output."""
+    """Oracle: the teacher with hooks that put the mean in the place of each removed head's
+    output."""
     teacher = copy.deepcopy(teacher)
     seen = {}
     handles = []
     for bound in bind(teacher):
         note = seen.setdefault(bound.site.name, [])
-        handles.append(bound.gate.register_forward_pre_hook(lambda _, args, note=note: note.append(args[0])))
+        handles.append(
+            bound.gate.register_forward_pre_hook(lambda _, args, note=note: note.append(args[0]))
+        )
     for batch in batches:
         start = {name: len(note) for name, note in seen.items()}
         with torch.no_grad():
@@ -113,7 +125,9 @@ def test_mean_fold_equals_the_teacher_with_mean_ablated_heads(name, whole):
     for batch, old in zip(batches, before, strict=True):
         got = run(model, batch)
         torch.testing.assert_close(got, run(oracle, batch), **EXACT)
-        assert max((a - b).abs().max() for a, b in zip(got, old, strict=True)) > 1e-4  # the fold did something
+        assert (
+            max((a - b).abs().max() for a, b in zip(got, old, strict=True)) > 1e-4
+        )  # the fold did something
     assert report.metrics["heads"] == mask.n_heads - mask.n_kept
     assert report.n_examples == 4
     assert len(report.changed) == len(mask.rows)
@@ -193,8 +207,15 @@ def test_a_projection_without_a_bias_gets_one_that_is_a_parameter():
     assert set(report.changed) <= model.state_dict().keys()
     assert type(first.bias) is nn.Parameter
     assert first.bias.dtype is torch.float64
-    assert (first.bias.requires_grad, model.model.layers[2].self_attn.o_proj.bias.requires_grad) == (False, True)
-    assert [s.heads for s in find_sites(model)] == [(0, 1, 4, 5), (), (0, 1, 4, 5)]  # its layout still fits
+    assert (
+        first.bias.requires_grad,
+        model.model.layers[2].self_attn.o_proj.bias.requires_grad,
+    ) == (False, True)
+    assert [s.heads for s in find_sites(model)] == [
+        (0, 1, 4, 5),
+        (),
+        (0, 1, 4, 5),
+    ]  # its layout still fits
 
 
 def test_an_existing_bias_stays_the_same_parameter():
@@ -222,7 +243,9 @@ def test_narrow_models_are_folded_in_wide_arithmetic():
         biases.append(model[0].W_o.bias.detach())
     assert biases[1].dtype is torch.bfloat16
     # bf16 keeps 8 bits, and the teacher's weights and activations carry that error too
-    torch.testing.assert_close(biases[1].double(), biases[0], rtol=0, atol=0.02 * float(biases[0].abs().max()))
+    torch.testing.assert_close(
+        biases[1].double(), biases[0], rtol=0, atol=0.02 * float(biases[0].abs().max())
+    )
 
 
 class Shared(nn.Module):
@@ -247,7 +270,9 @@ def test_a_shared_module_is_folded_once_over_all_its_runs():
     prune_(model, mask)
     report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert report.changed == ("layers.0.W_o.bias",)
-    torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT)
+    torch.testing.assert_close(
+        run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT
+    )
     # the same, where both names are given as sites
     (site,) = find_sites(teacher)
     twice = [site, dataclasses.replace(site, name="layers.1", shared_with=())]
@@ -265,7 +290,9 @@ def test_a_bias_that_two_projections_share_is_refused():
     model = copy.deepcopy(teacher)
     prune_(model, some_heads(model))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(UnsupportedModel, match=r"0\.W_o\.bias: must be the bias of one projection.*'1\.W_o'"):
+    with pytest.raises(
+        UnsupportedModel, match=r"0\.W_o\.bias: must be the bias of one projection.*'1\.W_o'"
+    ):
         hp.recover_(model, [torch.randn(2, 3, 8)], teacher=teacher)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
@@ -280,11 +307,15 @@ def test_cut_fold_cut_fold_folds_every_head_once():
     report = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert report.metrics["heads"] == 3
     assert "3 removed heads had been folded before" in str(report)
-    torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, both, batches), batches[0]), **EXACT)
+    torch.testing.assert_close(
+        run(model, batches[0]), run(ablated(teacher, both, batches), batches[0]), **EXACT
+    )
     again = hp.recover_(model, batches, "mean_fold", teacher=teacher)
     assert (again.changed, again.metrics["heads"]) == ((), 0)
     assert "Nothing to fold" in again.notes[-1]
-    torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, both, batches), batches[0]), **EXACT)
+    torch.testing.assert_close(
+        run(model, batches[0]), run(ablated(teacher, both, batches), batches[0]), **EXACT
+    )
 
 
 def test_a_teacher_that_was_cut_itself_gives_the_heads_that_it_still_has():
@@ -294,7 +325,9 @@ def test_a_teacher_that_was_cut_itself_gives_the_heads_that_it_still_has():
     mask = keep(teacher, [1, 3])
     prune_(model, mask)
     assert hp.recover_(model, batches, "mean_fold", teacher=teacher).metrics["heads"] == 3
-    torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT)
+    torch.testing.assert_close(
+        run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT
+    )
 
 
 def test_a_model_that_lost_nothing_is_left_as_it_is():
@@ -315,7 +348,9 @@ def test_sites_of_a_layout_of_your_own_reach_teacher_and_model():
     mask = some_heads(model)
     prune_(model, mask, sites=sites)
     batches = [torch.randn(2, 3, 8)]
-    assert hp.recover_(model, batches, "mean_fold", teacher=teacher, sites=sites).changed == ("0.W_o.bias",)
+    assert hp.recover_(model, batches, "mean_fold", teacher=teacher, sites=sites).changed == (
+        "0.W_o.bias",
+    )
 
 
 def test_a_compiled_model_and_teacher_are_looked_at_from_inside():
@@ -326,7 +361,9 @@ def test_a_compiled_model_and_teacher_are_looked_at_from_inside():
     compiled = (torch.compile(one, backend="eager") for one in (model, teacher))
     report = hp.recover_(next(compiled), batches, "mean_fold", teacher=next(compiled))
     assert len(report.changed) == 3
-    torch.testing.assert_close(run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT)
+    torch.testing.assert_close(
+        run(model, batches[0]), run(ablated(teacher, mask, batches), batches[0]), **EXACT
+    )
 
 
 def test_the_report_is_a_value():
@@ -342,13 +379,19 @@ def test_the_report_is_a_value():
 def test_errors_are_reported_where_the_batches_can_be_read_again():
     teacher, batches = build("bert")
     reports, models = [], []
-    for given, method in ((batches, MeanFold()), (iter(batches), MeanFold()), (iter(batches), MeanFold(measure=False))):
+    for given, method in (
+        (batches, MeanFold()),
+        (iter(batches), MeanFold()),
+        (iter(batches), MeanFold(measure=False)),
+    ):
         models.append(copy.deepcopy(teacher))
         prune_(models[-1], some_heads(models[-1]))
         reports.append(hp.recover_(models[-1], given, method, teacher))
     for model in models[1:]:
         torch.testing.assert_close(model.state_dict(), models[0].state_dict(), rtol=0, atol=0)
-    assert list(reports[0].metrics["errors"]) == [name.removesuffix(".bias") for name in reports[0].changed]
+    assert list(reports[0].metrics["errors"]) == [
+        name.removesuffix(".bias") for name in reports[0].changed
+    ]
     assert reports[0].metrics["error_after"] < reports[0].metrics["error_before"]
     assert "errors" not in reports[1].metrics
     assert reports[1].notes == ("No errors are reported: the batches can be read only once.",)
@@ -365,7 +408,10 @@ def pruned_pair():
 
 def test_the_teacher_must_be_given_and_be_another_model():
     model, teacher, batches = pruned_pair()
-    with pytest.raises(InvalidValue, match=r"teacher: must be the unpruned original, which mean_fold needs, got None"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"teacher: must be the unpruned original, which mean_fold needs, got None",
+    ):
         hp.recover_(model, batches, "mean_fold")
     with pytest.raises(InvalidValue, match="got the model itself"):
         hp.recover_(model, batches, "mean_fold", teacher=model)
@@ -378,12 +424,18 @@ def test_the_teacher_must_be_given_and_be_another_model():
 
 def test_a_teacher_of_another_structure_is_refused():
     model, teacher, batches = pruned_pair()
-    with pytest.raises(PlanMismatch, match="teacher: must be the model that the pruned one was cut from"):
+    with pytest.raises(
+        PlanMismatch, match="teacher: must be the model that the pruned one was cut from"
+    ):
         hp.recover_(model, batches, "mean_fold", teacher=build("gpt2")[0])
-    with pytest.raises(PlanMismatch, match="teacher: must be the model that the pruned one was cut from"):
+    with pytest.raises(
+        PlanMismatch, match="teacher: must be the model that the pruned one was cut from"
+    ):
         hp.recover_(model, batches, "mean_fold", teacher=build("gpt2")[0], sites=find_sites(model))
     teacher.bert.encoder.layer = teacher.bert.encoder.layer[:2]
-    with pytest.raises(PlanMismatch, match="8 heads at 2 sites against BertForSequenceClassification with 12 heads"):
+    with pytest.raises(
+        PlanMismatch, match="8 heads at 2 sites against BertForSequenceClassification with 12 heads"
+    ):
         hp.recover_(model, batches, "mean_fold", teacher=teacher)
 
 
@@ -395,12 +447,17 @@ def test_a_teacher_without_heads_that_the_model_has_is_refused():
 
 def test_a_loss_says_how_the_teacher_is_run():
     model, teacher, batches = pruned_pair()
-    # Padding is told from the batch's own attention_mask, which a nested batch hides: here nothing is padded.
-    batches = [{**batch, "attention_mask": torch.ones_like(batch["attention_mask"])} for batch in batches]
+    # Padding is told from the batch's own attention_mask, which a nested batch hides: here nothing
+    # is padded.
+    batches = [
+        {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])} for batch in batches
+    ]
     plain, wrapped = copy.deepcopy(model), copy.deepcopy(model)
     hp.recover_(plain, batches, "mean_fold", teacher)
     nested = [{"inputs": batch} for batch in batches]
-    hp.recover_(wrapped, nested, "mean_fold", teacher, loss=lambda m, b: m(**b["inputs"]).logits.sum(1))
+    hp.recover_(
+        wrapped, nested, "mean_fold", teacher, loss=lambda m, b: m(**b["inputs"]).logits.sum(1)
+    )
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(wrapped.state_dict()[name], value, rtol=0, atol=0)
 
@@ -422,7 +479,10 @@ def test_bad_arguments_are_refused_and_leave_the_model_alone():
     with torch.no_grad():
         teacher.bert.encoder.layer[0].attention.self.value.bias[0] = float("nan")
         teacher.bert.encoder.layer[0].attention.self.value.bias[4] = float("nan")
-    with pytest.raises(InvalidValue, match=r"mean head output at bert\.encoder\.layer\.0\.attention: must be finite"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"mean head output at bert\.encoder\.layer\.0\.attention: must be finite",
+    ):
         hp.recover_(model, batches, "mean_fold", teacher)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
@@ -440,7 +500,10 @@ def test_a_projection_that_never_runs_is_an_error():
     model = copy.deepcopy(teacher)
     prune_(model, some_heads(model))
     batch = torch.randn(2, 3, 8)
-    for batches in ([batch], iter([batch])):  # those that are read once are first read for the means
+    for batches in (
+        [batch],
+        iter([batch]),
+    ):  # those that are read once are first read for the means
         with pytest.raises(UnsupportedModel, match=r"idle\.W_o: must be a module that runs"):
             hp.recover_(model, batches, "mean_fold", teacher)
     assert not any(m._forward_pre_hooks for m in teacher.modules())

@@ -1,4 +1,5 @@
-"""Layers that a refit no longer changes are played back, with the very same result; where they cannot be, they run."""
+"""Layers that a refit no longer changes are played back, with the very same result; where they
+cannot be, they run."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_what_does_not_repeat_itself_runs() -> None:
     before = model[0].asked
     batches = [torch.randn(3, 5, 8) for _ in range(2)]
     hp.recover_(model, batches, Lstsq(), teacher)
-    # To see what training mode changes, to find projections, to learn the layers, errors, one for each projection
+    # To see what training mode changes, to find projections, to learn the layers, errors, one for
+    # each projection
     whole = 1 + 1 + 1 + len(batches) * (1 + 3)
     assert model[0].asked - before == whole
 
@@ -114,7 +116,9 @@ class Playing:
         self.ran: list[int] = []
         for number, layer in enumerate(self.layers):
             original = layer.forward
-            layer.__dict__["forward"] = lambda x, n=number, f=original: (self.ran.append(n), f(x))[1]
+            layer.__dict__["forward"] = lambda x, n=number, f=original: (self.ran.append(n), f(x))[
+                1
+            ]
         self.x = torch.ones(1, 2)
         self.playback = _playback.Playback(self.layers, list(self.layers), room)
         self.playback.learn(lambda: self.layers(self.x))
@@ -183,7 +187,9 @@ def test_only_tensors_and_constants_are_played_back(box: Any, runs: int) -> None
         with playback.before("a batch", 1):
             seen.append(run())
     assert layer.ran == runs
-    assert_close([list(tensors(found)) for found in seen], [list(tensors(box(layer.linear(x))))] * 3)
+    assert_close(
+        [list(tensors(found)) for found in seen], [list(tensors(box(layer.linear(x))))] * 3
+    )
 
 
 @torch.no_grad()

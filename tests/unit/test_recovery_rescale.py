@@ -1,4 +1,5 @@
-"""head_rescale: the factors of one long system with a row a token and channel; and recipes that name it or lstsq."""
+"""head_rescale: the factors of one long system with a row a token and channel; and recipes that
+name it or lstsq."""
 
 from __future__ import annotations
 
@@ -30,14 +31,21 @@ def test_it_is_the_solution_of_one_long_system(family: str, intercept: Any) -> N
     report = recovered(model, batches, HeadRescale(intercept=intercept, ridge=0.0), subject.model)
     here = next(s for s in hp.find_sites(before) if s.name == site.name)
     slices = [columns(here, head) for head in here.heads]
-    factors, extra = reference.rescale(before, subject.model, place, slices, batches, intercept != "none")
+    factors, extra = reference.rescale(
+        before, subject.model, place, slices, batches, intercept != "none"
+    )
     old, new = (m.get_submodule(place.projection) for m in (before, model))
     per_channel = torch.from_numpy(np.repeat(factors, site.value_dim))
     assert_close(
-        new.weight, old.weight * (per_channel[:, None] if family == "gpt2" else per_channel), rtol=0, atol=1e-8
+        new.weight,
+        old.weight * (per_channel[:, None] if family == "gpt2" else per_channel),
+        rtol=0,
+        atol=1e-8,
     )
     bias = (
-        torch.zeros(len(old.weight) if old.bias is None else len(old.bias)).double() if old.bias is None else old.bias
+        torch.zeros(len(old.weight) if old.bias is None else len(old.bias)).double()
+        if old.bias is None
+        else old.bias
     )
     if intercept == "fold":
         assert_close(new.bias, bias + torch.from_numpy(extra), rtol=0, atol=1e-8)
@@ -46,12 +54,17 @@ def test_it_is_the_solution_of_one_long_system(family: str, intercept: Any) -> N
         assert (new.bias is None) == (old.bias is None)
         assert old.bias is None or torch.equal(new.bias, old.bias)
         assert report.changed == (f"{place.projection}.weight",)
-    assert report.metrics["error_after"] == pytest.approx(reference.error(model, subject.model, place, batches))
+    assert report.metrics["error_after"] == pytest.approx(
+        reference.error(model, subject.model, place, batches)
+    )
 
 
 def test_without_an_intercept_a_later_mean_fold_folds_and_with_one_it_does_not() -> None:
     subject, batches = subject_of("bert")
-    for intercept, heads in (("fold", 0), ("drop", subject.ragged().n_heads - subject.ragged().n_kept)):
+    for intercept, heads in (
+        ("fold", 0),
+        ("drop", subject.ragged().n_heads - subject.ragged().n_kept),
+    ):
         model = pruned(subject)
         recovered(model, batches, HeadRescale(intercept=intercept), subject.model)  # type: ignore[arg-type]
         assert recovered(model, batches, "mean_fold", subject.model).metrics["heads"] == heads
@@ -84,7 +97,9 @@ def test_an_attention_without_an_output_projection_is_refused(method: str) -> No
     assert picture(model) == before
 
 
-@pytest.mark.parametrize("settings", [{"ridge": -1.0}, {"intercept": True}, {"precision": "float16"}])
+@pytest.mark.parametrize(
+    "settings", [{"ridge": -1.0}, {"intercept": True}, {"precision": "float16"}]
+)
 def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match=f"HeadRescale.{next(iter(settings))}"):
         HeadRescale(**settings)
@@ -121,5 +136,7 @@ def test_a_recipe_names_it(tmp_path: Path) -> None:
     first = record.metrics["recovery"]["0"]
     assert (first["method"], first["rows"], first["projections"]) == ("lstsq", "calibration", 4)
     assert first["error_after"] < first["error_before"]
-    assert {"recovered (lstsq)", "recovered (lstsq + head_rescale)"} <= {row.name for row in record.quality}
+    assert {"recovered (lstsq)", "recovered (lstsq + head_rescale)"} <= {
+        row.name for row in record.quality
+    }
     assert [proof.what for proof in record.proofs] == ["outputs", "reload"]

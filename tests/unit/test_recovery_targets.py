@@ -1,4 +1,5 @@
-"""Which projections a layer-wise refit takes, which it leaves and says so, and what it refuses half way."""
+"""Which projections a layer-wise refit takes, which it leaves and says so, and what it refuses half
+way."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ class Stack(nn.Module):
 def cut(teacher: nn.Module) -> Any:
     torch.manual_seed(0)
     model = copy.deepcopy(teacher)
-    hp.prune_(model, hp.HeadMask.from_keep({"attention.0": [1]}, {s.name: 2 for s in hp.find_sites(model)}))
+    hp.prune_(
+        model,
+        hp.HeadMask.from_keep({"attention.0": [1]}, {s.name: 2 for s in hp.find_sites(model)}),
+    )
     return model
 
 
@@ -55,7 +59,9 @@ def test_attentions_without_a_feed_forward_are_named() -> None:
     teacher = Stack(feed_forward=False)
     report = hp.recover_(cut(teacher), batches(), Lstsq(feed_forward=True), teacher)
     must = "no plain linear layer that is added to the stream was found there"
-    assert report.notes == (f"No feed-forward refitted after attention.0.W_o, attention.1.W_o: {must}.",)
+    assert report.notes == (
+        f"No feed-forward refitted after attention.0.W_o, attention.1.W_o: {must}.",
+    )
 
 
 def tied(model: Stack) -> None:
@@ -93,7 +99,9 @@ def test_a_feed_forward_of_another_shape_or_kind_than_the_teachers_stays() -> No
 
 def test_an_attention_without_an_output_projection_that_lost_nothing_is_no_hindrance() -> None:
     torch.manual_seed(0)
-    teacher = nn.ModuleDict({"attention": nn.ModuleList([hp.MultiHeadAttention(12, 2)]), "bare": SideBySide(12, 4)})
+    teacher = nn.ModuleDict(
+        {"attention": nn.ModuleList([hp.MultiHeadAttention(12, 2)]), "bare": SideBySide(12, 4)}
+    )
 
     def run(model: Any, x: Tensor) -> Tensor:
         return model["bare"](x + model["attention"][0](x)).square().mean((1, 2))
@@ -105,7 +113,8 @@ def test_an_attention_without_an_output_projection_that_lost_nothing_is_no_hindr
     assert list(report.metrics["errors"]) == ["attention.0.W_o"]
 
 
-# --- what goes wrong half way -----------------------------------------------------------------------------------------
+# --- what goes wrong half way
+# -----------------------------------------------------------------------------------------
 
 
 def test_models_that_run_differently_often_later_on_are_refused() -> None:
@@ -113,7 +122,10 @@ def test_models_that_run_differently_often_later_on_are_refused() -> None:
     model = cut(teacher)
     model.rounds = 2
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(UnsupportedModel, match=r"attention\.0\.W_o: .*every batch, got 2 runs, and 1 of the teacher's"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"attention\.0\.W_o: .*every batch, got 2 runs, and 1 of the teacher's",
+    ):
         hp.recover_(model, batches(), "lstsq", teacher)
     assert_close(model.state_dict(), before, rtol=0, atol=0)
 
@@ -135,13 +147,27 @@ class Changing(list):  # type: ignore[type-arg]
 @pytest.mark.parametrize(
     ("passes", "words"),
     [
-        ([[ONES], []], "batches: must be readable more than once, got a Changing whose batches were read before"),
-        ([[ONES, ONES * torch.nan]], "what model and teacher write at attention.0.W_o: must be finite"),
-        ([[ONES], [ONES * torch.nan]], "what model and teacher write at attention.0.W_o: must be finite"),
+        (
+            [[ONES], []],
+            (
+                "batches: must be readable more than once, got a Changing whose batches were read"
+                " before"
+            ),
+        ),
+        (
+            [[ONES, ONES * torch.nan]],
+            "what model and teacher write at attention.0.W_o: must be finite",
+        ),
+        (
+            [[ONES], [ONES * torch.nan]],
+            "what model and teacher write at attention.0.W_o: must be finite",
+        ),
     ],
     ids=["nothing", "NaN", "NaN after the errors were measured"],
 )
-def test_a_loader_that_changes_is_refused_and_nothing_is_left(passes: list[Any], words: str) -> None:
+def test_a_loader_that_changes_is_refused_and_nothing_is_left(
+    passes: list[Any], words: str
+) -> None:
     torch.manual_seed(0)
     teacher = Stack()
     model = cut(teacher)
@@ -157,14 +183,20 @@ def test_a_change_beyond_the_range_of_half_precision_is_refused() -> None:
     before = linear.weight.detach().clone()
     undo = Undo()
     replaced = Replaced(nn.Sequential(linear), undo, adds_biases=False)
-    replaced.add_(Target("out", linear, linear), "weight", torch.full((4, 6), 1e6, dtype=torch.float64))
-    with pytest.raises(InvalidValue, match=r"out\.weight: must be within the range of torch\.float16, got an infinite"):
+    replaced.add_(
+        Target("out", linear, linear), "weight", torch.full((4, 6), 1e6, dtype=torch.float64)
+    )
+    with pytest.raises(
+        InvalidValue,
+        match=r"out\.weight: must be within the range of torch\.float16, got an infinite",
+    ):
         replaced.check()
     undo.restore()
     assert_close(linear.weight, before, rtol=0, atol=0)
 
 
-# --- which tokens count, and which batch is which ---------------------------------------------------------------------
+# --- which tokens count, and which batch is which
+# ---------------------------------------------------------------------
 
 
 def test_tokens_of_a_feed_forward_in_any_shape() -> None:
@@ -174,13 +206,35 @@ def test_tokens_of_a_feed_forward_in_any_shape() -> None:
         counted = target.counted(linear, torch.zeros(shape), batch)
         assert counted is not None
         assert counted.tolist() == [True, True, False, True, False, False]
-    assert target.counted(linear, torch.zeros(3, 2, 4), batch).tolist() == [True, True, True, False, False, False]  # type: ignore[union-attr]
-    assert target.counted(linear, torch.zeros(5, 4), batch) is None  # packed: no row is a token of a known place
+    assert target.counted(linear, torch.zeros(3, 2, 4), batch).tolist() == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]  # type: ignore[union-attr]
+    assert (
+        target.counted(linear, torch.zeros(5, 4), batch) is None
+    )  # packed: no row is a token of a known place
 
 
 def test_batches_are_told_apart_by_all_they_hold() -> None:
     x, y = torch.ones(2), torch.zeros(2)
-    batches = [x, y, {"a": x}, {"b": x}, [x, y], [y, x], (x, "left"), (x, "right"), (x, None), (x, 1), (x, 1.5), (x,)]
+    batches = [
+        x,
+        y,
+        {"a": x},
+        {"b": x},
+        [x, y],
+        [y, x],
+        (x, "left"),
+        (x, "right"),
+        (x, None),
+        (x, 1),
+        (x, 1.5),
+        (x,),
+    ]
     keys = [key_of(b) for b in batches]
     assert len(set(keys)) == len(batches)
     assert keys == [key_of(copy.deepcopy(b)) for b in batches]

@@ -1,4 +1,5 @@
-"""What the rest of a model does with an attention that fits: refused in words before anything changes."""
+"""What the rest of a model does with an attention that fits: refused in words before anything
+changes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def refused(model: nn.Module, sites: Any, mask: hp.HeadMask, words: str, where: 
     assert picture(model) == before
 
 
-# --- shared modules ---------------------------------------------------------------------------------------------------
+# --- shared modules
+# ---------------------------------------------------------------------------------------------------
 
 
 def tiny(layout: str) -> tuple[Any, Any]:
@@ -57,7 +59,9 @@ def use_it_outside(model: Any) -> None:
         (use_it_outside, "extra"),
     ],
 )
-def test_a_projection_in_two_places_is_not_cut_for_one(share: Callable[[Any], None], also: str) -> None:
+def test_a_projection_in_two_places_is_not_cut_for_one(
+    share: Callable[[Any], None], also: str
+) -> None:
     model, _ = tiny("llama")
     share(model)
     sites = hp.find_sites(model)
@@ -69,7 +73,13 @@ def test_an_output_that_two_layers_share_is_refused_with_its_counts() -> None:
     model, _ = tiny("bert")
     first, second, *_ = model.bert.encoder.layer
     second.attention.output = first.attention.output
-    refused(model, None, ragged(hp.find_sites(model)), "of this attention alone", "bert.encoder.layer.0.attention")
+    refused(
+        model,
+        None,
+        ragged(hp.find_sites(model)),
+        "of this attention alone",
+        "bert.encoder.layer.0.attention",
+    )
 
 
 def test_a_module_that_holds_a_cut_tensor_counts_too() -> None:
@@ -83,7 +93,13 @@ def test_a_module_that_holds_a_cut_tensor_counts_too() -> None:
     base = registry.get("multi_head_attention")
     slabs = (*base.slabs, hp.HeadSlab("table.bias", 0, "head"))
     layout = hp.AttentionLayout(
-        "tabled", base.gate, slabs, base.head_dim, counts=base.counts, requires=base.requires, per_head=base.per_head
+        "tabled",
+        base.gate,
+        slabs,
+        base.head_dim,
+        counts=base.counts,
+        requires=base.requires,
+        per_head=base.per_head,
     )
     sites = hp.find_sites(model, layouts=[layout])
     keep = hp.HeadMask.from_keep({"0": [1]}, {"0": 2, "1": 2})
@@ -106,13 +122,17 @@ def test_a_whole_attention_in_two_places_is_gated_and_cut() -> None:
     model, batch = tiny("llama")
     model.model.layers[1].self_attn = model.model.layers[0].self_attn
     sites = hp.find_sites(model)
-    report = hp.prune_(model, ragged(sites), {**batch, "use_cache": False}, sites)  # of the cache it has one place
+    report = hp.prune_(
+        model, ragged(sites), {**batch, "use_cache": False}, sites
+    )  # of the cache it has one place
     assert report.n_removed
     assert model.model.layers[1].self_attn is model.model.layers[0].self_attn
 
 
 @pytest.mark.parametrize("example", [False, True])
-def test_an_error_after_the_cut_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch, example: bool) -> None:
+def test_an_error_after_the_cut_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, example: bool
+) -> None:
     subject = subject_of("bert")
     before, calls, real = picture(subject.model), [], prune.bind
 
@@ -129,7 +149,8 @@ def test_an_error_after_the_cut_leaves_the_model_as_it_was(monkeypatch: pytest.M
     assert picture(subject.model) == before
 
 
-# --- weights that are no plain tensors of the model ------------------------------------------------------------------
+# --- weights that are no plain tensors of the model
+# ------------------------------------------------------------------
 
 
 class Rounded(Tensor):
@@ -144,14 +165,18 @@ class Rounded(Tensor):
         self.stored = (full / 0.01).round().to(torch.int8)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten.detach.default:
             return args[0]
         full = [a.stored.to(a.dtype) * 0.01 if isinstance(a, Rounded) else a for a in args]
         return function(*full, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("quantised", [Rounded, lambda weight: (weight * 100).to(torch.int8)], ids=["subclass", "int8"])
+@pytest.mark.parametrize(
+    "quantised", [Rounded, lambda weight: (weight * 100).to(torch.int8)], ids=["subclass", "int8"]
+)
 def test_a_quantised_bare_tensor_is_not_cut(quantised: Callable[[Tensor], Tensor]) -> None:
     model = nn.Sequential(nn.MultiheadAttention(16, 4))
     weight = quantised(model[0].in_proj_weight.detach())
@@ -176,7 +201,8 @@ def test_a_model_on_meta_is_cut() -> None:
     assert hp.prune_(model, ragged(hp.find_sites(model))).n_removed
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
+# --- adapters
+# ---------------------------------------------------------------------------------------------------------
 
 
 class WithTorchAttention(nn.Module):
@@ -201,34 +227,53 @@ def test_adapters_around_a_whole_attention_are_refused_until_they_are_merged() -
     shapes = {n: t.shape for n, t in model.state_dict().items()}
     with pytest.raises(UnsupportedModel, match=r"lora_A.*Merge the adapters first"):
         hp.prune_(model, mask, sites=sites)
-    assert {n: t.shape for n, t in model.state_dict().items()} == shapes  # PEFT makes the parameters anew by itself
+    assert {
+        n: t.shape for n, t in model.state_dict().items()
+    } == shapes  # PEFT makes the parameters anew by itself
     merged = model.merge_and_unload()
-    assert hp.prune_(merged, hp.HeadMask.from_keep({"attention": [0, 1]}, {"attention": 4}), x).n_removed == 2
+    assert (
+        hp.prune_(
+            merged, hp.HeadMask.from_keep({"attention": [0, 1]}, {"attention": 4}), x
+        ).n_removed
+        == 2
+    )
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks
 def test_prefixes_for_all_heads_are_refused_and_prompts_are_not() -> None:
     peft = pytest.importorskip("peft")
     common = {"task_type": "SEQ_CLS", "num_virtual_tokens": 2}
     model, _ = tiny("bert")
     prefixed = peft.get_peft_model(copy.deepcopy(model), peft.PrefixTuningConfig(**common)).eval()
     sites = hp.find_sites(prefixed)
-    refused(prefixed, sites, ragged(sites), "prefixes for all heads from the adapter 'default'", sites[0].name)
+    refused(
+        prefixed,
+        sites,
+        ragged(sites),
+        "prefixes for all heads from the adapter 'default'",
+        sites[0].name,
+    )
     prompted = peft.get_peft_model(model, peft.PromptTuningConfig(**common)).eval()
     assert hp.prune_(prompted, ragged(hp.find_sites(prompted))).n_removed
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
+# --- copies
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_made_inside_a_block_keeps_the_class_that_a_cut_put_in_front(
     copied: Callable[[nn.Module], nn.Module],
 ) -> None:
-    """Where an attention has no output projection, the gates stand in front of the attention itself."""
+    """Where an attention has no output projection, the gates stand in front of the attention
+    itself."""
     subject = subject_of("head_list_bare")
     hp.prune_(subject.model, subject.ragged())
-    with hp.gated(subject.model, {s.name: torch.ones(len(s.heads)) for s in hp.find_sites(subject.model)}):
+    with hp.gated(
+        subject.model, {s.name: torch.ones(len(s.heads)) for s in hp.find_sites(subject.model)}
+    ):
         twin = copied(subject.model)
     assert [type(m) for m in twin.modules()] == [type(m) for m in subject.model.modules()]
     assert_close(subject.run(twin), subject.run(), **EXACT)

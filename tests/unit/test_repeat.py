@@ -1,4 +1,5 @@
-"""The lines with which a report does a run again: run on a finished run, they come to its plan and its model."""
+"""The lines with which a report does a run again: run on a finished run, they come to its plan and
+its model."""
 
 from __future__ import annotations
 
@@ -52,21 +53,30 @@ def test_the_lines_come_to_the_runs_plan_and_model(
 ) -> None:
     recipe, record = done
     subject = prepared(recipe, say=lambda line: None)
-    own: dict[str, Any] = {"model": subject.model, "batches": subject.data.batches("calibration", 16)}
+    own: dict[str, Any] = {
+        "model": subject.model,
+        "batches": subject.data.batches("calibration", 16),
+    }
     monkeypatch.chdir(tmp_path)
     exec(python_lines(record), own)
     assert own["scores"].settings == record.scores.settings  # type: ignore[union-attr]
     assert own["plan"] == record.plan
-    again, first = (hp.from_pretrained(folder) for folder in (tmp_path / "small", Path(recipe.folder) / "model"))
+    again, first = (
+        hp.from_pretrained(folder) for folder in (tmp_path / "small", Path(recipe.folder) / "model")
+    )
     found = again.state_dict()
     for name, tensor in first.state_dict().items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)  # the run refits in another order
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-3, atol=1e-4
+        )  # the run refits in another order
 
 
 def test_recoveries_that_train_are_known() -> None:
     methods = {name: recovery.registry.get(name) for name in recovery.registry}
     assert {name for name, method in methods.items() if method.trains} == set(TRAINING)
-    assert {name for name, method in methods.items() if "seed" in {f.name for f in fields(method)}} == set(TRAINING)
+    assert {
+        name for name, method in methods.items() if "seed" in {f.name for f in fields(method)}
+    } == set(TRAINING)
 
 
 def lines_of(record: RunRecord, **recipe: Any) -> str:
@@ -82,9 +92,18 @@ def test_what_the_selector_and_the_recoveries_ask_for_is_handed_to_them() -> Non
         {"method": "lstsq", "settings": {}, "rows": "train"},
         {"method": "finetune", "settings": {"patience": 2}, "rows": None},
     ]
-    text = lines_of(record, recover=steps, seed=7, train={"epochs": 1}, score={"until": {"k": 3, "confidence": 0.9}})
+    text = lines_of(
+        record,
+        recover=steps,
+        seed=7,
+        train={"epochs": 1},
+        score={"until": {"k": 3, "confidence": 0.9}},
+    )
     assert "until=hp.Stable(k=3, confidence=0.9)" in text
-    assert "hp.recover_(model, train_batches, method, original if method.needs_teacher else None)" in text
+    assert (
+        "hp.recover_(model, train_batches, method, original if method.needs_teacher else None)"
+        in text
+    )
     assert "method = hp.recovery.Finetune(seed=7, patience=2)" in text
     assert "validation=validation_batches" in text
     assert text.index("original = copy.deepcopy(model)") < text.index("hp.prune_(model, plan)")
@@ -98,16 +117,23 @@ def test_what_the_selector_and_the_recoveries_ask_for_is_handed_to_them() -> Non
     }
     for selector, call in calls.items():
         chosen = replace(record, plan=replace(record.plan, selector=selector))
-        text = lines_of(chosen, select={"recover": [{"method": "mean_fold"}], "must_remove": {"a.b": [1]}})
+        text = lines_of(
+            chosen, select={"recover": [{"method": "mean_fold"}], "must_remove": {"a.b": [1]}}
+        )
         assert call in text
-        assert "    hp.recover_(small, batches, method, original if method.needs_teacher else None)" in text
+        assert (
+            "    hp.recover_(small, batches, method, original if method.needs_teacher else None)"
+            in text
+        )
         assert "must_remove={'a.b': (1,)}" in text
 
 
 def test_a_budget_of_speed_is_measured_where_the_run_measured_it() -> None:
     record = record_of()
     assert record.plan is not None
-    timed = replace(record, plan=replace(record.plan, budget=hp.Budget(speedup=1.2), selector="knapsack"))
+    timed = replace(
+        record, plan=replace(record.plan, budget=hp.Budget(speedup=1.2), selector="knapsack")
+    )
     text = lines_of(timed, select={"latency": {"batch_size": 4, "length": None, "seconds": 20}})
     assert "table = hp.bench.latency_table(model, batch, batch_size=4, seconds=20)" in text
     assert "latency=table" in text
@@ -121,14 +147,23 @@ def test_cuts_in_stages_are_the_commands_and_only_the_plan_is_taken() -> None:
     assert 'plan = hp.RunRecord.load("record.json").plan\n' in text
 
 
-@pytest.mark.parametrize("name", ["_", "none", "true", "_1", "import", "\N{LATIN SMALL LIGATURE FI}", "__debug__"])
+@pytest.mark.parametrize(
+    "name", ["_", "none", "true", "_1", "import", "\N{LATIN SMALL LIGATURE FI}", "__debug__"]
+)
 def test_names_that_python_takes_for_something_else_are_not_written_as_names(name: str) -> None:
     record, settings = record_of(), {name: 2}
     assert record.scores is not None
-    chosen = replace(record, scores=replace(record.scores, scorer=name, settings=FrozenDict(settings)))
-    assert f"hp.score(model, batches, {name!r}" in " ".join(lines_of(chosen).split()).replace("( ", "(")
+    chosen = replace(
+        record, scores=replace(record.scores, scorer=name, settings=FrozenDict(settings))
+    )
+    assert f"hp.score(model, batches, {name!r}" in " ".join(lines_of(chosen).split()).replace(
+        "( ", "("
+    )
     assert record.plan is not None
-    timed = replace(record, plan=replace(record.plan, budget=hp.Budget(speedup=1.2), settings=FrozenDict(settings)))
+    timed = replace(
+        record,
+        plan=replace(record.plan, budget=hp.Budget(speedup=1.2), settings=FrozenDict(settings)),
+    )
     recipe = {
         "model": {"layouts": f"mine:{name}"},
         "select": {"latency": {name: 1, "sites": 1}, "policy": "free"},
@@ -154,4 +189,6 @@ def test_names_and_settings_of_a_record_cannot_become_code() -> None:
     text = lines_of(nasty, **recipe, score={"until": {"k": bad, bad: 1}})
     assert not [line for line in text.splitlines() if line.startswith("import os")]
     assert repr(bad) in text
-    assert "inf" not in lines_of(record, select={"must_keep": {"a": [float("inf")]}}).replace("float('inf')", "")
+    assert "inf" not in lines_of(record, select={"must_keep": {"a": [float("inf")]}}).replace(
+        "float('inf')", ""
+    )

@@ -1,4 +1,5 @@
-"""Reports: every number of the record appears, in both files, and nothing in it can break out of the text."""
+"""Reports: every number of the record appears, in both files, and nothing in it can break out of
+the text."""
 
 from __future__ import annotations
 
@@ -27,7 +28,16 @@ from headprune.report.attention import attention_view
 from headprune.report.formats import count, counts, duration, fixed, signed, times
 from headprune.report.repeat import python_lines
 from headprune.scoring._agreement import agreement
-from tests.report_records import NASTY, Page, costed, image_pictures_of, maps_of, pictures_of, record_of, scores_of
+from tests.report_records import (
+    NASTY,
+    Page,
+    costed,
+    image_pictures_of,
+    maps_of,
+    pictures_of,
+    record_of,
+    scores_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +74,9 @@ def test_headline_follows_from_the_record(html: str, markdown: str) -> None:
         ("recovered (finetune)", "0.9740", "−0.23"),
     ],
 )
-def test_every_accuracy_row_has_its_difference(html: str, markdown: str, name: str, value: str, delta: str) -> None:
+def test_every_accuracy_row_has_its_difference(
+    html: str, markdown: str, name: str, value: str, delta: str
+) -> None:
     row = Page(html).table_row(name, html)
     assert f" {value} " in row
     assert f" {delta} " in row
@@ -104,12 +116,16 @@ def test_worse_is_marked_by_the_direction_of_the_metric() -> None:
 
 def test_comparison_with_random_is_not_claimed_within_the_spread(record: RunRecord) -> None:
     better = render_markdown(record)
-    assert "taylor is 5.66 points of accuracy better than removing as many heads at random" in better
+    assert (
+        "taylor is 5.66 points of accuracy better than removing as many heads at random" in better
+    )
     within = replace(record, quality=(*record.quality[:2], replace(record.quality[2], value=0.965)))
     assert "no better and no worse than removing as many heads at random" in render_markdown(within)
     worse = replace(record, quality=(*record.quality[:2], replace(record.quality[2], value=0.999)))
     assert "2.96 points of accuracy worse" in render_markdown(worse)
-    other_budget = replace(record, quality=(*record.quality[:2], replace(record.quality[2], kept_heads=20)))
+    other_budget = replace(
+        record, quality=(*record.quality[:2], replace(record.quality[2], kept_heads=20))
+    )
     text = render_markdown(other_budget)
     assert "they are not compared" in text
     assert "do not all keep the same number of heads (16, 20)" in text
@@ -124,7 +140,9 @@ def test_heat_map_marks_exactly_the_removed_heads(record: RunRecord, html: str) 
         head, title = unit.heads[0], cell["title"] or ""
         removed = head in record.plan.mask.removed(unit.name)
         assert ("removed" in (cell["class"] or "").split()) == removed
-        assert title.startswith(f"{unit.name}, head {head}, score {unit.value:.4g} ± {unit.standard_error:.2g}")
+        assert title.startswith(
+            f"{unit.name}, head {head}, score {unit.value:.4g} ± {unit.standard_error:.2g}"
+        )
         assert title.endswith("removed" if removed else "kept")
 
 
@@ -163,7 +181,9 @@ def test_a_group_says_what_each_of_its_heads_does() -> None:
     assert f", head 3 mostly {second}, " in titles[1]
 
 
-def test_heads_of_one_key_value_group_are_cells_of_their_own_where_they_are_no_unit_or_no_neighbours() -> None:
+def test_heads_of_one_key_value_group_are_cells_of_their_own_where_they_are_no_unit_or_no_neighbours() -> (
+    None
+):
     record = record_of(2, 4, 2)
     assert record.scores is not None
     for change in ({"policy": "free"}, {"grouping": "interleaved"}):
@@ -196,14 +216,20 @@ def test_a_skewed_map_is_logarithmic_and_says_so() -> None:
     assert "logarithmic scale" in text
     assert "in units of 10⁻⁶" in text
     even = replace(scores_of(sites), values=((-1.0, 0.0, 1.0, 2.0),))
-    assert "linear scale" in Page(render_html(RunRecord("x", "done", "score", "2026", scores=even))).text
+    assert (
+        "linear scale"
+        in Page(render_html(RunRecord("x", "done", "score", "2026", scores=even))).text
+    )
 
 
 def test_an_interval_that_spans_one_is_no_difference(html: str, markdown: str) -> None:
     assert "no measurable difference" in Page(html).table_row("1 × 128", html)
     assert "1.09× faster" in Page(html).table_row("8 × 128", html)
     line = next(line for line in markdown.splitlines() if line.startswith("| 1 × 128"))
-    assert "8.12 / 8.71 | 7.98 / 8.66 | 1.01× | 0.991 to 1.034 | no measurable difference in speed | 200 |" in line
+    assert (
+        "8.12 / 8.71 | 7.98 / 8.66 | 1.01× | 0.991 to 1.034 | no measurable difference in speed |"
+        " 200 |" in line
+    )
 
 
 def test_a_slower_model_is_called_slower(record: RunRecord) -> None:
@@ -213,7 +239,9 @@ def test_a_slower_model_is_called_slower(record: RunRecord) -> None:
 
 def test_headline_speed_is_the_largest_batch_not_the_best_ratio(record: RunRecord) -> None:
     rows = (replace(record.speed[0], ratio=3.0, low=2.9, high=3.1), record.speed[2])
-    assert "1.12× faster at batch 32" in render_markdown(replace(record, speed=rows)).splitlines()[2]
+    assert (
+        "1.12× faster at batch 32" in render_markdown(replace(record, speed=rows)).splitlines()[2]
+    )
 
 
 def test_sizes_and_their_change(html: str) -> None:
@@ -224,8 +252,12 @@ def test_sizes_and_their_change(html: str) -> None:
     assert "4,096 2,048 −50.0 %" in Page(html).table_row("KV cache, bytes a token", html)
 
 
-@pytest.mark.parametrize(("difference", "passes"), [(1.0e-05, True), (1.1e-05, False), (float("nan"), False)])
-def test_the_proof_is_read_against_its_tolerance(record: RunRecord, difference: float, passes: bool) -> None:
+@pytest.mark.parametrize(
+    ("difference", "passes"), [(1.0e-05, True), (1.1e-05, False), (float("nan"), False)]
+)
+def test_the_proof_is_read_against_its_tolerance(
+    record: RunRecord, difference: float, passes: bool
+) -> None:
     proof = replace(record.proofs[0], max_difference=difference)
     for text in (
         Page(render_html(replace(record, proofs=(proof,)))).text,
@@ -257,14 +289,23 @@ def test_a_broken_run_shows_stage_error_and_what_exists(record: RunRecord, statu
 
 
 def test_how_auto_chose_is_a_table(record: RunRecord) -> None:
-    """The chosen heads have no difference from themselves, whoever keeps them; signs are true ones."""
+    """The chosen heads have no difference from themselves, whoever keeps them; signs are true
+    ones."""
     candidates = (
         Candidate("surgeon", FrozenDict({"curvature": "logits"}), False, 0.5, 0.0, 0.0, 0.0),
         Candidate("fisher", EMPTY, False, 0.5, 0.0, 0.0, 0.0, same_as="surgeon (curvature=logits)"),
         Candidate("taylor", EMPTY, False, 0.75, 0.25, -0.125, 0.625),
         Candidate("random", EMPTY, False, 0.75, 0.25, -0.25, 0.75),
     )
-    choice = Choice(candidates, candidates[0].name, "keep 50 % of the heads", "lstsq", 1200, 0.25, notes=("a note",))
+    choice = Choice(
+        candidates,
+        candidates[0].name,
+        "keep 50 % of the heads",
+        "lstsq",
+        1200,
+        0.25,
+        notes=("a note",),
+    )
     assert record.scores is not None
     chosen = replace(record, scores=replace(record.scores, choice=choice))
     page, text = render_html(chosen), render_markdown(chosen)
@@ -277,7 +318,10 @@ def test_how_auto_chose_is_a_table(record: RunRecord) -> None:
     ):
         assert row in text
     for words in (
-        "(keep 50 % of the heads) was cut and refitted by lstsq, and judged by the loss of 1,200 rows",
+        (
+            "(keep 50 % of the heads) was cut and refitted by lstsq, and judged by the loss of"
+            " 1,200 rows"
+        ),
         "at most 0.1250 below the chosen one's (95 % confidence)",
         "are better than random ones, refitted alike.",
         "a note",
@@ -328,13 +372,17 @@ def test_no_base_row_means_no_differences(record: RunRecord) -> None:
     without = replace(record, quality=record.quality[1:])
     assert "against base" not in render_markdown(without)
     assert "accuracy 0.969 before recovery, 0.974 after" in render_markdown(without)
-    assert "; accuracy 0.969 after the cut" in render_markdown(replace(record, quality=record.quality[1:2]))
+    assert "; accuracy 0.969 after the cut" in render_markdown(
+        replace(record, quality=record.quality[1:2])
+    )
     chance = replace(record, quality=record.quality[2:3])
     assert "accuracy" not in render_markdown(chance).partition("## ")[0]
 
 
 def test_a_run_that_measured_only_the_base_says_so(record: RunRecord) -> None:
-    assert "accuracy 0.976 before the cut" in render_markdown(replace(record, quality=record.quality[:1]))
+    assert "accuracy 0.976 before the cut" in render_markdown(
+        replace(record, quality=record.quality[:1])
+    )
 
 
 def test_heads_of_one_score_have_the_colour_in_the_middle(record: RunRecord) -> None:
@@ -374,13 +422,22 @@ def test_data_stays_text() -> None:
     )
     page = Page(render_html(record, nasty_beside(record)))
     assert not page.open
-    assert [a.get("type") for tag, a in page.elements if tag == "script"] == ["application/json", None]
+    assert [a.get("type") for tag, a in page.elements if tag == "script"] == [
+        "application/json",
+        None,
+    ]
     assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
     assert page.text.count("<script>") > 30
-    markdown = re.sub(r"^(`{3,})\n.*?^\1$", "", render_markdown(record), flags=re.DOTALL | re.MULTILINE)
+    markdown = re.sub(
+        r"^(`{3,})\n.*?^\1$", "", render_markdown(record), flags=re.DOTALL | re.MULTILINE
+    )
     assert "<script>" not in markdown.replace("\\<script\\>", "")
     assert "\n|" in markdown
-    widths = {re.sub(r"\\.", "", line).count("|") for line in markdown.splitlines() if line.startswith(f"| {NASTY[0]}")}
+    widths = {
+        re.sub(r"\\.", "", line).count("|")
+        for line in markdown.splitlines()
+        if line.startswith(f"| {NASTY[0]}")
+    }
     assert len(widths) <= 1
 
 
@@ -398,7 +455,9 @@ def test_the_page_loads_nothing(html: str) -> None:
     own = html[html.rindex("<script>") + len("<script>") : html.rindex("</script>")]
     allowed = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
     assert re.findall(r"script-src ([^;]*);", policy[0]) == [f"'sha256-{allowed}'"]
-    assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|import|eval|innerHTML|outerHTML)\b", own)
+    assert not re.search(
+        r"\b(fetch|XMLHttpRequest|WebSocket|import|eval|innerHTML|outerHTML)\b", own
+    )
     assert [tag for tag, _ in page.elements].count("script") == 1
     for tag, attrs in page.elements:
         assert tag not in ("iframe", "object", "embed", "img")
@@ -452,7 +511,13 @@ def test_colours_have_enough_contrast_and_the_ramp_is_monotone(html: str, dark: 
     assert all(contrast(ramp[i], ink[str(i)]) >= 4.5 for i in range(9))
     for front, back in [
         *((front, back) for front in ("ink", "soft", "good", "bad") for back in ("page", "card")),
-        *(("good", "good-bg"), ("bad", "bad-bg"), ("ink", "plain-bg"), ("ink", "bad-bg"), ("ink", "code")),
+        *(
+            ("good", "good-bg"),
+            ("bad", "bad-bg"),
+            ("ink", "plain-bg"),
+            ("ink", "bad-bg"),
+            ("ink", "code"),
+        ),
         *(("soft", "chosen"), ("good", "chosen"), ("bad", "chosen")),
     ]:
         assert contrast(colours[front], colours[back]) >= 4.5, (front, back)
@@ -462,9 +527,23 @@ def test_provenance_is_complete(record: RunRecord, html: str, markdown: str) -> 
     assert record.scores is not None
     assert record.plan is not None
     for text in (Page(html).text, markdown.replace("\\", "")):
-        for part in ("2.9.0", "AMD EPYC 7B13", "a996f20c", "bert-mini", "5 min 12 s", "510, 511, (512 in all)"):
+        for part in (
+            "2.9.0",
+            "AMD EPYC 7B13",
+            "a996f20c",
+            "bert-mini",
+            "5 min 12 s",
+            "510, 511, (512 in all)",
+        ):
             assert part in text, part
-        for digest in (record.digest, record.scores.digest, record.plan.digest, "5f1c" * 16, "a94e" * 16, "d0d0" * 16):
+        for digest in (
+            record.digest,
+            record.scores.digest,
+            record.plan.digest,
+            "5f1c" * 16,
+            "a94e" * 16,
+            "d0d0" * 16,
+        ):
             assert digest in text
 
 
@@ -476,7 +555,9 @@ def test_do_it_yourself_lines_are_safe_and_run_the_same_method(record: RunRecord
     text = render_markdown(replace(record, name="my run; rm"))
     assert "headprune run 'my run; rm'" in text
     resolved = replace(record, recipe=FrozenDict({"task": "causal_lm", "out": "my runs/a"}))
-    assert "headprune run 'my runs/a/recipe.yaml' --out 'my runs/a-again'" in render_markdown(resolved)
+    assert "headprune run 'my runs/a/recipe.yaml' --out 'my runs/a-again'" in render_markdown(
+        resolved
+    )
     assert "plan = hp.select(scores, hp.Budget(keep_heads=0.5), hp.selection.GlobalTopk())" in text
     lines = re.findall(r"```\n(import headprune.*?)\n```", text, re.DOTALL)[0]
     compile(lines, "lines", "exec")
@@ -484,7 +565,9 @@ def test_do_it_yourself_lines_are_safe_and_run_the_same_method(record: RunRecord
 
 def test_every_number_of_the_page_tables_is_in_the_markdown_twin(html: str, markdown: str) -> None:
     rows = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", html[html.index("quality-1") :], re.DOTALL)
-    numbers = {n for row in rows for n in re.findall(r"[−+]?\d[\d,]*\.?\d+", re.sub(r"<[^>]*>", " ", row))}
+    numbers = {
+        n for row in rows for n in re.findall(r"[−+]?\d[\d,]*\.?\d+", re.sub(r"<[^>]*>", " ", row))
+    }
     assert len(numbers) > 30
     assert not {n for n in numbers if n not in markdown}
     scores = re.findall(r'<span class="score">(.*?)</span>', html)
@@ -539,20 +622,34 @@ def test_no_torch_is_imported() -> None:
 def test_formats() -> None:
     assert [signed(v, 1) for v in (1.0, -1.0, 0.01, -0.01)] == ["+1.0", "−1.0", "0.0", "0.0"]
     assert fixed(float("-inf"), 2) == "−∞"
-    assert [count(v) for v in (float("inf"), float("-inf"), float("nan"))] == ["∞", "−∞", fixed(float("nan"), 0)]
-    assert [count(v) for v in (512, 9_999_999, 10_000_000, 2.5e12)] == ["512", "9,999,999", "10 M", "2.5 T"]
+    assert [count(v) for v in (float("inf"), float("-inf"), float("nan"))] == [
+        "∞",
+        "−∞",
+        fixed(float("nan"), 0),
+    ]
+    assert [count(v) for v in (512, 9_999_999, 10_000_000, 2.5e12)] == [
+        "512",
+        "9,999,999",
+        "10 M",
+        "2.5 T",
+    ]
     assert [times(v) for v in (1.0, 1.004, 1.126)] == ["1.00×", "1.004×", "1.13×"]
     assert [duration(v) for v in (0.0421, 59.96, 3599.7)] == ["0.042 s", "60.0 s", "1 h 0 min"]
     assert clean("a\x00b\r\n\x1b[1mc") == "a\ufffdb\nc"
 
 
-# ---------------------------------------------------------------------------------------------- more in a page
+# ----------------------------------------------------------------------------------------------
+# more in a page
 
 
 def test_kinds_of_attention_stand_apart() -> None:
     sites = [
         AttentionSite(f"{tower}.{i}.{name}", "t5", kind, 4, 4, 8, 8, (0, 1, 2, 3))  # type: ignore[arg-type]
-        for tower, name, kind in (("enc", "own", "self"), ("dec", "own", "causal"), ("dec", "other", "cross"))
+        for tower, name, kind in (
+            ("enc", "own", "self"),
+            ("dec", "own", "causal"),
+            ("dec", "other", "cross"),
+        )
         for i in range(2)
     ]
     record = RunRecord("x", "done", "score", "2026", scores=scores_of(sites))
@@ -601,8 +698,14 @@ def test_what_heads_do_is_said_with_its_share(record: RunRecord) -> None:
     share, chance = (f"{100 * v:.0f} %" for v in (pattern.share, pattern.chance))
     assert f"{first.site}, head 0 previous token {share} {chance}" in text
     assert f"| {first.site}, head 0 | previous token | {share} | {chance} |" in markdown
-    title = next(c["title"] for c in Page(html).cells() if (c["title"] or "").startswith(f"{first.site}, head 0,"))
-    assert f"mostly previous token ({share} of its weight; even attention: {chance})" in (title or "")
+    title = next(
+        c["title"]
+        for c in Page(html).cells()
+        if (c["title"] or "").startswith(f"{first.site}, head 0,")
+    )
+    assert f"mostly previous token ({share} of its weight; even attention: {chance})" in (
+        title or ""
+    )
     counted = Page(html).table_row("previous token", html)
     assert record.plan is not None
     kept = sum(HeadId(site.name, 0) in record.plan.mask for site in record.scores.sites)
@@ -659,7 +762,9 @@ def test_layers_are_told_before_and_after(record: RunRecord) -> None:
     per_head = 1000 * 128 + 64 * 128**2
     for layer, n in enumerate(kept):
         assert f"| {layer} | 8 → {n} | 8,000 → {1000 * n:,} | " in markdown
-        assert f"{' → '.join(counts(8 * per_head, n * per_head))} | 4,096 → {512 * n:,} |" in markdown
+        assert (
+            f"{' → '.join(counts(8 * per_head, n * per_head))} | 4,096 → {512 * n:,} |" in markdown
+        )
     assert f"| all layers | 32 → {sum(kept)} | 32,000 → {1000 * sum(kept):,} |" in markdown
     assert f"32 → {sum(kept)}" in Page(html).table_row("all layers", html)
     assert 'id="layers"' not in render_html(record_of())
@@ -667,11 +772,15 @@ def test_layers_are_told_before_and_after(record: RunRecord) -> None:
 
 def test_the_speed_grid_draws_break_even_between_faster_and_not_faster(record: RunRecord) -> None:
     def at(batch: int, length: int, ratio: float) -> SpeedRow:
-        return SpeedRow(batch, length, 1.0, 1.0, 1 / ratio, 1.0, ratio, ratio - 0.05, ratio + 0.05, 9)
+        return SpeedRow(
+            batch, length, 1.0, 1.0, 1 / ratio, 1.0, ratio, ratio - 0.05, ratio + 0.05, 9
+        )
 
     rows = (at(1, 16, 0.8), at(1, 128, 1.01), at(8, 16, 1.2), at(8, 128, 1.5))
     html = render_html(replace(record, speed=rows))
-    grid = html[html.index('class="speed-grid"') : html.index("</table>", html.index('class="speed-grid"'))]
+    grid = html[
+        html.index('class="speed-grid"') : html.index("</table>", html.index('class="speed-grid"'))
+    ]
     cells = re.findall(r'<td class="([^"]*)" title="([^"]*)">([^<]*)<', grid)
     assert [(c, text) for c, _, text in cells] == [
         ("bad edge-bottom", "0.80×"),
@@ -701,7 +810,9 @@ def test_do_it_yourself_knows_a_layout_of_ones_own(record: RunRecord) -> None:
     assert lines[0] == "from my.models import LAYOUT"
     assert "sites = hp.find_sites(model, layouts=[LAYOUT])" in lines
     assert "hp.prune_(model, plan, sites=sites)" in lines
-    assert all("sites=sites" in line for line in lines if line.startswith(("scores =", "hp.prune_")))
+    assert all(
+        "sites=sites" in line for line in lines if line.startswith(("scores =", "hp.prune_"))
+    )
     compile(python_lines(own), "report", "exec")
     hostile = replace(record, recipe=FrozenDict({"model": {"layouts": "os:x\nimport shutil"}}))
     assert python_lines(hostile) == plain

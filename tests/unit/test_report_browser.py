@@ -1,4 +1,5 @@
-"""The reports in a real browser: a quiet console, nothing wider than the window, keys that work, text to read."""
+"""The reports in a real browser: a quiet console, nothing wider than the window, keys that work,
+text to read."""
 
 from __future__ import annotations
 
@@ -16,10 +17,21 @@ from headprune.report import Beside, Compared, render_html
 from headprune.report.html import render_comparison_html, render_sweep_html
 from headprune.scoring._agreement import agreement
 from tests.browser import CHROMIUM, REQUIRED, Browser
-from tests.report_records import NASTY, costed, image_pictures_of, maps_of, pictures_of, plan_of, record_of, sweep_table
+from tests.report_records import (
+    NASTY,
+    costed,
+    image_pictures_of,
+    maps_of,
+    pictures_of,
+    plan_of,
+    record_of,
+    sweep_table,
+)
 
 #: What ``.ci/run`` fetches from npm.
-AXE = Path(os.environ.get("AXE_CORE", Path(__file__).parents[2] / "build" / "package" / "axe.min.js"))
+AXE = Path(
+    os.environ.get("AXE_CORE", Path(__file__).parents[2] / "build" / "package" / "axe.min.js")
+)
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None and "BROWSER" not in REQUIRED, reason="needs the Debian package chromium"
 )
@@ -61,10 +73,18 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record, beside = full()
     assert record.scores is not None
     plan = plan_of(record.scores, 0.25)
-    rows = tuple(replace(row, kept_heads=plan.mask.n_kept if row.name != "base" else 32) for row in record.quality)
-    other = Compared("quarter", replace(record, plan=plan, quality=rows, recipe={"keep_heads": 0.25}))
+    rows = tuple(
+        replace(row, kept_heads=plan.mask.n_kept if row.name != "base" else 32)
+        for row in record.quality
+    )
+    other = Compared(
+        "quarter", replace(record, plan=plan, quality=rows, recipe={"keep_heads": 0.25})
+    )
     path = tmp_path_factory.mktemp("comparison") / "comparison.html"
-    path.write_text(render_comparison_html([Compared("half", record), other], beside.agreement), encoding="utf-8")
+    path.write_text(
+        render_comparison_html([Compared("half", record), other], beside.agreement),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -95,7 +115,8 @@ def test_a_page_opens_without_a_console_message_and_fits(
     assert browser.run("getComputedStyle(document.body).backgroundColor") == wanted
 
 
-#: Parts of cards that reach beyond their card; of what scrolls by itself only tables that stand on end on a phone.
+#: Parts of cards that reach beyond their card; of what scrolls by itself only tables that stand on
+#: end on a phone.
 SIDEWAYS = """[...document.querySelectorAll(".card *")].filter(e => {
   const scrolls = e.parentElement.closest(".scroll, pre"), right = e.closest(".card").getBoundingClientRect().right;
   return !e.closest(".vh, thead, dialog") && (!scrolls || (innerWidth < 640 && scrolls.querySelector(".stack")))
@@ -108,7 +129,8 @@ OUTSIDE = """[...document.querySelectorAll("body *")].filter(e => !e.closest(".s
 
 
 @pytest.mark.parametrize(
-    ("layers", "heads", "groups", "least"), [(4, 8, None, 18), (5, 8, 4, 36), (12, 12, None, 16), (2, 32, None, 16)]
+    ("layers", "heads", "groups", "least"),
+    [(4, 8, None, 18), (5, 8, 4, 36), (12, 12, None, 16), (2, 32, None, 16)],
 )
 def test_a_phone_shows_every_head(
     browser: Browser, tmp_path: Path, layers: int, heads: int, groups: int | None, least: int
@@ -118,17 +140,27 @@ def test_a_phone_shows_every_head(
     browser.open(path, 390)
     assert browser.run("document.documentElement.scrollWidth") == 390
     assert browser.run(OUTSIDE) == []
-    widths = browser.run("[...document.querySelectorAll('td.cell')].map(c => c.getBoundingClientRect().width)")
+    widths = browser.run(
+        "[...document.querySelectorAll('td.cell')].map(c => c.getBoundingClientRect().width)"
+    )
     assert len(widths) == layers * (groups or heads)
     assert round(min(widths)) >= least
-    sizes = "[...document.querySelectorAll('.heat th')].map(t => parseFloat(getComputedStyle(t).fontSize))"
+    sizes = (
+        "[...document.querySelectorAll('.heat th')].map(t =>"
+        " parseFloat(getComputedStyle(t).fontSize))"
+    )
     small = browser.run(sizes)
     browser.size(1280)
     assert all(phone < desk for phone, desk in zip(small, browser.run(sizes), strict=True))
 
 
-def test_the_policy_blocks_loads_and_every_other_script(browser: Browser, page: Path, tmp_path: Path) -> None:
-    more = '<img src="http://127.0.0.1:9/x.png" alt=""><script>document.title = "taken"</script></main>'
+def test_the_policy_blocks_loads_and_every_other_script(
+    browser: Browser, page: Path, tmp_path: Path
+) -> None:
+    more = (
+        '<img src="http://127.0.0.1:9/x.png" alt=""><script>document.title ='
+        ' "taken"</script></main>'
+    )
     path = tmp_path / "report.html"
     path.write_text(page.read_text(encoding="utf-8").replace("</main>", more), encoding="utf-8")
     browser.open(path)
@@ -137,14 +169,16 @@ def test_the_policy_blocks_loads_and_every_other_script(browser: Browser, page: 
     assert browser.run("document.querySelectorAll('.thumb').length") == 32  # our own script ran
 
 
-# ---------------------------------------------------------------------------------------------- head map
+# ----------------------------------------------------------------------------------------------
+# head map
 
 
 def head(browser: Browser) -> str:
     """Layer and head that have the focus, and whether what they say is shown."""
     found: str = browser.run(
-        "(c => `${c.parentElement.querySelector('th').textContent}.${c.querySelector('.members').textContent} "
-        "${getComputedStyle(c, '::after').display}`)(document.activeElement.closest('td'))"
+        "(c =>"
+        " `${c.parentElement.querySelector('th').textContent}.${c.querySelector('.members').textContent}"
+        " ${getComputedStyle(c, '::after').display}`)(document.activeElement.closest('td'))"
     )
     return found
 
@@ -182,7 +216,9 @@ def test_heads_and_layers_are_sorted_and_put_back_by_key(browser: Browser, page:
     browser.press("ArrowDown")
     assert scores(browser) == sorted(model, key=lambda row: -sum(row))
     browser.press("ArrowDown")
-    assert scores(browser) == sorted((sorted(row, reverse=True) for row in model), key=lambda row: -sum(row))
+    assert scores(browser) == sorted(
+        (sorted(row, reverse=True) for row in model), key=lambda row: -sum(row)
+    )
     assert sorted(model) != model
     browser.press("Home")
     assert scores(browser) == model
@@ -191,7 +227,10 @@ def test_heads_and_layers_are_sorted_and_put_back_by_key(browser: Browser, page:
 def test_the_scorer_is_switched(browser: Browser, page: Path) -> None:
     browser.open(page)
     mine = scores(browser)
-    shown = "[...document.querySelectorAll('[data-scorer]')].map(m => m.getBoundingClientRect().height > 0)"
+    shown = (
+        "[...document.querySelectorAll('[data-scorer]')].map(m => m.getBoundingClientRect().height"
+        " > 0)"
+    )
     assert browser.run(shown) == [True, False]
     browser.run("document.getElementById('scorer').focus()")
     browser.press("ArrowDown")
@@ -200,23 +239,27 @@ def test_the_scorer_is_switched(browser: Browser, page: Path) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_cells_of_the_comparison_stand_in_rows(browser: Browser, comparison: Path, width: int) -> None:
+def test_cells_of_the_comparison_stand_in_rows(
+    browser: Browser, comparison: Path, width: int
+) -> None:
     browser.open(comparison, width)
     tops = browser.run(
-        "[...document.querySelectorAll('table.heat tbody tr')].map(r => [...r.querySelectorAll('td.cell')]"
-        ".map(c => Math.round(c.getBoundingClientRect().top)))"
+        "[...document.querySelectorAll('table.heat tbody tr')].map(r =>"
+        " [...r.querySelectorAll('td.cell')].map(c => Math.round(c.getBoundingClientRect().top)))"
     )
     assert len(tops) == 4
     assert all(len(row) == 8 and len(set(row)) == 1 for row in tops)
     assert browser.run("document.querySelectorAll('td.differs').length") == 8
 
 
-# ---------------------------------------------------------------------------------------------- attention
+# ----------------------------------------------------------------------------------------------
+# attention
 
 
 def colour(browser: Browser, canvas: str, x: int, y: int) -> list[int]:
     found: list[int] = browser.run(
-        f"[...document.querySelector({canvas!r}).getContext('2d').getImageData({x}, {y}, 1, 1).data].slice(0, 3)"
+        f"[...document.querySelector({canvas!r}).getContext('2d').getImageData({x}, {y}, 1,"
+        " 1).data].slice(0, 3)"
     )
     return found
 
@@ -229,7 +272,10 @@ def test_the_heads_of_a_layer_stand_in_one_row_where_there_is_room(
     path = tmp_path / "report.html"
     path.write_text(render_html(record, Beside(pictures_of(record))), encoding="utf-8")
     browser.open(path, width)
-    tops = browser.run("[...document.querySelectorAll('.thumb')].map(t => Math.round(t.getBoundingClientRect().top))")
+    tops = browser.run(
+        "[...document.querySelectorAll('.thumb')].map(t =>"
+        " Math.round(t.getBoundingClientRect().top))"
+    )
     assert len(tops) == 24
     assert len(set(tops)) == 2 * rows
 
@@ -242,7 +288,9 @@ def test_pictures_have_the_ramps_colours(browser: Browser, page: Path) -> None:
     for query in range(1, 5):  # head 0 looks at the token before
         found = colour(browser, sharp, query - 1, query)
         assert all(abs(a - b) <= 4 for a, b in zip(found, high, strict=True)), found
-        assert all(abs(a - b) <= 8 for a, b in zip(colour(browser, sharp, query, query), low, strict=True))
+        assert all(
+            abs(a - b) <= 8 for a, b in zip(colour(browser, sharp, query, query), low, strict=True)
+        )
     cut = browser.run("[...document.querySelectorAll('.thumb.removed')].map(t => t.title)")
     assert len(cut) == 16
     assert all("removed" in title for title in cut)
@@ -256,21 +304,32 @@ def test_a_head_is_enlarged_looked_through_and_closed_by_key(browser: Browser, p
     browser.press("ArrowDown", "Enter")
     assert browser.run("document.getElementById('zoom').open") is True
     assert browser.run("document.getElementById('zoom-title').textContent") == "Layer 1, head 0"
-    assert "mostly previous token" in browser.run("document.getElementById('zoom-words').textContent")
+    assert "mostly previous token" in browser.run(
+        "document.getElementById('zoom-words').textContent"
+    )
     browser.run("document.getElementById('zoom-query').focus()")
     browser.press("ArrowRight", "ArrowRight")
     said = browser.run("document.getElementById('zoom-says').textContent")
     assert said.startswith(f"“␣a” looks at: “{NASTY}” ")
-    assert browser.run("document.getElementById('zoom-query').getAttribute('aria-valuetext')") == "␣a"
-    tokens = browser.run("[...document.querySelectorAll('#zoom-keys .token')].map(t => t.textContent)")
+    assert (
+        browser.run("document.getElementById('zoom-query').getAttribute('aria-valuetext')") == "␣a"
+    )
+    tokens = browser.run(
+        "[...document.querySelectorAll('#zoom-keys .token')].map(t => t.textContent)"
+    )
     assert tokens == ["[CLS]", NASTY, "␣a", "b", "."]
     browser.click("#zoom-after")
     assert browser.run("document.getElementById('zoom-title').textContent") == "Layer 1, head 1"
     browser.press("Escape")
     assert browser.run("document.getElementById('zoom').open") is False
     assert "head 1" in browser.run("document.activeElement.title")
-    assert browser.run("[...document.querySelectorAll('.thumb')].filter(t => t.tabIndex === 0).length") == 1
-    assert browser.run("document.activeElement.tabIndex") == 0  # tabbing away and back comes to the same head
+    assert (
+        browser.run("[...document.querySelectorAll('.thumb')].filter(t => t.tabIndex === 0).length")
+        == 1
+    )
+    assert (
+        browser.run("document.activeElement.tabIndex") == 0
+    )  # tabbing away and back comes to the same head
     assert browser.messages == []
 
 
@@ -295,7 +354,10 @@ def test_an_image_is_seen_from_any_patch(browser: Browser, tmp_path: Path) -> No
     path = tmp_path / "report.html"
     path.write_text(render_html(record, Beside(pictures)), encoding="utf-8")
     browser.open(path)
-    assert browser.run("(c => [c.width, c.height])(document.querySelector('.thumb canvas'))") == [3, 3]
+    assert browser.run("(c => [c.width, c.height])(document.querySelector('.thumb canvas'))") == [
+        3,
+        3,
+    ]
     assert colour(browser, "#attention-input", 0, 0) == [0, 0, 0]
     assert colour(browser, "#attention-input", 1, 0) == [255, 255, 255]
     browser.run("document.getElementById('attention-query').focus()")
@@ -305,12 +367,16 @@ def test_an_image_is_seen_from_any_patch(browser: Browser, tmp_path: Path) -> No
     said = browser.run("document.getElementById('zoom-says').textContent")
     assert said.startswith("Patch in row 3, column 3 looks at: patch in row 3, column 2 ")
     assert browser.run("document.getElementById('zoom-patch').style.left").startswith("66.6")
-    assert [m for m in browser.messages if "getImageData" not in m] == []  # that is the test, reading pixels
+    assert [
+        m for m in browser.messages if "getImageData" not in m
+    ] == []  # that is the test, reading pixels
 
 
-# ---------------------------------------------------------------------------------------------- for everybody
+# ---------------------------------------------------------------------------------------------- for
+# everybody
 
-#: Text on a background of one colour whose contrast is below 4.5 (3 for large text), and what it is.
+#: Text on a background of one colour whose contrast is below 4.5 (3 for large text), and what it
+#: is.
 PALE = """(() => {
   const part = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
   const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
@@ -345,28 +411,39 @@ NAMELESS = """(() => {
 })()"""
 
 OPEN = (
-    "document.querySelectorAll('details').forEach(d => { d.open = true; }); document.querySelector('.thumb')?.click()"
+    "document.querySelectorAll('details').forEach(d => { d.open = true; });"
+    " document.querySelector('.thumb')?.click()"
 )
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_can_be_read_and_everything_has_a_name(browser: Browser, any_page: Path, dark: bool) -> None:
+def test_text_can_be_read_and_everything_has_a_name(
+    browser: Browser, any_page: Path, dark: bool
+) -> None:
     browser.open(any_page, dark=dark)
     assert browser.run("document.querySelectorAll('td, p, dd').length") >= 30
     browser.run(OPEN)
     assert browser.run(PALE) == []
     assert browser.run(NAMELESS) == []
-    browser.run("document.querySelector('h2').style.color = getComputedStyle(document.body).backgroundColor")
+    browser.run(
+        "document.querySelector('h2').style.color = getComputedStyle(document.body).backgroundColor"
+    )
     assert len(browser.run(PALE)) == 1  # the check sees what it is for
-    browser.run("document.querySelector('section').setAttribute('aria-describedby', 'nothing')")  # it has a label, too
+    browser.run(
+        "document.querySelector('section').setAttribute('aria-describedby', 'nothing')"
+    )  # it has a label, too
     assert len(browser.run(NAMELESS)) == 1
 
 
-@pytest.mark.skipif(not AXE.is_file() and "AXE" not in REQUIRED, reason="needs axe-core from npm, see .ci/run")
+@pytest.mark.skipif(
+    not AXE.is_file() and "AXE" not in REQUIRED, reason="needs axe-core from npm, see .ci/run"
+)
 @pytest.mark.parametrize("opened", [False, True], ids=["page", "dialog"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_axe_finds_nothing(browser: Browser, any_page: Path, width: int, dark: bool, opened: bool) -> None:
+def test_axe_finds_nothing(
+    browser: Browser, any_page: Path, width: int, dark: bool, opened: bool
+) -> None:
     browser.open(any_page, width, dark=dark)
     if opened:
         browser.run(OPEN)

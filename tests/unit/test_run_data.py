@@ -21,7 +21,13 @@ from headprune.run.validate import check_recipe
 
 
 def recipe(path: object, task: str = "text_classification", **data: Any) -> Recipe:
-    inputs = {} if task == "image_classification" else {"tokens": "ids"} if task == "causal_lm" else {"text": "text"}
+    inputs = (
+        {}
+        if task == "image_classification"
+        else {"tokens": "ids"}
+        if task == "causal_lm"
+        else {"text": "text"}
+    )
     raw = {
         "name": "test",
         "description": "for tests",
@@ -46,11 +52,19 @@ def texts(raw: Any, part: str) -> set[str]:
     return {normalised(t) for t in raw.splits[part]["text"]}
 
 
-# --- partition ---------------------------------------------------------------------------------------------------
+# --- partition
+# ---------------------------------------------------------------------------------------------------
 
 
 def parts_of(keys: dict[str, list[str]], **settings: Any) -> dict[str, Any]:
-    amounts = {"holdout": 0.2, "test_holdout": 0.2, "calibration": 10, "seed": 0, "strata": None, **settings}
+    amounts = {
+        "holdout": 0.2,
+        "test_holdout": 0.2,
+        "calibration": 10,
+        "seed": 0,
+        "strata": None,
+        **settings,
+    }
     return partition(keys, **amounts)
 
 
@@ -96,32 +110,58 @@ def test_holdout_counts_and_keeps_proportions() -> None:
     assert parts["validation"].source == "train"
     assert sum(labels[i] for i in parts["validation"].rows) == 2
     assert len(parts["train"].rows) == 90
-    assert len(parts_of(keys, holdout=10, strata=[0] * 99 + [1])["validation"].rows) == 10  # one row is no stratum
+    assert (
+        len(parts_of(keys, holdout=10, strata=[0] * 99 + [1])["validation"].rows) == 10
+    )  # one row is no stratum
 
 
 @pytest.mark.parametrize(
     ("keys", "settings", "words"),
     [
-        ({"train": ["a", "b"], "test": ["a", "b"]}, {}, "data.holdout: must be fewer than the 0 rows"),
-        ({"train": ["a", "b"], "validation": ["a", "b"], "test": ["c"]}, {}, "data: train: must be at least one row"),
-        ({"train": ["a", "b"], "validation": ["c"], "test": ["c"]}, {}, "data: validation: must be at least one row"),
+        (
+            {"train": ["a", "b"], "test": ["a", "b"]},
+            {},
+            "data.holdout: must be fewer than the 0 rows",
+        ),
+        (
+            {"train": ["a", "b"], "validation": ["a", "b"], "test": ["c"]},
+            {},
+            "data: train: must be at least one row",
+        ),
+        (
+            {"train": ["a", "b"], "validation": ["c"], "test": ["c"]},
+            {},
+            "data: validation: must be at least one row",
+        ),
         ({"train": ["a"] * 5}, {"test_holdout": 5}, "data.test_holdout"),
-        ({"train": ["a"] * 5, "test": ["b"]}, {"holdout": 9}, "data.holdout: must be fewer than the 5 rows"),
+        (
+            {"train": ["a"] * 5, "test": ["b"]},
+            {"holdout": 9},
+            "data.holdout: must be fewer than the 5 rows",
+        ),
     ],
 )
-def test_parts_without_rows_are_refused(keys: dict[str, list[str]], settings: dict[str, Any], words: str) -> None:
+def test_parts_without_rows_are_refused(
+    keys: dict[str, list[str]], settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(InvalidValue, match=words):
         parts_of(keys, **settings)
 
 
-# --- reading -----------------------------------------------------------------------------------------------------
+# --- reading
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_folder_with_train_and_test_gets_a_holdout(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [*questions(50), {"text": "  QUESTION  60 ", "label": 0}])
     write(tmp_path / "test.jsonl", questions(10, start=60))
     raw = load_rows(recipe(tmp_path, holdout=12, calibration=8))
-    assert [len(raw.splits[p]) for p in ("train", "validation", "test", "calibration")] == [38, 12, 10, 8]
+    assert [len(raw.splits[p]) for p in ("train", "validation", "test", "calibration")] == [
+        38,
+        12,
+        10,
+        8,
+    ]
     assert raw.facts["train"]["dropped"] == 1  # "  QUESTION  60 " is test row "question 60"
     assert not texts(raw, "train") & (texts(raw, "validation") | texts(raw, "test"))
     assert texts(raw, "calibration") <= texts(raw, "train")
@@ -154,7 +194,10 @@ def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
 
 def test_label_names_are_numbered_in_order(tmp_path: Path) -> None:
     rows = [{"text": f"t{i}", "kind": ["pear", "apple"][i % 2]} for i in range(20)]
-    assert load_rows(recipe(write(tmp_path / "a.jsonl", rows), label="kind")).labels == ("apple", "pear")
+    assert load_rows(recipe(write(tmp_path / "a.jsonl", rows), label="kind")).labels == (
+        "apple",
+        "pear",
+    )
 
 
 def test_label_column_is_the_first_that_is_there(tmp_path: Path) -> None:
@@ -166,17 +209,59 @@ def test_label_column_is_the_first_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "task", "settings", "words"),
     [
-        (questions(20), "text_classification", {"text": "txt"}, "data.text: .*'txt'. Did you mean 'text'"),
-        (questions(20), "text_classification", {"label": "lable"}, "data.label: .*Did you mean 'label'"),
-        ([*questions(9), {"text": None, "label": 0}], "text_classification", {}, "train, row 9: must be text"),
-        ([*questions(9), {"text": "", "label": 0}], "text_classification", {}, "train, row 9: must be text"),
-        ([*questions(9), {"text": "x", "label": None}], "text_classification", {}, "train, row 9: must be labelled"),
-        ([*questions(9), {"text": "x", "label": -1}], "text_classification", {}, "class numbers >= 0"),
-        ([{"text": str(i), "label": 0.5 if i else None} for i in range(9)], "regression", {}, "row 0: .*finite number"),
-        ([{"ids": [1, 2]}] * 5 + [{"ids": []}], "causal_lm", {}, "train, row 5: must be a list that is not empty"),
+        (
+            questions(20),
+            "text_classification",
+            {"text": "txt"},
+            "data.text: .*'txt'. Did you mean 'text'",
+        ),
+        (
+            questions(20),
+            "text_classification",
+            {"label": "lable"},
+            "data.label: .*Did you mean 'label'",
+        ),
+        (
+            [*questions(9), {"text": None, "label": 0}],
+            "text_classification",
+            {},
+            "train, row 9: must be text",
+        ),
+        (
+            [*questions(9), {"text": "", "label": 0}],
+            "text_classification",
+            {},
+            "train, row 9: must be text",
+        ),
+        (
+            [*questions(9), {"text": "x", "label": None}],
+            "text_classification",
+            {},
+            "train, row 9: must be labelled",
+        ),
+        (
+            [*questions(9), {"text": "x", "label": -1}],
+            "text_classification",
+            {},
+            "class numbers >= 0",
+        ),
+        (
+            [{"text": str(i), "label": 0.5 if i else None} for i in range(9)],
+            "regression",
+            {},
+            "row 0: .*finite number",
+        ),
+        (
+            [{"ids": [1, 2]}] * 5 + [{"ids": []}],
+            "causal_lm",
+            {},
+            "train, row 5: must be a list that is not empty",
+        ),
     ],
 )
-def test_bad_rows(tmp_path: Path, rows: list[dict[str, Any]], task: str, settings: dict[str, Any], words: str) -> None:
+def test_bad_rows(
+    tmp_path: Path, rows: list[dict[str, Any]], task: str, settings: dict[str, Any], words: str
+) -> None:
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(InvalidValue, match=words):
         load_rows(recipe(path, task, **settings))
@@ -184,7 +269,9 @@ def test_bad_rows(tmp_path: Path, rows: list[dict[str, Any]], task: str, setting
 
 def test_not_a_number_as_regression_label(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text("text,label\n" + "\n".join(f"t{i},{'nan' if i == 3 else i / 2}" for i in range(20)) + "\n")
+    path.write_text(
+        "text,label\n" + "\n".join(f"t{i},{'nan' if i == 3 else i / 2}" for i in range(20)) + "\n"
+    )
     with pytest.raises(InvalidValue, match="row 3: must be labelled with a finite number"):
         load_rows(recipe(path, "regression"))
 
@@ -198,7 +285,9 @@ def test_missing_and_empty_data(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"train.jsonl, which is empty"):
         load_rows(recipe(tmp_path))
     (tmp_path / "train.jsonl").write_text("\n")
-    with pytest.raises(InvalidValue, match=r"data.path: must be readable data, got .*no (rows|data)"):
+    with pytest.raises(
+        InvalidValue, match=r"data.path: must be readable data, got .*no (rows|data)"
+    ):
         load_rows(recipe(tmp_path))
     (tmp_path / "train.jsonl").write_text("{not json")
     with pytest.raises(InvalidValue, match=r"data.path: must be readable data"):
@@ -223,7 +312,8 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
         load_rows(recipe("someone/something"))
 
 
-# --- encoding ----------------------------------------------------------------------------------------------------
+# --- encoding
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_digits_are_split_in_proportion_and_normalised_by_train() -> None:
@@ -239,7 +329,9 @@ def test_digits_are_split_in_proportion_and_normalised_by_train() -> None:
     torch.testing.assert_close(pixels.mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
     torch.testing.assert_close(pixels.std(), torch.tensor(1.0), atol=1e-4, rtol=0)
     plain = chosen.model_copy(update={"data": chosen.data.model_copy(update={"normalise": False})})
-    pixels = torch.stack([e["pixel_values"] for e in encode_rows(plain, raw, Preparation()).examples["train"]])
+    pixels = torch.stack(
+        [e["pixel_values"] for e in encode_rows(plain, raw, Preparation()).examples["train"]]
+    )
     assert (pixels.min().item(), pixels.max().item()) == (0.0, 1.0)
 
 
@@ -257,7 +349,8 @@ def test_tokens_are_cut_padded_and_batched(tmp_path: Path) -> None:
         assert "labels" not in batch
     loaders = data.loader("train", 4), data.loader("train", 4)
     one, other, next_pass = (
-        [first for batch in loader for first in batch["input_ids"][:, 0].tolist()] for loader in (*loaders, loaders[0])
+        [first for batch in loader for first in batch["input_ids"][:, 0].tolist()]
+        for loader in (*loaders, loaders[0])
     )
     assert sorted(one) == sorted(e["input_ids"][0] for e in data.examples["train"])
     assert one == other  # the same order for a new loader
@@ -277,17 +370,23 @@ def test_collate_pads_on_either_side() -> None:
     assert Collate(pad=7, side="left")(examples)["input_ids"].tolist() == [[1, 2, 3], [7, 7, 4]]
 
 
-# --- splits by name, and what is not used --------------------------------------------------------------------------
+# --- splits by name, and what is not used
+# --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"test_split": "tset"}, r"data.test_split: must be a split of .*'tset'. Did you mean 'test'"),
+        (
+            {"test_split": "tset"},
+            r"data.test_split: must be a split of .*'tset'. Did you mean 'test'",
+        ),
         ({"validation_split": "vall"}, r"data.validation_split: .*'vall'. Did you mean 'val'"),
     ],
 )
-def test_a_mistyped_split_is_no_holdout(tmp_path: Path, settings: dict[str, str], words: str) -> None:
+def test_a_mistyped_split_is_no_holdout(
+    tmp_path: Path, settings: dict[str, str], words: str
+) -> None:
     for name, start in (("train", 0), ("val", 50), ("test", 60)):
         write(tmp_path / f"{name}.jsonl", questions(40 if name == "train" else 10, start))
     with pytest.raises(InvalidValue, match=words):
@@ -299,10 +398,15 @@ def test_a_mistyped_split_is_no_holdout(tmp_path: Path, settings: dict[str, str]
 def test_a_mistyped_split_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    found = datasets.DatasetDict({n: Dataset.from_list(questions(20, s)) for n, s in (("train", 0), ("dev", 30))})
+    found = datasets.DatasetDict(
+        {n: Dataset.from_list(questions(20, s)) for n, s in (("train", 0), ("dev", 30))}
+    )
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
     raw = load_rows(recipe("someone/something"))
-    assert (raw.facts["validation"]["from"], raw.facts["source"]["splits"]["validation"]) == ("validation", "dev")
+    assert (raw.facts["validation"]["from"], raw.facts["source"]["splits"]["validation"]) == (
+        "validation",
+        "dev",
+    )
     with pytest.raises(InvalidValue, match=r"data.test_split: .*Known: dev, train"):
         load_rows(recipe("someone/something", test_split="questions"))
 
@@ -347,7 +451,8 @@ def test_row_numbers_are_found_by_their_digest(tmp_path: Path) -> None:
         assert [rows[i]["text"] for i in part["rows"]] == list(raw.splits[purpose]["text"])
 
 
-# --- what is no data -----------------------------------------------------------------------------------------------
+# --- what is no data
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -355,28 +460,41 @@ def test_row_numbers_are_found_by_their_digest(tmp_path: Path) -> None:
     [
         ({"test": 20}, r"data\.train_split: must be a split of someone/something, got only test"),
         ({}, r"data\.train_split: must be a split of someone/something, got only none"),
-        ({"train": 20, "test": 0}, "data: test: must be at least one row in someone/something, got an empty split"),
+        (
+            {"train": 20, "test": 0},
+            "data: test: must be at least one row in someone/something, got an empty split",
+        ),
     ],
 )
-def test_a_hub_data_set_without_rows(monkeypatch: pytest.MonkeyPatch, splits: dict[str, int], words: str) -> None:
+def test_a_hub_data_set_without_rows(
+    monkeypatch: pytest.MonkeyPatch, splits: dict[str, int], words: str
+) -> None:
     import datasets
 
     rows = Dataset.from_list(questions(20))
-    found = datasets.DatasetDict({name: rows.select(range(count)) for name, count in splits.items()})
+    found = datasets.DatasetDict(
+        {name: rows.select(range(count)) for name, count in splits.items()}
+    )
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: found)
     with pytest.raises(InvalidValue, match=words):
         load_rows(recipe("someone/something"))
 
 
 def test_scikit_learn_has_one_data_set_of_ours() -> None:
-    with pytest.raises(InvalidValue, match=r"data\.path: must be 'sklearn:digits', .*, got 'sklearn:iris'"):
+    with pytest.raises(
+        InvalidValue, match=r"data\.path: must be 'sklearn:digits', .*, got 'sklearn:iris'"
+    ):
         load_rows(recipe("sklearn:iris", "image_classification"))
 
 
 def test_an_image_of_no_numbers(tmp_path: Path) -> None:
     pictures = [[[float(i), 1.0]] for i in range(9)] + [[[float("nan"), 1.0]]]
-    Dataset.from_dict({"image": pictures, "label": [0, 1] * 5}).to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(InvalidValue, match="data: train row 9: must be an image of finite numbers, got NaN"):
+    Dataset.from_dict({"image": pictures, "label": [0, 1] * 5}).to_parquet(
+        tmp_path / "train.parquet"
+    )
+    with pytest.raises(
+        InvalidValue, match="data: train row 9: must be an image of finite numbers, got NaN"
+    ):
         load_rows(recipe(tmp_path, "image_classification"))
 
 

@@ -1,4 +1,5 @@
-"""Heads that leave in stages while the model is trained: schedule, budget, one learning rate, recipes."""
+"""Heads that leave in stages while the model is trained: schedule, budget, one learning rate,
+recipes."""
 
 import copy
 import json
@@ -36,7 +37,8 @@ def build(name="bert"):
 
 
 def test_the_schedule_is_cubic():
-    """Zhu & Gupta 2017, equation 1, literally: s_t = s_f + (s_i - s_f) (1 - (t - t0) / (n Δt))³, s the sparsity."""
+    """Zhu & Gupta 2017, equation 1, literally: s_t = s_f + (s_i - s_f) (1 - (t - t0) / (n Δt))³, s
+    the sparsity."""
     for final in (0.1, 0.5, 0.9):
         for stages in (1, 3, 8):
             for t in range(1, stages + 1):
@@ -44,9 +46,13 @@ def test_the_schedule_is_cubic():
                 found = stage_budget(hp.Budget(keep_macs=final, length=9), t, stages, 0)
                 assert found.amount == pytest.approx(1 - sparsity, abs=1e-9)
                 assert found.length == 9
-    assert stage_budget(hp.Budget(keep_params=0.3), 5, 5, 0) == hp.Budget(keep_params=0.3)  # no rounding in the end
+    assert stage_budget(hp.Budget(keep_params=0.3), 5, 5, 0) == hp.Budget(
+        keep_params=0.3
+    )  # no rounding in the end
     assert [stage_budget(hp.Budget(keep_heads=5), i, 3, 12).amount for i in (1, 2, 3)] == [7, 5, 5]
-    assert stage_budget(hp.Budget(keep_heads=20), 1, 3, 12).amount == 20  # more than there are: nothing leaves
+    assert (
+        stage_budget(hp.Budget(keep_heads=20), 1, 3, 12).amount == 20
+    )  # more than there are: nothing leaves
 
 
 @pytest.mark.parametrize(
@@ -60,12 +66,19 @@ def test_every_stage_meets_its_budget_of_the_whole_model(name, kind):
     model, batches = build(name)
     if kind == "keep_kv" and name == "bert":
         with pytest.raises(InvalidValue, match="no KV cache"):
-            prune_gradually_(model, batches, hp.Budget(keep_kv=0.5), stages=2, finetune=TINY, scorer="magnitude")
+            prune_gradually_(
+                model, batches, hp.Budget(keep_kv=0.5), stages=2, finetune=TINY, scorer="magnitude"
+            )
         return
     original = hp.score(model, batches[:1], "magnitude", progress=False)
     heads, total = original.n_heads, original.costs.total
     spare = sum(sum(c.macs(7) for c in units[1:]) for units in original.costs.units) / total.macs(7)
-    final = {"keep_heads": 0.4, "keep_kv": 0.4, "keep_params": 0.9, "keep_macs": round(1 - 0.7 * spare, 3)}.get(kind)
+    final = {
+        "keep_heads": 0.4,
+        "keep_kv": 0.4,
+        "keep_params": 0.9,
+        "keep_macs": round(1 - 0.7 * spare, 3),
+    }.get(kind)
     settings = replace(TINY, steps=3)
     budget = hp.Budget(keep_heads=heads // 3) if kind == "count" else hp.Budget(**{kind: final})
     report = prune_gradually_(
@@ -73,15 +86,25 @@ def test_every_stage_meets_its_budget_of_the_whole_model(name, kind):
     )
     kept = [stage.plan.mask for stage in report.stages]
     assert [stage.plan.budget.kind for stage in report.stages] == [budget.kind] * 3
-    assert (report.stages[-1].plan.budget.amount, report.plan) == (budget.amount, report.stages[-1].plan)
+    assert (report.stages[-1].plan.budget.amount, report.plan) == (
+        budget.amount,
+        report.stages[-1].plan,
+    )
     assert kept[0].n_kept > kept[-1].n_kept
     for before, after in pairwise(kept):
         assert (before & after) == after  # nested
-    assert {s.name: s.heads for s in hp.find_sites(model)} == {r.site: r.kept for r in kept[-1].rows}
+    assert {s.name: s.heads for s in hp.find_sites(model)} == {
+        r.site: r.kept for r in kept[-1].rows
+    }
     costs = {(u.name, h): u.cost for u in original.units() for h in u.heads[:1]}
     group = original.sites[0].group_size
     for stage, mask in zip(report.stages, kept, strict=True):
-        gone = [costs[r.site, h] for r in mask.rows for h in range(r.n_heads) if h not in r.kept and h % group == 0]
+        gone = [
+            costs[r.site, h]
+            for r in mask.rows
+            for h in range(r.n_heads)
+            if h not in r.kept and h % group == 0
+        ]
         left = {
             "keep_heads": (mask.n_kept, heads),
             "keep_params": (total.params - sum(c.params for c in gone), total.params),
@@ -104,7 +127,9 @@ def test_every_stage_meets_its_budget_of_the_whole_model(name, kind):
 def test_the_same_final_plan_as_at_once_where_scores_do_not_change():
     """Scores of a rate of almost 0 stay, so that the steps down lead where one step leads."""
     model, batches = build()
-    once = hp.select(hp.score(model, batches, "magnitude", progress=False), hp.Budget(keep_heads=0.5))
+    once = hp.select(
+        hp.score(model, batches, "magnitude", progress=False), hp.Budget(keep_heads=0.5)
+    )
     settings = Finetune(steps=4, learning_rate=1e-12)
     report = prune_gradually_(
         model, batches, hp.Budget(keep_heads=0.5), stages=4, finetune=settings, scorer="magnitude"
@@ -117,7 +142,11 @@ def test_the_same_final_plan_as_at_once_where_scores_do_not_change():
 def test_scores_are_those_of_the_trained_model_at_every_stage():
     model, batches = build()
     report = prune_gradually_(
-        model, batches, hp.Budget(keep_heads=0.5), stages=2, finetune=Finetune(steps=4, learning_rate=0.01)
+        model,
+        batches,
+        hp.Budget(keep_heads=0.5),
+        stages=2,
+        finetune=Finetune(steps=4, learning_rate=0.01),
     )
     first, second = (stage.plan for stage in report.stages)
     assert first.model.structure == second.model.structure
@@ -153,7 +182,13 @@ def test_one_learning_rate_over_all_stages_and_data_read_on(monkeypatch, schedul
     def gradual():
         model, batches = build()
         report = prune_gradually_(
-            model, batches, hp.Budget(keep_heads=0.5), stages=3, finetune=settings, scorer="magnitude", loss=loss
+            model,
+            batches,
+            hp.Budget(keep_heads=0.5),
+            stages=3,
+            finetune=settings,
+            scorer="magnitude",
+            loss=loss,
         )
         assert [s.training.metrics["steps"] for s in report.stages] == [2, 2, 3]
 
@@ -172,8 +207,13 @@ def test_one_learning_rate_over_all_stages_and_data_read_on(monkeypatch, schedul
 def test_one_stage_is_cut_and_train():
     model, batches = build()
     twin, settings = copy.deepcopy(model), Finetune(steps=3, learning_rate=0.01, seed=4)
-    report = prune_gradually_(model, batches, hp.Budget(keep_heads=0.5), stages=1, finetune=settings)
-    hp.prune_(twin, hp.select(hp.score(twin, batches, "taylor", progress=False), hp.Budget(keep_heads=0.5)))
+    report = prune_gradually_(
+        model, batches, hp.Budget(keep_heads=0.5), stages=1, finetune=settings
+    )
+    hp.prune_(
+        twin,
+        hp.select(hp.score(twin, batches, "taylor", progress=False), hp.Budget(keep_heads=0.5)),
+    )
     hp.recover_(twin, batches, settings)
     for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b, msg=name, **EXACT)
@@ -195,7 +235,13 @@ def test_a_teacher_and_adapters():
     teacher = copy.deepcopy(model)
     settings = Finetune(steps=4, learning_rate=1e-3, distill=0.5, distill_hidden=0.5, lora_rank=2)
     report = prune_gradually_(
-        model, batches, hp.Budget(keep_heads=0.5), stages=2, finetune=settings, teacher=teacher, scorer="magnitude"
+        model,
+        batches,
+        hp.Budget(keep_heads=0.5),
+        stages=2,
+        finetune=settings,
+        teacher=teacher,
+        scorer="magnitude",
     )
     assert all("hidden_states" in stage.training.metrics for stage in report.stages)
     assert not any("lora" in n for n, _ in model.named_modules())
@@ -208,23 +254,37 @@ def test_a_teacher_and_adapters():
         ({"stages": 0}, "stages=.: must be a count from 1"),
         ({"budget": hp.Budget(speedup=1.5)}, "budget=.: must be a Budget by one of keep_heads"),
         ({"budget": {"self": hp.Budget(keep_heads=0.5)}}, "budget=.: must be a Budget by one of"),
-        ({"finetune": replace(TINY, patience=2)}, "patience: must be left out: every stage is a training of its own"),
+        (
+            {"finetune": replace(TINY, patience=2)},
+            "patience: must be left out: every stage is a training of its own",
+        ),
         ({"finetune": replace(TINY, distill=1.0)}, "teacher: must be the unpruned original"),
         ({"batches": iter([])}, "sized and readable more than once"),
     ],
 )
 def test_what_makes_no_sense_is_refused(more, message):
     model, batches = build()
-    given = {"batches": batches, "budget": hp.Budget(keep_heads=0.5), "stages": 2, "finetune": TINY} | more
+    given = {
+        "batches": batches,
+        "budget": hp.Budget(keep_heads=0.5),
+        "stages": 2,
+        "finetune": TINY,
+    } | more
     with pytest.raises(InvalidValue, match=message):
-        prune_gradually_(model, given.pop("batches"), given.pop("budget"), scorer="magnitude", **given)
+        prune_gradually_(
+            model, given.pop("batches"), given.pop("budget"), scorer="magnitude", **given
+        )
 
 
 def test_a_budget_that_cannot_be_met_is_refused_before_anything_changes():
     model, batches = build()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(InfeasibleBudget, match=r"Budget.keep_heads: must be at least 0\.25, got 0\.1"):
-        prune_gradually_(model, batches, hp.Budget(keep_heads=0.1), stages=3, finetune=TINY, scorer="magnitude")
+    with pytest.raises(
+        InfeasibleBudget, match=r"Budget.keep_heads: must be at least 0\.25, got 0\.1"
+    ):
+        prune_gradually_(
+            model, batches, hp.Budget(keep_heads=0.1), stages=3, finetune=TINY, scorer="magnitude"
+        )
     torch.testing.assert_close(model.state_dict(), before, **EXACT)
 
 
@@ -233,8 +293,14 @@ def test_a_budget_of_the_cache_that_an_early_stage_used_up_leaves_the_rest_alone
     model, batches = build("bart")
     batches = [{**batch, "labels": batch["decoder_input_ids"]} for batch in batches]
     heads = {s.name: len(s.heads) for s in hp.find_sites(model)}
-    settings = {"finetune": TINY, "scorer": "magnitude", "selector": hp.selection.GlobalTopk(min_heads=0)}
-    report = prune_gradually_(model, batches, hp.Budget(keep_kv=0.02), stages=3, example=batches[0], **settings)
+    settings = {
+        "finetune": TINY,
+        "scorer": "magnitude",
+        "selector": hp.selection.GlobalTopk(min_heads=0),
+    }
+    report = prune_gradually_(
+        model, batches, hp.Budget(keep_kv=0.02), stages=3, example=batches[0], **settings
+    )
     left = {s.name: (s.kind, len(s.heads)) for s in hp.find_sites(model)}
     assert all(n == (0 if kind == "causal" else heads[name]) for name, (kind, n) in left.items())
     assert len(report.stages) == 3
@@ -243,7 +309,11 @@ def test_a_budget_of_the_cache_that_an_early_stage_used_up_leaves_the_rest_alone
 def test_uniform_stages_leave_a_head_or_are_refused_at_once():
     model, batches = build("llama")
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    settings = {"finetune": TINY, "scorer": "magnitude", "selector": hp.selection.Uniform(min_heads=0)}
+    settings = {
+        "finetune": TINY,
+        "scorer": "magnitude",
+        "selector": hp.selection.Uniform(min_heads=0),
+    }
     with pytest.raises(InfeasibleBudget):
         prune_gradually_(model, batches, hp.Budget(keep_heads=1), stages=3, **settings)
     torch.testing.assert_close(model.state_dict(), before, **EXACT)
@@ -253,14 +323,22 @@ def raw(folder, **sections):
     draw = random.Random(0)
     rows = [{"tokens": [draw.randint(1, 19) for _ in range(draw.randint(4, 9))]} for _ in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return {
         "name": "test",
         "description": "for tests",
         "task": "causal_lm",
         "device": "cpu",
         "out": str(folder / "out"),
-        "model": {"class_name": "LlamaForCausalLM", "config": {"vocab_size": 20, "intermediate_size": 16, **sizes}},
+        "model": {
+            "class_name": "LlamaForCausalLM",
+            "config": {"vocab_size": 20, "intermediate_size": 16, **sizes},
+        },
         "data": {"path": str(folder / "rows.jsonl"), "tokens": "tokens"},
         "score": {"random_draws": 0, "magnitude": False},
         "select": {"keep_heads": 0.5},
@@ -283,11 +361,22 @@ def test_heads_that_must_stay_or_go():
         assert all(set(heads) <= kept[site] for site, heads in stay.items())
         assert not any(set(heads) & kept[site] for site, heads in gone.items())
     plain, batches = build()
-    prune_gradually_(plain, batches, hp.Budget(keep_heads=0.5), stages=3, finetune=TINY, scorer="magnitude")
+    prune_gradually_(
+        plain, batches, hp.Budget(keep_heads=0.5), stages=3, finetune=TINY, scorer="magnitude"
+    )
     ((site, heads),) = stay.items()
-    assert not set(heads) <= set(next(s.heads for s in hp.find_sites(plain) if s.name == site)), "it would have left"
+    assert not set(heads) <= set(next(s.heads for s in hp.find_sites(plain) if s.name == site)), (
+        "it would have left"
+    )
     with pytest.raises(UnknownName, match="must_keep"):
-        prune_gradually_(plain, batches, hp.Budget(keep_heads=2), stages=2, finetune=TINY, must_keep={"nowhere": [1]})
+        prune_gradually_(
+            plain,
+            batches,
+            hp.Budget(keep_heads=2),
+            stages=2,
+            finetune=TINY,
+            must_keep={"nowhere": [1]},
+        )
 
 
 def test_a_recipes_rules_hold_in_every_stage(tmp_path):
@@ -295,15 +384,22 @@ def test_a_recipes_rules_hold_in_every_stage(tmp_path):
     scores = runner.score_recipe(check_recipe(raw(tmp_path)), say=lambda line: None)
     weakest = scores.ranked()[0]
     select = {"keep_heads": 0.5, "must_keep": {weakest.name: list(weakest.heads)}}
-    record = runner.run_recipe(check_recipe(raw(tmp_path, gradual=gradual, select=select)), say=lambda line: None)
+    record = runner.run_recipe(
+        check_recipe(raw(tmp_path, gradual=gradual, select=select)), say=lambda line: None
+    )
     kept = {row.site: set(row.kept) for row in record.plan.mask.rows}
     assert set(weakest.heads) <= kept[weakest.name]
 
 
 def test_a_recipe_asks_for_it(tmp_path):
     gradual = {"stages": 2, "batch_size": 8, "settings": {"steps": 4, "distill_hidden": 0.5}}
-    watched = {"method": "finetune", "settings": {"steps": 2, "eval_every": 1, "lora_rank": 2, "precision": "bf16"}}
-    record = runner.run_recipe(check_recipe(raw(tmp_path, gradual=gradual, recover=[watched])), say=lambda line: None)
+    watched = {
+        "method": "finetune",
+        "settings": {"steps": 2, "eval_every": 1, "lora_rank": 2, "precision": "bf16"},
+    }
+    record = runner.run_recipe(
+        check_recipe(raw(tmp_path, gradual=gradual, recover=[watched])), say=lambda line: None
+    )
     assert record.status == "done"
     assert [stage["kept"] for stage in record.metrics["gradual"]] == [4, 4]
     assert [stage["steps"] for stage in record.metrics["gradual"]] == [2, 2]
@@ -324,17 +420,34 @@ def test_a_recipe_says_what_is_wrong_with_it(tmp_path):
     select = {"sites": {"causal": {"keep_heads": 0.5}}}
     steps = [{"method": "finetune", "settings": {"checkpoint_every": 5}}]
     with pytest.raises(RecipeError) as error:
-        check_recipe(raw(tmp_path, gradual=gradual, select=select, recover=steps, score={"until": {"k": 2}}))
+        check_recipe(
+            raw(tmp_path, gradual=gradual, select=select, recover=steps, score={"until": {"k": 2}})
+        )
     found = {problem.where for problem in error.value.problems}
     assert found == {
-        *("gradual.stages", "gradual.settings.patience", "gradual.settings.step", "select.sites", "score.until"),
+        *(
+            "gradual.stages",
+            "gradual.settings.patience",
+            "gradual.settings.step",
+            "select.sites",
+            "score.until",
+        ),
         "recover.0.settings.checkpoint_every",
     }
     assert recipes.GradualSection().stages == 8
     steps = [{"method": "mean_fold"}]
     with pytest.raises(RecipeError) as error:
-        check_recipe(raw(tmp_path, gradual={}, select={"speedup": 1.2, "selector": "iterative", "recover": steps}))
-    assert {problem.where for problem in error.value.problems} == {"select.recover", "select.speedup"}
+        check_recipe(
+            raw(
+                tmp_path,
+                gradual={},
+                select={"speedup": 1.2, "selector": "iterative", "recover": steps},
+            )
+        )
+    assert {problem.where for problem in error.value.problems} == {
+        "select.recover",
+        "select.speedup",
+    }
 
 
 @pytest.mark.parametrize("selector", ["iterative", "local_search"])
@@ -352,7 +465,12 @@ def test_a_selector_that_looks_at_the_model_looks_at_every_stages(selector, monk
     for name in ("loss_of", "rescorer"):
         monkeypatch.setattr(gradual, name, looking(getattr(gradual, name)))
     done = prune_gradually_(
-        model, batches, hp.Budget(keep_heads=0.5), stages=2, finetune=replace(TINY, steps=2), selector=selector
+        model,
+        batches,
+        hp.Budget(keep_heads=0.5),
+        stages=2,
+        finetune=replace(TINY, steps=2),
+        selector=selector,
     )
     before = done.stages[0].plan.mask
     assert left == [before.n_heads, before.n_kept]
@@ -366,7 +484,9 @@ def test_batches_that_are_read_once_are_too_few():
                 yield self.pop()
 
     model, batches = build()
-    with pytest.raises(InvalidValue, match="batches: must be readable more than once, got none on a second reading"):
+    with pytest.raises(
+        InvalidValue, match="batches: must be readable more than once, got none on a second reading"
+    ):
         prune_gradually_(
             model, Once(batches), hp.Budget(keep_heads=0.5), stages=1, finetune=TINY, scorer="magnitude",
             calibration=batches,

@@ -1,4 +1,5 @@
-"""Numbers of labels: every kind of label column with every kind of model names gets the right classes, or stops."""
+"""Numbers of labels: every kind of label column with every kind of model names gets the right
+classes, or stops."""
 
 from __future__ import annotations
 
@@ -49,7 +50,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     kinds = {"text": "BertForSequenceClassification", "token": "BertForTokenClassification"}
     for task, kind in kinds.items():
-        bert(folder / task, kind, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        bert(
+            folder / task,
+            kind,
+            num_labels=3,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
         found[task] = folder / task
         _train_(folder / task, kind)
     return found
@@ -63,9 +70,15 @@ def _train_(folder: Path, kind: str) -> None:
     for _ in range(400):
         words = torch.randint(30, (64, 6))
         words[:, 0] %= 3
-        ids = torch.cat([torch.full((64, 1), 2), words + 4, torch.full((64, 1), 3)], 1)  # [CLS] w0.. [SEP]
+        ids = torch.cat(
+            [torch.full((64, 1), 2), words + 4, torch.full((64, 1), 3)], 1
+        )  # [CLS] w0.. [SEP]
         ends = torch.full((64, 1), -100)
-        labels = words[:, 0] if kind.endswith("SequenceClassification") else torch.cat([ends, words % 3, ends], 1)
+        labels = (
+            words[:, 0]
+            if kind.endswith("SequenceClassification")
+            else torch.cat([ends, words % 3, ends], 1)
+        )
         optimizer.zero_grad()
         model(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()
@@ -73,21 +86,24 @@ def _train_(folder: Path, kind: str) -> None:
 
 
 def rows_of(split: str, label: Callable[[int], Any], words: bool) -> list[dict[str, Any]]:
-    """Rows that all begin otherwise; the class of a word is its number's rest by 3, that of a text is its first's."""
+    """Rows that all begin otherwise; the class of a word is its number's rest by 3, that of a text
+    is its first's."""
     draw = np.random.default_rng(len(split))
     rows = []
     for _ in range(ROWS[split]):
         numbers = [int(n) for n in draw.integers(0, 30, 6)]
         if words:
-            rows.append({"text": [f"w{n}" for n in numbers], "label": [label(n % 3) for n in numbers]})
+            rows.append(
+                {"text": [f"w{n}" for n in numbers], "label": [label(n % 3) for n in numbers]}
+            )
         else:
             numbers[0] %= 3
             rows.append({"text": " ".join(f"w{n}" for n in numbers), "label": label(numbers[0])})
     return rows
 
 
-#: How the classes 0, 1 and 2 are called in the data; where the column is a ``ClassLabel``: its names, and the number
-#: that stands for each class.
+#: How the classes 0, 1 and 2 are called in the data; where the column is a ``ClassLabel``: its
+#: names, and the number that stands for each class.
 TEXTS: dict[str, list[Any]] = {
     "names": list(MEANING),
     "names in capitals": ["NOT SURE", "Very Good", "VERY BAD"],
@@ -122,7 +138,8 @@ NAMES: dict[str, list[str]] = {
 SPELLED = ("names", "names in capitals", "names with underscores")
 SPELLED += ("classed in another order", "classed with underscores")
 NUMBERED = ("numbers", "numbers as text", "classed", "classed by other names")
-#: Combinations whose labels get the right classes. All others stop, but for those that are warned of.
+#: Combinations whose labels get the right classes. All others stop, but for those that are warned
+#: of.
 RIGHT = {
     *((kind, called) for kind in SPELLED for called in ("named", "in capitals")),
     *((kind, called) for kind in NUMBERED for called in NAMES),
@@ -146,7 +163,9 @@ def written(folder: Path, kind: str, words: bool) -> Path:
         rows = rows_of(split, numbers.__getitem__, words)
         label: Any = ClassLabel(names=names)
         text: Any = Value("string")
-        features = Features({"text": List(text) if words else text, "label": List(label) if words else label})
+        features = Features(
+            {"text": List(text) if words else text, "label": List(label) if words else label}
+        )
         Dataset.from_list(rows, features=features).to_parquet(folder / f"{split}.parquet")
     return folder
 
@@ -173,7 +192,9 @@ def classes_of(chosen: Recipe, model: nn.Module) -> tuple[list[Any], RawData, tu
 
 @pytest.mark.parametrize("words", [False, True], ids=["texts", "words"])
 @pytest.mark.parametrize("kind", [*TEXTS, *CLASSED])
-def test_labels_get_the_right_classes_or_stop(kind: str, words: bool, trained: dict[str, Path], tmp_path: Path) -> None:
+def test_labels_get_the_right_classes_or_stop(
+    kind: str, words: bool, trained: dict[str, Path], tmp_path: Path
+) -> None:
     folder = trained["token" if words else "text"]
     model = loaded(folder, words)
     data = written(tmp_path / "data", kind, words)
@@ -188,7 +209,9 @@ def test_labels_get_the_right_classes_or_stop(kind: str, words: bool, trained: d
         got, raw, notes = classes_of(chosen, model)
         flat = [[n for n in row if n >= 0] for row in got] if words else got
         assert (flat == expected) == ((kind, called) in RIGHT), (kind, called)
-        said = [note for note in notes if "right on 0.0% of the labels" in note and "on 100.0%" in note]
+        said = [
+            note for note in notes if "right on 0.0% of the labels" in note and "on 100.0%" in note
+        ]
         assert bool(said) == ((kind, called) in WARNED), (kind, called)
         assert not [note for note in notes if "no more than" in note]
         assert mapping_words(raw).startswith("labels: ")
@@ -198,12 +221,18 @@ def test_labels_get_the_right_classes_or_stop(kind: str, words: bool, trained: d
 def loaded(folder: Path, words: bool = False) -> nn.Module:
     import transformers
 
-    auto = transformers.AutoModelForTokenClassification if words else transformers.AutoModelForSequenceClassification
+    auto = (
+        transformers.AutoModelForTokenClassification
+        if words
+        else transformers.AutoModelForSequenceClassification
+    )
     model: nn.Module = auto.from_pretrained(folder).eval()
     return model
 
 
-@pytest.mark.parametrize("kind", ["names", "other names, sorted wrong", "other numbers", "numbers from one", *CLASSED])
+@pytest.mark.parametrize(
+    "kind", ["names", "other names, sorted wrong", "other numbers", "numbers from one", *CLASSED]
+)
 @pytest.mark.parametrize("called", NAMES)
 def test_the_order_that_the_recipe_gives_is_taken(
     kind: str, called: str, trained: dict[str, Path], tmp_path: Path
@@ -215,7 +244,11 @@ def test_the_order_that_the_recipe_gives_is_taken(
     assert got == [row["label"] for row in rows_of("test", int, False)]
     assert raw.numbering == "given"
     assert not [note for note in notes if "right on" in note]
-    expected = NAMES[called] if called in ("named", "in capitals", "digits") else [str(label) for label in order]
+    expected = (
+        NAMES[called]
+        if called in ("named", "in capitals", "digits")
+        else [str(label) for label in order]
+    )
     assert list(raw.labels) == expected
 
 
@@ -228,21 +261,33 @@ def test_who_insists_on_another_order_is_warned(trained: dict[str, Path], tmp_pa
     assert "data.labels: [b, c, a] says so" in notes[-1]
 
 
-def test_the_mapping_and_what_fits_are_said_before_the_run(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_the_mapping_and_what_fits_are_said_before_the_run(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
     data = written(tmp_path / "data", "other names, sorted right", False)
     lines: list[str] = []
     subject = runner.prepared(recipe(trained["text"], data), say=lines.append)
-    words = "labels: 'a' is class 0, 'b' is class 1, 'c' is class 2 (in sorted order, for nothing says which is which)"
+    words = (
+        "labels: 'a' is class 0, 'b' is class 1, 'c' is class 2 (in sorted order, for nothing says"
+        " which is which)"
+    )
     assert f"    {words}" in lines
     assert "    the model is right on 100.0% of the labels of 80 train rows" in lines
     (note,) = [w for w in subject.journal.record.warnings if "does not name its classes" in w]
     assert f"    warning: {note}" in lines
     facts = subject.journal.record.metrics["labels"]
-    assert (facts["numbered"], facts["accuracy"], facts["classes"]) == ("sorted", 1.0, ("a", "b", "c"))
+    assert (facts["numbered"], facts["accuracy"], facts["classes"]) == (
+        "sorted",
+        1.0,
+        ("a", "b", "c"),
+    )
     wrong = written(tmp_path / "wrong", "other names, sorted wrong", False)
     with pytest.raises(InvalidValue) as caught:
         runner.prepared(recipe(trained["text"], wrong), say=lines.append)
-    assert "data.labels: must be given, for another order of labels fits the model's answers far" in str(caught.value)
+    assert (
+        "data.labels: must be given, for another order of labels fits the model's answers far"
+        in str(caught.value)
+    )
     assert "where the model is right on 0.0% of the labels" in str(caught.value)
     assert "Add data.labels: [b, c, a] (--set 'data.labels=[b, c, a]')," in str(caught.value)
 
@@ -251,13 +296,21 @@ def test_names_and_numbers_are_both_said(trained: dict[str, Path], tmp_path: Pat
     data = written(tmp_path / "data", "classed in another order", False)
     path = named(trained["text"], tmp_path / "model", NAMES["in capitals"])
     raw = number_labels(recipe(path, data), load_rows(recipe(path, data)))
-    words = "labels: 2 is class 0 (NOT SURE), 1 is class 1 (VERY GOOD), 0 is class 2 (VERY BAD) (by their names)"
+    words = (
+        "labels: 2 is class 0 (NOT SURE), 1 is class 1 (VERY GOOD), 0 is class 2 (VERY BAD) (by"
+        " their names)"
+    )
     assert mapping_words(raw) == words
 
 
 def test_a_model_with_more_classes_than_the_data(trained: dict[str, Path], tmp_path: Path) -> None:
     """Numbers and names are taken, as what they are; labels whose names say nothing stop."""
-    told = {"numbers": True, "numbers as text": True, "names": True, "other names, sorted right": False}
+    told = {
+        "numbers": True,
+        "numbers as text": True,
+        "names": True,
+        "other names, sorted right": False,
+    }
     for kind, right in told.items():
         folder = tmp_path / kind
         folder.mkdir()
@@ -274,12 +327,17 @@ def test_a_model_with_more_classes_than_the_data(trained: dict[str, Path], tmp_p
             subject = runner.prepared(recipe(path, folder), say=lambda line: None)
             assert subject.model.config.num_labels == 3
         else:
-            with pytest.raises(InvalidValue, match=r"data\.labels: must be given: .*3 classes without names"):
+            with pytest.raises(
+                InvalidValue, match=r"data\.labels: must be given: .*3 classes without names"
+            ):
                 number_labels(recipe(path, folder), load_rows(recipe(path, folder)))
 
 
-def test_a_model_that_answers_by_chance_is_no_reason_to_stop(trained: dict[str, Path], tmp_path: Path) -> None:
-    """Where no order fits far better, labels are numbered as before; that nothing speaks for it is said."""
+def test_a_model_that_answers_by_chance_is_no_reason_to_stop(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    """Where no order fits far better, labels are numbered as before; that nothing speaks for it is
+    said."""
     import transformers
 
     torch.manual_seed(1)
@@ -296,7 +354,8 @@ def test_a_model_that_answers_by_chance_is_no_reason_to_stop(trained: dict[str, 
 
 
 def test_luck_with_few_rows_is_no_better_order() -> None:
-    """Out of all orders one always fits the rows that it is chosen on: those that judge it are others."""
+    """Out of all orders one always fits the rows that it is chosen on: those that judge it are
+    others."""
     from headprune.run.data import Data
     from headprune.run.features import Collate
 
@@ -308,7 +367,9 @@ def test_luck_with_few_rows_is_no_better_order() -> None:
         def forward(self, place: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
             from transformers.modeling_outputs import SequenceClassifierOutput
 
-            scores = [torch.randn(self.n, generator=torch.Generator().manual_seed(int(i))) for i in place]
+            scores = [
+                torch.randn(self.n, generator=torch.Generator().manual_seed(int(i))) for i in place
+            ]
             return SequenceClassifierOutput(logits=torch.stack(scores) + self.weight)
 
     for n_labels in (2, 3, 6, 40):
@@ -336,7 +397,9 @@ def test_orders_that_cannot_be(task: str, labels: list[Any], words: str) -> None
 def test_an_order_without_a_label_of_the_data(trained: dict[str, Path], tmp_path: Path) -> None:
     data = written(tmp_path / "data", "names", False)
     chosen = recipe(trained["text"], data, labels=["not sure", "very god", "very bad"])
-    with pytest.raises(InvalidValue, match=r"every label of the data, very good too.*Did you mean 'very god'"):
+    with pytest.raises(
+        InvalidValue, match=r"every label of the data, very good too.*Did you mean 'very god'"
+    ):
         number_labels(chosen, load_rows(chosen))
 
 
@@ -348,7 +411,9 @@ def test_grades_as_text_are_refused(label: Any, trained: dict[str, Path], tmp_pa
         load_rows(recipe(trained["text"], tmp_path, "regression"))
 
 
-def test_a_model_that_the_recipe_trains_is_not_asked(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_that_the_recipe_trains_is_not_asked(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
     data = written(tmp_path / "data", "other names, sorted wrong", False)
     raw = {**recipe(trained["text"], data).model_dump(), "train": {"epochs": 0.05}}
     lines: list[str] = []
@@ -357,16 +422,21 @@ def test_a_model_that_the_recipe_trains_is_not_asked(trained: dict[str, Path], t
     assert not [line for line in lines if "labels: " in line]
 
 
-def test_one_name_at_another_number_stops_before_anything_is_asked(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_one_name_at_another_number_stops_before_anything_is_asked(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
     data = written(tmp_path / "data", "classed, one name at another number", False)
     chosen = recipe(named(trained["text"], tmp_path / "model", NAMES["named"]), data)
     with pytest.raises(
-        InvalidValue, match=r"data\.labels: must be given: class 0 of the data is 'very good', which is class"
+        InvalidValue,
+        match=r"data\.labels: must be given: class 0 of the data is 'very good', which is class",
     ):
         number_labels(chosen, load_rows(chosen))
 
 
-def test_a_head_for_numbers_as_text_is_trained_anew_and_said(trained: dict[str, Path], tmp_path: Path) -> None:
+def test_a_head_for_numbers_as_text_is_trained_anew_and_said(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
     data = written(tmp_path / "data", "numbers as text", False)
     path = named(trained["text"], tmp_path / "model", NAMES["named"])
     chosen = check_recipe({**recipe(path, data).model_dump(), "train": {"epochs": 1}})

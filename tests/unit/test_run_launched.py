@@ -1,4 +1,5 @@
-"""A recipe in two processes, as launchers start them: the first writes what it would have written alone."""
+"""A recipe in two processes, as launchers start them: the first writes what it would have written
+alone."""
 
 from __future__ import annotations
 
@@ -35,14 +36,31 @@ LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     # With --cpu it would start one process, without a word; --multi_gpu starts them on any machine.
     "accelerate": [
-        *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *(
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "1",
+        ),
         *("--main_process_port", "0"),
     ],
 }
 
 
 def command(launcher: str, recipe: Path, out: Path) -> list[str]:
-    return [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "headprune", "run", str(recipe), "--out", str(out)]
+    return [
+        sys.executable,
+        "-m",
+        *LAUNCHERS[launcher],
+        "-m",
+        "headprune",
+        "run",
+        str(recipe),
+        "--out",
+        str(out),
+    ]
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -52,7 +70,9 @@ def environment(home: Path) -> dict[str, str]:
 
 def launch(recipe: Path, out: Path, launcher: str = "torchrun") -> subprocess.CompletedProcess[str]:
     pipes = {"capture_output": True, "text": True, "timeout": 900}
-    done = subprocess.run(command(launcher, recipe, out), env=environment(out.parent / "home"), check=False, **pipes)
+    done = subprocess.run(
+        command(launcher, recipe, out), env=environment(out.parent / "home"), check=False, **pipes
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -60,7 +80,8 @@ def launch(recipe: Path, out: Path, launcher: str = "torchrun") -> subprocess.Co
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
 def test_two_processes_leave_what_one_leaves(tmp_path: Path, launcher: str) -> None:
-    """The second has the weights that the first has trained, or its scores would be refused as another model's."""
+    """The second has the weights that the first has trained, or its scores would be refused as
+    another model's."""
     recipe, together, alone = tmp_path / "tiny.yaml", tmp_path / "together", tmp_path / "alone"
     recipe.write_text(yaml.safe_dump(RECIPE))
     done = launch(recipe, together, launcher)
@@ -80,7 +101,8 @@ def test_two_processes_leave_what_one_leaves(tmp_path: Path, launcher: str) -> N
 def test_two_processes_go_on_where_one_ended(
     ended: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the scores are there, the second process would else wait for ever; where not, they share the rest."""
+    """Where the scores are there, the second process would else wait for ever; where not, they
+    share the rest."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("power is gone")
@@ -138,7 +160,9 @@ def ranks(launcher: int) -> dict[int, int]:
     """The processes of a launcher, by rank."""
     found = {}
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        variables = dict(v.partition("=")[::2] for v in Path(f"/proc/{child}/environ").read_text().split("\0"))
+        variables = dict(
+            v.partition("=")[::2] for v in Path(f"/proc/{child}/environ").read_text().split("\0")
+        )
         found[int(variables["RANK"])] = int(child)
     return found
 
@@ -156,7 +180,9 @@ def test_the_loss_of_the_first_process_is_told_in_words(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     processes.together(2, "alone_meet", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     said = (tmp_path / "told").read_text()
-    assert said.startswith("the first process: must be there, with an answer within 2.592e+06 s, got none (")
+    assert said.startswith(
+        "the first process: must be there, with an answer within 2.592e+06 s, got none ("
+    )
     assert said.endswith("Look for the first error among the processes' outputs.")
 
 

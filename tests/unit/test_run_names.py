@@ -42,7 +42,9 @@ NAMES = [
 
 def write(path: Path, text: str, n: int = 1) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(json.dumps({"text": f"{text} {i}", "label": i % 2}) for i in range(n)))
+    path.write_text(
+        "\n".join(json.dumps({"text": f"{text} {i}", "label": i % 2}) for i in range(n))
+    )
     return path
 
 
@@ -62,7 +64,9 @@ def test_a_data_file_is_read_whatever_its_name_means_in_a_pattern(
         for path in (home / name, f"./{name}"):
             source = load_source(DataSection(path=str(path)))
             assert source.splits["train"]["text"][:] == [f"file {i} 0"], path
-            assert source.facts["sha256"] == {Path(name).name: hashlib.sha256(Path(name).read_bytes()).hexdigest()}
+            assert source.facts["sha256"] == {
+                Path(name).name: hashlib.sha256(Path(name).read_bytes()).hexdigest()
+            }
 
 
 def test_the_files_of_a_split_are_read_once_each(tmp_path: Path) -> None:
@@ -71,14 +75,18 @@ def test_the_files_of_a_split_are_read_once_each(tmp_path: Path) -> None:
     assert sorted(text_of(tmp_path)) == ["train-*.jsonl 0", "train-[ab].jsonl 0", "train-a.jsonl 0"]
 
 
-@pytest.mark.parametrize("name", ["a::b.jsonl", "a::b/train.jsonl", "$SPLIT.jsonl", "${SPLIT}/train.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["a::b.jsonl", "a::b/train.jsonl", "$SPLIT.jsonl", "${SPLIT}/train.jsonl"]
+)
 def test_a_name_that_no_reader_takes_as_it_is_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("SPLIT", "other")
     path = write(tmp_path / name, "a")
     write(tmp_path / name.replace("${SPLIT}", "other").replace("$SPLIT", "other"), "b")
-    with pytest.raises(InvalidValue, match=r"data\.path: must be named without .* Rename the file") as refused:
+    with pytest.raises(
+        InvalidValue, match=r"data\.path: must be named without .* Rename the file"
+    ) as refused:
         text_of(path)
     assert refused.value.got == repr(str(path))
 
@@ -87,7 +95,9 @@ def test_a_name_that_no_reader_takes_as_it_is_is_refused(
 
 
 def test_a_record_with_names_that_are_no_text_is_saved_and_comes_back(tmp_path: Path) -> None:
-    found = hp.RunRecord("a", "failed", "s", "c", FrozenDict({ODD: [ODD, {ODD: 1}]}), warnings=(ODD,), error=ODD)
+    found = hp.RunRecord(
+        "a", "failed", "s", "c", FrozenDict({ODD: [ODD, {ODD: 1}]}), warnings=(ODD,), error=ODD
+    )
     again = hp.RunRecord.load(found.save(tmp_path / "record.json"))
     assert (again.error, again.warnings, again.recipe) == (
         *("\\udcff", ("\\udcff",)),
@@ -102,8 +112,14 @@ def test_a_failure_is_told_whatever_its_words(tmp_path: Path) -> None:
     journal.begin()
     journal.close("failed", ODD)
     assert hp.RunRecord.load(tmp_path / "record.json").status == "failed"
-    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [(line["status"], line["error"]) for line in lines] == [("running", None), ("failed", ODD)]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert [(line["status"], line["error"]) for line in lines] == [
+        ("running", None),
+        ("failed", ODD),
+    ]
 
 
 def test_a_line_of_any_text_is_added(tmp_path: Path) -> None:
@@ -129,7 +145,9 @@ def test_a_run_on_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
     record = hp.RunRecord.load(tmp_path / "out" / "record.json")
     assert record.status == "done"
     assert list(record.rows["source"]["sha256"]) == ["train-\\udcff.jsonl"]
-    assert load_recipe(tmp_path / "out" / "recipe.yaml").data.path == str(path)  # the command of the report runs again
+    assert load_recipe(tmp_path / "out" / "recipe.yaml").data.path == str(
+        path
+    )  # the command of the report runs again
 
 
 def test_a_model_is_cut_once_on_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
@@ -140,7 +158,12 @@ def test_a_model_is_cut_once_on_a_file_whose_name_is_no_text(tmp_path: Path) -> 
     def cut() -> list[str]:
         said: list[str] = []
         on_data.prune_on_data(
-            str(hub), str(path), tmp_path / "${seed} #" / "run", settings=quick, say=said.append, progress=False
+            str(hub),
+            str(path),
+            tmp_path / "${seed} #" / "run",
+            settings=quick,
+            say=said.append,
+            progress=False,
         )
         return said
 

@@ -1,4 +1,5 @@
-"""Rows that stand in two parts of the data are counted, for every task and source: as given, and as read."""
+"""Rows that stand in two parts of the data are counted, for every task and source: as given, and as
+read."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def text(i: int, *more: str) -> str:
 
 def answered(i: int, *more: str) -> Row:
     context = text(i, *more)
-    return {"question": "w1", "context": context, "label": {"text": [context.split()[0]], "answer_start": [0]}}
+    return {
+        "question": "w1",
+        "context": context,
+        "label": {"text": [context.split()[0]], "answer_start": [0]},
+    }
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Kind:
     Args:
         task: The task.
         row: Row ``i``.
-        twin: A row that is given as another one, and that the model reads as row ``i``; None where there is none.
+        twin: A row that is given as another one, and that the model reads as row ``i``; None where
+            there is none.
         section: What the recipe says of the data.
         model: Writes the model; None builds one.
         source: Where the rows come from.
@@ -86,9 +92,15 @@ def labelled(i: int, *more: str) -> Row:
 
 KINDS = {
     "texts": Kind("text_classification", labelled, lambda i: labelled(i, "w9"), ONE),
-    "texts, csv": Kind("text_classification", labelled, lambda i: labelled(i, "w9"), ONE, source="csv"),
-    "texts, parquet": Kind("text_classification", labelled, lambda i: labelled(i, "w9"), ONE, source="parquet"),
-    "texts, hub": Kind("text_classification", labelled, lambda i: labelled(i, "w9"), ONE, source="hub"),
+    "texts, csv": Kind(
+        "text_classification", labelled, lambda i: labelled(i, "w9"), ONE, source="csv"
+    ),
+    "texts, parquet": Kind(
+        "text_classification", labelled, lambda i: labelled(i, "w9"), ONE, source="parquet"
+    ),
+    "texts, hub": Kind(
+        "text_classification", labelled, lambda i: labelled(i, "w9"), ONE, source="hub"
+    ),
     "words that the tokenizer lacks": Kind(
         "text_classification",
         lambda i: {"text": f"{text(i)} one", "label": i % 2},
@@ -122,8 +134,12 @@ KINDS = {
         {"text": ["question", "context"], "max_length": 9},
         lambda path: bert(path, "BertForQuestionAnswering"),
     ),
-    "language": Kind("causal_lm", lambda i: {"text": text(i)}, lambda i: {"text": text(i, "w9")}, ONE, llama),
-    "tokens": Kind("causal_lm", tokens, lambda i: tokens(i, 7), {"tokens": "ids", "max_length": 4}, llama),
+    "language": Kind(
+        "causal_lm", lambda i: {"text": text(i)}, lambda i: {"text": text(i, "w9")}, ONE, llama
+    ),
+    "tokens": Kind(
+        "causal_lm", tokens, lambda i: tokens(i, 7), {"tokens": "ids", "max_length": 4}, llama
+    ),
     "translation": Kind(
         "translation",
         lambda i: {"text": text(i), "de": text(i).upper()},
@@ -139,7 +155,10 @@ KINDS = {
     "pictures": Kind(
         "image_classification",
         lambda i: {"image": picture(i), "label": i % 2},
-        lambda i: {"image": picture(i, "L"), "label": i % 2},  # one channel, of which the processor makes three
+        lambda i: {
+            "image": picture(i, "L"),
+            "label": i % 2,
+        },  # one channel, of which the processor makes three
         model=vit,
         source="parquet",
     ),
@@ -159,16 +178,24 @@ TRAIN, VALIDATION, TEST = range(60), range(60, 75), range(75, 95)
 def written(kind: Kind, folder: Path, planted: bool, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """Rows of which none stands twice, or some do.
 
-    Planted are 3 test rows in train (one of them twice), 2 validation rows in train and one test row in validation.
+    Planted are 3 test rows in train (one of them twice), 2 validation rows in train and one test
+    row in validation.
     """
     numbers = {"train": [*TRAIN], "validation": [*VALIDATION], "test": [*TEST]}
     if planted:
         numbers["train"] += [75, 76, 77, 77, 60, 61]
         numbers["validation"] += [80]
-    return stored(kind, {split: [kind.row(i) for i in those] for split, those in numbers.items()}, folder, monkeypatch)
+    return stored(
+        kind,
+        {split: [kind.row(i) for i in those] for split, those in numbers.items()},
+        folder,
+        monkeypatch,
+    )
 
 
-def stored(kind: Kind, rows: dict[str, list[Row]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+def stored(
+    kind: Kind, rows: dict[str, list[Row]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Recipe:
     import datasets
 
     folder.mkdir(exist_ok=True)
@@ -184,8 +211,17 @@ def stored(kind: Kind, rows: dict[str, list[Row]], folder: Path, monkeypatch: py
         for split, those in rows.items():
             data = Dataset.from_dict({name: [row[name] for row in those] for name in those[0]})
             getattr(data, f"to_{kind.source}")(str(folder / f"{split}.{kind.source}"))
-    sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_hidden_layers": 1}
-    fresh = {"class_name": "ViTForImageClassification", "config": {**sizes, "num_attention_heads": 2}}
+    sizes = {
+        "image_size": 8,
+        "patch_size": 4,
+        "num_channels": 1,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+    }
+    fresh = {
+        "class_name": "ViTForImageClassification",
+        "config": {**sizes, "num_attention_heads": 2},
+    }
     raw = {
         "name": "test",
         "description": "for tests",
@@ -205,11 +241,15 @@ NONE_READ = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_planted_rows_are_counted_exactly(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_rows_are_counted_exactly(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = KINDS[name]
     chosen = written(kind, tmp_path / "data", True, monkeypatch)
     raw = load_rows(chosen)
-    assert raw.facts["overlap"] == {"given": {"test": {"train": 3}, "validation": {"train": 2, "test": 1}}}
+    assert raw.facts["overlap"] == {
+        "given": {"test": {"train": 3}, "validation": {"train": 2, "test": 1}}
+    }
     assert [note.partition(" (")[0].partition(":")[0] for note in raw.warnings] == [
         "3 of 20 test rows stood among the train rows, too",
         "2 of 15 validation rows stood among the train rows, too",
@@ -220,10 +260,14 @@ def test_planted_rows_are_counted_exactly(name: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_where_no_row_stands_twice_nothing_is_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_row_stands_twice_nothing_is_said(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = written(KINDS[name], tmp_path / "data", False, monkeypatch)
     raw = load_rows(chosen)
-    assert raw.facts["overlap"] == {"given": {"test": {"train": 0}, "validation": {"train": 0, "test": 0}}}
+    assert raw.facts["overlap"] == {
+        "given": {"test": {"train": 0}, "validation": {"train": 0, "test": 0}}
+    }
     assert raw.warnings == ()
     data = encode_rows(chosen, raw, prepare(chosen))
     found = read_twice(data.examples)
@@ -250,8 +294,12 @@ def test_rows_that_the_model_reads_as_others_are_counted(
         "validation": {"train": 1, "calibration": 1},
     }
     first, second = read_notes(found, data.examples)
-    assert first.startswith("of 20 test rows the model reads some exactly as rows of other parts (3 of train, 3 of cal")
-    assert second.startswith("of 16 validation rows the model reads some exactly as rows of other parts (1 of train, 1")
+    assert first.startswith(
+        "of 20 test rows the model reads some exactly as rows of other parts (3 of train, 3 of cal"
+    )
+    assert second.startswith(
+        "of 16 validation rows the model reads some exactly as rows of other parts (1 of train, 1"
+    )
     assert len(data.examples["test"]) == len(TEST)  # none is taken away
 
 
@@ -262,12 +310,17 @@ def test_parts_that_are_drawn_from_train_count_their_repetitions(
     kind = KINDS["texts"]
     rows = {"train": [*map(kind.row, range(80)), *map(kind.row, range(10))]}
     raw = load_rows(stored(kind, rows, tmp_path / "data", monkeypatch))
-    taken = {name: [rows["train"][i]["text"] for i in part.rows] for name, part in raw.parts.items()}
+    taken = {
+        name: [rows["train"][i]["text"] for i in part.rows] for name, part in raw.parts.items()
+    }
     drawn = {i for name in ("test", "validation") for i in raw.parts[name].rows}
     rest = {row["text"] for i, row in enumerate(rows["train"]) if i not in drawn}
     counts = {name: sum(said in rest for said in taken[name]) for name in ("test", "validation")}
     given = raw.facts["overlap"]["given"]
-    assert given == {"test": {"train": counts["test"]}, "validation": {"train": counts["validation"], "test": 0}}
+    assert given == {
+        "test": {"train": counts["test"]},
+        "validation": {"train": counts["validation"], "test": 0},
+    }
     assert 0 < counts["test"] == raw.facts["train"]["dropped"] - counts["validation"]
 
 
@@ -281,13 +334,24 @@ def test_digits_have_no_row_twice() -> None:
         "select": {"keep_heads": 0.5},
     }
     found = load_rows(check_recipe(raw))
-    assert found.facts["overlap"]["given"] == {"test": {"train": 0}, "validation": {"train": 0, "test": 0}}
+    assert found.facts["overlap"]["given"] == {
+        "test": {"train": 0},
+        "validation": {"train": 0, "test": 0},
+    }
 
 
 def test_blocks_of_a_text_that_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [f"{text(i)} "[:24].ljust(24) for i in range(40)]
-    (tmp_path / "text.txt").write_text("".join([*blocks[:30], blocks[35], blocks[36], *blocks[30:]]))
-    section = {"path": str(tmp_path / "text.txt"), "text": "text", "block": 24, "holdout": 4, "test_holdout": 6}
+    (tmp_path / "text.txt").write_text(
+        "".join([*blocks[:30], blocks[35], blocks[36], *blocks[30:]])
+    )
+    section = {
+        "path": str(tmp_path / "text.txt"),
+        "text": "text",
+        "block": 24,
+        "holdout": 4,
+        "test_holdout": 6,
+    }
     raw = {
         "name": "test",
         "description": "for tests",
@@ -297,7 +361,10 @@ def test_blocks_of_a_text_that_come_again(tmp_path: Path, monkeypatch: pytest.Mo
         "select": {"keep_heads": 0.5},
     }
     found = load_rows(check_recipe(raw))
-    assert found.facts["overlap"]["given"] == {"test": {"train": 2}, "validation": {"train": 0, "test": 0}}
+    assert found.facts["overlap"]["given"] == {
+        "test": {"train": 2},
+        "validation": {"train": 0, "test": 0},
+    }
 
 
 def test_a_run_says_and_records_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +380,10 @@ def test_a_run_says_and_records_both(tmp_path: Path, monkeypatch: pytest.MonkeyP
     record = subject.journal.record
     assert record.rows["overlap"]["given"]["test"]["train"] == 1
     assert record.rows["overlap"]["read"]["test"] == {"train": 1, "calibration": 1, "validation": 0}
-    for start in ("1 of 20 test rows stood among the train rows, too", "of 20 test rows the model reads some exactly"):
+    for start in (
+        "1 of 20 test rows stood among the train rows, too",
+        "of 20 test rows the model reads some exactly",
+    ):
         (warning,) = [w for w in record.warnings if w.startswith(start)]
         assert f"    warning: {warning}" in lines
 
@@ -334,5 +404,7 @@ def test_a_digest_tells_names_shapes_and_types_apart() -> None:
         others = examples[:i] + examples[i + 1 :]
         found = read_twice({"test": [one], "validation": [], "train": others, "calibration": []})
         assert found["test"] == {"train": 0, "calibration": 0, "validation": 0}
-        again = read_twice({"test": [{**one, "labels": 0}], "validation": [], "train": [one], "calibration": []})
+        again = read_twice(
+            {"test": [{**one, "labels": 0}], "validation": [], "train": [one], "calibration": []}
+        )
         assert again["test"]["train"] == 1

@@ -47,7 +47,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_run_leaves_a_model_that_is_filled_again(tmp_path: Path) -> None:
-    recipe = own("recover=[{method: lstsq}, {method: finetune, settings: {steps: 1}}]", "score.random_draws=1")
+    recipe = own(
+        "recover=[{method: lstsq}, {method: finetune, settings: {steps: 1}}]",
+        "score.random_draws=1",
+    )
     record = run_recipe(recipe, out=tmp_path / "out", say=lambda line: None)
     assert record.status == "done"
     assert {proof.what for proof in record.proofs} == {"outputs", "reload"}
@@ -70,25 +73,49 @@ def test_sweeps_and_picks(tmp_path: Path, module: Path) -> None:
     assert found.plan is not None
     assert found.plan.mask.n_kept == 4
     full = row_transformer(**OWN["config"])
-    small = hp.from_pretrained(tmp_path / "small" / "model", full, hp.find_sites(full, layouts=[LAYOUT]))
+    small = hp.from_pretrained(
+        tmp_path / "small" / "model", full, hp.find_sites(full, layouts=[LAYOUT])
+    )
     assert sum(attention.heads for attention in small.attentions) == 4
     bases = list((tmp_path / "sweep" / "bases").iterdir())
     with (module / "my_model.py").open("a") as file:
         file.write("# another version\n")
     sweep(recipe, {"keep": [0.5]}, out=tmp_path / "sweep", say=lambda line: None)
-    assert len(list((tmp_path / "sweep" / "bases").iterdir())) == len(bases) + 1, "another code is another base model"
+    assert len(list((tmp_path / "sweep" / "bases").iterdir())) == len(bases) + 1, (
+        "another code is another base model"
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "settings", "where", "words"),
     [
-        (None, ["model.import_path=my_none:build"], "import_path", "No module named 'my_none'.*PYTHONPATH=FOLDER"),
+        (
+            None,
+            ["model.import_path=my_none:build"],
+            "import_path",
+            "No module named 'my_none'.*PYTHONPATH=FOLDER",
+        ),
         ("import nothing_there", [], "import_path", r"imported, got .*named 'nothing_there'\)$"),
         ("1 / 0", [], "import_path", "ZeroDivisionError"),
-        ("def built(): pass", [], "import_path", "a name in module my_model, got 'build'. Did you mean 'built'"),
+        (
+            "def built(): pass",
+            [],
+            "import_path",
+            "a name in module my_model, got 'build'. Did you mean 'built'",
+        ),
         ("build = 3", [], "import_path", "a function that builds a model, got int"),
-        ("def build(**k): return 3", [], "import_path", "gives a torch.nn.Module, got one that gives a int"),
-        ("def build(): pass", [], "config", "keyword arguments of my_model:build, got .*unexpected keyword"),
+        (
+            "def build(**k): return 3",
+            [],
+            "import_path",
+            "gives a torch.nn.Module, got one that gives a int",
+        ),
+        (
+            "def build(): pass",
+            [],
+            "config",
+            "keyword arguments of my_model:build, got .*unexpected keyword",
+        ),
         (
             "from torch import nn\ndef build(**k): return nn.Linear(8, 10)",
             [],
@@ -133,8 +160,16 @@ def test_what_cannot_be_built_is_refused_in_words(
     [
         (["model.import_path=my.module"], "model.import_path", "written package.module:name"),
         (["model.class_name=ViTModel"], "model", "got class_name and import_path"),
-        (["model={class_name: ViTModel, layouts: 'a:b'}"], "model.layouts", "only a model by import_path"),
-        (["task=text_classification", "data.text=text"], "model.import_path", "used with image_classification or"),
+        (
+            ["model={class_name: ViTModel, layouts: 'a:b'}"],
+            "model.layouts",
+            "only a model by import_path",
+        ),
+        (
+            ["task=text_classification", "data.text=text"],
+            "model.import_path",
+            "used with image_classification or",
+        ),
     ],
 )
 def test_recipes_that_make_no_sense(settings: list[str], where: str, words: str) -> None:

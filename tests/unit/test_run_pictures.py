@@ -1,4 +1,5 @@
-"""The attention pictures of a run: which rows, their words and pictures, and what happens where there are none."""
+"""The attention pictures of a run: which rows, their words and pictures, and what happens where
+there are none."""
 
 from __future__ import annotations
 
@@ -34,13 +35,23 @@ TEXT = [
 
 def subject(**sections: Any) -> Subject:
     """A run's subject, its model as it was drawn."""
-    raw = {"name": "x", "description": "for tests", "device": "cpu", "threads": 1, "select": {"keep_heads": 0.5}}
+    raw = {
+        "name": "x",
+        "description": "for tests",
+        "device": "cpu",
+        "threads": 1,
+        "select": {"keep_heads": 0.5},
+    }
     return runner.prepared(check_recipe({**raw, **sections}), say=lambda line: None)
 
 
 @pytest.fixture(scope="module")
 def digits() -> Subject:
-    untrained = {k: v for k, v in TINY.items() if k not in ("train", "name", "description", "device", "threads")}
+    untrained = {
+        k: v
+        for k, v in TINY.items()
+        if k not in ("train", "name", "description", "device", "threads")
+    }
     return subject(**untrained)
 
 
@@ -69,20 +80,34 @@ def test_a_picture_is_shrunk_by_means() -> None:
     assert len(text) == 4 * 16 * 32
 
 
-def test_text_has_its_tokens_and_short_rows_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_has_its_tokens_and_short_rows_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in TEXT * 3))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = {**sizes, "intermediate_size": 16}
     found = subject(
         task="causal_lm",
         model={"class_name": "LlamaForCausalLM", "config": config},
-        data={"path": str(tmp_path / "rows.jsonl"), "text": "text", "tokenizer": "characters", "test_holdout": 6},
+        data={
+            "path": str(tmp_path / "rows.jsonl"),
+            "text": "text",
+            "tokenizer": "characters",
+            "test_holdout": 6,
+        },
     )
     lengths = [len(example["input_ids"]) for example in found.data.examples["test"]]
     pictures = made.draw_attention(found)
     assert pictures is not None
     assert [site.kind for site in pictures.sites] == ["causal"]
-    words = found.preparation.tokenizer.convert_ids_to_tokens(found.data.examples["test"][0]["input_ids"])
+    words = found.preparation.tokenizer.convert_ids_to_tokens(
+        found.data.examples["test"][0]["input_ids"]
+    )
     assert pictures.examples[0].tokens == tuple(words)
     assert [keys for _, keys in pictures.sites[0].sizes] == lengths
     monkeypatch.setattr(made, "_TOKENS", sorted(lengths)[2])
@@ -97,9 +122,25 @@ def test_text_has_its_tokens_and_short_rows_come_first(tmp_path: Path, monkeypat
 def test_a_translator_has_the_words_of_both_languages(tmp_path: Path) -> None:
     rows = [{"de": f"{t} w{i}", "en": f"v{i} {t}"} for i, t in enumerate(TEXT * 4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sizes = {"d_model": 16, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2}
-    data = {"path": str(tmp_path / "rows.jsonl"), "text": "de", "target": "en", "tokenizer": "bpe", "vocabulary": 300}
-    found = subject(task="translation", model={"class_name": "TransformerForTranslation", "config": sizes}, data=data)
+    sizes = {
+        "d_model": 16,
+        "ffn_dim": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "num_attention_heads": 2,
+    }
+    data = {
+        "path": str(tmp_path / "rows.jsonl"),
+        "text": "de",
+        "target": "en",
+        "tokenizer": "bpe",
+        "vocabulary": 300,
+    }
+    found = subject(
+        task="translation",
+        model={"class_name": "TransformerForTranslation", "config": sizes},
+        data=data,
+    )
     pictures = made.draw_attention(found)
     assert pictures is not None
     by_kind = {site.kind: site for site in pictures.sites}
@@ -108,15 +149,21 @@ def test_a_translator_has_the_words_of_both_languages(tmp_path: Path) -> None:
         assert by_kind["cross"].sizes[i] == (len(example.targets), len(example.tokens))
 
 
-def test_a_model_that_shows_no_maps_has_a_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_shows_no_maps_has_a_run_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(*_: Any, **__: Any) -> Any:
-        raise UnsupportedModel("the attention map of a.b", "an attention that computes its map", "a fused kernel")
+        raise UnsupportedModel(
+            "the attention map of a.b", "an attention that computes its map", "a fused kernel"
+        )
 
     monkeypatch.setattr(made, "attention_maps", none)
     quick = {**TINY, "score": {"random_draws": 0}, "out": str(tmp_path / "out")}
     record = runner.run_recipe(check_recipe(quick), say=lambda line: None)
     assert record.status == "done"
-    assert any("no attention pictures: the attention map of a.b" in warning for warning in record.warnings)
+    assert any(
+        "no attention pictures: the attention map of a.b" in warning for warning in record.warnings
+    )
     assert not (tmp_path / "out" / "attention.json").exists()
     assert 'id="attention"' not in (tmp_path / "out" / "report.html").read_text()
 

@@ -26,7 +26,9 @@ GOOD: dict[str, Any] = {
 
 
 def good(**changes: Any) -> dict[str, Any]:
-    return override(GOOD, [f"{k.replace('__', '.')}={yaml.safe_dump(v)}" for k, v in changes.items()])
+    return override(
+        GOOD, [f"{k.replace('__', '.')}={yaml.safe_dump(v)}" for k, v in changes.items()]
+    )
 
 
 def problems(raw: dict[str, Any]) -> dict[str, str]:
@@ -41,7 +43,14 @@ def test_numbers_of_yaml_1_2() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [1", "a: 1\na: 2", "!!python/object/apply:os.system ['true']", "? [1, 2]\n: 3\n? {a: b}\n: 4", "\t- a"]
+    "text",
+    [
+        "a: [1",
+        "a: 1\na: 2",
+        "!!python/object/apply:os.system ['true']",
+        "? [1, 2]\n: 3\n? {a: b}\n: 4",
+        "\t- a",
+    ],
 )
 def test_bad_yaml(text: str) -> None:
     with pytest.raises(InvalidValue, match="here: must be valid YAML"):
@@ -78,9 +87,16 @@ def test_recipes_are_found_by_name_and_path(tmp_path: Path) -> None:
 
 def test_override_makes_sections_and_reaches_into_lists_and_leaves_the_original() -> None:
     raw = {"recover": [{"method": "finetune"}], "train": None}
-    done = override(raw, ["recover.0.settings.epochs=3", "train.epochs=2", "out=a=b", "x=null", "y=[1, 2]"])
+    done = override(
+        raw, ["recover.0.settings.epochs=3", "train.epochs=2", "out=a=b", "x=null", "y=[1, 2]"]
+    )
     assert done["recover"] == [{"method": "finetune", "settings": {"epochs": 3}}]
-    assert (done["train"], done["out"], done["x"], done["y"]) == ({"epochs": 2}, "a=b", None, [1, 2])
+    assert (done["train"], done["out"], done["x"], done["y"]) == (
+        {"epochs": 2},
+        "a=b",
+        None,
+        [1, 2],
+    )
     assert raw == {"recover": [{"method": "finetune"}], "train": None}
 
 
@@ -102,7 +118,13 @@ def test_bad_overrides(setting: str, words: str) -> None:
 
 
 def test_references_are_followed_and_keep_types() -> None:
-    raw = {"a": {"b": 3, "c": "x"}, "d": "${a.b}", "e": "${a.c}/${a.b}/y", "f": ["${d}"], "g": "$a {a}"}
+    raw = {
+        "a": {"b": 3, "c": "x"},
+        "d": "${a.b}",
+        "e": "${a.c}/${a.b}/y",
+        "f": ["${d}"],
+        "g": "$a {a}",
+    }
     data, wrong = interpolate(raw)
     assert not wrong
     assert (data["d"], data["e"], data["f"], data["g"]) == (3, "x/3/y", [3], "$a {a}")
@@ -111,7 +133,10 @@ def test_references_are_followed_and_keep_types() -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"model": {"path": "x"}, "p": "${model.pth}"}, "p: must be a reference.*Did you mean 'model.path'"),
+        (
+            {"model": {"path": "x"}, "p": "${model.pth}"},
+            "p: must be a reference.*Did you mean 'model.path'",
+        ),
         ({"a": "${b}", "b": "${a}"}, "free of circles"),
         ({"a": "x${a}"}, "free of circles"),
         ({"a": None, "b": "${a}/x"}, "b: must be preceded by a value for a.*--set a="),
@@ -151,7 +176,10 @@ def test_all_errors_at_once_each_with_path_and_suggestion() -> None:
         "select": {"keep_heads": 0, "settings": {"min_head": 2}},
         "recover": [
             {"method": "finetun"},
-            {"method": "finetune", "settings": {"epochs": "x", "schedule": "lin", "learning_rat": 1}},
+            {
+                "method": "finetune",
+                "settings": {"epochs": "x", "schedule": "lin", "learning_rat": 1},
+            },
             5,
         ],
         "bench": {"batch_sizes": [0, 1]},
@@ -161,8 +189,19 @@ def test_all_errors_at_once_each_with_path_and_suggestion() -> None:
     assert set(found) == {
         *("name", "description", "descripton", "task", "seed", "model.config"),
         *("data.path", "data.label", "data.holdout", "data.textt", "score.scorer"),
-        *("select.keep_heads", "select.settings.min_head", "bench.batch_sizes.0", "train.epochs", "train.schedule"),
-        *("recover.0.method", "recover.2", "recover.1.settings.epochs", "recover.1.settings.schedule"),
+        *(
+            "select.keep_heads",
+            "select.settings.min_head",
+            "bench.batch_sizes.0",
+            "train.epochs",
+            "train.schedule",
+        ),
+        *(
+            "recover.0.method",
+            "recover.2",
+            "recover.1.settings.epochs",
+            "recover.1.settings.schedule",
+        ),
         "recover.1.settings.learning_rat",
     }
     for path, closest in [
@@ -236,7 +275,10 @@ def test_reading_may_stop_when_a_set_is_settled() -> None:
     found = problems(good(score__scorer="magnitude", score__until__k=3))
     assert "left out for a scorer that uses no data, got magnitude" in found["score.until"]
     assert "given" in problems(good(score__until={"confidence": 0.9}))["score.until.k"]
-    assert set(problems(good(score__until={"k": 0, "confidence": 1.0}))) == {"score.until.k", "score.until.confidence"}
+    assert set(problems(good(score__until={"k": 0, "confidence": 1.0}))) == {
+        "score.until.k",
+        "score.until.confidence",
+    }
 
 
 def test_a_policy_is_a_key_of_select() -> None:

@@ -1,4 +1,5 @@
-"""References in recipes (``${...}``): whatever they stand for, reading a recipe takes little time and memory."""
+"""References in recipes (``${...}``): whatever they stand for, reading a recipe takes little time
+and memory."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ from headprune.run.validate import RecipeError, load_recipe
 from tests.fuzzing import alarm
 from tests.tiny_recipe import TINY
 
-#: Most of the memory that reading one of these recipes may take; the texts themselves are at most 200 kB.
+#: Most of the memory that reading one of these recipes may take; the texts themselves are at most
+#: 200 kB.
 MEMORY = 40 * 2**20
 
 
 def doubled(first: str, n: int) -> dict[str, str]:
     """``a0`` as given, and each further key twice the one before."""
     here = "model.config."
-    return {"a0": first, **{f"a{i}": f"${{{here}a{i - 1}}}${{{here}a{i - 1}}}" for i in range(1, n)}}
+    return {
+        "a0": first,
+        **{f"a{i}": f"${{{here}a{i - 1}}}${{{here}a{i - 1}}}" for i in range(1, n)},
+    }
 
 
 def chain(n: int) -> dict[str, str]:
@@ -37,15 +42,24 @@ def backwards(values: dict[str, Any]) -> dict[str, Any]:
     return dict(reversed(values.items()))
 
 
-#: Recipes whose references stand for too much, by what is in ``model.config``; with a bound on what would be made of
-#: them (some 100 MB), so that this file ends where there is no limit.
+#: Recipes whose references stand for too much, by what is in ``model.config``; with a bound on what
+#: would be made of them (some 100 MB), so that this file ends where there is no limit.
 TOO_MUCH: dict[str, Callable[[], dict[str, Any]]] = {
     "each twice the one before": lambda: doubled("lol" * 10, 22),
     "backwards": lambda: backwards(doubled("lol" * 10, 22)),
     "in a list": lambda: {"a0": "x" * 10_000, "a": ["${model.config.a0} " * 50] * 100},
-    "in lists in lists": lambda: {"a0": "x" * 10_000, "a": [[["${model.config.a0}" * 50]] * 10] * 10},
-    "in sections": lambda: {"a0": "x" * 10_000, "a": {f"b{i}": {"c": "${model.config.a0}" * 50} for i in range(100)}},
-    "one long text in many places": lambda: {"a0": "x" * 50_000, "a": ["${model.config.a0}"] * 2000},
+    "in lists in lists": lambda: {
+        "a0": "x" * 10_000,
+        "a": [[["${model.config.a0}" * 50]] * 10] * 10,
+    },
+    "in sections": lambda: {
+        "a0": "x" * 10_000,
+        "a": {f"b{i}": {"c": "${model.config.a0}" * 50} for i in range(100)},
+    },
+    "one long text in many places": lambda: {
+        "a0": "x" * 50_000,
+        "a": ["${model.config.a0}"] * 2000,
+    },
     "a long chain": lambda: chain(1500),
     "a long chain backwards": lambda: backwards(chain(1500)),
 }
@@ -56,7 +70,9 @@ COSTLY: dict[str, Callable[[], dict[str, Any]]] = {
     "circles, doubled": lambda: doubled("${model.config.a39}", 40),
     "unknown keys": lambda: {f"a{i}": f"${{model.confic.b{i}}}" for i in range(5000)},
     "one unknown key, doubled": lambda: doubled("${nowhere}", 40),
-    "long keys in each other": lambda: deep(38, {f"b{i}": 1 for i in range(8000)} | {"c": "${name}"}),
+    "long keys in each other": lambda: deep(
+        38, {f"b{i}": 1 for i in range(8000)} | {"c": "${name}"}
+    ),
 }
 
 
@@ -69,7 +85,9 @@ def deep(levels: int, value: dict[str, Any]) -> dict[str, Any]:
 def written(config: dict[str, Any], folder: Path) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(
-        yaml.safe_dump({**TINY, "model": {**TINY["model"], "config": config}}, sort_keys=False, width=10**6)
+        yaml.safe_dump(
+            {**TINY, "model": {**TINY["model"], "config": config}}, sort_keys=False, width=10**6
+        )
     )
     return path
 
@@ -96,7 +114,11 @@ def test_references_take_little_time_and_memory(what: str, tmp_path: Path) -> No
         finally:
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-    assert refused_at.startswith("model.config.") if what in (*TOO_MUCH, "long keys in each other") else not refused_at
+    assert (
+        refused_at.startswith("model.config.")
+        if what in (*TOO_MUCH, "long keys in each other")
+        else not refused_at
+    )
     assert peak < MEMORY
     if what in TOO_MUCH:
         with alarm(20), pytest.raises(RecipeError) as refused:
@@ -107,7 +129,13 @@ def test_references_take_little_time_and_memory(what: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "command", [["validate"], ["show"], ["run", "--dry-run"], ["sweep", "--grid", "keep=0.5,0.75", "--out", "sweep"]]
+    "command",
+    [
+        ["validate"],
+        ["show"],
+        ["run", "--dry-run"],
+        ["sweep", "--grid", "keep=0.5,0.75", "--out", "sweep"],
+    ],
 )
 def test_every_command_refuses_them_in_one_line(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,17 +152,32 @@ def test_references_in_overrides_and_grids_are_under_the_same_limit(tmp_path: Pa
     path = written({"a0": "x" * 10_000}, tmp_path)
     long = "${model.config.a0}" * 100
     with alarm(60):
-        with pytest.raises(RecipeError, match=r"model\.config\.a1: must be at most 200,000 characters"):
+        with pytest.raises(
+            RecipeError, match=r"model\.config\.a1: must be at most 200,000 characters"
+        ):
             load_recipe(path, [f"model.config.a1={long}"])
-        with pytest.raises(RecipeError, match=r"score\.settings\.a: must be at most 200,000 characters"):
+        with pytest.raises(
+            RecipeError, match=r"score\.settings\.a: must be at most 200,000 characters"
+        ):
             lay_out(path, [], {"score.settings.a": [long, f"{long} "]})
 
 
 def test_what_recipes_have_is_no_problem() -> None:
-    raw = {"a": "x" * 1000, "b": ["${a}"] * 150, "c": {"d": "${a}/${b.0}"}, "e": "${f}", "f": "${g}", "g": 3}
+    raw = {
+        "a": "x" * 1000,
+        "b": ["${a}"] * 150,
+        "c": {"d": "${a}/${b.0}"},
+        "e": "${f}",
+        "f": "${g}",
+        "g": 3,
+    }
     data, problems = interpolate(raw)
     assert not problems
-    assert (data["b"][149], data["c"]["d"], data["e"]) == ("x" * 1000, "x" * 1000 + "/" + "x" * 1000, 3)
+    assert (data["b"][149], data["c"]["d"], data["e"]) == (
+        "x" * 1000,
+        "x" * 1000 + "/" + "x" * 1000,
+        3,
+    )
     assert interpolate(chain(41)) is not None
 
 
@@ -145,5 +188,7 @@ def test_the_longest_chain_is_the_same_in_every_order(n: int) -> None:
         if n == 41:
             assert set(interpolate(raw)[0]["model"]["config"].values()) == {"x"}
             continue
-        with pytest.raises(HeadPruneError, match=r"a41: must be at the end of a chain of at most 40 references"):
+        with pytest.raises(
+            HeadPruneError, match=r"a41: must be at the end of a chain of at most 40 references"
+        ):
             interpolate(raw)

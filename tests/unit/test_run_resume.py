@@ -1,4 +1,5 @@
-"""A run that ended early goes on where it was: what is taken, what is made anew, and who may be in its folder."""
+"""A run that ended early goes on where it was: what is taken, what is made anew, and who may be in
+its folder."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ from tests.killing import same_runs
 from tests.laws.support import subject_of
 from tests.tiny_recipe import TINY, interrupt_after
 
-RECOVER = [{"method": "mean_fold"}, {"method": "finetune", "batch_size": 64, "settings": {"steps": 5}}]
+RECOVER = [
+    {"method": "mean_fold"},
+    {"method": "finetune", "batch_size": 64, "settings": {"steps": 5}},
+]
 SHORT = {"score": {"random_draws": 1}, "recover": RECOVER, "report": False}
 
 
@@ -82,7 +86,11 @@ def test_what_is_finished_is_not_done_again(
 ) -> None:
     record = hp.RunRecord.load(failed / "record.json")
     dataclasses.replace(record, status=status).save(failed / "record.json")
-    for module, name in ((subject, "recover_"), (stages, "compare_plans"), (stages, "recover_once")):
+    for module, name in (
+        (subject, "recover_"),
+        (stages, "compare_plans"),
+        (stages, "recover_once"),
+    ):
         monkeypatch.setattr(module, name, failing(AssertionError(f"{name} again")))
     lines = go(recipe(failed))
     word = "killed" if status == "running" else status  # for it holds no lock
@@ -104,7 +112,9 @@ def test_what_is_finished_is_not_done_again(
         ({"description": "in other words", "bench": {"batch_sizes": [1], "seconds": 0.01}}, ALL),
     ],
 )
-def test_what_depends_on_a_change_is_made_anew(failed: Path, tmp_path: Path, changes: Any, kept: list[str]) -> None:
+def test_what_depends_on_a_change_is_made_anew(
+    failed: Path, tmp_path: Path, changes: Any, kept: list[str]
+) -> None:
     assert taken(go(recipe(failed, **changes))) == kept
     if "bench" in changes:  # two measurements of time are never the same
         return
@@ -114,7 +124,11 @@ def test_what_depends_on_a_change_is_made_anew(failed: Path, tmp_path: Path, cha
 
 @pytest.mark.parametrize(
     ("name", "lost"),
-    [("base/model.safetensors", "train"), ("scores.json", "score"), ("scores.samples.safetensors", "score")],
+    [
+        ("base/model.safetensors", "train"),
+        ("scores.json", "score"),
+        ("scores.samples.safetensors", "score"),
+    ],
 )
 def test_a_damaged_piece_is_made_anew(failed: Path, whole: Path, name: str, lost: str) -> None:
     data = bytearray((failed / name).read_bytes())
@@ -138,7 +152,14 @@ def test_the_history_keeps_every_attempt(failed: Path) -> None:
     text = (failed / "history.jsonl").read_text()
     assert text.startswith(before)
     lines = [json.loads(line) for line in text.splitlines()]
-    assert [line["status"] for line in lines] == ["running", "failed", "running", "done", "running", "done"]
+    assert [line["status"] for line in lines] == [
+        "running",
+        "failed",
+        "running",
+        "done",
+        "running",
+        "done",
+    ]
     assert (lines[1]["stage"], lines[1]["error"]) == ("bench", "RuntimeError: power is gone")
     assert "score" in lines[1]["timings"]
 
@@ -148,7 +169,9 @@ def test_overwrite_begins_anew(failed: Path, whole: Path) -> None:
     same_runs(failed, whole)
 
 
-def test_a_training_goes_on_from_its_last_pass(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_goes_on_from_its_last_pass(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = recipe(tmp_path / "out", train={**TINY["train"], "epochs": 3})
     with monkeypatch.context() as patch:
         seen = interrupt_after(55, patch)  # of 3 passes of 23 steps
@@ -164,7 +187,8 @@ def test_a_training_goes_on_from_its_last_pass(tmp_path: Path, whole: Path, monk
 def test_a_training_that_came_to_its_end_is_not_repeated(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run ends after the last step, before the model is saved, and again before the recovered one is judged."""
+    """The run ends after the last step, before the model is saved, and again before the recovered
+    one is judged."""
     from headprune.recovery import _steps
 
     chosen, seen = recipe(tmp_path / "out"), [0]
@@ -195,7 +219,9 @@ def test_a_training_that_came_to_its_end_is_not_repeated(
     same_runs(tmp_path / "out", whole)
 
 
-def test_other_weights_make_everything_after_them_anew(failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_make_everything_after_them_anew(
+    failed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a GPU may train them, when the base model was lost."""
     plain = subject.recover_
 
@@ -210,7 +236,9 @@ def test_other_weights_make_everything_after_them_anew(failed: Path, monkeypatch
     assert taken(go(recipe(failed))) == []
 
 
-@pytest.mark.parametrize("name", ["source.spm", "bpe.codes", "qwen.tiktoken", "chat_template.jinja", "modeling.py"])
+@pytest.mark.parametrize(
+    "name", ["source.spm", "bpe.codes", "qwen.tiktoken", "chat_template.jinja", "modeling.py"]
+)
 def test_every_file_of_a_models_folder_counts(tmp_path: Path, name: str) -> None:
     chosen = Recipe.model_validate({**TINY, "model": {"path": str(tmp_path)}, "train": None})
     (tmp_path / "config.json").write_text("{}")
@@ -227,7 +255,11 @@ def test_a_model_of_the_hub_is_told_by_its_commit(monkeypatch: pytest.MonkeyPatc
     chosen = Recipe.model_validate({**TINY, "model": {"path": "someone/something"}, "train": None})
     found = [made_of(chosen, {})]  # it cannot be reached, which is said when it is loaded
     for commit in ("a", "b", "a"):
-        monkeypatch.setattr(identity, "model_config", lambda path, commit=commit: SimpleNamespace(_commit_hash=commit))
+        monkeypatch.setattr(
+            identity,
+            "model_config",
+            lambda path, commit=commit: SimpleNamespace(_commit_hash=commit),
+        )
         found.append(made_of(chosen, {}))
     assert len(set(found)) == 3
     assert found[1] == found[3]
@@ -266,17 +298,24 @@ def test_warnings_are_noted_once_and_all_else_as_often_as_it_was(tmp_path: Path)
 
 def test_one_process_a_folder(failed: Path) -> None:
     before = {p: p.read_bytes() for p in failed.rglob("*") if p.is_file()}
-    with FileLock(failed / ".lock"), pytest.raises(InvalidValue, match="must be free, got a run that is running there"):
+    with (
+        FileLock(failed / ".lock"),
+        pytest.raises(InvalidValue, match="must be free, got a run that is running there"),
+    ):
         go(recipe(failed), overwrite=True)
     assert {p: p.read_bytes() for p in failed.rglob("*") if p.is_file()} == before
     go(recipe(failed))
 
 
 def test_a_finished_run_and_foreign_files_stay(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match=r"an unfinished run's, got a finished run\..*--overwrite"):
+    with pytest.raises(
+        InvalidValue, match=r"an unfinished run's, got a finished run\..*--overwrite"
+    ):
         go(recipe(whole))
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(InvalidValue, match=r"got plan.json and no readable record.json.*--overwrite"):
+    with pytest.raises(
+        InvalidValue, match=r"got plan.json and no readable record.json.*--overwrite"
+    ):
         go(recipe(tmp_path))
     assert (tmp_path / "plan.json").read_text() == "{}"
 
@@ -291,7 +330,8 @@ def test_what_no_stage_vouches_for_goes(failed: Path, whole: Path) -> None:
     same_runs(failed, whole)
 
 
-# --- in stages -------------------------------------------------------------------------------------------------------
+# --- in stages
+# -------------------------------------------------------------------------------------------------------
 
 STAGED = {"stages": 3, "finetune": Finetune(steps=7, learning_rate=1e-2), "scorer": "magnitude"}
 
@@ -323,10 +363,14 @@ def test_gradual_pruning_goes_on_after_its_last_stage(
     with monkeypatch.context() as patch:
         patch.setattr(gradual, "carry_out", stop)
         with pytest.raises(KeyboardInterrupt):
-            prune_gradually_(killed, batches(), hp.Budget(keep_heads=0.5), loss=_loss, folder=tmp_path, **STAGED)  # type: ignore[arg-type]
+            prune_gradually_(
+                killed, batches(), hp.Budget(keep_heads=0.5), loss=_loss, folder=tmp_path, **STAGED
+            )  # type: ignore[arg-type]
     torch.rand(3)  # other random states outside change nothing
     again = copy.deepcopy(case.model)
-    done = prune_gradually_(again, batches(), hp.Budget(keep_heads=0.5), loss=_loss, folder=tmp_path, **STAGED)  # type: ignore[arg-type]
+    done = prune_gradually_(
+        again, batches(), hp.Budget(keep_heads=0.5), loss=_loss, folder=tmp_path, **STAGED
+    )  # type: ignore[arg-type]
     assert [s.plan for s in done.stages] == [s.plan for s in whole.stages]
     state = model.state_dict()
     assert state.keys() == again.state_dict().keys()
@@ -335,7 +379,9 @@ def test_gradual_pruning_goes_on_after_its_last_stage(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gradual_pruning_that_came_to_its_end_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradual_pruning_that_came_to_its_end_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = {**STAGED, "loss": _loss, "folder": tmp_path, "leave_checkpoint": True}
     model, again = copy.deepcopy(subject_of("bert").model), copy.deepcopy(subject_of("bert").model)
     whole = prune_gradually_(model, batches(), hp.Budget(keep_heads=0.5), **asked)  # type: ignore[arg-type]
@@ -364,7 +410,9 @@ def test_gradual_pruning_refuses_the_checkpoint_of_another_call(
     with monkeypatch.context() as patch:
         patch.setattr(gradual, "carry_out", stop)
         with pytest.raises(KeyboardInterrupt):
-            prune_gradually_(copy.deepcopy(case.model), batches(), hp.Budget(keep_heads=0.5), **asked)  # type: ignore[arg-type]
+            prune_gradually_(
+                copy.deepcopy(case.model), batches(), hp.Budget(keep_heads=0.5), **asked
+            )  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="differs in what was asked"):
         prune_gradually_(copy.deepcopy(case.model), batches(), hp.Budget(keep_heads=0.25), **asked)  # type: ignore[arg-type]
 
@@ -378,7 +426,8 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
 def test_the_record_of_a_run_that_failed_for_lack_of_room_says_how_far_it_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even the failure can be written then; the error is the first one, and what was written is whole."""
+    """Not even the failure can be written then; the error is the first one, and what was written is
+    whole."""
     chosen = recipe(tmp_path / "out")
     with monkeypatch.context() as patch:
         plain, full = os.fsync, [False]

@@ -1,4 +1,5 @@
-"""The runner: what a run leaves behind, also when it fails, is stopped, or finds a folder in use."""
+"""The runner: what a run leaves behind, also when it fails, is stopped, or finds a folder in
+use."""
 
 from __future__ import annotations
 
@@ -47,11 +48,23 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     one, two = "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]"
     tokenizer.post_processor = processors.TemplateProcessing(one, two, [("[CLS]", 2), ("[SEP]", 3)])
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    special = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+    }
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-    BertModel(BertConfig(vocab_size=24, max_position_embeddings=32, **sizes)).save_pretrained(folder)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
+    BertModel(BertConfig(vocab_size=24, max_position_embeddings=32, **sizes)).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -60,7 +73,9 @@ def recipe(bert: Path, folder: Path, task: str = "text_classification", **sectio
     rows = []
     for i in range(60):
         words = draw.choices(WORDS, k=draw.randint(2, 8))
-        label = {"regression": i / 60, "token_classification": [w[-1] for w in words]}.get(task, i % 3)
+        label = {"regression": i / 60, "token_classification": [w[-1] for w in words]}.get(
+            task, i % 3
+        )
         text = words if task == "token_classification" else " ".join(words)
         rows.append({"text": text, "other": words[0], "label": label})
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -109,7 +124,9 @@ def test_tasks(bert: Path, tmp_path: Path, task: str, text: Any, metric: str) ->
     assert [row.trained for row in rows.values()] == [False] * 5 + [True]
     assert (rows["random"].draws, rows["base"].kept_heads, rows["taylor"].kept_heads) == (2, 8, 4)
     assert rows["random"].value == pytest.approx(sum(record.metrics["random_draws"]) / 2)
-    assert {"base", "taylor", *list(rows)[4:]} == {row.name for row in record.quality if row.split == "validation"}
+    assert {"base", "taylor", *list(rows)[4:]} == {
+        row.name for row in record.quality if row.split == "validation"
+    }
     assert record.metrics["recovery"]["0"]["rows"] == "calibration"
     assert record.metrics["recovery"]["1"]["rows"] == "train"
     assert [proof.what for proof in record.proofs] == ["outputs", "reload"]
@@ -169,7 +186,12 @@ def failing(error: BaseException) -> Any:
     ],
 )
 def test_a_broken_run_says_how_far_it_came(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str, text: str
+    bert: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    status: str,
+    text: str,
 ) -> None:
     chosen = recipe(bert, tmp_path)
     with monkeypatch.context() as patch:
@@ -195,7 +217,9 @@ def test_bad_budget_ends_in_the_record(bert: Path, tmp_path: Path) -> None:
     assert hp.RunRecord.load(tmp_path / "out" / "record.json").status == "failed"
 
 
-def test_scoring_alone_writes_nothing(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_alone_writes_nothing(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     scores = runner.score_recipe(recipe(bert, tmp_path, out=None), say=lambda line: None)
     assert (scores.scorer, scores.n_heads) == ("taylor", 8)
@@ -207,7 +231,8 @@ def test_a_chosen_baseline_is_not_compared_with_itself(bert: Path, tmp_path: Pat
     assert [row.name for row in record.quality if row.split == "test"] == ["base", "magnitude"]
 
 
-# --- models ------------------------------------------------------------------------------------------------------
+# --- models
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_an_untrained_head_needs_training(bert: Path, tmp_path: Path) -> None:
@@ -230,8 +255,14 @@ def test_text_that_is_too_long_is_refused_before_training(bert: Path, tmp_path: 
     [
         ({"class_name": "ViTForImageClasification"}, "Did you mean 'ViTForImageClassification'"),
         ({"class_name": "pipeline"}, "must be a Transformers model class"),
-        ({"class_name": "BertForSequenceClassification", "config": {"hiden_size": 4}}, "Did you mean 'hidden_size'"),
-        ({"class_name": "BertForSequenceClassification", "config": {"hidden_size": 7}}, "a valid BertConfig"),
+        (
+            {"class_name": "BertForSequenceClassification", "config": {"hiden_size": 4}},
+            "Did you mean 'hidden_size'",
+        ),
+        (
+            {"class_name": "BertForSequenceClassification", "config": {"hidden_size": 7}},
+            "a valid BertConfig",
+        ),
     ],
 )
 def test_bad_fresh_models(bert: Path, tmp_path: Path, model: dict[str, Any], words: str) -> None:
@@ -240,9 +271,18 @@ def test_bad_fresh_models(bert: Path, tmp_path: Path, model: dict[str, Any], wor
         build_model(chosen, (0, 1))
 
 
-def test_fresh_models_come_from_the_seed_and_leave_the_random_state(bert: Path, tmp_path: Path) -> None:
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    chosen = recipe(bert, tmp_path, model={"class_name": "BertForSequenceClassification", "config": small})
+def test_fresh_models_come_from_the_seed_and_leave_the_random_state(
+    bert: Path, tmp_path: Path
+) -> None:
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    chosen = recipe(
+        bert, tmp_path, model={"class_name": "BertForSequenceClassification", "config": small}
+    )
     before = torch.random.get_rng_state()
     one = build_model(chosen, ("a", "b", "c"))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -257,7 +297,14 @@ def test_paths(tmp_path: Path) -> None:
     assert resolve_path("someone/model") == "someone/model"
     assert resolve_path(str(tmp_path)) == str(tmp_path)
     assert Path(resolve_path("package:headprune/layouts")).name == "layouts"
-    for bad in ("package:no_such_package/model", "package:headprune/none", "package:a b/c", "./none", "/none", "a/b/c"):
+    for bad in (
+        "package:no_such_package/model",
+        "package:headprune/none",
+        "package:a b/c",
+        "./none",
+        "/none",
+        "a/b/c",
+    ):
         with pytest.raises(InvalidValue, match=r"model.path"):
             resolve_path(bad)
 
@@ -272,7 +319,9 @@ def test_open_model_tells_what_is_wrong(tmp_path: Path, bert: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_folder_of_adapters_is_opened_with_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_adapters_is_opened_with_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidValue, match=r"PEFT adapters\. Install it: pip install peft"):
@@ -290,7 +339,8 @@ def test_unknown_recipe() -> None:
         runner.run_recipe("trec-minilmm")
 
 
-# --- models that were trained or cut before --------------------------------------------------------------------------
+# --- models that were trained or cut before
+# --------------------------------------------------------------------------
 
 
 def trained(bert: Path, folder: Path, names: list[str]) -> Path:
@@ -309,7 +359,9 @@ def named(chosen: Recipe, names: list[str]) -> Recipe:
     """The recipe's rows, labelled by name."""
     path = Path(chosen.data.path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("\n".join(json.dumps({**row, "label": names[i % len(names)]}) for i, row in enumerate(rows)))
+    path.write_text(
+        "\n".join(json.dumps({**row, "label": names[i % len(names)]}) for i, row in enumerate(rows))
+    )
     return chosen
 
 
@@ -330,7 +382,9 @@ def test_other_labels_than_the_models_need_training(bert: Path, tmp_path: Path) 
     chosen = named(recipe(bert, tmp_path, model=model), ["neg", "positive"])
     record = quiet_run(chosen)
     assert [w for w in record.warnings if "lack neg" in w and "trained anew" in w]
-    with pytest.raises(InvalidValue, match=r"data.label: .*negative, positive, got 'neg'. .*Or add a train section"):
+    with pytest.raises(
+        InvalidValue, match=r"data.label: .*negative, positive, got 'neg'. .*Or add a train section"
+    ):
         quiet_run(chosen.model_copy(update={"train": None}), out=tmp_path / "other")
 
 
@@ -343,73 +397,109 @@ def test_unnamed_classes_are_said(bert: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [{0: "neg", 2: "pos"}, {0: "neg", 1: "neg"}])
-def test_names_that_number_no_classes_are_none(bert: Path, tmp_path: Path, names: dict[int, str]) -> None:
+def test_names_that_number_no_classes_are_none(
+    bert: Path, tmp_path: Path, names: dict[int, str]
+) -> None:
     from transformers import BertConfig
 
-    BertConfig(id2label=names, label2id={n: i for i, n in names.items()}).save_pretrained(tmp_path / "model")
-    chosen = named(recipe(bert, tmp_path, train=None, model={"path": str(tmp_path / "model")}), ["pos", "neg"])
+    BertConfig(id2label=names, label2id={n: i for i, n in names.items()}).save_pretrained(
+        tmp_path / "model"
+    )
+    chosen = named(
+        recipe(bert, tmp_path, train=None, model={"path": str(tmp_path / "model")}), ["pos", "neg"]
+    )
     raw = number_labels(chosen, load_rows(chosen))
     assert (raw.labels, raw.label_ids) == (("neg", "pos"), {"neg": 0, "pos": 1})
-    assert "does not name its classes; those of the data were numbered in sorted order" in raw.warnings[0]
+    assert (
+        "does not name its classes; those of the data were numbered in sorted order"
+        in raw.warnings[0]
+    )
 
 
 def test_a_checked_recipe_takes_no_settings(bert: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match=r"settings: must be left out for a Recipe, which is checked already"):
+    with pytest.raises(
+        InvalidValue, match=r"settings: must be left out for a Recipe, which is checked already"
+    ):
         runner.prepared(recipe(bert, tmp_path), ["seed=1"])
 
 
-def test_a_policy_that_the_models_layout_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_the_models_layout_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = dataclasses.replace(layouts.registry.get("llama"), policies=("group",))
     monkeypatch.setitem(layouts.registry._loaded, "llama", alone)
     select = {"keep_heads": 0.5, "policy": "free"}
     raw = {**recipe(tmp_path, tmp_path, "causal_lm").model_dump(), "train": None, "select": select}
     chosen = check_recipe({**raw, "model": {"path": str(llama(tmp_path / "model"))}})
-    with pytest.raises(InvalidValue, match=r"select\.policy: must be one that model.* has, got 'free'") as caught:
+    with pytest.raises(
+        InvalidValue, match=r"select\.policy: must be one that model.* has, got 'free'"
+    ) as caught:
         runner.prepared(chosen, say=lambda line: None)
-    assert "There it must be found with a policy that layout 'llama' allows: group." in str(caught.value)
+    assert "There it must be found with a policy that layout 'llama' allows: group." in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(("task", "hint"), [("text_classification", False), ("causal_lm", True)])
 def test_text_needs_a_tokenizer(bert: Path, tmp_path: Path, task: str, hint: bool) -> None:
     model = {"class_name": "LlamaForCausalLM", "config": {}}
-    with pytest.raises(InvalidValue, match=rf"model\.path: must be given, because {task} on text") as caught:
+    with pytest.raises(
+        InvalidValue, match=rf"model\.path: must be given, because {task} on text"
+    ) as caught:
         prepare(recipe(bert, tmp_path, task, model=model))
     assert ("Or train one: data.tokenizer." in str(caught.value)) == hint
 
 
 def classed(chosen: Recipe, names: list[str], folder: Path) -> Recipe:
-    """The recipe's rows as the hub has them: parquet, with numbers of classes and what they are called."""
+    """The recipe's rows as the hub has them: parquet, with numbers of classes and what they are
+    called."""
     from datasets import ClassLabel, Dataset
 
-    rows = Dataset.from_json(chosen.data.path, cache_dir=str(folder / "cache")).remove_columns("label")
+    rows = Dataset.from_json(chosen.data.path, cache_dir=str(folder / "cache")).remove_columns(
+        "label"
+    )
     numbers = [i % len(names) for i in range(len(rows))]
-    rows.add_column("label", numbers).cast_column("label", ClassLabel(names=names)).to_parquet(folder / "rows.parquet")
+    rows.add_column("label", numbers).cast_column("label", ClassLabel(names=names)).to_parquet(
+        folder / "rows.parquet"
+    )
     data = chosen.data.model_copy(update={"path": str(folder / "rows.parquet")})
     return chosen.model_copy(update={"data": data})
 
 
 def test_numbers_with_names_are_put_into_the_order_of_the_model(bert: Path, tmp_path: Path) -> None:
     model = trained(bert, tmp_path, ["NEG", "POS", "MIXED"])
-    chosen = classed(recipe(bert, tmp_path, train=None, model={"path": str(model)}), ["pos", "neg"], tmp_path)
+    chosen = classed(
+        recipe(bert, tmp_path, train=None, model={"path": str(model)}), ["pos", "neg"], tmp_path
+    )
     subject = runner.prepared(chosen, say=lambda line: None)
     assert subject.model.config.id2label == {0: "NEG", 1: "POS", 2: "MIXED"}
     given = load_rows(chosen).splits["test"]["label"]
     assert set(given) == {0, 1}
-    assert [example["labels"] for example in subject.data.examples["test"]] == [1 - label for label in given]
+    assert [example["labels"] for example in subject.data.examples["test"]] == [
+        1 - label for label in given
+    ]
 
 
-def test_numbers_with_names_that_the_model_lacks_are_taken_as_they_are(bert: Path, tmp_path: Path) -> None:
+def test_numbers_with_names_that_the_model_lacks_are_taken_as_they_are(
+    bert: Path, tmp_path: Path
+) -> None:
     model = {"path": str(trained(bert, tmp_path, ["good", "bad"]))}
     chosen = classed(recipe(bert, tmp_path, train=None, model=model), ["pos", "neg"], tmp_path)
     subject = runner.prepared(chosen, say=lambda line: None)
     given = load_rows(chosen).splits["test"]["label"]
     assert [example["labels"] for example in subject.data.examples["test"]] == list(given)
-    assert [w for w in subject.journal.record.warnings if "calls its classes good, bad; the data calls them pos" in w]
+    assert [
+        w
+        for w in subject.journal.record.warnings
+        if "calls its classes good, bad; the data calls them pos" in w
+    ]
 
 
 def test_numbers_without_names_leave_the_model_its_names(bert: Path, tmp_path: Path) -> None:
     model = {"path": str(trained(bert, tmp_path, ["good", "bad", "mixed"]))}
-    subject = runner.prepared(recipe(bert, tmp_path, train=None, model=model), say=lambda line: None)
+    subject = runner.prepared(
+        recipe(bert, tmp_path, train=None, model=model), say=lambda line: None
+    )
     assert subject.model.config.id2label == {0: "good", 1: "bad", 2: "mixed"}
     given = load_rows(subject.recipe).splits["test"]["label"]
     assert [example["labels"] for example in subject.data.examples["test"]] == list(given)
@@ -436,7 +526,9 @@ def test_a_cut_model_is_cut_further(bert: Path, tmp_path: Path) -> None:
     assert not [w for w in second.warnings if "newly" in w]
     tuned = recipe(bert, tmp_path, model={"path": str(cut)}, select={"keep_heads": 3})
     quiet_run(tuned, out=tmp_path / "third")
-    assert sum(len(s.heads) for s in hp.find_sites(open_model(str(tmp_path / "third" / "base")))) == 5
+    assert (
+        sum(len(s.heads) for s in hp.find_sites(open_model(str(tmp_path / "third" / "base")))) == 5
+    )
     with pytest.raises(InvalidValue, match=r"as many outputs as the data has labels, 2"):
         build_model(chosen, (0, 1))
     with pytest.raises(InvalidValue, match=r"a model for token_classification"):
@@ -450,17 +542,27 @@ def test_only_a_head_may_be_missing(bert: Path, tmp_path: Path) -> None:
     model.encoder.layer[1].attention.self.query.weight = torch.nn.Parameter(torch.zeros(8, 16))
     model.save_pretrained(tmp_path / "model")
     chosen = recipe(bert, tmp_path, model={"path": str(tmp_path / "model")})
-    with pytest.raises(InvalidValue, match=r"1 are missing or of another shape: bert.encoder.layer.1.attention.self.q"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"1 are missing or of another shape: bert.encoder.layer.1.attention.self.q",
+    ):
         build_model(chosen, (0, 1, 2))
-    state = {k: v for k, v in BertModel.from_pretrained(bert).state_dict().items() if "layer.0.output" not in k}
+    state = {
+        k: v
+        for k, v in BertModel.from_pretrained(bert).state_dict().items()
+        if "layer.0.output" not in k
+    }
     BertModel.from_pretrained(bert).save_pretrained(tmp_path / "model", state_dict=state)
-    with pytest.raises(InvalidValue, match=r"are missing or of another shape: bert.encoder.layer.0.output"):
+    with pytest.raises(
+        InvalidValue, match=r"are missing or of another shape: bert.encoder.layer.0.output"
+    ):
         build_model(chosen, (0, 1, 2))
     BertModel.from_pretrained(bert, add_pooling_layer=False).save_pretrained(tmp_path / "model")
     assert "bert.pooler.dense.weight" in load_model(chosen, (0, 1, 2)).warnings[0]
 
 
-# --- what lies in the folder -----------------------------------------------------------------------------------------
+# --- what lies in the folder
+# -----------------------------------------------------------------------------------------
 
 
 def test_tokenizer_and_row_numbers_lie_beside_the_record(bert: Path, tmp_path: Path) -> None:
@@ -468,14 +570,21 @@ def test_tokenizer_and_row_numbers_lie_beside_the_record(bert: Path, tmp_path: P
 
     record = quiet_run(recipe(bert, tmp_path))
     for folder in ("model", "base"):
-        assert AutoTokenizer.from_pretrained(tmp_path / "out" / folder)("w1 w2")["input_ids"] == [2, 5, 6, 3]
+        assert AutoTokenizer.from_pretrained(tmp_path / "out" / folder)("w1 w2")["input_ids"] == [
+            2,
+            5,
+            6,
+            3,
+        ]
     rows = json.loads((tmp_path / "out" / "rows.json").read_text())
     for purpose in ("train", "validation", "test", "calibration"):
         assert rows[purpose]["digest"] == record.rows[purpose]["digest"]
         assert len(rows[purpose]["rows"]) == record.rows[purpose]["rows"]
 
 
-def test_a_report_that_fails_fails_the_run(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_fails_fails_the_run(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from headprune.run import reporting
 
     chosen = recipe(bert, tmp_path, report=True)
@@ -494,18 +603,28 @@ def test_a_report_that_fails_fails_the_run(bert: Path, tmp_path: Path, monkeypat
 def test_positions_for_padding_are_not_for_tokens() -> None:
     from transformers import RobertaConfig, RobertaModel
 
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    model = RobertaModel(RobertaConfig(vocab_size=20, max_position_embeddings=12, pad_token_id=1, **small))
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    model = RobertaModel(
+        RobertaConfig(vocab_size=20, max_position_embeddings=12, pad_token_id=1, **small)
+    )
     assert longest_input(model) == 10
     model(torch.full((1, 10), 3))
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         model(torch.full((1, 11), 3))
 
 
-# --- dtypes ------------------------------------------------------------------------------------------------------
+# --- dtypes
+# ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, torch.bfloat16), ("float32", torch.float32)])
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, torch.bfloat16), ("float32", torch.float32)]
+)
 def test_a_checkpoint_keeps_its_dtype_unless_the_recipe_has_another(
     given: str | None, expected: torch.dtype, bert: Path, tmp_path: Path
 ) -> None:
@@ -526,7 +645,10 @@ def test_a_checkpoint_keeps_its_dtype_unless_the_recipe_has_another(
     assert trained == (
         []
         if given
-        else [f"the weights are trained in {name}, where small steps are lost; model.dtype: float32 keeps them"]
+        else [
+            f"the weights are trained in {name}, where small steps are lost; model.dtype: float32"
+            " keeps them"
+        ]
     )
 
 
@@ -550,11 +672,14 @@ def test_pixels_are_of_the_weights_dtype(tmp_path: Path) -> None:
 
 
 def test_the_recipes_seed_is_the_scorers_too(bert: Path, tmp_path: Path) -> None:
-    """As in a sweep: what a scorer draws, it draws by the recipe's seed, unless its settings have one."""
+    """As in a sweep: what a scorer draws, it draws by the recipe's seed, unless its settings have
+    one."""
     seeds = {}
     for seed, settings in ((1, {}), (2, {}), (2, {"seed": 1})):
         score = {"scorer": "random", "settings": settings}
-        found = runner.score_recipe(recipe(bert, tmp_path, seed=seed, score=score), say=lambda line: None)
+        found = runner.score_recipe(
+            recipe(bert, tmp_path, seed=seed, score=score), say=lambda line: None
+        )
         seeds[seed, bool(settings)] = found
     assert [found.seed for found in seeds.values()] == [1, 2, 1]
     assert seeds[1, False].values == seeds[2, True].values != seeds[2, False].values

@@ -27,11 +27,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)])
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)]
+    )
+    special = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+    }
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(found)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
     settings = {"vocab_size": 24, "max_position_embeddings": 32, "initializer_range": 0.3, **sizes}
     BertModel(BertConfig(**settings)).save_pretrained(found)
     draw = random.Random(0)
@@ -67,7 +79,11 @@ def run(chosen: Recipe) -> hp.RunRecord:
     ("selector", "settings", "note"),
     [
         ("quadratic", {}, ""),
-        ("iterative", {"steps": 2, "inner": "quadratic"}, "quadratic in 2 steps; scored anew 1 times."),
+        (
+            "iterative",
+            {"steps": 2, "inner": "quadratic"},
+            "quadratic in 2 steps; scored anew 1 times.",
+        ),
         ("local_search", {"max_losses": 20, "margin": 0.0}, "plans measured."),
     ],
 )
@@ -106,7 +122,10 @@ def test_recoveries_between_the_choices(
             before = [p.detach().clone() for p in small.parameters()]
             recover(small)
             after = list(small.parameters())
-            assert any(b.shape == a.shape and not torch.equal(b, a) for b, a in zip(before, after, strict=True))
+            assert any(
+                b.shape == a.shape and not torch.equal(b, a)
+                for b, a in zip(before, after, strict=True)
+            )
             seen.append(sum(len(site.heads) for site in hp.find_sites(small)))
 
         return call
@@ -114,17 +133,31 @@ def test_recoveries_between_the_choices(
     monkeypatch.setattr(choosing, "recoverer", counted)
     settings: dict[str, Any] = {"steps": 3} if selector == "iterative" else {"max_losses": 6}
     steps = [{"method": "mean_fold"}]
-    record = run(recipe(folder, tmp_path, "taylor", selector=selector, settings=settings, recover=steps))
+    record = run(
+        recipe(folder, tmp_path, "taylor", selector=selector, settings=settings, recover=steps)
+    )
     assert record.status == "done"
     assert seen == ([7, 5] if selector == "iterative" else [4] * 6)
 
 
 def test_recoveries_are_checked(folder: Path, tmp_path: Path) -> None:
     for select, words in [
-        ({"recover": [{"method": "mean_fold"}]}, r"select\.recover: must be left out .*global_topk"),
-        ({"selector": "iterative", "recover": [{"method": "mean_fould"}]}, r"select\.recover\.0\.method: .*mean_fold"),
-        ({"selector": "iterative", "settings": {"inner": "iterative"}}, "inner: must be the name of a selector"),
-        ({"selector": "iterative", "settings": {"step": 3}}, r"select\.settings\.step.*Did you mean 'steps'"),
+        (
+            {"recover": [{"method": "mean_fold"}]},
+            r"select\.recover: must be left out .*global_topk",
+        ),
+        (
+            {"selector": "iterative", "recover": [{"method": "mean_fould"}]},
+            r"select\.recover\.0\.method: .*mean_fold",
+        ),
+        (
+            {"selector": "iterative", "settings": {"inner": "iterative"}},
+            "inner: must be the name of a selector",
+        ),
+        (
+            {"selector": "iterative", "settings": {"step": 3}},
+            r"select\.settings\.step.*Did you mean 'steps'",
+        ),
     ]:
         with pytest.raises(RecipeError, match=words):
             recipe(folder, tmp_path, **select)

@@ -1,4 +1,5 @@
-"""Recipes with a budget of speed, and with heads that must stay or go: from the checks to the record."""
+"""Recipes with a budget of speed, and with heads that must stay or go: from the checks to the
+record."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def recipe(folder: Path, select: dict[str, Any], **sections: Any) -> Recipe:
             "task": "causal_lm",
             "device": "cpu",
             "out": str(folder / "out"),
-            "model": {"class_name": "LlamaForCausalLM", "config": {**CONFIG, "bos_token_id": 1, "eos_token_id": 2}},
+            "model": {
+                "class_name": "LlamaForCausalLM",
+                "config": {**CONFIG, "bos_token_id": 1, "eos_token_id": 2},
+            },
             "data": {"path": str(folder / "rows.jsonl"), "tokens": "tokens"},
             "train": {"epochs": 1, "batch_size": 16},
             "score": {"random_draws": 1},
@@ -49,7 +53,8 @@ def recipe(folder: Path, select: dict[str, Any], **sections: Any) -> Recipe:
 
 @pytest.fixture
 def clocked(monkeypatch: pytest.MonkeyPatch) -> list[LatencyTable]:
-    """The tables that are measured get times that do not depend on the machine: 0.1 s a head, 0.2 s beside."""
+    """The tables that are measured get times that do not depend on the machine: 0.1 s a head, 0.2 s
+    beside."""
     measured: list[LatencyTable] = []
 
     def table(*args: Any, **kwargs: Any) -> LatencyTable:
@@ -60,15 +65,25 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> list[LatencyTable]:
     return measured
 
 
-def test_a_run_measures_chooses_and_measures_again(tmp_path: Path, clocked: list[LatencyTable]) -> None:
+def test_a_run_measures_chooses_and_measures_again(
+    tmp_path: Path, clocked: list[LatencyTable]
+) -> None:
     said: list[str] = []
     latency = {"batch_size": 3, "length": 5, "seconds": 0.01}
     chosen = recipe(
-        tmp_path, {"speedup": 1.4, "latency": latency, "must_keep": {FIRST: [3]}, "must_remove": {SECOND: [0]}}
+        tmp_path,
+        {
+            "speedup": 1.4,
+            "latency": latency,
+            "must_keep": {FIRST: [3]},
+            "must_remove": {SECOND: [0]},
+        },
     )
     record = runner.run_recipe(chosen, say=said.append)
     assert record.status == "done"
-    assert [(t.batch_size, t.length) for t in clocked] == [(3, 5)], "one table for the plan and its baselines"
+    assert [(t.batch_size, t.length) for t in clocked] == [(3, 5)], (
+        "one table for the plan and its baselines"
+    )
     plan = record.plan
     assert plan is not None
     assert (plan.selector, plan.budget, plan.mask.n_kept) == ("knapsack", hp.Budget(speedup=1.4), 5)
@@ -93,12 +108,16 @@ def test_a_run_that_goes_on_takes_the_table_that_was_measured(
     tmp_path: Path, clocked: list[LatencyTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    chosen = recipe(tmp_path, {"speedup": 1.4, "latency": {"batch_size": 3, "length": 5, "seconds": 0.01}})
+    chosen = recipe(
+        tmp_path, {"speedup": 1.4, "latency": {"batch_size": 3, "length": 5, "seconds": 0.01}}
+    )
     rows = []
 
     def fast(*args: Any, **kwargs: Any) -> Any:
         """As fast as was asked for, within what can be told."""
-        rows.extend(replace(row, ratio=1.3, low=1.1, high=1.5) for row in compare_latency(*args, **kwargs))
+        rows.extend(
+            replace(row, ratio=1.3, low=1.1, high=1.5) for row in compare_latency(*args, **kwargs)
+        )
         return rows
 
     def fail(*_: Any, **__: Any) -> None:
@@ -118,9 +137,13 @@ def test_a_run_that_goes_on_takes_the_table_that_was_measured(
     assert not [w for w in record.warnings if "slower than" in w]
 
 
-def test_a_speedup_that_cannot_be_is_refused_before_scores(tmp_path: Path, clocked: list[LatencyTable]) -> None:
+def test_a_speedup_that_cannot_be_is_refused_before_scores(
+    tmp_path: Path, clocked: list[LatencyTable]
+) -> None:
     with pytest.raises(InfeasibleBudget, match=r"Budget\.speedup: must be at most 2\.5, got 4"):
-        runner.run_recipe(recipe(tmp_path, {"speedup": 4, "latency": {"seconds": 0.01}}), say=lambda line: None)
+        runner.run_recipe(
+            recipe(tmp_path, {"speedup": 4, "latency": {"seconds": 0.01}}), say=lambda line: None
+        )
     record = hp.RunRecord.load(tmp_path / "out" / "record.json")
     assert (record.status, record.stage, record.quality) == ("failed", "latency", ())
     assert clocked
@@ -129,10 +152,26 @@ def test_a_speedup_that_cannot_be_is_refused_before_scores(tmp_path: Path, clock
 @pytest.mark.parametrize(
     ("select", "error", "words"),
     [
-        ({"must_keep": {"model.layers.9": [0]}}, UnknownName, r"select\.must_keep: must be by names of scored sites"),
-        ({"must_remove": {FIRST: [4]}}, UnknownName, r"select\.must_remove\['model.*\[0, 1, 2, 3\], got 4"),
-        ({"must_keep": {FIRST: [1]}, "must_remove": {FIRST: [1]}}, InvalidValue, r"must be about different heads"),
-        ({"must_remove": {FIRST: [0, 1]}, "settings": {"multiple_of": 3}}, InvalidValue, r"what stays of model"),
+        (
+            {"must_keep": {"model.layers.9": [0]}},
+            UnknownName,
+            r"select\.must_keep: must be by names of scored sites",
+        ),
+        (
+            {"must_remove": {FIRST: [4]}},
+            UnknownName,
+            r"select\.must_remove\['model.*\[0, 1, 2, 3\], got 4",
+        ),
+        (
+            {"must_keep": {FIRST: [1]}, "must_remove": {FIRST: [1]}},
+            InvalidValue,
+            r"must be about different heads",
+        ),
+        (
+            {"must_remove": {FIRST: [0, 1]}, "settings": {"multiple_of": 3}},
+            InvalidValue,
+            r"what stays of model",
+        ),
     ],
 )
 def test_heads_that_cannot_be_are_refused_before_training(
@@ -156,7 +195,9 @@ def test_heads_that_cannot_be_are_refused_before_training(
         ({"keep_heads": 0.5, "must_keep": {"a": 1}}, "select.must_keep.a"),
     ],
 )
-def test_a_recipe_that_is_wrong_says_where(tmp_path: Path, select: dict[str, Any], path: str) -> None:
+def test_a_recipe_that_is_wrong_says_where(
+    tmp_path: Path, select: dict[str, Any], path: str
+) -> None:
     with pytest.raises(RecipeError) as caught:
         recipe(tmp_path, select)
     assert [problem.where for problem in caught.value.problems] == [path]
@@ -165,7 +206,10 @@ def test_a_recipe_that_is_wrong_says_where(tmp_path: Path, select: dict[str, Any
 def test_images_have_a_length_of_their_own() -> None:
     speed = ["select.keep_heads=null", "select.speedup=1.2"]
     assert load_recipe("digits-vit", speed).select.timed
-    with pytest.raises(RecipeError, match=r"select\.latency\.length: must be left out: images and sound have a length"):
+    with pytest.raises(
+        RecipeError,
+        match=r"select\.latency\.length: must be left out: images and sound have a length",
+    ):
         load_recipe("digits-vit", [*speed, "select.latency.length=64"])
 
 

@@ -29,7 +29,9 @@ def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert "transformers" not in found
 
 
-def test_memory_and_processor_where_linux_does_not_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_processor_where_linux_does_not_tell_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert hardware(CPU)["memory_gib"] > 0
 
     def fail(*_: Any, **__: Any) -> str:
@@ -48,19 +50,27 @@ def test_a_gpu_is_named_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None
     gpu = SimpleNamespace(name="a GPU", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     found = hardware(torch.device("cuda"))
-    assert (found["gpu"], found["gpu_memory_gib"], found["cuda"]) == ("a GPU", 80.0, torch.version.cuda)
+    assert (found["gpu"], found["gpu_memory_gib"], found["cuda"]) == (
+        "a GPU",
+        80.0,
+        torch.version.cuda,
+    )
     assert found["float32_matmul_precision"] == torch.get_float32_matmul_precision()
     assert found["allow_tf32"] is torch.backends.cuda.matmul.allow_tf32
     assert not {"gpu", "allow_tf32"} & hardware(CPU).keys()
 
 
-def test_a_setting_that_pytorch_refuses_to_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_pytorch_refuses_to_tell_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Mixed:
         @property
         def allow_tf32(self) -> bool:
             raise RuntimeError("mix of the legacy and new APIs")
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="a GPU", total_memory=1))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="a GPU", total_memory=1)
+    )
     monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
     found = hardware(torch.device("cuda"))
     assert "float32_matmul_precision" in found

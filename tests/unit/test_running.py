@@ -36,11 +36,14 @@ class Takes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "batch", [{"x": torch.ones(2), "y": torch.zeros(2)}, (torch.ones(2), torch.zeros(2)), torch.ones(2)]
+    "batch",
+    [{"x": torch.ones(2), "y": torch.zeros(2)}, (torch.ones(2), torch.zeros(2)), torch.ones(2)],
 )
 def test_call_takes_mappings_sequences_and_tensors(batch: Any) -> None:
     assert_close(call(Takes(), batch), torch.ones(2), **EXACT)
-    assert_close(call(Takes(), list(batch) if isinstance(batch, tuple) else batch), torch.ones(2), **EXACT)
+    assert_close(
+        call(Takes(), list(batch) if isinstance(batch, tuple) else batch), torch.ones(2), **EXACT
+    )
 
 
 def test_call_keeps_answers_from_models_that_have_no_parameter_for_them() -> None:
@@ -66,7 +69,9 @@ def test_call_keeps_answers_from_models_that_have_no_parameter_for_them() -> Non
 def test_outputs_leave_caches_attention_maps_and_integers_out() -> None:
     subject = subject_of("llama")
     subject.model.set_attn_implementation("eager")
-    out = subject.model(**subject.batch, use_cache=True, output_attentions=True, output_hidden_states=True)
+    out = subject.model(
+        **subject.batch, use_cache=True, output_attentions=True, output_hidden_states=True
+    )
     assert out.past_key_values is not None
     assert len(out.attentions) == 3
     found = outputs(out)
@@ -100,7 +105,9 @@ def test_to_device_copies_containers_and_leaves_the_rest() -> None:
         ((3, 2, 5, 8), 3, (3, 10, 8)),
     ],
 )
-def test_rows_of_what_a_projection_reads(shape: tuple[int, ...], batch: int, expected: tuple[int, ...]) -> None:
+def test_rows_of_what_a_projection_reads(
+    shape: tuple[int, ...], batch: int, expected: tuple[int, ...]
+) -> None:
     (bound,) = bind(hp.MultiHeadAttention(8, 2))
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     found = rows_of(bound, x, torch.zeros(batch, 1))
@@ -111,18 +118,26 @@ def test_rows_of_what_a_projection_reads(shape: tuple[int, ...], batch: int, exp
     ("kind", "sizes", "expected"),
     [
         ("BertModel", {"vocab_size": 7}, {"input_ids": (2, 12), "attention_mask": (2, 12)}),
-        ("T5Model", {"vocab_size": 7}, {"input_ids": (2, 12), "attention_mask": (2, 12), "decoder_input_ids": (2, 5)}),
+        (
+            "T5Model",
+            {"vocab_size": 7},
+            {"input_ids": (2, 12), "attention_mask": (2, 12), "decoder_input_ids": (2, 5)},
+        ),
         ("ViTModel", {"image_size": 8}, {"pixel_values": (2, 3, 8, 8)}),
         ("Wav2Vec2Model", {}, {"input_values": (2, 4000)}),
         ("WhisperModel", {}, None),
     ],
 )
-def test_made_up_batches_are_what_a_configuration_says(kind: str, sizes: Any, expected: Any) -> None:
+def test_made_up_batches_are_what_a_configuration_says(
+    kind: str, sizes: Any, expected: Any
+) -> None:
     model = nn.Linear(2, 2).bfloat16()
     model.config = getattr(transformers, kind).config_class(**sizes)
     model.main_input_name = getattr(transformers, kind).main_input_name
     found = example_batch(model)
-    assert (None if found is None else {name: tuple(t.shape) for name, t in found.items()}) == expected
+    assert (
+        None if found is None else {name: tuple(t.shape) for name, t in found.items()}
+    ) == expected
     for name, tensor in (found or {}).items():
         assert tensor.dtype == (torch.bfloat16 if "values" in name else torch.long)
         assert "ids" not in name or int(tensor.max()) < 7
@@ -132,7 +147,9 @@ def test_made_up_batches_are_what_a_configuration_says(kind: str, sizes: Any, ex
 def test_batch_size_is_that_of_the_first_tensor_with_a_dimension() -> None:
     assert batch_size({"scalar": torch.tensor(1.0), "x": torch.ones(5, 2)}) == 5
     assert batch_size((torch.ones(4), torch.ones(9))) == 4
-    with pytest.raises(InvalidValue, match="example: must be made of tensors with the examples first, got dict"):
+    with pytest.raises(
+        InvalidValue, match="example: must be made of tensors with the examples first, got dict"
+    ):
         batch_size({"x": "text"}, "example")
     with pytest.raises(InvalidValue, match="an empty batch"):
         batch_size(torch.ones(0, 3))
@@ -155,7 +172,19 @@ def test_digest_sees_values_types_shapes_and_order() -> None:
 
     a = torch.arange(6.0).view(2, 3)
     assert digest({"x": a}) == digest((a,)) == digest(a.t().contiguous().t())
-    assert len({digest(a), digest(a.t()), digest(a.double()), digest(a + 1), digest(a[:1], a[1:]), digest()}) == 6
+    assert (
+        len(
+            {
+                digest(a),
+                digest(a.t()),
+                digest(a.double()),
+                digest(a + 1),
+                digest(a[:1], a[1:]),
+                digest(),
+            }
+        )
+        == 6
+    )
     assert digest(torch.tensor(True)) != digest(torch.tensor(False))
     assert digest(a.bfloat16()) != digest(a.half())
 

@@ -1,4 +1,5 @@
-"""The same recipe gives the same bytes in another process, and the same plan on another number of threads."""
+"""The same recipe gives the same bytes in another process, and the same plan on another number of
+threads."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ pytestmark = pytest.mark.slow  # three processes that import Transformers
 
 #: What is stored of a run, without what was timed.
 FILES = (
-    *("scores.json", "scores.samples.safetensors", "scores-magnitude.json", "plan.json", "rows.json", "recipe.yaml"),
+    *(
+        "scores.json",
+        "scores.samples.safetensors",
+        "scores-magnitude.json",
+        "plan.json",
+        "rows.json",
+        "recipe.yaml",
+    ),
     *("attention.json", "model/model.safetensors", "base/model.safetensors"),
 )
 
@@ -52,13 +60,20 @@ def run(folder: Path, seed: str, *settings: str) -> Path:
     folder.mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
     model = {**TINY["model"], "config": {**TINY["model"]["config"], **sizes}}
-    recipe = {**TINY, "model": model, "bench": {"seconds": 0.01}, "recover": [{"method": "mean_fold"}]}
+    recipe = {
+        **TINY,
+        "model": model,
+        "bench": {"seconds": 0.01},
+        "recover": [{"method": "mean_fold"}],
+    }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
     own |= {"OMP_NUM_THREADS": "2"} if settings else {}
     command = [sys.executable, "-c", SCRIPT, *settings]
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder / "run"
 

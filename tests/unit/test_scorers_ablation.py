@@ -1,4 +1,5 @@
-"""leave_one_out, add_one_in and shapley against every coalition written out, and their identities."""
+"""leave_one_out, add_one_in and shapley against every coalition written out, and their
+identities."""
 
 from __future__ import annotations
 
@@ -58,14 +59,21 @@ def flat(scores: Any) -> Tensor:
 
 
 def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, reference.n_examples(batch), size)]
+    return [
+        {k: v[i : i + size] for k, v in batch.items()}
+        for i in range(0, reference.n_examples(batch), size)
+    ]
 
 
 def mask_of(subject: Subject, site: Any) -> Tensor | None:
     """Padding of a site's queries."""
     if "valid_lens" in subject.batch:
         return torch.arange(subject.batch["x"].shape[1]) < subject.batch["valid_lens"][:, None]
-    name = "decoder_attention_mask" if subject.layout.name == "t5" and site.kind != "self" else "attention_mask"
+    name = (
+        "decoder_attention_mask"
+        if subject.layout.name == "t5" and site.kind != "self"
+        else "attention_mask"
+    )
     return subject.batch.get(name)
 
 
@@ -85,10 +93,14 @@ def test_leave_one_out_with_means_is_the_loop(subject: Subject) -> None:
         for i in range(len(next(iter(batch.values()))))
     ]
     for site in subject.sites:
-        mean = torch.cat(games.contexts(subject.model, batch, loss, site, mask_of(subject, site))).mean(0)[None]
+        mean = torch.cat(
+            games.contexts(subject.model, batch, loss, site, mask_of(subject, site))
+        ).mean(0)[None]
         for unit in site.units:
             ones = (reference.example(batch, i) for i in range(len(full)))
-            columns.append([games.in_place_of(subject.model, one, loss, site, unit, mean) for one in ones])
+            columns.append(
+                [games.in_place_of(subject.model, one, loss, site, unit, mean) for one in ones]
+            )
     slow = (wide(columns) - wide(full)).mean(1)
     assert_close(flat(score(subject, LeaveOneOut(replacement="mean"))), slow, **EXACT)
 
@@ -109,7 +121,9 @@ def test_means_take_the_place_of_heads_that_have_no_output_projection(gone: list
         for head, value in zip(site.heads, row, strict=True):
             columns = slice(head * site.value_dim, (head + 1) * site.value_dim)
 
-            def replaced(m: Any, a: Any, out: Tensor, at: slice = columns, seen: Any = seen) -> Tensor:
+            def replaced(
+                m: Any, a: Any, out: Tensor, at: slice = columns, seen: Any = seen
+            ) -> Tensor:
                 out = out.clone()
                 out[..., at] = seen[0][..., at].flatten(0, -2).mean(0)
                 return out
@@ -129,7 +143,12 @@ def test_leave_one_out_with_other_examples_is_the_loop(subject: Subject) -> None
         pool = games.contexts(subject.model, batch, loss, site, None if mask is None else mask[:2])
         for unit in site.units:
             ones = [(reference.example(batch, i), pool[1 - i]) for i in range(2)]
-            columns.append([games.in_place_of(subject.model, one, loss, site, unit, other) for one, other in ones])
+            columns.append(
+                [
+                    games.in_place_of(subject.model, one, loss, site, unit, other)
+                    for one, other in ones
+                ]
+            )
     slow = (wide(columns) - wide(full)).mean(1)
     scorer = LeaveOneOut(replacement="resample", pool=2)
     assert_close(flat(score(subject, scorer, [batch])), slow, **EXACT)
@@ -153,7 +172,9 @@ def small_game() -> tuple[Subject, dict[frozenset[int], list[float]]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(hp.MultiHeadAttention(6, 3) for _ in range(2))).double().eval()
     batch = {"input": torch.randn(3, 4, 6, dtype=torch.float64) * 3}
-    subject = Subject(hp.layouts.registry.get("multi_head_attention"), model, batch, hp.find_sites(model))
+    subject = Subject(
+        hp.layouts.registry.get("multi_head_attention"), model, batch, hp.find_sites(model)
+    )
     return subject, games.coalitions(model, batch, own_loss, subject.sites)
 
 
@@ -182,7 +203,9 @@ def test_shapley_of_one_order_is_its_marginals() -> None:
             before = frozenset(sequence[:place])
             gain = wide(v[before | {unit}]) - wide(v[before])
             expected[unit] += gain.mean() / 2
-    assert_close(flat(score(subject, Shapley(orders=1, truncation=0.0, seed=3, step=2))), expected, **EXACT)
+    assert_close(
+        flat(score(subject, Shapley(orders=1, truncation=0.0, seed=3, step=2))), expected, **EXACT
+    )
 
 
 def test_truncation_keeps_the_sum_and_runs_less() -> None:
@@ -210,7 +233,9 @@ def test_two_sided_is_half_of_either_end_and_exact_without_third_order_interacti
     assert_close(found, (flat(both[0]) + flat(both[1])) / 2, **EXACT)
 
     torch.manual_seed(1)
-    model = nn.Sequential(hp.MultiHeadAttention(6, 3)).double().eval()  # one layer: its output is linear in the gates
+    model = (
+        nn.Sequential(hp.MultiHeadAttention(6, 3)).double().eval()
+    )  # one layer: its output is linear in the gates
     batch = {"input": torch.randn(3, 4, 6, dtype=torch.float64)}
     one = Subject(subject.layout, model, batch, hp.find_sites(model))
 
@@ -224,7 +249,12 @@ def test_two_sided_is_half_of_either_end_and_exact_without_third_order_interacti
 @pytest.mark.parametrize(
     "scorer",
     [
-        *(LeaveOneOut(), LeaveOneOut(replacement="mean"), LeaveOneOut(replacement="resample", pool=3), AddOneIn()),
+        *(
+            LeaveOneOut(),
+            LeaveOneOut(replacement="mean"),
+            LeaveOneOut(replacement="resample", pool=3),
+            AddOneIn(),
+        ),
         *(Shapley(orders=2), Shapley(method="two_sided")),
     ],
     ids=repr,
@@ -234,7 +264,9 @@ def test_scores_do_not_depend_on_batches_or_padding(name: str, scorer: Any) -> N
     subject = subject_of(name)
     whole = score(subject, scorer)
     largest = max(abs(v) for row in whole.values for v in row)
-    padded = {k: nn.functional.pad(v, (0, 3)) if v.ndim == 2 else v for k, v in subject.batch.items()}
+    padded = {
+        k: nn.functional.pad(v, (0, 3)) if v.ndim == 2 else v for k, v in subject.batch.items()
+    }
     for batches in (split(subject.batch, 1), split(subject.batch, 2), [padded]):
         found = score(subject, scorer, batches)
         assert_close(flat(found), flat(whole), rtol=0, atol=1e-12 * max(1, largest))
@@ -243,15 +275,28 @@ def test_scores_do_not_depend_on_batches_or_padding(name: str, scorer: Any) -> N
 
 @pytest.mark.parametrize("replacement", ["mean", "resample"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_what_stands_in_does_not_depend_on_order_or_padding_on_the_left(name: str, replacement: str) -> None:
+def test_what_stands_in_does_not_depend_on_order_or_padding_on_the_left(
+    name: str, replacement: str
+) -> None:
     subject = subject_of(name)
-    scorer = LeaveOneOut(replacement=replacement, **({"pool": 2} if replacement == "resample" else {}))
+    scorer = LeaveOneOut(
+        replacement=replacement, **({"pool": 2} if replacement == "resample" else {})
+    )
     whole = flat(score(subject, scorer))
     turned = {k: v.flip(0) for k, v in subject.batch.items()}
-    assert_close(flat(score(subject, scorer, [turned])), whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
-    shifted = {k: nn.functional.pad(v, (3, 0)) if v.ndim == 2 else v for k, v in subject.batch.items()}
+    assert_close(
+        flat(score(subject, scorer, [turned])), whole, rtol=0, atol=1e-12 * float(whole.abs().max())
+    )
+    shifted = {
+        k: nn.functional.pad(v, (3, 0)) if v.ndim == 2 else v for k, v in subject.batch.items()
+    }
     shifted["position_ids"] = (shifted["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    assert_close(flat(score(subject, scorer, [shifted])), whole, rtol=0, atol=1e-12 * max(1, float(whole.abs().max())))
+    assert_close(
+        flat(score(subject, scorer, [shifted])),
+        whole,
+        rtol=0,
+        atol=1e-12 * max(1, float(whole.abs().max())),
+    )
 
 
 @pytest.mark.parametrize("scorer", ["leave_one_out", "taylor", "activation_norm"])
@@ -259,7 +304,9 @@ def test_a_cache_in_a_batch_is_refused(scorer: str) -> None:
     from transformers import DynamicCache
 
     subject = subject_of("gpt2")
-    with pytest.raises(InvalidValue, match=r"past_key_values.*left out, for every pass would add to it"):
+    with pytest.raises(
+        InvalidValue, match=r"past_key_values.*left out, for every pass would add to it"
+    ):
         score(subject, scorer, [{**subject.batch, "past_key_values": DynamicCache()}])
 
 
@@ -273,7 +320,9 @@ def test_resampling_needs_two_unlike_examples() -> None:
 def test_means_need_a_token_that_is_no_padding() -> None:
     subject = subject_of("bert")
     blank = {**subject.batch, "attention_mask": torch.zeros_like(subject.batch["attention_mask"])}
-    with pytest.raises(InvalidValue, match=r"no padding, got only padding at bert\.encoder\.layer\.0\.attention"):
+    with pytest.raises(
+        InvalidValue, match=r"no padding, got only padding at bert\.encoder\.layer\.0\.attention"
+    ):
         score(subject, LeaveOneOut(replacement="mean"), [blank])
 
 
@@ -291,13 +340,17 @@ def test_what_the_numbers_cannot_say_is_said() -> None:
 
     notes = score(subject, LeaveOneOut(), loss=first_layer).notes
     assert any("No head of 1 changes any loss" in note for note in notes)
-    constant = score(subject, LeaveOneOut(), loss=lambda m, b: call(m, b).new_zeros(len(b["input"])))
+    constant = score(
+        subject, LeaveOneOut(), loss=lambda m, b: call(m, b).new_zeros(len(b["input"]))
+    )
     assert any("Every score is 0" in note for note in constant.notes)
 
 
 def test_losses_of_masks_are_those_of_gated_models(subject: Subject) -> None:
     loss, masks = loss_of(subject), [subject.ragged(seed) for seed in range(3)]
-    swapped = subject.mask({s.name: [h for u in s.units[1:] for h in u] for s in subject.sites[-1:]})
+    swapped = subject.mask(
+        {s.name: [h for u in s.units[1:] for h in u] for s in subject.sites[-1:]}
+    )
 
     def under(mask: hp.HeadMask) -> Tensor:
         with torch.no_grad(), hp.gated(subject.model, mask, subject.sites):
@@ -336,5 +389,9 @@ def test_resampling_needs_examples_on_an_axis_of_their_own() -> None:
     subject = family_subject("swin", "swin")
     with pytest.raises(InvalidValue, match="examples are no rows"):
         hp.score(
-            subject.model, [subject.batch], LeaveOneOut(replacement="resample"), sites=subject.sites, progress=False
+            subject.model,
+            [subject.batch],
+            LeaveOneOut(replacement="resample"),
+            sites=subject.sites,
+            progress=False,
         )

@@ -1,4 +1,5 @@
-"""Scorers that read activations and attention maps, against literal loops; what they need and what they refuse."""
+"""Scorers that read activations and attention maps, against literal loops; what they need and what
+they refuse."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ TIGHT = 1e-12
 
 @pytest.fixture(autouse=True)
 def _doubled() -> Iterator[None]:
-    """Norms, angles and softmaxes in fp64, which Transformers takes in fp32 whatever the model's type."""
+    """Norms, angles and softmaxes in fp64, which Transformers takes in fp32 whatever the model's
+    type."""
     with Doubled():
         yield
 
@@ -71,11 +73,21 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def close(found: Any, expected: Any, tolerance: float = TIGHT) -> None:
     """Values and standard errors agree, relative to the layer's largest score."""
-    assert (found.scorer, found.settings, found.n_examples) == (expected.scorer, expected.settings, expected.n_examples)
+    assert (found.scorer, found.settings, found.n_examples) == (
+        expected.scorer,
+        expected.settings,
+        expected.n_examples,
+    )
     for layer, (row, other) in enumerate(zip(found.values, expected.values, strict=True)):
         atol = tolerance * max(map(abs, other))
         assert atol > 0
-        assert_close(torch.tensor(row), torch.tensor(other), rtol=0, atol=atol, msg=lambda m, f=found: f"{f}: {m}")
+        assert_close(
+            torch.tensor(row),
+            torch.tensor(other),
+            rtol=0,
+            atol=atol,
+            msg=lambda m, f=found: f"{f}: {m}",
+        )
         if found.standard_errors is not None:
             mine, theirs = found.standard_errors[layer], expected.standard_errors[layer]
             assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=0, atol=10 * atol)
@@ -84,9 +96,12 @@ def close(found: Any, expected: Any, tolerance: float = TIGHT) -> None:
 # ---------------------------------------------------------------- against literal loops
 
 
-@pytest.mark.parametrize("family", [*MAIN, ("albert", "albert")], ids=[f for _, f in MAIN] + ["one module, two runs"])
+@pytest.mark.parametrize(
+    "family", [*MAIN, ("albert", "albert")], ids=[f for _, f in MAIN] + ["one module, two runs"]
+)
 def test_statistics_of_contexts_are_those_of_literal_loops(family: tuple[str, str]) -> None:
-    """Values, and standard errors as by leaving out one example at a time; a module that runs twice counts twice."""
+    """Values, and standard errors as by leaving out one example at a time; a module that runs twice
+    counts twice."""
     subject = family_subject(*family)
     batch = data(subject, 4)
     scores = score(subject, ACTIVATIONS, split(batch, 3))
@@ -95,8 +110,13 @@ def test_statistics_of_contexts_are_those_of_literal_loops(family: tuple[str, st
         weight = reference.weight_of(subject.model, site)
         for mine, (_, literal) in zip(scores, CONTEXTS, strict=True):
             values, errors = reference.jackknifed(lambda x, f=literal: f(weight, site, x), found)  # noqa: B023
-            # Squared distances of a least-squares problem lose half the digits that its solution has.
-            loose = {"rtol": 1e-8, "atol": 1e-10} if mine.scorer == "obs" else {"rtol": 1e-10, "atol": 1e-12}
+            # Squared distances of a least-squares problem lose half the digits that its solution
+            # has.
+            loose = (
+                {"rtol": 1e-8, "atol": 1e-10}
+                if mine.scorer == "obs"
+                else {"rtol": 1e-10, "atol": 1e-12}
+            )
             assert_close(list(mine.values[number]), values, **loose)
             assert_close(list(mine.standard_errors[number]), errors, **loose)
 
@@ -116,7 +136,9 @@ def test_obs_is_what_a_refit_cannot_win_back() -> None:
         change = (weight.clone() * 0).index_copy(1, free.nonzero()[:, 0], kept) - weight
         return (rows @ change.T).square().sum() / len(rows) + penalty * change.square().sum()
 
-    optimizer = torch.optim.LBFGS([kept], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [kept], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -125,7 +147,9 @@ def test_obs_is_what_a_refit_cannot_win_back() -> None:
         return loss
 
     optimizer.step(closure)
-    assert_close(score(subject, Obs(ridge=0.05)).values[0][1], float(error().detach()), rtol=1e-8, atol=0)
+    assert_close(
+        score(subject, Obs(ridge=0.05)).values[0][1], float(error().detach()), rtol=1e-8, atol=0
+    )
 
 
 @OVER
@@ -137,7 +161,9 @@ def test_statistics_of_maps_are_those_of_literal_loops(family: tuple[str, str]) 
         set_implementation(subject.model, "eager")
     for number, site in enumerate(subject.sites):
         for mine, measure in zip(scores, (reference.minus_entropy, max), strict=True):
-            rows = torch.tensor(reference.of_queries(subject.model, batch, site, subject.sites, measure))
+            rows = torch.tensor(
+                reference.of_queries(subject.model, batch, site, subject.sites, measure)
+            )
             assert_close(list(mine.values[number]), rows.mean(0).tolist(), rtol=1e-6, atol=1e-8)
             errors = (rows.double().std(0) / 2).tolist()
             assert_close(list(mine.standard_errors[number]), errors, rtol=1e-5, atol=1e-7)
@@ -151,7 +177,9 @@ def test_maps_of_windows_are_those_of_their_image() -> None:
     with torch.no_grad():
         seen: list[Tensor] = []
         handles = [
-            subject.model.get_submodule(s.name).register_forward_hook(lambda m, a, out: seen.append(out[1]))
+            subject.model.get_submodule(s.name).register_forward_hook(
+                lambda m, a, out: seen.append(out[1])
+            )
             for s in subject.sites
         ]
         subject.model(**subject.batch)
@@ -161,13 +189,16 @@ def test_maps_of_windows_are_those_of_their_image() -> None:
         assert len(found) > size
         for mine, rows in zip(scores, (found.xlogy(found).sum(-1), found.amax(-1)), strict=True):
             expected = rows.unflatten(0, (size, -1)).mean((1, 3))
-            assert_close(list(mine.values[number]), expected.mean(0).tolist(), rtol=1e-9, atol=1e-12)
+            assert_close(
+                list(mine.values[number]), expected.mean(0).tolist(), rtol=1e-9, atol=1e-12
+            )
     attributed = score(subject, Attattr(steps=2), loss=own_loss)
     close(score(subject, Attattr(steps=2), split(subject.batch, 1), loss=own_loss), attributed)
 
 
 def test_what_an_attention_is_attributed_is_over_all_its_runs() -> None:
-    """With one step, by the gradient of the answer with respect to the maps that the model itself returns."""
+    """With one step, by the gradient of the answer with respect to the maps that the model itself
+    returns."""
     subject = family_subject("albert", "albert")
     batch = {**subject.batch, "attention_mask": torch.ones_like(subject.batch["attention_mask"])}
     found = score(subject, Attattr(steps=1), [batch], loss=own_loss)
@@ -177,23 +208,40 @@ def test_what_an_attention_is_attributed_is_over_all_its_runs() -> None:
     answer = torch.exp(-0.3 * out.logits.flatten(1).logsumexp(-1)).sum()
     slopes = torch.autograd.grad(answer, out.attentions)
     assert len(slopes) > 1
-    best = torch.stack([(a * g).amax((2, 3)) for a, g in zip(out.attentions, slopes, strict=True)]).amax(0).mean(0)
+    best = (
+        torch.stack([(a * g).amax((2, 3)) for a, g in zip(out.attentions, slopes, strict=True)])
+        .amax(0)
+        .mean(0)
+    )
     assert_close(list(found.values[0]), best.tolist(), rtol=1e-7, atol=1e-12)
 
 
 def test_the_parts_of_a_model_take_their_softmax_in_the_open_and_have_their_kernels_back() -> None:
     from transformers import CLIPConfig, CLIPModel
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
-    config = CLIPConfig(text_config=sizes, vision_config={**sizes, "image_size": 8, "patch_size": 4})
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
+    config = CLIPConfig(
+        text_config=sizes, vision_config={**sizes, "image_size": 8, "patch_size": 4}
+    )
     holder = nn.Module()
-    holder.config = CLIPModel(config).config  # of a model whose parts have no configurations of their own
+    holder.config = CLIPModel(
+        config
+    ).config  # of a model whose parts have no configurations of their own
     parts = [holder.config, holder.config.text_config, holder.config.vision_config]
     parts[1]._attn_implementation = "flash_attention_2"
     before = [part._attn_implementation for part in parts]
     with eager(holder):
         assert [part._attn_implementation for part in parts] == ["eager"] * 3
-    assert [part._attn_implementation for part in parts] == before == ["sdpa", "flash_attention_2", "sdpa"]
+    assert (
+        [part._attn_implementation for part in parts]
+        == before
+        == ["sdpa", "flash_attention_2", "sdpa"]
+    )
 
 
 def test_confidence_leaves_nothing_out_where_there_are_no_ids() -> None:
@@ -202,7 +250,10 @@ def test_confidence_leaves_nothing_out_where_there_are_no_ids() -> None:
     embedded = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
     embedded["inputs_embeds"] = subject.model.get_input_embeddings()(batch["input_ids"]).detach()
     gone = Confidence(exclude=(int(batch["input_ids"][0, 2]),))
-    assert score(subject, gone, [embedded]).values == score(subject, Confidence(exclude=()), [embedded]).values
+    assert (
+        score(subject, gone, [embedded]).values
+        == score(subject, Confidence(exclude=()), [embedded]).values
+    )
 
 
 def test_confidence_knows_what_a_decoder_reads_from_labels() -> None:
@@ -213,7 +264,9 @@ def test_confidence_knows_what_a_decoder_reads_from_labels() -> None:
     gone = Confidence(exclude=(int(labels[0, 1]),))
     found = score(subject, gone, [{**batch, "labels": labels}])
     close(found, score(subject, gone, [{**batch, "labels": labels, "decoder_input_ids": shifted}]))
-    assert found.values != score(subject, Confidence(exclude=()), [{**batch, "labels": labels}]).values
+    assert (
+        found.values != score(subject, Confidence(exclude=()), [{**batch, "labels": labels}]).values
+    )
 
 
 def test_confidence_leaves_tokens_out_on_both_sides() -> None:
@@ -225,7 +278,11 @@ def test_confidence_leaves_tokens_out_on_both_sides() -> None:
     set_implementation(subject.model, "eager")
     for i in range(3):
         maps = reference.maps(subject.model, reference.example(batch, i), site, subject.sites)
-        kept = [t for t in range(7) if batch["attention_mask"][i, t] and batch["input_ids"][i, t] != gone]
+        kept = [
+            t
+            for t in range(7)
+            if batch["attention_mask"][i, t] and batch["input_ids"][i, t] != gone
+        ]
         total[i] = maps[:, kept][:, :, kept].amax(-1).mean(-1)
     assert_close(list(found.values[0]), total.mean(0).tolist(), rtol=1e-6, atol=1e-8)
     assert found.values != score(subject, Confidence(), [batch]).values
@@ -257,7 +314,9 @@ def test_attention_attribution_is_that_of_finite_differences(family: tuple[str, 
     else:  # shows its weights, so that it takes its softmax in the open
         for module in subject.model.modules():
             if isinstance(module, MultiHeadAttention):
-                module.register_forward_pre_hook(lambda m, a, k: (a, {**k, "need_weights": True}), with_kwargs=True)
+                module.register_forward_pre_hook(
+                    lambda m, a, k: (a, {**k, "need_weights": True}), with_kwargs=True
+                )
                 module.register_forward_hook(lambda m, a, out: out[0])
     for number in {0, len(subject.sites) - 1}:
         site = subject.sites[number]
@@ -272,7 +331,8 @@ def test_attention_attribution_is_that_of_finite_differences(family: tuple[str, 
 
 @OVER
 def test_batch_size_and_order(family: tuple[str, str]) -> None:
-    """Also over more examples than there are blocks; standard errors then depend on the order, and only they do."""
+    """Also over more examples than there are blocks; standard errors then depend on the order, and
+    only they do."""
     subject = family_subject(*family)
     scorers = [*ACTIVATIONS, *MAPS]
     batch = data(subject, 30)
@@ -284,7 +344,9 @@ def test_batch_size_and_order(family: tuple[str, str]) -> None:
     mixed = score(subject, scorers, split({k: v[order] for k, v in batch.items()}, 7))
     for mine, theirs in zip(mixed, expected, strict=True):
         for row, other in zip(mine.values, theirs.values, strict=True):
-            assert_close(torch.tensor(row), torch.tensor(other), rtol=0, atol=TIGHT * max(map(abs, other)))
+            assert_close(
+                torch.tensor(row), torch.tensor(other), rtol=0, atol=TIGHT * max(map(abs, other))
+            )
 
 
 def test_padding_of_an_encoder_decoder_is_told_on_both_sides() -> None:
@@ -332,7 +394,10 @@ def test_attention_implementation(family: tuple[str, str]) -> None:
 OTHERS = [
     ("swin", "swin"),  # windows
     ("head_list_bare", "list of heads without output"),  # read at its output
-    ("torch_multi_head", "torch.nn.MultiheadAttention"),  # an output projection that is not called, sequence first
+    (
+        "torch_multi_head",
+        "torch.nn.MultiheadAttention",
+    ),  # an output projection that is not called, sequence first
 ]
 
 
@@ -340,7 +405,9 @@ OTHERS = [
 def test_other_layouts_are_read_example_by_example(family: tuple[str, str]) -> None:
     subject = family_subject(*family)
     expected = score(subject, ACTIVATIONS, [subject.batch])
-    for mine, theirs in zip(score(subject, ACTIVATIONS, split(subject.batch, 1)), expected, strict=True):
+    for mine, theirs in zip(
+        score(subject, ACTIVATIONS, split(subject.batch, 1)), expected, strict=True
+    ):
         close(mine, theirs)
         assert min(min(row) for row in mine.standard_errors) > 0
 
@@ -348,19 +415,26 @@ def test_other_layouts_are_read_example_by_example(family: tuple[str, str]) -> N
 @pytest.mark.parametrize("family", [("bert", "bert"), OTHERS[1]], ids=["bert", OTHERS[1][1]])
 def test_heads_that_are_left_are_read_in_their_place(family: tuple[str, str]) -> None:
     subject = family_subject(*family)
-    before = score(subject, [Wanda(), ActivationNorm(), Entropy()][: 3 if family[0] == "bert" else 2])
+    before = score(
+        subject, [Wanda(), ActivationNorm(), Entropy()][: 3 if family[0] == "bert" else 2]
+    )
     first = subject.sites[0]
     hp.prune_(subject.model, subject.without({first.name: [0, 2]}), sites=subject.sites)
     sites = hp.find_sites(subject.model)
-    for mine, whole in zip(score(subject, [b.scorer for b in before], sites=sites), before, strict=True):
-        assert_close(list(mine.values[0]), [whole.values[0][1], whole.values[0][3]], rtol=1e-10, atol=1e-12)
+    for mine, whole in zip(
+        score(subject, [b.scorer for b in before], sites=sites), before, strict=True
+    ):
+        assert_close(
+            list(mine.values[0]), [whole.values[0][1], whole.values[0][3]], rtol=1e-10, atol=1e-12
+        )
 
 
 # ---------------------------------------------------------------- standard errors
 
 
 def test_the_jackknife_of_blocks_of_unlike_size() -> None:
-    """For a mean it is the textbook's formula for groups of m_j, and for single examples the examples themselves."""
+    """For a mean it is the textbook's formula for groups of m_j, and for single examples the
+    examples themselves."""
     values = torch.randn(23, 3, dtype=torch.float64)
     sums = torch.stack([values[g::5].sum(0) for g in range(5)])
     sizes = [len(values[g::5]) for g in range(5)]
@@ -384,14 +458,19 @@ def test_the_jackknife_of_blocks_of_unlike_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "scorer", [Wanda(), Obs(blocks=4), Fluctuation(normalize="none")], ids=lambda s: type(s).__name__
+    "scorer",
+    [Wanda(), Obs(blocks=4), Fluctuation(normalize="none")],
+    ids=lambda s: type(s).__name__,
 )
 def test_standard_errors_are_the_spread_over_other_data(scorer: Any) -> None:
-    """The spread of scores over 60 data sets of 24 examples, which come from the same distribution."""
+    """The spread of scores over 60 data sets of 24 examples, which come from the same
+    distribution."""
     subject = family_subject("multi_head_attention", "multi_head_attention")
     found, errors = [], []
     for seed in range(60):
-        batch = {"x": torch.randn(24, 7, 16, generator=torch.Generator().manual_seed(seed)).double()}
+        batch = {
+            "x": torch.randn(24, 7, 16, generator=torch.Generator().manual_seed(seed)).double()
+        }
         one = score(subject, scorer, [batch])
         found.append(one.values[0])
         errors.append(one.standard_errors[0])
@@ -403,7 +482,10 @@ def test_standard_errors_are_the_spread_over_other_data(scorer: Any) -> None:
 def test_samples_are_a_row_a_block_or_an_example() -> None:
     subject = family_subject("bert", "bert")
     batch = data(subject, 30)
-    rows = [len(s.samples.matrix) for s in score(subject, [Wanda(), Obs(), Obs(blocks=1), Entropy()], [batch])]
+    rows = [
+        len(s.samples.matrix)
+        for s in score(subject, [Wanda(), Obs(), Obs(blocks=1), Entropy()], [batch])
+    ]
     assert rows == [20, 8, 1, 30]
     assert score(subject, Obs(blocks=1), [batch]).standard_errors is None
 
@@ -434,10 +516,14 @@ def test_nothing_is_left_behind() -> None:
     for family in (("llama", "llama"), ("multi_head_attention", "multi_head_attention")):
         subject = family_subject(*family)
         before = picture(subject.model)
-        kernels = [m.config._attn_implementation for m in subject.model.modules() if hasattr(m, "config")]
+        kernels = [
+            m.config._attn_implementation for m in subject.model.modules() if hasattr(m, "config")
+        ]
         score(subject, [*ACTIVATIONS, *MAPS, Attattr(steps=1)], loss=own_loss)
         assert picture(subject.model) == before
-        assert [m.config._attn_implementation for m in subject.model.modules() if hasattr(m, "config")] == kernels
+        assert [
+            m.config._attn_implementation for m in subject.model.modules() if hasattr(m, "config")
+        ] == kernels
 
 
 def test_an_error_puts_the_kernel_back() -> None:
@@ -477,7 +563,8 @@ def test_our_own_attention_still_returns_what_was_asked_for() -> None:
 
 
 class TwoSentences(nn.Module):
-    """An encoder that runs once for each sentence: the batch has no mask of its own, each sentence has."""
+    """An encoder that runs once for each sentence: the batch has no mask of its own, each sentence
+    has."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -498,14 +585,31 @@ def test_padding_of_inputs_inside_a_batch_does_not_count() -> None:
         return {k: torch.cat([v, v.new_full((len(v), 3), fill[k])], 1) for k, v in sentence.items()}
 
     other = {k: v.flip(0) for k, v in tokens.items()}
-    scorers = [ActivationNorm(), Fluctuation(), Wanda(), Obs(), Entropy(), Confidence(), Attattr(steps=2)]
+    scorers = [
+        ActivationNorm(),
+        Fluctuation(),
+        Wanda(),
+        Obs(),
+        Entropy(),
+        Confidence(),
+        Attattr(steps=2),
+    ]
     model = TwoSentences(subject.model)
     found = [
         hp.score(model, [batch], scorers, loss=lambda m, b: m(**b).square(), progress=False)
-        for batch in ({"first": tokens, "second": other}, {"first": longer(tokens), "second": longer(other)})
+        for batch in (
+            {"first": tokens, "second": other},
+            {"first": longer(tokens), "second": longer(other)},
+        )
     ]
     for short, padded in zip(*found, strict=True):
-        assert_close(torch.tensor(padded.values), torch.tensor(short.values), rtol=1e-5, atol=1e-6, msg=short.scorer)
+        assert_close(
+            torch.tensor(padded.values),
+            torch.tensor(short.values),
+            rtol=1e-5,
+            atol=1e-6,
+            msg=short.scorer,
+        )
 
 
 # ---------------------------------------------------------------- what they need and refuse
@@ -515,13 +619,17 @@ def test_no_labels_are_needed() -> None:
     subject = family_subject("bert", "bert")
     bare = {k: v for k, v in subject.batch.items() if k != "labels"}
     with_labels = score(subject, [*ACTIVATIONS, *MAPS])
-    for mine, theirs in zip(score(subject, [*ACTIVATIONS, *MAPS], [bare]), with_labels, strict=True):
+    for mine, theirs in zip(
+        score(subject, [*ACTIVATIONS, *MAPS], [bare]), with_labels, strict=True
+    ):
         assert mine.values == theirs.values
     with pytest.raises(InvalidValue, match="labels"):
         score(subject, Attattr(), [bare])
 
 
-@pytest.mark.parametrize("name", ["obs", "activation_norm", "fluctuation", "wanda", "entropy", "confidence", "attattr"])
+@pytest.mark.parametrize(
+    "name", ["obs", "activation_norm", "fluctuation", "wanda", "entropy", "confidence", "attattr"]
+)
 def test_no_data(name: str) -> None:
     subject = family_subject("bert", "bert")
     with pytest.raises(InvalidValue, match="needs data"):
@@ -536,7 +644,8 @@ def test_a_fused_kernel_is_refused_in_words(scorer: Any) -> None:
 
 
 def test_a_map_that_is_not_in_use_is_refused() -> None:
-    """Weights that are returned but computed beside the point: the gate's gradient gives them away."""
+    """Weights that are returned but computed beside the point: the gate's gradient gives them
+    away."""
 
     class Beside(MultiHeadAttention):  # type: ignore[misc]
         def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -551,7 +660,9 @@ def test_a_map_that_is_not_in_use_is_refused() -> None:
         return (out[0] if isinstance(out, tuple) else out).square().mean((1, 2))
 
     with pytest.raises(UnsupportedModel, match="gradient is not the gate's"):
-        hp.score(model, [torch.randn(3, 4, 8).double()], Attattr(steps=1), loss=loss, progress=False)
+        hp.score(
+            model, [torch.randn(3, 4, 8).double()], Attattr(steps=1), loss=loss, progress=False
+        )
 
 
 def test_a_map_that_has_another_use_besides_is_refused() -> None:
@@ -569,7 +680,9 @@ def test_a_map_that_has_another_use_besides_is_refused() -> None:
 
     with pytest.raises(UnsupportedModel, match="gradient is not the gate's"):
         hp.score(model, [x], Attattr(steps=1), loss=first, progress=False)
-    with pytest.raises(InvalidValue, match="the loss: must be one that depends on 0, got no dependence on it"):
+    with pytest.raises(
+        InvalidValue, match="the loss: must be one that depends on 0, got no dependence on it"
+    ):
         hp.score(
             nn.Sequential(MultiHeadAttention(8, 2)).double(),
             [x],
@@ -581,7 +694,10 @@ def test_a_map_that_has_another_use_besides_is_refused() -> None:
 
 def test_tokens_that_do_not_vary() -> None:
     subject = family_subject("bert", "bert")
-    batch = {"input_ids": torch.full((3, 1), 5), "attention_mask": torch.ones(3, 1, dtype=torch.long)}
+    batch = {
+        "input_ids": torch.full((3, 1), 5),
+        "attention_mask": torch.ones(3, 1, dtype=torch.long),
+    }
     found = score(subject, Fluctuation(), [batch])
     assert found.values == ((0.0,) * 4,) * len(found.values)
     assert any("Nothing varies over the tokens at" in note for note in found.notes)
@@ -620,7 +736,9 @@ def test_maps_of_no_whole_examples_are_refused() -> None:
             return x.mean((1, 2)) + self.attention(x[1:]).mean()
 
     x = torch.randn(3, 4, 8)
-    with pytest.raises(UnsupportedModel, match=r"attention: must be run on 3 examples, got a map of 2 rows"):
+    with pytest.raises(
+        UnsupportedModel, match=r"attention: must be run on 3 examples, got a map of 2 rows"
+    ):
         hp.score(Others().double(), [x.double()], Entropy(), loss=lambda m, x: m(x), progress=False)
 
 
@@ -639,7 +757,13 @@ def test_batches_in_which_a_site_does_not_run_do_not_count_for_it() -> None:
     long, short = torch.randn(3, 4, 8).double(), torch.randn(2, 3, 8).double()
 
     def scored(*batches: Tensor) -> Any:
-        return hp.score(model, batches, ActivationNorm(), loss=lambda m, x: m(x).square().mean((1, 2)), progress=False)
+        return hp.score(
+            model,
+            batches,
+            ActivationNorm(),
+            loss=lambda m, x: m(x).square().mean((1, 2)),
+            progress=False,
+        )
 
     both, alone = scored(short, long, short), scored(long)
     assert_close(both.values[1], alone.values[1])
@@ -685,7 +809,11 @@ def test_queries_of_a_decoder_follow_its_own_mask() -> None:
         ("self", {"attention_mask": mask, "decoder_attention_mask": other}, [1, 1, 0]),
         ("cross", {"attention_mask": mask, "decoder_attention_mask": other}, [1, 0, 0]),
         ("causal", {"attention_mask": other, "labels": labels}, [1, 1, 0]),
-        ("causal", {"attention_mask": other, "labels": labels, "decoder_attention_mask": mask}, [1, 1, 0]),
+        (
+            "causal",
+            {"attention_mask": other, "labels": labels, "decoder_attention_mask": mask},
+            [1, 1, 0],
+        ),
         ("causal", {"attention_mask": other, "decoder_input_ids": ids}, None),
         ("causal", {"attention_mask": other}, [1, 0, 0]),
         ("self", {"attention_mask": mask[:, :2]}, None),
@@ -694,7 +822,10 @@ def test_queries_of_a_decoder_follow_its_own_mask() -> None:
         found = query_mask(subject.model, kind, batch, (1, 3))
         assert (None if found is None else found.int().tolist()[0]) == expected, (kind, batch)
     alone = query_mask(
-        family_subject("gpt2", "gpt2").model, "causal", {"attention_mask": mask, "labels": labels}, (1, 3)
+        family_subject("gpt2", "gpt2").model,
+        "causal",
+        {"attention_mask": mask, "labels": labels},
+        (1, 3),
     )
     assert alone is not None
     assert alone.int().tolist() == [[1, 1, 0]]

@@ -1,4 +1,5 @@
-"""Scorers made of gate gradients, against literal transcriptions, their identities, and what may not change them."""
+"""Scorers made of gate gradients, against literal transcriptions, their identities, and what may
+not change them."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ ALL: list[Any] = [
 
 
 def rolled(batch: Any) -> Any:
-    """A corruption that no order or size of batches changes: every word, or number, becomes another one."""
+    """A corruption that no order or size of batches changes: every word, or number, becomes another
+    one."""
     name = "input_ids" if "input_ids" in batch else "x"
     values = batch[name]
     return {**batch, name: (values + 11) % 50 if name == "input_ids" else values.roll(3, -1)}
@@ -106,7 +108,10 @@ def more(subject: Subject, n: int) -> dict[str, Any]:
 
 
 def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, heads.n_examples(batch), size)]
+    return [
+        {k: v[i : i + size] for k, v in batch.items()}
+        for i in range(0, heads.n_examples(batch), size)
+    ]
 
 
 def score(subject: Subject, scorer: Any, batches: Any = None, **options: Any) -> Any:
@@ -149,7 +154,10 @@ def counted(model: nn.Module) -> Iterator[list[int]]:
 def test_taylor_is_the_central_difference(subject: Subject) -> None:
     loss = loss_of(subject)
     slow = exactly(
-        [reference.slopes(subject.model, heads.example(subject.batch, i), loss, subject.sites) for i in range(3)]
+        [
+            reference.slopes(subject.model, heads.example(subject.batch, i), loss, subject.sites)
+            for i in range(3)
+        ]
     )
     assert slow.abs().max() > 1e-3
     # A central difference is off by the square of its step.
@@ -161,7 +169,9 @@ def test_the_three_routes_to_the_slope_agree(subject: Subject) -> None:
     loss = loss_of(subject)
     gate = gate_gradients(subject.model, [subject.batch], loss)
     context = exactly(reference.alone(subject.model, subject.batch, loss, subject.sites))
-    weight = heads.by_unit(heads.weight_route(subject.model, subject.batch, loss, subject.sites), subject.sites)
+    weight = heads.by_unit(
+        heads.weight_route(subject.model, subject.batch, loss, subject.sites), subject.sites
+    )
     assert_close(gate, context, **EXACT)
     assert_close(gate, weight, **EXACT)
 
@@ -173,7 +183,9 @@ def test_the_three_routes_to_the_slope_agree(subject: Subject) -> None:
 def test_fisher_is_half_the_mean_squared_gradient_of_a_loop(subject: Subject, block: int) -> None:
     batch = subject.batch if subject.family == "t5" else more(subject, 5)
     slow = exactly(
-        reference.fisher_matrix(reference.alone(subject.model, batch, loss_of(subject), subject.sites), block)
+        reference.fisher_matrix(
+            reference.alone(subject.model, batch, loss_of(subject), subject.sites), block
+        )
     )
     found = score(subject, Fisher(block=block), split(batch, 3))
     assert found.n_examples == heads.n_examples(batch)
@@ -196,7 +208,9 @@ def test_structures_of_the_matrices(bert: Subject) -> None:
 
 
 def test_taylor2_is_its_formula(subject: Subject) -> None:
-    slow = reference.taylor2(reference.alone(subject.model, subject.batch, loss_of(subject), subject.sites))
+    slow = reference.taylor2(
+        reference.alone(subject.model, subject.batch, loss_of(subject), subject.sites)
+    )
     assert_close(flat(score(subject, "taylor2")), exactly(slow), **EXACT)
 
 
@@ -214,7 +228,8 @@ class Linear(nn.Module):
 
 
 def test_taylor2_is_exact_where_the_loss_is_quadratic_with_the_fisher_curvature() -> None:
-    """A squared error of 1/2 everywhere: its second derivative ``2 c^2`` is then its squared slope ``(2 e c)^2``."""
+    """A squared error of 1/2 everywhere: its second derivative ``2 c^2`` is then its squared slope
+    ``(2 e c)^2``."""
     model, x = Linear().double().eval(), torch.randn(6, 5, 8, dtype=torch.float64)
     sign = exactly([1, 1, -1, 1, -1, -1])
     with torch.no_grad():
@@ -252,15 +267,20 @@ def mean_hessian(subject: Subject, function: Any, logits: Any, diagonal: bool) -
         one = heads.example(subject.batch, number)
         with torch.no_grad():
             whole = logits(subject.model, one)
-        rows.append(reference.hessian(subject.model, one, function(logits, whole), subject.sites, diagonal))
+        rows.append(
+            reference.hessian(subject.model, one, function(logits, whole), subject.sites, diagonal)
+        )
     return exactly(rows).mean(0)
 
 
-@pytest.mark.parametrize("subject", [FAMILIES[0], FAMILIES[4]], indirect=True, ids=["bert", "multi_head_attention"])
+@pytest.mark.parametrize(
+    "subject", [FAMILIES[0], FAMILIES[4]], indirect=True, ids=["bert", "multi_head_attention"]
+)
 def test_ggn_is_the_hessian_of_the_divergence(subject: Subject) -> None:
     hessian = mean_hessian(subject, reference.divergence, class_logits, diagonal=False)
     matrix = ggn_matrix(subject.model, split(subject.batch, 2))
-    # Second differences with a step of 1e-3 are off by about its square, and by rounding, 1e-16 / 1e-6.
+    # Second differences with a step of 1e-3 are off by about its square, and by rounding, 1e-16 /
+    # 1e-6.
     close = {"rtol": 1e-4, "atol": 1e-5 * float(hessian.abs().max())}
     assert_close(matrix, hessian, **close)
     assert_close(flat(score(subject, "ggn")), matrix.diagonal() / 2, **EXACT)
@@ -269,7 +289,9 @@ def test_ggn_is_the_hessian_of_the_divergence(subject: Subject) -> None:
 
 @pytest.mark.parametrize("subject", FAMILIES[1:4], indirect=True, ids=["gpt2", "llama", "t5"])
 def test_ggn_of_tokens_is_unbiased(subject: Subject) -> None:
-    hessian = mean_hessian(subject, reference.divergence, next_token_logits, diagonal=True).diagonal()
+    hessian = mean_hessian(
+        subject, reference.divergence, next_token_logits, diagonal=True
+    ).diagonal()
     seeds = [Ggn(draws=8, seed=seed) for seed in range(24)]
     found = torch.stack([flat(score(subject, s)) for s in seeds])
     mean, error = found.mean(0), found.std(0) / len(seeds) ** 0.5
@@ -311,19 +333,31 @@ def test_ggn_reads_no_labels(bert: Subject) -> None:
 def test_ggn_of_answers_in_texts_without_a_mask() -> None:
     from transformers import BertConfig, BertForQuestionAnswering
 
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    model, ids = BertForQuestionAnswering(BertConfig(vocab_size=20, **sizes)).eval(), torch.randint(20, (3, 5))
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    model, ids = (
+        BertForQuestionAnswering(BertConfig(vocab_size=20, **sizes)).eval(),
+        torch.randint(20, (3, 5)),
+    )
     mask = torch.ones_like(ids)
     bare, whole = (
-        hp.score(model, [b], "ggn") for b in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask})
+        hp.score(model, [b], "ggn")
+        for b in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask})
     )
     assert bare.values == whole.values
     mask[1:, 2:] = 0
-    assert hp.score(model, [{"input_ids": ids, "attention_mask": mask}], "ggn").values != whole.values
+    assert (
+        hp.score(model, [{"input_ids": ids, "attention_mask": mask}], "ggn").values != whole.values
+    )
 
 
 def test_ggn_does_not_vanish_on_fitted_examples() -> None:
-    """A squared error of 0: the loss's slope is 0, its curvature is not, and is what removal costs."""
+    """A squared error of 0: the loss's slope is 0, its curvature is not, and is what removal
+    costs."""
     model, x = Linear().double().eval(), torch.randn(6, 5, 8, dtype=torch.float64)
     with torch.no_grad():
         targets = model(x)
@@ -333,7 +367,9 @@ def test_ggn_does_not_vanish_on_fitted_examples() -> None:
         return found
 
     ggn, exact = hp.score(model, [x], ["ggn", "leave_one_out"], loss=loss, progress=False)
-    with pytest.raises(InvalidValue, match=r"the slopes of the loss .* must be larger than rounding"):
+    with pytest.raises(
+        InvalidValue, match=r"the slopes of the loss .* must be larger than rounding"
+    ):
         hp.score(model, [x], "fisher", loss=loss, progress=False)
     assert flat(exact).min() > 1e-6
     assert_close(flat(ggn), flat(exact), **EXACT)
@@ -347,7 +383,10 @@ def test_ggn_goes_forward_once_and_backward_once_a_class_but_one(
     with counted(bert.model) as runs:
         score(bert, "ggn", split(bert.batch, 2))
     coupled = 2  # on the first batch: do its examples see each other?
-    assert (len(runs), len(calls)) == (2 + 2, 2 * (3 - 1) + coupled)  # with the costs and the model's own loss
+    assert (len(runs), len(calls)) == (
+        2 + 2,
+        2 * (3 - 1) + coupled,
+    )  # with the costs and the model's own loss
 
 
 def test_ggn_of_an_answers_ends() -> None:
@@ -384,10 +423,14 @@ def test_labels_are_drawn_from_the_predictions() -> None:
 # ---------------------------------------------------------------- integrated gradients
 
 
-@pytest.mark.parametrize("subject", [FAMILIES[0], FAMILIES[4]], indirect=True, ids=["bert", "multi_head_attention"])
+@pytest.mark.parametrize(
+    "subject", [FAMILIES[0], FAMILIES[4]], indirect=True, ids=["bert", "multi_head_attention"]
+)
 def test_integrated_gradients_are_the_integral(subject: Subject) -> None:
     one = heads.example(subject.batch, 0)
-    slow = reference.integrated(subject.model, one, loss_of(subject), subject.sites[:2], intervals=24)
+    slow = reference.integrated(
+        subject.model, one, loss_of(subject), subject.sites[:2], intervals=24
+    )
     with_all = score(subject, IntegratedGradients(points=24), [one], sites=subject.sites[:2])
     # Simpson's rule over 24 intervals.
     assert_close(flat(with_all), exactly(slow), rtol=1e-2, atol=3e-3 * max(map(abs, slow)))
@@ -400,7 +443,8 @@ def test_integrated_gradients_are_complete(subject: Subject) -> None:
         closed = {s.name: torch.zeros(len(s.heads), dtype=torch.float64) for s in subject.sites}
         with hp.gated(subject.model, closed):
             saved = loss(subject.model, subject.batch) - whole
-    # Tiny weights and a norm at once: Llama's loss turns over and over where its gates are almost closed. The slopes of
+    # Tiny weights and a norm at once: Llama's loss turns over and over where its gates are almost
+    # closed. The slopes of
     # T5 jump where a ReLU does, and no quadrature is fast there.
     close = {"llama": 0.03, "t5": 0.02}.get(subject.family, 1e-6)
     gaps = []
@@ -427,11 +471,16 @@ def test_integrated_gradients_are_exact_on_a_polynomial() -> None:
         return model(batch).square().squeeze(1)
 
     one, many = hp.score(
-        model, [x], [IntegratedGradients(points=1), IntegratedGradients(points=9)], loss=loss, progress=False
+        model,
+        [x],
+        [IntegratedGradients(points=1), IntegratedGradients(points=9)],
+        loss=loss,
+        progress=False,
     )
     assert_close(flat(one), flat(many), **EXACT)
     loo, aio = hp.score(model, [x], ["leave_one_out", "add_one_in"], loss=loss, progress=False)
-    # Of a quadratic game the Aumann-Shapley and the Shapley values are the mean of first and last contribution.
+    # Of a quadratic game the Aumann-Shapley and the Shapley values are the mean of first and last
+    # contribution.
     assert_close(flat(one), (flat(loo) + flat(aio)) / 2, **EXACT)
 
 
@@ -464,7 +513,10 @@ def query_tokens(subject: Subject, site: Any, example: int, length: int) -> list
 
 def test_a_mean_base_is_its_formula(subject: Subject) -> None:
     loss, n = loss_of(subject), heads.n_examples(subject.batch)
-    read = [reference.contexts(subject.model, heads.example(subject.batch, i), loss, subject.sites) for i in range(n)]
+    read = [
+        reference.contexts(subject.model, heads.example(subject.batch, i), loss, subject.sites)
+        for i in range(n)
+    ]
     means = []
     for s, site in enumerate(subject.sites):
         tokens = [
@@ -474,7 +526,9 @@ def test_a_mean_base_is_its_formula(subject: Subject) -> None:
             if here
         ]
         means.append(torch.stack(tokens).mean(0))
-    slow = reference.patched(subject.model, subject.batch, loss, subject.sites, lambda i, s, t: means[s])
+    slow = reference.patched(
+        subject.model, subject.batch, loss, subject.sites, lambda i, s, t: means[s]
+    )
     found = score(subject, AttributionPatching(base="mean"), split(subject.batch, 2))
     assert_close(flat(found), exactly(slow).mean(0), **EXACT)
 
@@ -482,20 +536,33 @@ def test_a_mean_base_is_its_formula(subject: Subject) -> None:
 def test_a_corrupted_base_is_its_formula(subject: Subject) -> None:
     loss, n = loss_of(subject), heads.n_examples(subject.batch)
     corrupted = [
-        reference.contexts(subject.model, heads.example(rolled(subject.batch), i), loss, subject.sites, backward=False)
+        reference.contexts(
+            subject.model,
+            heads.example(rolled(subject.batch), i),
+            loss,
+            subject.sites,
+            backward=False,
+        )
         for i in range(n)
     ]
     slow = reference.patched(
-        subject.model, subject.batch, loss, subject.sites, lambda i, s, t: corrupted[i][s].detach()[0, t]
+        subject.model,
+        subject.batch,
+        loss,
+        subject.sites,
+        lambda i, s, t: corrupted[i][s].detach()[0, t],
     )
-    found = score(subject, AttributionPatching(base="corrupt", corrupt=rolled), split(subject.batch, 2))
+    found = score(
+        subject, AttributionPatching(base="corrupt", corrupt=rolled), split(subject.batch, 2)
+    )
     assert_close(flat(found), exactly(slow).mean(0), **EXACT)
     assert found.settings == {"base": "corrupt", "corrupt": f"{__name__}.rolled"}
     assert hp.HeadScores.from_json(found.to_json()) == found
 
 
 def test_patching_is_exact_where_the_output_is_linear_in_the_contexts() -> None:
-    """The estimate is the effect: replacing a head's contexts by their mean changes a linear loss by just that."""
+    """The estimate is the effect: replacing a head's contexts by their mean changes a linear loss
+    by just that."""
     model, x = Linear().double().eval(), torch.randn(6, 5, 8, dtype=torch.float64)
     patching, mean = hp.score(
         model,
@@ -508,14 +575,21 @@ def test_patching_is_exact_where_the_output_is_linear_in_the_contexts() -> None:
 
 
 def test_shared_windowed_and_sequence_first_layers() -> None:
-    """A layer that runs several times, windows on the batch axis, tokens before examples: same slope by both ways."""
+    """A layer that runs several times, windows on the batch axis, tokens before examples: same
+    slope by both ways."""
     for layout, family in (("albert", "albert"), ("swin", "swin"), ("labml", "labml")):
         with Doubled():
             subject = family_subject(layout, family)
-            loss = loss_of(subject) if layout != "labml" else lambda m, b: call(m, b).flatten(1).logsumexp(-1)
+            loss = (
+                loss_of(subject)
+                if layout != "labml"
+                else lambda m, b: call(m, b).flatten(1).logsumexp(-1)
+            )
             zero = score(subject, Taylor(reduce="signed"), loss=loss)
             # A corruption that changes nothing has no effect, and one to zero is the slope.
-            same = score(subject, AttributionPatching(base="corrupt", corrupt=lambda b: b), loss=loss)
+            same = score(
+                subject, AttributionPatching(base="corrupt", corrupt=lambda b: b), loss=loss
+            )
             halves = [subject.batch] if layout == "labml" else split(subject.batch, 2)
             mean = score(subject, AttributionPatching(base="mean"), halves, loss=loss)
             whole = score(subject, AttributionPatching(base="mean"), loss=loss)
@@ -531,12 +605,21 @@ def test_shared_windowed_and_sequence_first_layers() -> None:
 def test_one_pass_serves_them_all(bert: Subject) -> None:
     batches = split(more(bert, 7), 3)
     with counted(bert.model) as runs:
-        together = score(bert, ["taylor", "fisher", "taylor2", "attribution_patching", Fisher(block=32)], batches)
-    assert len(runs) == 2 + 3, "one to measure what the model costs, one for its own loss, one a batch"
-    assert together == tuple(
-        score(bert, s, batches) for s in ("taylor", "fisher", "taylor2", "attribution_patching", Fisher(block=32))
+        together = score(
+            bert, ["taylor", "fisher", "taylor2", "attribution_patching", Fisher(block=32)], batches
+        )
+    assert len(runs) == 2 + 3, (
+        "one to measure what the model costs, one for its own loss, one a batch"
     )
-    for scorer, passes in ((IntegratedGradients(points=5), 5 + 2), (AttributionPatching(base="mean"), 2), (ALL[-1], 2)):
+    assert together == tuple(
+        score(bert, s, batches)
+        for s in ("taylor", "fisher", "taylor2", "attribution_patching", Fisher(block=32))
+    )
+    for scorer, passes in (
+        (IntegratedGradients(points=5), 5 + 2),
+        (AttributionPatching(base="mean"), 2),
+        (ALL[-1], 2),
+    ):
         with counted(bert.model) as runs:
             score(bert, scorer, batches)
         assert len(runs) == 2 + 3 * passes  # costs, own loss
@@ -582,7 +665,9 @@ def test_scores_of_zero_are_told(bert: Subject) -> None:
 # ---------------------------------------------------------------- what may not change them
 
 
-def same(found: Any, expected: Any, order: dict[str, list[int]] | None = None, blocks: bool = True) -> None:
+def same(
+    found: Any, expected: Any, order: dict[str, list[int]] | None = None, blocks: bool = True
+) -> None:
     """Equal to 1e-12 of the layer's largest score."""
     for a, b in zip(found, expected, strict=True):
         for site, row, other in zip(b.sites, a.values, b.values, strict=True):
@@ -611,7 +696,9 @@ def test_unchanged_by_batch_size_and_order(text: Subject) -> None:
         same(score(text, ALL, split(batch, size)), expected)
     order = [3, 9, 0, 4, 2, 8, 1, 7, 5, 6]
     unordered = [(s, e) for s, e in zip(ALL, expected, strict=True) if s != Fisher(block=2)]
-    mixed = score(text, [s for s, _ in unordered], split({k: v[order] for k, v in batch.items()}, 4))
+    mixed = score(
+        text, [s for s, _ in unordered], split({k: v[order] for k, v in batch.items()}, 4)
+    )
     same(mixed, [e for _, e in unordered])
 
 
@@ -622,7 +709,10 @@ def test_unchanged_by_padding(text: Subject) -> None:
 def test_drawn_labels_are_those_of_the_example_with_padding_on_the_left() -> None:
     with Doubled():
         text = family_subject("llama", "llama")
-        same(score(text, [Ggn(), Taylor()], [padded(text, 3, 0)]), score(text, [Ggn(), Taylor()], [padded(text, 0, 0)]))
+        same(
+            score(text, [Ggn(), Taylor()], [padded(text, 3, 0)]),
+            score(text, [Ggn(), Taylor()], [padded(text, 0, 0)]),
+        )
 
 
 def test_unchanged_by_the_attention_kernel(text: Subject) -> None:
@@ -662,17 +752,23 @@ def test_settings_that_are_refused(make: Any, where: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("scorer", ["taylor", "fisher", "taylor2", "integrated_gradients", "attribution_patching"])
+@pytest.mark.parametrize(
+    "scorer", ["taylor", "fisher", "taylor2", "integrated_gradients", "attribution_patching"]
+)
 def test_no_labels(bert: Subject, scorer: str) -> None:
     del bert.batch["labels"]
-    with pytest.raises(InvalidValue, match=r"with 'labels', got only \['attention_mask', 'input_ids'\].*loss="):
+    with pytest.raises(
+        InvalidValue, match=r"with 'labels', got only \['attention_mask', 'input_ids'\].*loss="
+    ):
         score(bert, scorer)
 
 
 @pytest.mark.parametrize("scorer", [s for s in ALL if not isinstance(s, Ggn)], ids=named)
 def test_a_loss_that_does_not_see_a_layer(bert: Subject, scorer: Any) -> None:
     def first_layer(model: Any, batch: Any) -> Tensor:
-        out = model.bert(batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True)
+        out = model.bert(
+            batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True
+        )
         return out.hidden_states[1].square().mean((1, 2))
 
     with pytest.raises(InvalidValue, match=rf"{bert.sites[1].name}.*no dependence on it.*sites="):
@@ -682,13 +778,17 @@ def test_a_loss_that_does_not_see_a_layer(bert: Subject, scorer: Any) -> None:
 def test_ggn_of_a_model_without_logits(bert: Subject) -> None:
     bert.model = bert.model.bert
     del bert.batch["labels"]
-    with pytest.raises(InvalidValue, match=r"batch 0: must be logits .*BaseModelOutput.*Use fisher"):
+    with pytest.raises(
+        InvalidValue, match=r"batch 0: must be logits .*BaseModelOutput.*Use fisher"
+    ):
         hp.score(bert.model, [bert.batch], "ggn", progress=False)
 
 
 def test_ggn_of_batches_that_only_the_loss_takes_apart() -> None:
     x = torch.randn(6, 5, 8)
-    with pytest.raises(InvalidValue, match=r"batch 0: must be what Linear takes.*batches without targets"):
+    with pytest.raises(
+        InvalidValue, match=r"batch 0: must be what Linear takes.*batches without targets"
+    ):
         hp.score(Linear(), [(x, x)], "ggn", loss=lambda m, b: m(b[0])[:, 0], progress=False)
 
 

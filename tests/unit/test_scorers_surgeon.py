@@ -1,4 +1,5 @@
-"""surgeon: its prices are those of sets of heads solved from scratch, and least squares pays them."""
+"""surgeon: its prices are those of sets of heads solved from scratch, and least squares pays
+them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def _doubled() -> Iterator[None]:
 
 
 def one_by_one(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{k: v[i : i + 1] for k, v in batch.items()} for i in range(len(next(iter(batch.values()))))]
+    return [
+        {k: v[i : i + 1] for k, v in batch.items()} for i in range(len(next(iter(batch.values()))))
+    ]
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -44,15 +47,20 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def predictions(model: nn.Module, example: Any) -> list[Tensor]:
-    """Numbers whose slopes' products sum to the Hessian of the divergence from the model's own predictions."""
+    """Numbers whose slopes' products sum to the Hessian of the divergence from the model's own
+    predictions."""
     logits = model(**inputs_of(model, example)).logits[0]
     p = logits.detach().softmax(-1)
     values, vectors = torch.linalg.eigh(p.diag() - torch.outer(p, p))
-    return [value.clamp(min=0).sqrt() * (vector @ logits) for value, vector in zip(values, vectors.T, strict=True)]
+    return [
+        value.clamp(min=0).sqrt() * (vector @ logits)
+        for value, vector in zip(values, vectors.T, strict=True)
+    ]
 
 
 def centred_logits(model: nn.Module, example: Any) -> list[Tensor]:
-    """Numbers whose slopes' products sum to twice the mean product of the slopes of logits without their mean."""
+    """Numbers whose slopes' products sum to twice the mean product of the slopes of logits without
+    their mean."""
     logits = model(**inputs_of(model, example)).logits[0]
     return list(((logits - logits.mean()) * (2 / len(logits)) ** 0.5).unbind())
 
@@ -67,7 +75,9 @@ def centred_logits(model: nn.Module, example: Any) -> list[Tensor]:
         ("multi_head_attention", own_loss, "loss"),
     ],
 )
-def test_prices_are_those_of_sets_solved_from_scratch(layout: str, loss: Any, curvature: str) -> None:
+def test_prices_are_those_of_sets_solved_from_scratch(
+    layout: str, loss: Any, curvature: str
+) -> None:
     """Also where heads share keys, tokens are padding, and prices of two sites compete."""
     subject = family_subject(layout, layout)
     check_prices(subject.model, subject.sites, data(subject, 5), loss, curvature)
@@ -78,7 +88,9 @@ def test_prices_of_units_of_unlike_sizes() -> None:
     subject = family_subject("llama", "llama")
     batch = data(subject, 5)
     free = hp.find_sites(subject.model, policy="free")
-    mask = hp.HeadMask.from_keep({s.name: s.heads[1:] for s in free}, {s.name: s.n_query_heads for s in free})
+    mask = hp.HeadMask.from_keep(
+        {s.name: s.heads[1:] for s in free}, {s.name: s.n_query_heads for s in free}
+    )
     hp.prune_(subject.model, mask, sites=free)
     sites = hp.find_sites(subject.model)
     assert {len(unit) for s in sites for unit in s.units} == {1, 2}
@@ -86,7 +98,12 @@ def test_prices_of_units_of_unlike_sizes() -> None:
 
 
 def check_prices(
-    model: nn.Module, sites: Any, batch: dict[str, Any], loss: Any, curvature: Any, draws: int | None = None
+    model: nn.Module,
+    sites: Any,
+    batch: dict[str, Any],
+    loss: Any,
+    curvature: Any,
+    draws: int | None = None,
 ) -> None:
     """Compares prices with those of the reference, which solves every set of heads from scratch."""
     bound = bind(model, sites)
@@ -94,13 +111,19 @@ def check_prices(
     targets = own.get(curvature, lambda model, example: [loss(model, example).sum()])
 
     def counted(example: Any) -> Tensor:
-        length = example["input_ids"].shape[1] if "input_ids" in example else next(iter(example.values())).shape[1]
+        length = (
+            example["input_ids"].shape[1]
+            if "input_ids" in example
+            else next(iter(example.values())).shape[1]
+        )
         mask = query_mask(model, "self", example, (1, length))
         return torch.ones(length, dtype=torch.bool) if mask is None else mask[0]
 
     projections = [b.gate for b in bound]
     model.requires_grad_(False)
-    found, n = reference.tokens(projections, one_by_one(batch), lambda e: targets(model, e), counted)
+    found, n = reference.tokens(
+        projections, one_by_one(batch), lambda e: targets(model, e), counted
+    )
     units = [[columns.tolist() for columns in unit_columns(b)] for b in bound]
     expected = reference.prices([p.weight.numpy() for p in projections], found, n, units)
     scorer = Surgeon(blocks=1, curvature=curvature, draws=draws)
@@ -120,7 +143,13 @@ def test_the_lowest_are_those_that_went_first() -> None:
             part.weight[:4] = part.weight[4:8]
             part.bias[:4] = part.bias[4:8]
     batches = [torch.randn(8, 6, 12).double() for _ in range(4)]
-    found = hp.score(model, batches, Surgeon(ridge=1e-8), loss=lambda m, x: m(x).square().mean((1, 2)), progress=False)
+    found = hp.score(
+        model,
+        batches,
+        Surgeon(ridge=1e-8),
+        loss=lambda m, x: m(x).square().mean((1, 2)),
+        progress=False,
+    )
     first, second = sorted(found.values[0][:2])
     assert first < 1e-6 * second
 
@@ -128,7 +157,9 @@ def test_the_lowest_are_those_that_went_first() -> None:
 def test_blocks_change_the_errors_alone() -> None:
     subject = family_subject("bert", "bert")
     batch = data(subject, 12)
-    one, some = (hp.score(subject.model, [batch], Surgeon(blocks=n), progress=False) for n in (1, 4))
+    one, some = (
+        hp.score(subject.model, [batch], Surgeon(blocks=n), progress=False) for n in (1, 4)
+    )
     assert one.standard_errors is None
     assert some.standard_errors is not None
     assert some.data is not None
@@ -137,14 +168,18 @@ def test_blocks_change_the_errors_alone() -> None:
     assert all(e > 0 for row in some.standard_errors for e in row)
 
 
-@pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
+@pytest.mark.parametrize(
+    "kind", ["single_label_classification", "multi_label_classification", "regression"]
+)
 def test_slopes_of_targets_give_the_second_derivative_of_the_loss(kind: str) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 1, 4, dtype=torch.float64, requires_grad=True)
     found = Distributions(kind, logits, torch.ones(2, 1, dtype=torch.bool), by_token=False)
     targets, drawn = fisher_targets(found, [0, 1], None)
     assert not drawn
-    slopes = torch.stack([torch.autograd.grad(t, logits, retain_graph=True)[0][:, 0] for t in targets])
+    slopes = torch.stack(
+        [torch.autograd.grad(t, logits, retain_graph=True)[0][:, 0] for t in targets]
+    )
     for example in range(2):
         z = logits[example, 0].detach()
         p = z.softmax(-1)
@@ -157,7 +192,9 @@ def test_slopes_of_targets_give_the_second_derivative_of_the_loss(kind: str) -> 
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
+@pytest.mark.parametrize(
+    "kind", ["single_label_classification", "multi_label_classification", "regression"]
+)
 def test_slopes_of_groups_of_columns_do_so_on_average(kind: str, groups: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(1500, 1, 5, dtype=torch.float64)
@@ -166,7 +203,9 @@ def test_slopes_of_groups_of_columns_do_so_on_average(kind: str, groups: int) ->
 
     def products(draws: int) -> tuple[Tensor, int, bool]:
         targets, drawn = fisher_targets(found, list(range(1500)), draws)
-        slopes = torch.stack([torch.autograd.grad(t, logits, retain_graph=True)[0][:, 0] for t in targets])
+        slopes = torch.stack(
+            [torch.autograd.grad(t, logits, retain_graph=True)[0][:, 0] for t in targets]
+        )
         return torch.einsum("kei,kej->eij", slopes, slopes), len(targets), drawn
 
     exact, n_columns, exact_is_drawn = products(5)
@@ -190,19 +229,30 @@ def test_slopes_of_drawn_targets_do_so_on_average() -> None:
         for target in targets:
             slope = torch.autograd.grad(target, logits, retain_graph=True)[0].flatten()
             total += torch.outer(slope, slope) / 40
-    expected = torch.block_diag(*[p.diag() - torch.outer(p, p) for p in logits.detach()[0, :2].softmax(-1)]) / 2
+    expected = (
+        torch.block_diag(
+            *[p.diag() - torch.outer(p, p) for p in logits.detach()[0, :2].softmax(-1)]
+        )
+        / 2
+    )
     assert_close(total[:8, :8], expected, rtol=0, atol=0.02)
     assert_close(total[8:], torch.zeros_like(total[8:]), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
+@pytest.mark.parametrize(
+    "kind", ["single_label_classification", "multi_label_classification", "regression"]
+)
 def test_slopes_of_logits_weigh_all_classes_alike(kind: str) -> None:
     logits = torch.randn(2, 1, 4, dtype=torch.float64, requires_grad=True)
     found = Distributions(kind, logits, torch.ones(2, 1, dtype=torch.bool), by_token=False)
     targets, drawn = logit_targets(found, [0, 1], None)
     assert not drawn
-    slopes = torch.stack([torch.autograd.grad(t, logits, retain_graph=True)[0][:, 0] for t in targets])
-    alike = torch.eye(4, dtype=torch.float64) - (0.25 if kind == "single_label_classification" else 0)
+    slopes = torch.stack(
+        [torch.autograd.grad(t, logits, retain_graph=True)[0][:, 0] for t in targets]
+    )
+    alike = torch.eye(4, dtype=torch.float64) - (
+        0.25 if kind == "single_label_classification" else 0
+    )
     for example in range(2):
         assert_close(slopes[:, example].T @ slopes[:, example], 2 / 4 * alike)
 
@@ -215,14 +265,21 @@ def test_slopes_of_logits_of_tokens_do_so_on_average() -> None:
     counted = torch.tensor([[True, True, False]])
     total = torch.zeros(12, 12, dtype=torch.float64)
     for seed in range(100):
-        targets, drawn = logit_targets(Distributions("single_label_classification", logits, counted), [seed], 50)
+        targets, drawn = logit_targets(
+            Distributions("single_label_classification", logits, counted), [seed], 50
+        )
         assert drawn
         for target in targets:
             slope = torch.autograd.grad(target, logits, retain_graph=True)[0].flatten()
             total += torch.outer(slope, slope) / 100
     three, four = (torch.eye(n, dtype=torch.float64) - 1 / n for n in (3, 4))
     nothing = torch.zeros(1, 1, dtype=torch.float64)
-    expected = torch.block_diag(three * 2 / 3, nothing, four * 2 / 4, torch.zeros(4, 4, dtype=torch.float64)) / 2
+    expected = (
+        torch.block_diag(
+            three * 2 / 3, nothing, four * 2 / 4, torch.zeros(4, 4, dtype=torch.float64)
+        )
+        / 2
+    )
     assert_close(total, expected, rtol=0, atol=0.02)
 
 
@@ -237,14 +294,18 @@ def test_a_loss_of_the_users_is_asked() -> None:
     double = hp.score(subject.model, [batch], Surgeon(), loss=doubled, progress=False)
     for mine, other in zip(double.values, single.values, strict=True):
         assert_close(mine, tuple(4 * v for v in other), rtol=1e-9, atol=0)
-    unasked = hp.score(subject.model, [batch], Surgeon(curvature="output"), loss=doubled, progress=False)
+    unasked = hp.score(
+        subject.model, [batch], Surgeon(curvature="output"), loss=doubled, progress=False
+    )
     assert any("was not asked" in note for note in unasked.notes)
 
 
 def test_no_labels_are_needed() -> None:
     subject = family_subject("bert", "bert")
     bare = {k: v for k, v in subject.batch.items() if k != "labels"}
-    with_labels, without = (hp.score(subject.model, [b], "surgeon", progress=False) for b in (subject.batch, bare))
+    with_labels, without = (
+        hp.score(subject.model, [b], "surgeon", progress=False) for b in (subject.batch, bare)
+    )
     assert with_labels.values == without.values
 
 
@@ -253,7 +314,10 @@ def test_few_and_equal_examples(n: int) -> None:
     """Where nothing varies there is nothing to stand in for a head, and still an order."""
     subject = family_subject("bert", "bert")
     one = {k: v[:1] for k, v in data(subject, 3).items()}
-    for batch in ({k: v[:n] for k, v in data(subject, 3).items()}, {k: torch.cat([v] * n) for k, v in one.items()}):
+    for batch in (
+        {k: v[:n] for k, v in data(subject, 3).items()},
+        {k: torch.cat([v] * n) for k, v in one.items()},
+    ):
         found = hp.score(subject.model, [batch], "surgeon", progress=False)
         assert len({v for row in found.values for v in row}) == 12
         assert all(v >= 0 for row in found.values for v in row)
@@ -273,7 +337,9 @@ def test_sums_beyond_the_range_of_numbers() -> None:
         for own in layer.self.value.parameters():
             own *= 1e-200
         layer.output.dense.weight *= 1e200  # so that the model computes the same
-    with pytest.raises(InvalidValue, match=r"what bert\.encoder\.layer\.0\.attention gives Surgeon: must be finite"):
+    with pytest.raises(
+        InvalidValue, match=r"what bert\.encoder\.layer\.0\.attention gives Surgeon: must be finite"
+    ):
         hp.score(subject.model, [subject.batch], "surgeon", progress=False)
 
 
@@ -286,8 +352,13 @@ def test_an_attention_that_runs_on_no_whole_examples() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.mean((1, 2)) + self.attention(x[1:]).mean()
 
-    with pytest.raises(UnsupportedModel, match=r"attention: must be run on 3 examples, got 2 rows\. Leave this site"):
-        hp.score(Others(), [torch.randn(3, 4, 8)], "surgeon", loss=lambda m, x: m(x), progress=False)
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"attention: must be run on 3 examples, got 2 rows\. Leave this site",
+    ):
+        hp.score(
+            Others(), [torch.randn(3, 4, 8)], "surgeon", loss=lambda m, x: m(x), progress=False
+        )
 
 
 def test_a_site_that_never_runs() -> None:
@@ -341,7 +412,8 @@ def sentences(n: int, padding: int = 0) -> dict[str, Tensor]:
 
 
 def passes(model: Any, scorer: Surgeon) -> int:
-    """How many backward passes a call of three batches takes, seen where they come by the logits."""
+    """How many backward passes a call of three batches takes, seen where they come by the
+    logits."""
     count = 0
 
     def counting(slope: Tensor) -> None:
@@ -421,8 +493,11 @@ def test_many_classes_whatever_the_batches_and_the_padding() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 4 * _removal.MATRICES * 8 * 16**2, 2**28])
-def test_runs_that_go_together_are_those_that_go_alone(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One at a time, four (that is across both sites), and all 18; by how often something is removed."""
+def test_runs_that_go_together_are_those_that_go_alone(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time, four (that is across both sites), and all 18; by how often something is
+    removed."""
     model, batches = classifier(3), [sentences(16)]
     calls: list[int] = []
     solve = torch.linalg.solve_ex
@@ -441,7 +516,9 @@ def test_runs_that_go_together_are_those_that_go_alone(at_once: int, monkeypatch
     assert found.standard_errors is not None
     assert alone.standard_errors is not None
     for mine, other in zip(
-        (*found.values, *found.standard_errors), (*alone.values, *alone.standard_errors), strict=True
+        (*found.values, *found.standard_errors),
+        (*alone.values, *alone.standard_errors),
+        strict=True,
     ):
         assert_close(list(mine), list(other), rtol=1e-9, atol=0)
 

@@ -1,4 +1,5 @@
-"""Samples behind scores: how they are kept, and the intervals, ranks and sets that are drawn from them."""
+"""Samples behind scores: how they are kept, and the intervals, ranks and sets that are drawn from
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from headprune.model.losses import default_loss
 from tests.laws.support import as_double, subject_of
 
 KINDS = ("self", "causal", "cross")
-SITES = tuple(AttentionSite(f"{kind}.attention", "t5", kind, 4, 4, 8, 8, (0, 1, 2, 3)) for kind in KINDS)
+SITES = tuple(
+    AttentionSite(f"{kind}.attention", "t5", kind, 4, 4, 8, 8, (0, 1, 2, 3)) for kind in KINDS
+)
 
 
 def scores_of(matrix: Any, sites: tuple[AttentionSite, ...] = SITES, **changes: Any) -> HeadScores:
@@ -138,8 +141,12 @@ def test_scores_stay_usable_without_the_file(tmp_path: Path) -> None:
         assert loaded == scores
         assert hp.select(loaded, hp.Budget(keep_heads=0.5)).scores == scores.digest
         assert hp.select(loaded, {"cross": hp.Budget(keep_heads=0.5)}).mask.n_kept == 10
-        assert loaded.interval(HeadId("self.attention", 0)) == scores.interval(HeadId("self.attention", 0))
-        with pytest.raises(InvalidValue, match=rf"a\.samples\.safetensors: must be there .* got {words}"):
+        assert loaded.interval(HeadId("self.attention", 0)) == scores.interval(
+            HeadId("self.attention", 0)
+        )
+        with pytest.raises(
+            InvalidValue, match=rf"a\.samples\.safetensors: must be there .* got {words}"
+        ):
             loaded.stable(6)
     alone = loaded.of("cross")
     assert alone.samples is None
@@ -171,14 +178,22 @@ def test_files_from_before_there_were_samples_still_load(tmp_path: Path) -> None
     loaded = HeadScores.load(tmp_path / "old.json")
     assert (loaded.samples, loaded.notes, loaded.n_examples) == (None, (), 20)
     assert loaded.interval(HeadId("self.attention", 0))[0] < loaded[HeadId("self.attention", 0)]
-    with pytest.raises(InvalidValue, match=r"HeadScores\.rank_interval: .*scores of 'taylor' without them"):
+    with pytest.raises(
+        InvalidValue, match=r"HeadScores\.rank_interval: .*scores of 'taylor' without them"
+    ):
         loaded.rank_interval()
 
 
 def test_samples_are_one_finite_column_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidValue, match=r"HeadScores\.samples: must be one column a unit, 12, got 11"):
+    with pytest.raises(
+        InvalidValue, match=r"HeadScores\.samples: must be one column a unit, 12, got 11"
+    ):
         scores_of(noise(20), samples=Samples.of(noise(20)[:, 1:]))
-    for bad, words in (([1.0], "a matrix"), (np.ones((0, 3)), "a matrix"), ([[math.nan]], "finite")):
+    for bad, words in (
+        ([1.0], "a matrix"),
+        (np.ones((0, 3)), "a matrix"),
+        ([[math.nan]], "finite"),
+    ):
         with pytest.raises(InvalidValue, match=words):
             Samples.of(bad)
     monkeypatch.setattr(samples_module, "LIMIT", 12 * 8 * 8)
@@ -218,7 +233,8 @@ def test_intervals_are_students() -> None:
 
 
 def test_resampling_is_efrons() -> None:
-    """Against a loop over draws that ranks by sorting; the share of a unit in the lowest has a known error."""
+    """Against a loop over draws that ranks by sorting; the share of a unit in the lowest has a
+    known error."""
     matrix = noise(15, gaps=0.3)
     scores = scores_of(matrix)
     rng = np.random.default_rng(7)
@@ -260,7 +276,9 @@ def test_errors_beside_the_choice_of_examples_are_counted() -> None:
     from headprune.core.uncertainty import resampled
 
     plain = scores_of(noise(40))
-    doubled = replace(plain, standard_errors=tuple(tuple(2 * e for e in r) for r in plain.standard_errors or ()))
+    doubled = replace(
+        plain, standard_errors=tuple(tuple(2 * e for e in r) for r in plain.standard_errors or ())
+    )
     spread = [resampled(s, 2000, 0, "test").std(0) for s in (plain, doubled)]
     assert_allclose(spread[1], 2 * spread[0], rtol=0.1)
 
@@ -274,7 +292,12 @@ def test_one_row_a_block_is_enough() -> None:
 def test_well_separated_units_are_settled() -> None:
     found = scores_of(noise(30, gaps=3.0)).stable(5)
     assert found
-    assert (found.probability, len(found.surely_in), len(found.surely_out), found.undecided) == (1.0, 5, 7, ())
+    assert (found.probability, len(found.surely_in), len(found.surely_out), found.undecided) == (
+        1.0,
+        5,
+        7,
+        (),
+    )
     assert [u.name for u in found.surely_in] == ["self.attention"] * 4 + ["causal.attention"]
     assert scores_of(noise(30, gaps=3.0)).rank_interval()[0][0] == (12, 12)
     assert scores_of(noise(30, gaps=3.0)).rank_interval()[2][3] == (1, 1)
@@ -290,21 +313,35 @@ def test_units_that_are_alike_are_not() -> None:
 
 
 def test_ties_fall_as_in_ranked() -> None:
-    """Constant columns that tie: the later unit is the lower one, in every resample as in the scores."""
+    """Constant columns that tie: the later unit is the lower one, in every resample as in the
+    scores."""
     scores = scores_of(np.ones((10, 12)))
     own = {(u.site, u.unit) for u in scores.ranked()[:3]}
     shares = scores.lowest(3)
-    assert {(s, u) for s in range(3) for u in range(4) if shares[s][u] == 1.0} == own == {(2, 3), (2, 2), (2, 1)}
+    assert (
+        {(s, u) for s in range(3) for u in range(4) if shares[s][u] == 1.0}
+        == own
+        == {(2, 3), (2, 2), (2, 1)}
+    )
     assert scores.stable(3).probability == 1.0
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"samples": None, "n_examples": 1, "standard_errors": None}, "got one example: no standard error"),
-        ({"samples": Samples.of(noise(1)), "standard_errors": None}, "got one block of examples: no standard error"),
+        (
+            {"samples": None, "n_examples": 1, "standard_errors": None},
+            "got one example: no standard error",
+        ),
+        (
+            {"samples": Samples.of(noise(1)), "standard_errors": None},
+            "got one block of examples: no standard error",
+        ),
         ({"samples": None, "standard_errors": None}, "got scores of 'taylor' without them"),
-        ({"samples": None, "n_examples": 0, "standard_errors": None}, "got 'taylor', which uses no data"),
+        (
+            {"samples": None, "n_examples": 0, "standard_errors": None},
+            "got 'taylor', which uses no data",
+        ),
     ],
 )
 def test_no_uncertainty_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
@@ -325,7 +362,10 @@ def test_k_splits_the_units(k: Any) -> None:
 
 def test_confidence_and_draws_are_checked() -> None:
     scores = scores_of(noise(20))
-    for ask in (lambda: scores.rank_interval(1.0), lambda: scores.interval(HeadId("self.attention", 0), 95)):
+    for ask in (
+        lambda: scores.rank_interval(1.0),
+        lambda: scores.interval(HeadId("self.attention", 0), 95),
+    ):
         with pytest.raises(InvalidValue, match="between 0 and 1"):
             ask()
     with pytest.raises(InvalidValue, match="a count of resamples"):
@@ -352,7 +392,8 @@ def test_score_passes_samples_and_notes_on() -> None:
 
 @pytest.mark.parametrize("scorer", ["taylor", "leave_one_out"])
 def test_intervals_hold_the_full_data_value(scorer: str) -> None:
-    """2,000 resamples of 60 examples, the 95 % intervals of all heads together: 93 to 97 % hold the mean of all."""
+    """2,000 resamples of 60 examples, the 95 % intervals of all heads together: 93 to 97 % hold the
+    mean of all."""
     subject = subject_of("bert")
     data = [as_double(subject.layout.tiny(seed)[1]) for seed in range(20)]
     scores = hp.score(subject.model, data, scorer, loss=default_loss, progress=False)
@@ -364,7 +405,9 @@ def test_intervals_hold_the_full_data_value(scorer: str) -> None:
     # The class's own interval on a few resamples, and the same formula at once on all of them.
     for draw in range(2000):
         rows = matrix[rng.integers(60, size=60)]
-        width = 2.000995 * rows.std(0, ddof=1) / 60**0.5  # Student's 97.5 % quantile, 59 degrees of freedom
+        width = (
+            2.000995 * rows.std(0, ddof=1) / 60**0.5
+        )  # Student's 97.5 % quantile, 59 degrees of freedom
         held.append(np.abs(rows.mean(0) - truth) <= width)
         if draw < 3:
             redone = scores_of(rows, scores.sites)

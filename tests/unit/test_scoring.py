@@ -1,4 +1,5 @@
-"""Scores against literal loops and finite differences; what a call leaves behind; what it says when it refuses."""
+"""Scores against literal loops and finite differences; what a call leaves behind; what it says when
+it refuses."""
 
 from __future__ import annotations
 
@@ -37,11 +38,21 @@ def loss_of(subject: Subject) -> Callable[[nn.Module, Any], Tensor]:
 
 
 def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, reference.n_examples(batch), size)]
+    return [
+        {k: v[i : i + size] for k, v in batch.items()}
+        for i in range(0, reference.n_examples(batch), size)
+    ]
 
 
 def score(subject: Subject, scorer: Any, batches: Any = None, **options: Any) -> Any:
-    return hp.score(subject.model, batches or [subject.batch], scorer, loss=loss_of(subject), progress=False, **options)
+    return hp.score(
+        subject.model,
+        batches or [subject.batch],
+        scorer,
+        loss=loss_of(subject),
+        progress=False,
+        **options,
+    )
 
 
 def flat(scores: Any, errors: bool = False) -> Tensor:
@@ -55,7 +66,9 @@ def flat(scores: Any, errors: bool = False) -> Tensor:
 def test_gate_gradients_are_central_differences(subject: Subject) -> None:
     loss = loss_of(subject)
     found = gate_gradients(subject.model, [subject.batch], loss)
-    slow = reference.central_differences(subject.model, subject.batch, loss, subject.sites, step=1e-4)
+    slow = reference.central_differences(
+        subject.model, subject.batch, loss, subject.sites, step=1e-4
+    )
     assert found.dtype == torch.float64
     assert found.abs().max() > 1e-3
     # The truncation error of a central difference is of order step².
@@ -74,10 +87,14 @@ def test_the_three_routes_agree(subject: Subject) -> None:
 @pytest.mark.parametrize("name", ["llama", "multi_head_attention"])
 def test_a_group_is_the_sum_of_its_signed_members(name: str) -> None:
     subject = subject_of(name)
-    heads = reference.context_route(subject.model, subject.batch, loss_of(subject), subject.sites).sum(1)
+    heads = reference.context_route(
+        subject.model, subject.batch, loss_of(subject), subject.sites
+    ).sum(1)
     signed = reference.by_unit(heads, subject.sites)
     unsigned = reference.by_unit(heads.abs(), subject.sites)
-    assert not torch.allclose(signed.abs(), unsigned), "members must cancel somewhere, or the test shows nothing"
+    assert not torch.allclose(signed.abs(), unsigned), (
+        "members must cancel somewhere, or the test shows nothing"
+    )
     assert_close(flat(score(subject, "taylor")), signed.abs().mean(0), **EXACT)
 
 
@@ -101,7 +118,9 @@ def test_taylor_is_its_formula(subject: Subject, reduce: str, normalize: str) ->
     loss, batch = loss_of(subject), data(subject, 5)
     block = {"block": 2} if reduce == "batch" else {}
     found = score(subject, Taylor(reduce=reduce, normalize=normalize, **block), split(batch, 3))
-    tokens = reference.by_unit(reference.context_route(subject.model, batch, loss, subject.sites), subject.sites)
+    tokens = reference.by_unit(
+        reference.context_route(subject.model, batch, loss, subject.sites), subject.sites
+    )
     sizes = [len(s.units) for s in subject.sites]
     values, errors = reference.taylor(tokens.sum(1), tokens, sizes, reduce, normalize, 2)
     assert found.n_examples == 5
@@ -109,7 +128,9 @@ def test_taylor_is_its_formula(subject: Subject, reduce: str, normalize: str) ->
     assert_close(flat(found, errors=True), torch.tensor(errors, dtype=torch.float64), **EXACT)
 
 
-@pytest.mark.parametrize("scorer", [Taylor(), Taylor(reduce="token"), Taylor(normalize="l2"), LeaveOneOut()], ids=repr)
+@pytest.mark.parametrize(
+    "scorer", [Taylor(), Taylor(reduce="token"), Taylor(normalize="l2"), LeaveOneOut()], ids=repr
+)
 def test_one_example_has_no_standard_error(scorer: Any) -> None:
     subject = subject_of("bert")
     found = score(subject, scorer, [reference.example(subject.batch, 0)])
@@ -126,7 +147,9 @@ def test_a_scorer_of_yours_that_says_nothing_of_its_error() -> None:
 
     subject = subject_of("bert")
     one = {k: v[:1] for k, v in subject.batch.items()}
-    assert score(subject, Own(), [one]).notes == ("No standard error: the scores rest on a single example.",)
+    assert score(subject, Own(), [one]).notes == (
+        "No standard error: the scores rest on a single example.",
+    )
     assert score(subject, Own(), [subject.batch]).notes == ()
 
 
@@ -148,7 +171,9 @@ def test_blocks_are_fixed_whatever_the_batch_size(size: int) -> None:
     assert not torch.allclose(flat(found), torch.tensor(in_one, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("settings", [{"reduce": "mean"}, {"normalize": "l1"}, {"block": 0}, {"block": 4}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"reduce": "mean"}, {"normalize": "l1"}, {"block": 0}, {"block": 4}], ids=str
+)
 def test_taylor_refuses_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match=r"Taylor\." + next(iter(settings))):
         Taylor(**settings)
@@ -185,7 +210,9 @@ def test_scores_of_a_cut_model_go_by_original_indices(subject: Subject) -> None:
     sites, loss = hp.find_sites(subject.model), loss_of(subject)
     assert all(s.heads[0] != 0 for s in sites)
     ablated, magnitude = score(subject, ["leave_one_out", "magnitude"])
-    slow, _ = reference.mean_and_error(reference.leave_one_out(subject.model, subject.batch, loss, sites))
+    slow, _ = reference.mean_and_error(
+        reference.leave_one_out(subject.model, subject.batch, loss, sites)
+    )
     assert_close(flat(ablated), torch.tensor(slow, dtype=torch.float64), **EXACT)
     full = hp.score(subject_of(subject.layout.name).model, scorer="magnitude")
     for unit in magnitude.units():
@@ -200,14 +227,26 @@ def test_scores_of_a_cut_model_go_by_original_indices(subject: Subject) -> None:
 def test_magnitude_is_the_product_of_the_norms(subject: Subject) -> None:
     """Norms taken by zeroing everything but the head, through the module's own weights."""
     found = hp.score(subject.model, scorer="magnitude")
-    assert (found.n_examples, found.data, found.costs, found.standard_errors) == (0, None, None, None)
+    assert (found.n_examples, found.data, found.costs, found.standard_errors) == (
+        0,
+        None,
+        None,
+        None,
+    )
     for site, row in zip(subject.sites, found.values, strict=True):
-        module, gate = subject.model.get_submodule(site.name), reference.projection(subject.model, site)
+        module, gate = (
+            subject.model.get_submodule(site.name),
+            reference.projection(subject.model, site),
+        )
         for unit, value in zip(site.units, row, strict=True):
             out = gate.weight.T if hasattr(gate, "nf") else gate.weight
             norm_o = torch.cat([out[:, reference.columns(site, h)] for h in unit], 1).norm()
-            norm_v = torch.cat([value_rows(module, site, g) for g in {h // site.group_size for h in unit}]).norm()
-            assert_close(torch.tensor(value, dtype=torch.float64), (norm_v * norm_o).detach(), **EXACT)
+            norm_v = torch.cat(
+                [value_rows(module, site, g) for g in {h // site.group_size for h in unit}]
+            ).norm()
+            assert_close(
+                torch.tensor(value, dtype=torch.float64), (norm_v * norm_o).detach(), **EXACT
+            )
 
 
 def value_rows(module: Any, site: Any, group: int) -> Tensor:
@@ -228,9 +267,16 @@ def test_magnitude_of_heads_that_are_modules_is_that_of_all_their_weights(layout
     for site, row in zip(subject.sites, found.values, strict=True):
         module = subject.model.get_submodule(site.name)
         for unit, value in zip(site.units, row, strict=True):
-            own = torch.cat([p.flatten() for h in unit for p in module.heads[h].parameters()]).norm()
+            own = torch.cat(
+                [p.flatten() for h in unit for p in module.heads[h].parameters()]
+            ).norm()
             if layout == "head_list":
-                own = own * torch.cat([module.proj.weight[:, reference.columns(site, h)] for h in unit], 1).norm()
+                own = (
+                    own
+                    * torch.cat(
+                        [module.proj.weight[:, reference.columns(site, h)] for h in unit], 1
+                    ).norm()
+                )
             assert_close(torch.tensor(value, dtype=torch.float64), own.detach(), **EXACT)
 
 
@@ -260,13 +306,18 @@ def mixed(subject: Subject) -> nn.Module:
 
 
 def grads(model: nn.Module) -> list[Any]:
-    return [(p.requires_grad, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    return [
+        (p.requires_grad, p.grad, None if p.grad is None else p.grad.clone())
+        for p in model.parameters()
+    ]
 
 
 def assert_untouched(model: nn.Module, before: list[Any], old: list[Any], state: Tensor) -> None:
     assert picture(model) == before
     assert torch.equal(torch.get_rng_state(), state)
-    for (needed, grad, copied), (was_needed, was_grad, was_copied) in zip(grads(model), old, strict=True):
+    for (needed, grad, copied), (was_needed, was_grad, was_copied) in zip(
+        grads(model), old, strict=True
+    ):
         assert needed == was_needed
         assert grad is was_grad
         if copied is not None:
@@ -303,7 +354,9 @@ def test_dropout_plays_no_part() -> None:
         subject = subject_of(name)
         expected = [flat(s) for s in score(subject, SCORERS[:3])]
         subject.model.train()
-        assert not torch.equal(subject.run(), subject.run()), "dropout must be on, or the test shows nothing"
+        assert not torch.equal(subject.run(), subject.run()), (
+            "dropout must be on, or the test shows nothing"
+        )
         for found, value in zip(score(subject, SCORERS[:3]), expected, strict=True):
             assert_close(flat(found), value, rtol=0, atol=0)
 
@@ -351,7 +404,9 @@ def test_several_scorers_share_their_passes() -> None:
     handle = subject.model.register_forward_hook(lambda *_: runs.append(1))
     sharing = [Taylor(), Taylor(reduce="signed"), Taylor(normalize="l2"), Taylor(reduce="batch")]
     score(subject, sharing, batches)
-    assert len(runs) == 1 + 1 + 3, "one to measure what the model costs, one for its own loss, one a batch"
+    assert len(runs) == 1 + 1 + 3, (
+        "one to measure what the model costs, one for its own loss, one a batch"
+    )
     assert batches.passes == 1, "the costs are measured on a batch of the same pass"
     runs.clear()
     score(subject, [*sharing, LeaveOneOut(replay=False), "magnitude"], batches)
@@ -370,7 +425,8 @@ class Changing:
 
 
 def test_batches_that_change_between_passes_are_refused() -> None:
-    """Rows of several passes are put together: scores of other examples side by side, or their differences."""
+    """Rows of several passes are put together: scores of other examples side by side, or their
+    differences."""
     subject = subject_of("bert")
     batches = split(data(subject), 3)
     for second, words in (
@@ -380,13 +436,20 @@ def test_batches_that_change_between_passes_are_refused() -> None:
         ([*batches, batches[0]], "others from batch 3 on"),
     ):
         loader = Changing(batches, second)
-        with pytest.raises(InvalidValue, match=rf"batches: must be the same in every pass.*{words}.*does not shuffle"):
+        with pytest.raises(
+            InvalidValue,
+            match=rf"batches: must be the same in every pass.*{words}.*does not shuffle",
+        ):
             score(subject, ["taylor", LeaveOneOut(replay=False)], loader)
-    with pytest.raises(InvalidValue, match="batches: must be readable more than once, got a Changing whose batches"):
+    with pytest.raises(
+        InvalidValue, match="batches: must be readable more than once, got a Changing whose batches"
+    ):
         score(subject, ["taylor", LeaveOneOut(replay=False)], Changing(batches, []))
     generator = torch.Generator().manual_seed(0)
     rows = [reference.example(data(subject), i) for i in range(7)]
-    loader = torch.utils.data.DataLoader(rows, 1, shuffle=True, generator=generator, collate_fn=lambda r: r[0])
+    loader = torch.utils.data.DataLoader(
+        rows, 1, shuffle=True, generator=generator, collate_fn=lambda r: r[0]
+    )
     with pytest.raises(InvalidValue, match="the same in every pass"):
         score(subject, hp.scoring.Shapley(orders=1), loader)
     assert score(subject, "taylor", loader).n_examples == 7, "one pass may read in any order"
@@ -400,9 +463,15 @@ def test_batches_that_change_between_passes_are_refused() -> None:
 def test_costs_are_measured_on_one_example() -> None:
     subject = subject_of("bert")
     sizes: list[int] = []
-    handle = subject.model.register_forward_hook(lambda m, a, k, o: sizes.append(len(k["input_ids"])), with_kwargs=True)
+    handle = subject.model.register_forward_hook(
+        lambda m, a, k, o: sizes.append(len(k["input_ids"])), with_kwargs=True
+    )
     found = score(subject, "taylor", [data(subject)])
-    assert sizes == [1, 7, 7], "one for the costs, one for the model's own loss, one for the gradients"
+    assert sizes == [
+        1,
+        7,
+        7,
+    ], "one for the costs, one for the model's own loss, one for the gradients"
     handle.remove()
     assert found.costs == score(subject, "taylor", split(data(subject), 1)).costs
 
@@ -463,7 +532,13 @@ def test_weights_that_are_nowhere_are_refused() -> None:
 def test_ggn_says_that_it_asks_no_loss() -> None:
     subject = subject_of("bert")
     quiet = hp.score(subject.model, [subject.batch], "ggn", progress=False)
-    told = hp.score(subject.model, [subject.batch], "ggn", loss=lambda m, b: 2 * default_loss(m, b), progress=False)
+    told = hp.score(
+        subject.model,
+        [subject.batch],
+        "ggn",
+        loss=lambda m, b: 2 * default_loss(m, b),
+        progress=False,
+    )
     assert told.values == quiet.values
     assert quiet.notes == ()
     assert told.notes == ("loss= was not asked: ggn reads the output alone.",)
@@ -480,14 +555,19 @@ def test_batches_may_be_tuples_or_tensors() -> None:
     expected = hp.score(subject.model, [{"x": x}], loss=own_loss, progress=False)
     for batch in (x, (x,), [x, None]):
         assert_close(
-            flat(hp.score(subject.model, [batch], loss=own_loss, progress=False)), flat(expected), rtol=0, atol=0
+            flat(hp.score(subject.model, [batch], loss=own_loss, progress=False)),
+            flat(expected),
+            rtol=0,
+            atol=0,
         )
 
 
 # ---------------------------------------------------------------- circumstances of the caller
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"]
+)
 def test_works_where_the_caller_turned_gradients_off(context: Any) -> None:
     subject = subject_of("bert")
     expected = score(subject, SCORERS)
@@ -498,15 +578,21 @@ def test_works_where_the_caller_turned_gradients_off(context: Any) -> None:
 def test_works_on_frozen_weights(subject: Subject) -> None:
     expected = score(subject, SCORERS)
     subject.model.requires_grad_(False)
-    assert [flat(s).tolist() for s in score(subject, SCORERS)] == [flat(s).tolist() for s in expected]
+    assert [flat(s).tolist() for s in score(subject, SCORERS)] == [
+        flat(s).tolist() for s in expected
+    ]
     assert not any(p.requires_grad for p in subject.model.parameters())
 
 
 def test_works_in_bfloat16(subject: Subject) -> None:
     expected = score(subject, [Taylor(), Taylor(reduce="token"), LeaveOneOut()])
     subject.model.bfloat16()
-    subject.batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in subject.batch.items()}
-    for found, value in zip(score(subject, [Taylor(), Taylor(reduce="token"), LeaveOneOut()]), expected, strict=True):
+    subject.batch = {
+        k: v.bfloat16() if v.is_floating_point() else v for k, v in subject.batch.items()
+    }
+    for found, value in zip(
+        score(subject, [Taylor(), Taylor(reduce="token"), LeaveOneOut()]), expected, strict=True
+    ):
         # bf16 carries 8 bits: a few per cent after three layers, of the largest score.
         assert_close(flat(found), flat(value), rtol=0, atol=0.15 * float(flat(value).abs().max()))
 
@@ -531,7 +617,9 @@ def test_a_layer_without_heads_has_no_scores(subject: Subject) -> None:
     gone = subject.sites[1].name
     hp.prune_(subject.model, subject.mask({gone: []}))
     for found in score(subject, SCORERS):
-        assert [len(row) for row in found.values] == [0 if s.name == gone else len(s.units) for s in subject.sites]
+        assert [len(row) for row in found.values] == [
+            0 if s.name == gone else len(s.units) for s in subject.sites
+        ]
 
 
 # ---------------------------------------------------------------- errors
@@ -584,7 +672,10 @@ def test_an_empty_batch(bert: Subject) -> None:
 def test_no_labels(bert: Subject) -> None:
     bert.batch.pop("labels")
     for scorer in SCORERS[:3]:
-        words = r"with 'labels', got only \['attention_mask', 'input_ids'\].*loss=.*ggn and obs need no labels"
+        words = (
+            r"with 'labels', got only \['attention_mask', 'input_ids'\].*loss=.*ggn and obs need no"
+            r" labels"
+        )
         with pytest.raises(InvalidValue, match=words):
             score(bert, scorer)
 
@@ -607,7 +698,9 @@ def test_a_batch_that_is_no_mapping_needs_a_loss() -> None:
 )
 def test_a_loss_of_the_wrong_shape(bert: Subject, loss: Any, got: str) -> None:
     for scorer in ("taylor", "leave_one_out"):
-        with pytest.raises(InvalidValue, match=rf"\[3\], one loss an example, {got}.*reduction='none'"):
+        with pytest.raises(
+            InvalidValue, match=rf"\[3\], one loss an example, {got}.*reduction='none'"
+        ):
             hp.score(bert.model, [bert.batch], scorer, loss=loss, progress=False)
 
 
@@ -623,12 +716,16 @@ def test_a_loss_without_a_graph(bert: Subject) -> None:
 
 def test_a_loss_that_does_not_see_a_layer(bert: Subject) -> None:
     def first_layer(model: nn.Module, batch: Any) -> Tensor:
-        out = model.bert(batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True)
+        out = model.bert(
+            batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True
+        )
         return out.hidden_states[1].square().mean((1, 2))
 
     with pytest.raises(InvalidValue, match=rf"{bert.sites[1].name}.*no dependence on it.*sites="):
         hp.score(bert.model, [bert.batch], "taylor", loss=first_layer, progress=False)
-    found = hp.score(bert.model, [bert.batch], "taylor", loss=first_layer, sites=bert.sites[:1], progress=False)
+    found = hp.score(
+        bert.model, [bert.batch], "taylor", loss=first_layer, sites=bert.sites[:1], progress=False
+    )
     assert [len(row) for row in found.values] == [4]
 
 
@@ -662,9 +759,13 @@ def test_the_scores_know_the_model_and_the_data() -> None:
 def test_a_single_batch_in_place_of_a_list_is_refused() -> None:
     subject = subject_of("bert")
     for batch in (subject.batch, subject.batch["input_ids"]):
-        with pytest.raises(InvalidValue, match=r"batches: must be an iterable of batches.*Wrap a single batch"):
+        with pytest.raises(
+            InvalidValue, match=r"batches: must be an iterable of batches.*Wrap a single batch"
+        ):
             hp.score(subject.model, batch)
 
 
 def test_the_room_lists_its_scorers() -> None:
-    assert {"Taylor", "LeaveOneOut", "Magnitude", "Random", "gate_gradients"} <= set(dir(hp.scoring))
+    assert {"Taylor", "LeaveOneOut", "Magnitude", "Random", "gate_gradients"} <= set(
+        dir(hp.scoring)
+    )

@@ -29,12 +29,20 @@ def wide_loss(model: Any, batch: Any) -> Any:
 
 
 def halves(subject: Subject) -> list[Any]:
-    return [{k: v[:2] for k, v in subject.batch.items()}, {k: v[2:] for k, v in subject.batch.items()}]
+    return [
+        {k: v[:2] for k, v in subject.batch.items()},
+        {k: v[2:] for k, v in subject.batch.items()},
+    ]
 
 
 def masks_of(subject: Subject) -> list[HeadMask]:
     last = subject.sites[-1]
-    return [subject.ragged(0), subject.ragged(1), subject.mask({last.name: last.units[0]}), subject.mask({})]
+    return [
+        subject.ragged(0),
+        subject.ragged(1),
+        subject.mask({last.name: last.units[0]}),
+        subject.mask({}),
+    ]
 
 
 def options(subject: Subject) -> dict[str, Any]:
@@ -64,7 +72,14 @@ def test_losses_are_those_of_gated_models(subject: Subject) -> None:
 def test_losses_after_a_recovery_are_those_of_recovered_copies(subject: Subject) -> None:
     def recover(small: Any) -> None:
         with Doubled():
-            hp.recover_(small, halves(subject), "mean_fold", subject.model, loss=wide_loss, sites=subject.sites)
+            hp.recover_(
+                small,
+                halves(subject),
+                "mean_fold",
+                subject.model,
+                loss=wide_loss,
+                sites=subject.sites,
+            )
 
     rise = hp.scoring.loss_of(subject.model, halves(subject), after_cut=recover, **options(subject))
     mask = subject.ragged(1)
@@ -98,7 +113,8 @@ def test_losses_need_masks_and_the_same_data() -> None:
 
 
 def test_what_is_left_is_scored_without_what_is_gone(subject: Subject) -> None:
-    """Against the scores of a model that was pruned by the public verb, for scorers of every sort."""
+    """Against the scores of a model that was pruned by the public verb, for scorers of every
+    sort."""
     mask = subject.ragged(1)
     small = copy.deepcopy(subject.model)
     hp.prune_(small, mask, sites=subject.sites)
@@ -106,19 +122,28 @@ def test_what_is_left_is_scored_without_what_is_gone(subject: Subject) -> None:
     before = picture(subject.model)
     for scorer in ("fisher", "wanda", "magnitude", "leave_one_out"):
         with Doubled():
-            rescore = hp.scoring.rescorer(subject.model, iter(halves(subject)), scorer, **options(subject))
+            rescore = hp.scoring.rescorer(
+                subject.model, iter(halves(subject)), scorer, **options(subject)
+            )
             rescore(subject.mask({}))
             found = rescore(mask)
-            expected = hp.score(small, halves(subject), scorer, loss=wide_loss, sites=left, progress=False)
+            expected = hp.score(
+                small, halves(subject), scorer, loss=wide_loss, sites=left, progress=False
+            )
             whole = hp.score(subject.model, halves(subject), scorer, **options(subject))
         assert found.sites == tuple(subject.sites)
         for unit in expected.units():
-            assert found[HeadId(unit.name, unit.heads[0])] == pytest.approx(unit.value, rel=1e-9, abs=1e-12)
+            assert found[HeadId(unit.name, unit.heads[0])] == pytest.approx(
+                unit.value, rel=1e-9, abs=1e-12
+            )
         gone = [u for u in found.units() if not set(u.heads) & set(mask.kept(u.name))]
         assert gone
         assert [u.value for u in gone] == [0.0] * len(gone)
         if scorer != "magnitude":
-            assert any(found.values[u.site][u.unit] != pytest.approx(u.value, rel=1e-3) for u in whole.units())
+            assert any(
+                found.values[u.site][u.unit] != pytest.approx(u.value, rel=1e-3)
+                for u in whole.units()
+            )
     assert picture(subject.model) == before
 
 
@@ -132,7 +157,9 @@ def test_curvature_and_errors_have_the_place_of_their_units(subject: Subject) ->
     matrix = found.curvature.matrix
     assert_allclose(np.diag(matrix) / 2, np.concatenate(found.values), rtol=1e-9)
     for unit, (error, row) in zip(
-        found.units(), zip([e for r in found.standard_errors for e in r], matrix, strict=True), strict=True
+        found.units(),
+        zip([e for r in found.standard_errors for e in r], matrix, strict=True),
+        strict=True,
     ):
         assert (error > 0) == row.any() == bool(set(unit.heads) & set(mask.kept(unit.name)))
 
@@ -149,7 +176,9 @@ def test_a_recovery_comes_before_the_scores() -> None:
 
     mask = subject.ragged(0)
     plain = hp.scoring.rescorer(subject.model, [subject.batch], "magnitude", progress=False)
-    doubled = hp.scoring.rescorer(subject.model, [subject.batch], "magnitude", after_cut=recover, progress=False)
+    doubled = hp.scoring.rescorer(
+        subject.model, [subject.batch], "magnitude", after_cut=recover, progress=False
+    )
     before = [float(p.detach().sum()) for p in subject.model.parameters()]
     ratio = np.array([v for row in doubled(mask).values for v in row if v])
     assert (ratio > 1.5 * np.array([v for row in plain(mask).values for v in row if v])).all()

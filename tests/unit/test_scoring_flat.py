@@ -1,4 +1,5 @@
-"""Losses that are flat where the model is: scorers of slopes refuse them, and all others rank more than rounding."""
+"""Losses that are flat where the model is: scorers of slopes refuse them, and all others rank more
+than rounding."""
 
 from __future__ import annotations
 
@@ -19,9 +20,13 @@ from headprune.scoring import Fisher, fisher_matrix, gate_gradients
 from headprune.scoring._base import Scorer
 from tests.processes_work import SCORERS
 
-#: Scorers whose numbers come from slopes of the loss at the model as it is; `auto` has such candidates.
+#: Scorers whose numbers come from slopes of the loss at the model as it is; `auto` has such
+#: candidates.
 BY_SLOPE = {"attribution_patching", "auto", "fisher", "surgeon", "taylor", "taylor2"}
-FLAT = "the slopes of the loss in the gates of the heads: must be larger than rounding, got .* leave_one_out"
+FLAT = (
+    "the slopes of the loss in the gates of the heads: must be larger than rounding, got .*"
+    " leave_one_out"
+)
 
 
 class Classifier(nn.Module):
@@ -111,7 +116,8 @@ SAME_DRAWS = [s for s in SCORERS if getattr(s, "replacement", None) != "resample
 @pytest.mark.parametrize("flat", FLAT_LOSSES)
 @pytest.mark.parametrize("scorer", SAME_DRAWS, ids=name_of)
 def test_no_scorer_ranks_the_rounding_of_a_flat_loss(scorer: Any, flat: str) -> None:
-    """What is rounding in fp32 is other rounding in fp64; what is no rounding is the same but for some."""
+    """What is rounding in fp32 is other rounding in fp64; what is no rounding is the same but for
+    some."""
     found = []
     for dtype in (torch.float32, torch.float64):
         model, teacher, batches = built(dtype)
@@ -149,14 +155,18 @@ def test_matrices_of_slopes_are_refused_too() -> None:
 def test_slopes_are_judged_where_reading_stops_early_and_where_there_is_little_room() -> None:
     model, teacher, batches = built(torch.float32)
     with pytest.raises(InvalidValue, match=FLAT):
-        hp.score(model, batches, "taylor", loss=divergence(teacher), until=hp.Stable(k=2), progress=False)
+        hp.score(
+            model, batches, "taylor", loss=divergence(teacher), until=hp.Stable(k=2), progress=False
+        )
 
 
-# --- what is small and no rounding ------------------------------------------------------------------------------------
+# --- what is small and no rounding
+# ------------------------------------------------------------------------------------
 
 
 def fitted(model: nn.Module, x: Tensor) -> Tensor:
-    """Cross-entropy of a model that is sure of its answers, which are right: between 1e-7 and 1e-4."""
+    """Cross-entropy of a model that is sure of its answers, which are right: between 1e-7 and
+    1e-4."""
     logits = model(x)
     logits = logits + 14 * functional.one_hot(logits.argmax(-1), logits.shape[-1])
     return functional.cross_entropy(logits, logits.argmax(-1), reduction="none")
@@ -196,4 +206,7 @@ def test_a_loss_that_cannot_be_asked_again_is_not() -> None:
     """It is asked again only where its slopes are small, and what it raises then is not shown."""
     model, _, batches = built(torch.float32)
     answers = iter([1e-9] * 3)
-    assert float(values(model, batches, "taylor", lambda m, x: next(answers) * m(x).mean(-1)).max()) > 0
+    assert (
+        float(values(model, batches, "taylor", lambda m, x: next(answers) * m(x).mean(-1)).max())
+        > 0
+    )

@@ -1,4 +1,5 @@
-"""Scoring that was cut off goes on after the batches that were done, to the same scores bit for bit."""
+"""Scoring that was cut off goes on after the batches that were done, to the same scores bit for
+bit."""
 
 from __future__ import annotations
 
@@ -56,13 +57,19 @@ def bert() -> Subject:
     return subject_of("bert")
 
 
-def score(subject: Subject, scorer: Any, batches: Any, folder: Path | None = None, **more: Any) -> Any:
-    return hp.score(subject.model, batches, scorer, loss=loss_of(subject), folder=folder, progress=False, **more)
+def score(
+    subject: Subject, scorer: Any, batches: Any, folder: Path | None = None, **more: Any
+) -> Any:
+    return hp.score(
+        subject.model, batches, scorer, loss=loss_of(subject), folder=folder, progress=False, **more
+    )
 
 
 def told(scores: hp.HeadScores) -> tuple[Any, ...]:
     """All that scores hold, to the last bit."""
-    matrices = [None if m is None else m.matrix.tobytes() for m in (scores.samples, scores.curvature)]
+    matrices = [
+        None if m is None else m.matrix.tobytes() for m in (scores.samples, scores.curvature)
+    ]
     return scores.to_json(), *matrices
 
 
@@ -81,7 +88,9 @@ class Calls:
         return self.count
 
 
-@pytest.mark.parametrize("scorer", SCORERS, ids=lambda s: f"{type(s).__name__}-{getattr(s, 'reduce', '')}")
+@pytest.mark.parametrize(
+    "scorer", SCORERS, ids=lambda s: f"{type(s).__name__}-{getattr(s, 'reduce', '')}"
+)
 def test_scores_that_were_cut_off(scorer: Any, bert: Subject, tmp_path: Path) -> None:
     batches = split(data(bert, 7), 1)
     counted, seen = Batches(batches, 1e9), Calls(bert)
@@ -113,7 +122,10 @@ def test_auto_that_was_cut_off(bert: Subject, tmp_path: Path, left: int) -> None
 
 
 def test_several_scorers_that_were_cut_off_twice(bert: Subject, tmp_path: Path) -> None:
-    batches, scorers = split(data(bert, 6), 2), ["taylor", "fisher", "surgeon", "wanda", "leave_one_out"]
+    batches, scorers = (
+        split(data(bert, 6), 2),
+        ["taylor", "fisher", "surgeon", "wanda", "leave_one_out"],
+    )
     seen = Calls(bert)
     whole = [told(s) for s in score(bert, scorers, batches)]
     runs = seen.since()
@@ -146,7 +158,9 @@ def test_a_folder_of_another_call_is_refused(bert: Subject, tmp_path: Path) -> N
         score(bert, "taylor", batches, folder)
 
 
-def test_a_call_is_known_by_what_the_model_makes_of_its_first_examples(bert: Subject, tmp_path: Path) -> None:
+def test_a_call_is_known_by_what_the_model_makes_of_its_first_examples(
+    bert: Subject, tmp_path: Path
+) -> None:
     batches, folder = split(data(bert, 4), 2), tmp_path / "work"
     with hp.gated(bert.model, {bert.sites[0].name: torch.tensor([0.0, 1.0, 1.0, 1.0])}):
         score(bert, "wanda", batches, folder)
@@ -159,26 +173,34 @@ def test_a_call_is_known_by_what_the_model_makes_of_its_first_examples(bert: Sub
     given: dict[str, Any] = {"folder": tmp_path / "other", "progress": False}
     hp.score(bert.model, batches, "taylor", loss=partial(loss, 1.0), **given)
     hp.score(bert.model, batches, "taylor", loss=partial(loss, 1.0), **given)
-    with pytest.raises(InvalidValue, match="differs in the loss, what the model makes of the first batch"):
+    with pytest.raises(
+        InvalidValue, match="differs in the loss, what the model makes of the first batch"
+    ):
         hp.score(bert.model, batches, "taylor", loss=partial(loss, 3.0), **given)
     with torch.autocast("cpu"), pytest.raises(InvalidValue, match="differs in device"):
         hp.score(bert.model, batches, "taylor", loss=partial(loss, 1.0), **given)
 
 
 @pytest.mark.parametrize("scorer", ["taylor", "surgeon", "wanda", LeaveOneOut(replacement="mean")])
-def test_other_batches_are_refused_and_fewer_or_more_are_counted(scorer: Any, bert: Subject, tmp_path: Path) -> None:
+def test_other_batches_are_refused_and_fewer_or_more_are_counted(
+    scorer: Any, bert: Subject, tmp_path: Path
+) -> None:
     batches = split(data(bert, 8), 2)
     for given in (batches[:1] * 4, [batches[0], *batches[2:]]):
         folder = tmp_path / str(len(given))
         score(bert, scorer, batches, folder)
-        with pytest.raises(InvalidValue, match=r"what these batches gave, in this order.*up to batch"):
+        with pytest.raises(
+            InvalidValue, match=r"what these batches gave, in this order.*up to batch"
+        ):
             score(bert, scorer, given, folder)
     with contextlib.suppress(InvalidValue):  # sums hold what rows do not
         fewer = told(score(bert, scorer, batches[:2], tmp_path / "4"))
         assert fewer == told(score(bert, scorer, batches[:2]))
     score(bert, scorer, batches[:2], tmp_path / "more")
     with contextlib.suppress(InvalidValue):
-        assert told(score(bert, scorer, batches, tmp_path / "more")) == told(score(bert, scorer, batches))
+        assert told(score(bert, scorer, batches, tmp_path / "more")) == told(
+            score(bert, scorer, batches)
+        )
 
 
 def test_sums_of_more_batches_are_refused(bert: Subject, tmp_path: Path) -> None:
@@ -207,8 +229,11 @@ def test_one_call_at_a_time_has_a_folder(bert: Subject, tmp_path: Path) -> None:
         score(bert, "taylor", batches, tmp_path / "work")
 
 
-def test_passes_that_are_short_are_kept_as_well(bert: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock on which every run of the model takes a second, and a minute goes by between two writes."""
+def test_passes_that_are_short_are_kept_as_well(
+    bert: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock on which every run of the model takes a second, and a minute goes by between two
+    writes."""
     now, batches = [0.0], split(data(bert, 6), 2)
     monkeypatch.setattr(_shelf, "EVERY", 60.0)
     monkeypatch.setattr(_shelf, "monotonic", lambda: now[0])
@@ -233,13 +258,17 @@ def test_passes_that_are_short_are_kept_as_well(bert: Subject, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_how_ablations_are_run_is_remembered(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_ablations_are_run_is_remembered(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In fp32, where other chunks and other ways to run give other roundings."""
     subject = subject_of("bert")
     subject.model.float()
     scorer = LeaveOneOut(max_bytes=20_000)
     lengths = [7, 3, 5, 6]
-    batches = [{k: v[:, :n] if v.ndim == 2 else v for k, v in data(subject, 3).items()} for n in lengths]
+    batches = [
+        {k: v[:, :n] if v.ndim == 2 else v for k, v in data(subject, 3).items()} for n in lengths
+    ]
     prove = candidates._Pass.prove
     if fails:
 
@@ -260,7 +289,9 @@ class Cached(Scorer):
     """Gives one tensor for every batch, by an own scorer's right."""
 
     def estimate(self, problem: Problem) -> Estimate:
-        row = torch.arange(float(sum(len(b.site.units) for b in problem.bound)), dtype=torch.float64).expand(1, -1)
+        row = torch.arange(
+            float(sum(len(b.site.units) for b in problem.bound)), dtype=torch.float64
+        ).expand(1, -1)
         rows = problem.rows("cached", lambda number, batch: row)
         return Estimate(rows.mean(0), n_examples=len(rows), samples=rows)
 
@@ -285,7 +316,9 @@ def _other(subject: Subject) -> Subject:
 
 @pytest.mark.parametrize("scorer", ["taylor", "surgeon"])
 @pytest.mark.parametrize("damage", [b"", b"\0" * 9, b"flipped"])
-def test_damaged_files_are_made_again(scorer: str, damage: bytes, bert: Subject, tmp_path: Path) -> None:
+def test_damaged_files_are_made_again(
+    scorer: str, damage: bytes, bert: Subject, tmp_path: Path
+) -> None:
     batches, folder = split(data(bert, 4), 1), tmp_path / "work"
     whole = told(score(bert, scorer, batches, folder))
     files = sorted(folder.rglob("*.safetensors"))
@@ -298,7 +331,9 @@ def test_damaged_files_are_made_again(scorer: str, damage: bytes, bert: Subject,
     assert told(score(bert, scorer, batches, folder)) == whole
 
 
-def test_no_more_is_kept_than_there_is_room_for(bert: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_kept_than_there_is_room_for(
+    bert: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches, folder = split(data(bert, 4), 1), tmp_path / "work"
     one = score(bert, "taylor", batches)
     monkeypatch.setattr(_shelf, "LIMIT", 100)
@@ -351,9 +386,15 @@ def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -
     again = Total()
     passes(_shelf.Shelf(tmp_path).added({"own": again}), ["a", "ab"], ["a", "ab"], sums=again)
     assert again.total == 4, "nothing was added twice"
-    for first, second in ((["x", "xy"], ["a", "ab"]), (["a"], ["a", "ab"]), (["a", "ab"], ["a", "ax"])):
+    for first, second in (
+        (["x", "xy"], ["a", "ab"]),
+        (["a"], ["a", "ab"]),
+        (["a", "ab"], ["a", "ax"]),
+    ):
         other = Total()
-        with pytest.raises(InvalidValue, match=r"a folder with what these batches gave, in this order.*up to batch"):
+        with pytest.raises(
+            InvalidValue, match=r"a folder with what these batches gave, in this order.*up to batch"
+        ):
             passes(_shelf.Shelf(tmp_path).added({"own": other}), first, second, sums=other)
 
 
@@ -366,8 +407,13 @@ def test_sums_over_several_passes_go_on_in_the_same_data_alone(tmp_path: Path) -
     ],
 )
 def test_sums_of_another_kind_are_refused(said: dict[str, Any], tmp_path: Path) -> None:
-    _shelf.Shelf(tmp_path).write(tmp_path / "sums-1.safetensors", {"other/total": torch.zeros(1)}, said)
-    with pytest.raises(InvalidValue, match=r"sums-1\.safetensors: must be sums of this call, got a file without them"):
+    _shelf.Shelf(tmp_path).write(
+        tmp_path / "sums-1.safetensors", {"other/total": torch.zeros(1)}, said
+    )
+    with pytest.raises(
+        InvalidValue,
+        match=r"sums-1\.safetensors: must be sums of this call, got a file without them",
+    ):
         _shelf.Shelf(tmp_path).added({"own": Total()})
 
 
@@ -376,8 +422,12 @@ def test_rows_of_which_nothing_is_said_are_made_again(tmp_path: Path) -> None:
     rows = {name: torch.ones(1, 2) for name in said}
     _shelf.Shelf(tmp_path).write(tmp_path / "rows-000001.safetensors", rows, said)
     asked: list[int] = []
-    kept = _shelf.Shelf(tmp_path).rows(lambda number, batch: (asked.append(number), torch.zeros(1, 2))[1])
-    found = [kept(number, None, mark, lambda: None) for number, mark in enumerate(["a", "ab", "abc"])]
+    kept = _shelf.Shelf(tmp_path).rows(
+        lambda number, batch: (asked.append(number), torch.zeros(1, 2))[1]
+    )
+    found = [
+        kept(number, None, mark, lambda: None) for number, mark in enumerate(["a", "ab", "abc"])
+    ]
     assert asked == [0, 1]
     assert [float(rows.sum()) for rows in found] == [0, 0, 2]
 
@@ -393,7 +443,14 @@ def test_a_loss_that_is_not_finite_is_not_kept(bert: Subject, tmp_path: Path) ->
 
     for _ in range(2):
         with pytest.raises(InvalidValue, match="batch 2"):
-            hp.score(bert.model, [*batches[:2], wrong], "taylor", loss=loss, folder=tmp_path / "work", progress=False)
+            hp.score(
+                bert.model,
+                [*batches[:2], wrong],
+                "taylor",
+                loss=loss,
+                folder=tmp_path / "work",
+                progress=False,
+            )
 
 
 def test_what_is_kept_says_of_what_call(bert: Subject, tmp_path: Path) -> None:

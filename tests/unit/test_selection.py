@@ -26,7 +26,8 @@ def test_the_registry_holds_the_selectors_that_are_tested_here():
 
 
 def amount_of(scores, plan, kind):
-    """What the kept units and the rest of the model cost, and what the whole does, counted from the plan's mask."""
+    """What the kept units and the rest of the model cost, and what the whole does, counted from the
+    plan's mask."""
     if kind == "keep_heads":
         return plan.mask.n_kept, scores.n_heads
 
@@ -36,7 +37,11 @@ def amount_of(scores, plan, kind):
 
     gone = 0
     for s, row in zip(scores.sites, scores.costs.units, strict=True):
-        gone += sum(price(c) for heads, c in zip(s.units, row, strict=True) if heads[0] not in plan.mask.kept(s.name))
+        gone += sum(
+            price(c)
+            for heads, c in zip(s.units, row, strict=True)
+            if heads[0] not in plan.mask.kept(s.name)
+        )
     return price(scores.costs.total) - gone, price(scores.costs.total)
 
 
@@ -68,7 +73,8 @@ def chosen(name, scores, budget, selector=None, **more):
     return select(scores, budget, selector or name, **extra, **more)
 
 
-# --- law 7 ----------------------------------------------------------------------------------------------------------
+# --- law 7
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("min_heads", [0, 1, 2, 3])
@@ -158,13 +164,15 @@ def test_law_7_the_budget_named_by_an_error_can_be_met_and_is_the_nearest(name, 
     assert fed_back == 8
 
 
-# --- brute force ----------------------------------------------------------------------------------------------------
+# --- brute force
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("min_heads", [0, 1, 2])
 @pytest.mark.parametrize("count", range(1, 10))
 def test_global_topk_is_the_best_set_of_all(count, min_heads):
-    """Every subset, at one price a head: the most heads, then the highest sum, then the earliest places."""
+    """Every subset, at one price a head: the most heads, then the highest sum, then the earliest
+    places."""
     for seed in range(12):
         rng = random.Random(1000 * seed + count)
         sites = [site("a", 4), site("b", 3, heads=(0, 2)), site("c", 3)]
@@ -188,7 +196,8 @@ def test_global_topk_is_the_best_set_of_all(count, min_heads):
 
 @dataclass(frozen=True)
 class Transcribed(Selector):
-    """The words of the docstring, literally: remove from the bottom, skip a site at its minimum, then add back."""
+    """The words of the docstring, literally: remove from the bottom, skip a site at its minimum,
+    then add back."""
 
     def keep(self, problem):
         ranked = [(u.site, u.unit) for u in problem.scores.ranked()]
@@ -197,7 +206,9 @@ class Transcribed(Selector):
         for place in ranked:
             if problem.fits(keep):
                 break
-            left = sum(len(heads[s][u]) for s, u in keep if s == place[0]) - len(heads[place[0]][place[1]])
+            left = sum(len(heads[s][u]) for s, u in keep if s == place[0]) - len(
+                heads[place[0]][place[1]]
+            )
             if left >= self.min_heads:
                 keep.remove(place)
                 removed.append(place)
@@ -229,7 +240,9 @@ def test_global_topk_is_removal_and_adding_back_at_unlike_prices(kind, min_heads
         keep, problem = kept_positions(scores, plan), pose(scores, budget)
         ranked = [(u.site, u.unit) for u in scores.ranked()]
         gone = [p for p in ranked if p not in keep]
-        assert not any(problem.fits({*keep, p}) for p in gone), "something removed could have stayed"
+        assert not any(problem.fits({*keep, p}) for p in gone), (
+            "something removed could have stayed"
+        )
         added_back += any(ranked.index(p) < ranked.index(q) for p in keep for q in gone)
     assert added_back > 5
 
@@ -239,7 +252,10 @@ def test_global_topk_is_removal_and_adding_back_at_unlike_prices(kind, min_heads
 def test_uniform_is_the_largest_share_that_fits(kind, min_heads):
     for seed in range(40):
         scores = random_scores(seed, dear=seed % 2 == 1)
-        budget, sizes = Budget(**{kind: random.Random(seed).uniform(0.3, 1.0)}), [len(s.units) for s in scores.sites]
+        budget, sizes = (
+            Budget(**{kind: random.Random(seed).uniform(0.3, 1.0)}),
+            [len(s.units) for s in scores.sites],
+        )
         grid, problem, best = math.lcm(*sizes), pose(scores, budget), None
         for step in range(grid + 1):
             keep = set()
@@ -247,7 +263,9 @@ def test_uniform_is_the_largest_share_that_fits(kind, min_heads):
                 count = step * sizes[s] // grid
                 while count < sizes[s] and count * len(here.units[0]) < min_heads:
                     count += 1
-                best_units = sorted(range(sizes[s]), key=lambda u, s=s: (-scores.values[s][u], u))[:count]
+                best_units = sorted(range(sizes[s]), key=lambda u, s=s: (-scores.values[s][u], u))[
+                    :count
+                ]
                 keep |= {(s, u) for u in best_units}
             if keep and problem.fits(keep):
                 best = keep
@@ -255,10 +273,13 @@ def test_uniform_is_the_largest_share_that_fits(kind, min_heads):
             with pytest.raises(InfeasibleBudget):
                 select(scores, budget, Uniform(min_heads=min_heads))
         else:
-            assert kept_positions(scores, select(scores, budget, Uniform(min_heads=min_heads))) == best
+            assert (
+                kept_positions(scores, select(scores, budget, Uniform(min_heads=min_heads))) == best
+            )
 
 
-# --- examples a person can follow -----------------------------------------------------------------------------------
+# --- examples a person can follow
+# -----------------------------------------------------------------------------------
 
 
 def test_global_topk_by_hand():
@@ -277,12 +298,17 @@ def without_rules(name, **rules):
 
 @pytest.mark.parametrize("name", SELECTORS)
 def test_sites_that_cannot_run_without_a_head_keep_one(name):
-    scores, free = make([site("a", 4), site("b", 4, least=1)], [[9, 8, 7, 6], [1, 2, 3, 4]]), without_rules(name)
+    scores, free = (
+        make([site("a", 4), site("b", 4, least=1)], [[9, 8, 7, 6], [1, 2, 3, 4]]),
+        without_rules(name),
+    )
     assert chosen(name, scores, Budget(keep_heads=2), free).mask.kept("b")
     with pytest.raises(InvalidValue, match="what stays of b: must be lawful with min_heads=0"):
         chosen(name, scores, Budget(keep_heads=2), free, must_remove={"b": [0, 1, 2, 3]})
     both = make([site("a", 4, least=1), site("b", 4, least=1)], [[9, 8, 7, 6], [1, 2, 3, 4]])
-    with pytest.raises(InfeasibleBudget, match=r"at least 2, got 1.*2 sites, 2 of which cannot run without a head"):
+    with pytest.raises(
+        InfeasibleBudget, match=r"at least 2, got 1.*2 sites, 2 of which cannot run without a head"
+    ):
         chosen(name, both, Budget(keep_heads=1), free)
 
 
@@ -316,7 +342,9 @@ def test_a_selector_that_keeps_nothing_is_told_so():
         def keep(self, problem):
             return frozenset()
 
-    with pytest.raises(InvalidValue, match=r"keeps: must be a head at least, got none\. .*min_heads=1"):
+    with pytest.raises(
+        InvalidValue, match=r"keeps: must be a head at least, got none\. .*min_heads=1"
+    ):
         select(make([site("a", 2)], [[1, 2]]), Budget(keep_heads=1), Nothing(min_heads=0))
 
 
@@ -335,31 +363,41 @@ def test_uniform_is_proportional_between_sites_of_unlike_size():
 def test_normalisation_changes_which_site_loses_heads():
     scores = make([site("big", 3), site("small", 3)], [[100, 90, 80], [0.9, 0.1, 0.2]])
     assert select(scores, Budget(keep_heads=4)).mask.kept("big") == (0, 1, 2)
-    l2 = select(scores, Budget(keep_heads=4), GlobalTopk(normalise="l2"))  # .64 .57 .51 | .97 .11 .22
+    l2 = select(
+        scores, Budget(keep_heads=4), GlobalTopk(normalise="l2")
+    )  # .64 .57 .51 | .97 .11 .22
     assert (l2.mask.kept("big"), l2.mask.kept("small")) == ((0, 1, 2), (0,))
     l2 = select(scores, Budget(keep_heads=3), GlobalTopk(normalise="l2"))
     assert (l2.mask.kept("big"), l2.mask.kept("small")) == ((0, 1), (0,))
     l2 = select(scores, Budget(keep_heads=1), GlobalTopk(min_heads=0, normalise="l2"))
     assert (l2.mask.kept("big"), l2.mask.kept("small")) == ((), (0,))
-    zscore = select(scores, Budget(keep_heads=3), GlobalTopk(normalise="zscore"))  # 1.2 0 -1.2 | 1.4 -.84 -.56
+    zscore = select(
+        scores, Budget(keep_heads=3), GlobalTopk(normalise="zscore")
+    )  # 1.2 0 -1.2 | 1.4 -.84 -.56
     assert (zscore.mask.kept("big"), zscore.mask.kept("small")) == ((0, 1), (0,))
     zscore = select(scores, Budget(keep_heads=4), GlobalTopk(normalise="zscore"))
     assert (zscore.mask.kept("big"), zscore.mask.kept("small")) == ((0, 1), (0, 2))
 
 
 def test_normalisation_of_a_site_without_spread_and_of_zeros():
-    scores = make([site("flat", 3), site("zero", 2), site("none", 2, heads=())], [[0.1] * 3, [0, 0], []])
+    scores = make(
+        [site("flat", 3), site("zero", 2), site("none", 2, heads=())], [[0.1] * 3, [0, 0], []]
+    )
     for normalise, expected in (("zscore", ((0, 1, 2), ())), ("l2", ((0, 1, 2), ()))):
         plan = select(scores, Budget(keep_heads=3), GlobalTopk(min_heads=0, normalise=normalise))
         assert (plan.mask.kept("flat"), plan.mask.kept("zero")) == expected
     zeroed = make([site("spread", 2), site("flat", 3)], [[1, 2], [0.1] * 3])
     plan = select(zeroed, Budget(keep_heads=1), GlobalTopk(min_heads=0, normalise="zscore"))
-    assert plan.mask.kept("spread") == (1,), "rounding of a flat site's mean must not count as spread"
+    assert plan.mask.kept("spread") == (1,), (
+        "rounding of a flat site's mean must not count as spread"
+    )
 
 
 def test_grouped_units_stay_or_go_whole_and_min_heads_rounds_up():
     scores = make([site("a", 8, 2), site("b", 8, 4)], [[5, 1], [4, 3, 2, 0]])
-    plan = select(scores, Budget(keep_heads=11))  # 4 + 2 + 2 + 2, and no unit has only the one head that is left
+    plan = select(
+        scores, Budget(keep_heads=11)
+    )  # 4 + 2 + 2 + 2, and no unit has only the one head that is left
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5))
     plan = select(scores, Budget(keep_heads=8), GlobalTopk(min_heads=3))
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2, 3), (0, 1, 2, 3))
@@ -368,7 +406,10 @@ def test_grouped_units_stay_or_go_whole_and_min_heads_rounds_up():
 
 
 def test_what_is_gone_stays_gone_and_a_site_below_the_minimum_keeps_what_it_has():
-    scores = make([site("a", 6, heads=(1, 4)), site("b", 6), site("c", 6, heads=())], [[0, 0.5], range(1, 7), []])
+    scores = make(
+        [site("a", 6, heads=(1, 4)), site("b", 6), site("c", 6, heads=())],
+        [[0, 0.5], range(1, 7), []],
+    )
     plan = select(scores, Budget(keep_heads=5), GlobalTopk(min_heads=3))
     assert [plan.mask.kept(s) for s in "abc"] == [(1, 4), (3, 4, 5), ()]
     plan = select(scores, Budget(keep_heads=5), GlobalTopk(min_heads=1))
@@ -385,19 +426,23 @@ def test_a_fraction_is_of_the_present_heads_and_rounds_down():
 
 
 def test_a_ratio_that_a_plan_has_can_be_asked_for_again():
-    """The share of a kept set, computed in floating point at the size of a large model, must not lose one head."""
+    """The share of a kept set, computed in floating point at the size of a large model, must not
+    lose one head."""
     for kept in range(1, 97):
         whole, unit = 13_000_000_000_037, 13_000_000_000_037 // 96
         assert allowance(kept * unit / whole, whole) // unit == kept
         assert allowance(kept / 96, 96) == kept
 
 
-# --- budgets in other currencies ------------------------------------------------------------------------------------
+# --- budgets in other currencies
+# ------------------------------------------------------------------------------------
 
 
 def test_each_budget_counts_its_own_currency():
     """Heads 0 and 1 are equally good; each is the cheap one in some currencies only."""
-    costs = [[Cost(100, 0, 0, 0, 4), Cost(0, 100, 0, 0, 4), Cost(0, 0, 0, 1, 0), Cost(0, 0, 10, 0, 4)]]
+    costs = [
+        [Cost(100, 0, 0, 0, 4), Cost(0, 100, 0, 0, 4), Cost(0, 0, 0, 1, 0), Cost(0, 0, 10, 0, 4)]
+    ]
     scores = make([site("a", 4)], [[4, 3, 2, 1]], costs, fixed=Cost(0, 0, 0, 0, 0))
     none = GlobalTopk(min_heads=0)
     assert select(scores, Budget(keep_params=0.99), none).mask.kept("a") == (1, 2, 3)
@@ -412,13 +457,17 @@ def test_a_share_is_of_the_whole_model_not_of_its_heads():
     costs = [[Cost(10, 0, 0, 0, 0)] * 4]
     scores = make([site("a", 4)], [[1, 2, 3, 4]], costs, fixed=Cost(60, 0, 0, 0, 0))
     assert select(scores, Budget(keep_params=0.8)).mask.kept("a") == (2, 3)
-    with pytest.raises(InfeasibleBudget, match=r"keep_params: must be at least 0\.7, got 0\.5\..*no heads"):
+    with pytest.raises(
+        InfeasibleBudget, match=r"keep_params: must be at least 0\.7, got 0\.5\..*no heads"
+    ):
         select(scores, Budget(keep_params=0.5))
 
 
 def test_units_that_cost_nothing_stay():
     costs = [[Cost(1, 1, 1, 1, 0)] * 2, [Cost(1, 1, 1, 1, 8)] * 2]
-    scores = make([site("encoder", 2), site("decoder", 2)], [[0, 0], [5, 6]], costs, fixed=Cost(1, 1, 1, 1, 0))
+    scores = make(
+        [site("encoder", 2), site("decoder", 2)], [[0, 0], [5, 6]], costs, fixed=Cost(1, 1, 1, 1, 0)
+    )
     plan = select(scores, Budget(keep_kv=0.5))
     assert (plan.mask.kept("encoder"), plan.mask.kept("decoder")) == ((0, 1), (1,))
 
@@ -428,10 +477,17 @@ def test_budgets_without_costs_or_without_the_thing():
     bare = replace(scores, costs=None)
     assert select(bare, Budget(keep_heads=1)).mask.kept("a") == (1,)
     for kind in KINDS[1:]:
-        with pytest.raises(InvalidValue, match=rf"Budget\.{kind}: must be used with scores that carry costs.*batches"):
+        with pytest.raises(
+            InvalidValue,
+            match=rf"Budget\.{kind}: must be used with scores that carry costs.*batches",
+        ):
             select(bare, Budget(**{kind: 0.9}))
-    uncached = make([site("a", 2)], [[1, 2]], [[Cost(1, 1, 1, 1, 0)] * 2], fixed=Cost(1, 1, 1, 1, 0))
-    with pytest.raises(InvalidValue, match=r"Budget\.keep_kv: .*a model with no KV cache.*keep_heads"):
+    uncached = make(
+        [site("a", 2)], [[1, 2]], [[Cost(1, 1, 1, 1, 0)] * 2], fixed=Cost(1, 1, 1, 1, 0)
+    )
+    with pytest.raises(
+        InvalidValue, match=r"Budget\.keep_kv: .*a model with no KV cache.*keep_heads"
+    ):
         select(uncached, Budget(keep_kv=0.5))
     with pytest.raises(InvalidValue, match="no attention heads left"):
         select(make([site("a", 2, heads=())], [[]]), Budget(keep_heads=0.5))
@@ -448,7 +504,8 @@ def test_a_count_above_what_is_there_removes_nothing_and_says_so():
     assert "scores are equal" in close
 
 
-# --- the plan and the arguments -------------------------------------------------------------------------------------
+# --- the plan and the arguments
+# -------------------------------------------------------------------------------------
 
 
 def test_the_plan_says_where_it_comes_from_and_survives_json():
@@ -459,7 +516,11 @@ def test_the_plan_says_where_it_comes_from_and_survives_json():
     assert (plan.budget, plan.model) == (budget, scores.model)
     assert dict(plan.settings) == {"min_heads": 2, "multiple_of": 1, "normalise": "l2"}
     assert PruningPlan.from_json(plan.to_json()) == plan
-    assert select(scores, budget, "global_topk") == select(scores, budget, GlobalTopk()) == select(scores, budget)
+    assert (
+        select(scores, budget, "global_topk")
+        == select(scores, budget, GlobalTopk())
+        == select(scores, budget)
+    )
     assert select(scores, budget, Uniform()).selector == "uniform"
 
 
@@ -476,8 +537,20 @@ def test_classes_are_found_under_the_package():
 @pytest.mark.parametrize(
     ("scores", "budget", "selector", "error", "message"),
     [
-        ({"a": 1}, Budget(keep_heads=1), "uniform", InvalidValue, r"select\(scores=\): must be HeadScores.*got dict"),
-        (None, 0.5, "uniform", InvalidValue, r"select\(budget=\): must be a Budget.* got 0\.5.*keep_heads=0\.5"),
+        (
+            {"a": 1},
+            Budget(keep_heads=1),
+            "uniform",
+            InvalidValue,
+            r"select\(scores=\): must be HeadScores.*got dict",
+        ),
+        (
+            None,
+            0.5,
+            "uniform",
+            InvalidValue,
+            r"select\(budget=\): must be a Budget.* got 0\.5.*keep_heads=0\.5",
+        ),
         (None, Budget(keep_heads=1), "global_topq", UnknownName, "Did you mean 'global_topk'"),
         (None, Budget(keep_heads=1), "_base", UnknownName, "registered selector"),
         (None, Budget(keep_heads=1), GlobalTopk, InvalidValue, "got the class GlobalTopk. Call it"),
@@ -493,12 +566,16 @@ def test_arguments_of_another_kind_are_refused_in_words(scores, budget, selector
 @pytest.mark.parametrize("cls", [GlobalTopk, Uniform])
 @pytest.mark.parametrize("min_heads", [-1, 1.0, True, "1"])
 def test_settings_are_checked(cls, min_heads):
-    with pytest.raises(InvalidValue, match=rf"{cls.__name__}\.min_heads: must be a count of heads >= 0"):
+    with pytest.raises(
+        InvalidValue, match=rf"{cls.__name__}\.min_heads: must be a count of heads >= 0"
+    ):
         cls(min_heads=min_heads)
 
 
 def test_normalise_is_checked():
-    with pytest.raises(InvalidValue, match=r"GlobalTopk\.normalise: must be 'none', 'l2' or 'zscore', got 'L2'"):
+    with pytest.raises(
+        InvalidValue, match=r"GlobalTopk\.normalise: must be 'none', 'l2' or 'zscore', got 'L2'"
+    ):
         GlobalTopk(normalise="L2")
 
 

@@ -1,4 +1,5 @@
-"""Selectors answer as they did, and refuse in the same words: what ``tests/selection_answers.json`` holds."""
+"""Selectors answer as they did, and refuse in the same words: what ``tests/selection_answers.json``
+holds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ HELD = json.loads(FILE.read_text(encoding="utf-8"))
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_answers_are_those_that_are_held(group: str) -> None:
-    """Where a change is meant: ``python -m tests.selection_answers``, and a line of CHANGELOG.md."""
+    """Where a change is meant: ``python -m tests.selection_answers``, and a line of
+    CHANGELOG.md."""
     assert answers(group) == HELD[group]
 
 
@@ -23,4 +25,7 @@ def test_every_selector_and_every_setting_of_it_is_asked() -> None:
     assert set(HELD) == set(GROUPS)
     for name, asked in SETTINGS.items():
         own = set(registry.get(name)().settings) - {"inner_settings"}
-        assert own <= {key for settings in asked for key in settings} | {"min_heads", "multiple_of"}, name
+        assert own <= {key for settings in asked for key in settings} | {
+            "min_heads",
+            "multiple_of",
+        }, name

@@ -1,4 +1,5 @@
-"""Close calls at the cut: what the plan's notes name is what swapping two units and looking finds."""
+"""Close calls at the cut: what the plan's notes name is what swapping two units and looking
+finds."""
 
 from __future__ import annotations
 
@@ -31,28 +32,42 @@ from tests.selection_problems import (
 
 def scores_with(values, errors, **more):
     """Scores of sites of plain heads, a, b, ..., with standard errors."""
-    found = make([site(name, len(row), **more) for name, row in zip("abcdef", values, strict=False)], values)
+    found = make(
+        [site(name, len(row), **more) for name, row in zip("abcdef", values, strict=False)], values
+    )
     return replace(found, standard_errors=None if errors is None else tuple(map(tuple, errors)))
 
 
 def note_of(scores, budget, selector=None, **more):
     """The plan's note on close calls; empty where there is none."""
-    found = [note for note in select(scores, budget, selector, **more).notes if note.startswith("Close call")]
+    found = [
+        note
+        for note in select(scores, budget, selector, **more).notes
+        if note.startswith("Close call")
+    ]
     assert len(found) <= 1
     return found[0] if found else ""
 
 
 def test_heads_on_either_side_within_the_standard_error_are_named():
     values, errors = [[1.0, 5.0, 5.2, 9.0], [1.5, 5.1, 8.0, 2.0]], [[0.1] * 4, [0.1] * 4]
-    # Four stay: 9, 8, 5.2 and 5.1; 5.0 is 0.1 and 0.2 below, and a difference has an error of 0.141.
+    # Four stay: 9, 8, 5.2 and 5.1; 5.0 is 0.1 and 0.2 below, and a difference has an error of
+    # 0.141.
     note = note_of(scores_with(values, errors), Budget(keep_heads=4))
-    assert note == "Close call: b[1] stays and a[1] goes; their scores differ by no more than standard errors."
+    assert (
+        note == "Close call: b[1] stays and a[1] goes; their scores differ by no more than standard"
+        " errors."
+    )
     assert note_of(scores_with(values, [[0.01] * 4] * 2), Budget(keep_heads=4)) == ""
-    assert "b[1], a[2] stay and a[1] goes" in note_of(scores_with(values, [[0.15] * 4] * 2), Budget(keep_heads=4))
+    assert "b[1], a[2] stay and a[1] goes" in note_of(
+        scores_with(values, [[0.15] * 4] * 2), Budget(keep_heads=4)
+    )
 
 
 def test_many_are_counted():
-    note = note_of(scores_with([[1.0 + i / 100 for i in range(10)]], [[1.0] * 10]), Budget(keep_heads=5))
+    note = note_of(
+        scores_with([[1.0 + i / 100 for i in range(10)]], [[1.0] * 10]), Budget(keep_heads=5)
+    )
     assert "a[5], a[6], a[7] and 2 more stay and a[4], a[3], a[2] and 2 more go;" in note
 
 
@@ -77,26 +92,40 @@ def test_a_rule_that_decides_is_no_close_call():
     scores = scores_with([[1.0], [1.1, 5.0]], [[0.5], [0.5, 0.5]])
     assert note_of(scores, Budget(keep_heads=2)) == ""
     assert "a[0]" not in note_of(scores, Budget(keep_heads=2))
-    assert "b[0] stays and a[0] goes" in note_of(scores, Budget(keep_heads=2), GlobalTopk(min_heads=0))
+    assert "b[0] stays and a[0] goes" in note_of(
+        scores, Budget(keep_heads=2), GlobalTopk(min_heads=0)
+    )
 
 
 def test_sites_are_compared_as_the_selector_compares_them():
     """100 and 110 are far apart for one site and close for another that counts by the hundreds."""
     values, errors = [[1.0, 2.0, 3.0], [100.0, 205.0, 300.0]], [[0.01] * 3, [10.0] * 3]
     scores = scores_with(values, errors)
-    # By the largest, site b loses none of its own beyond what it must; by l2 norms 2 and 205 are neighbours.
+    # By the largest, site b loses none of its own beyond what it must; by l2 norms 2 and 205 are
+    # neighbours.
     assert note_of(scores, Budget(keep_heads=4)) == ""
-    assert "b[1] stays and a[1] goes" in note_of(scores, Budget(keep_heads=3), GlobalTopk(normalise="l2"))
-    assert "b[1] stays and a[1] goes" in note_of(scores, Budget(keep_heads=3), GlobalTopk(normalise="zscore"))
+    assert "b[1] stays and a[1] goes" in note_of(
+        scores, Budget(keep_heads=3), GlobalTopk(normalise="l2")
+    )
+    assert "b[1] stays and a[1] goes" in note_of(
+        scores, Budget(keep_heads=3), GlobalTopk(normalise="zscore")
+    )
 
 
 def test_sites_of_one_shape_are_cut_each_by_itself():
     values, errors = [[1.0, 5.0, 9.0], [1.4, 3.0, 5.2]], [[0.3] * 3] * 2
     note = note_of(scores_with(values, errors), Budget(keep_heads=4), Uniform())
     assert note == "", "5.0 of one site and 5.2 of another do not compete, both stay"
-    assert note_of(scores_with([[1.0, 5.0, 9.0], [5.1, 6.0, 7.0]], errors), Budget(keep_heads=4), Uniform()) == ""
+    assert (
+        note_of(
+            scores_with([[1.0, 5.0, 9.0], [5.1, 6.0, 7.0]], errors), Budget(keep_heads=4), Uniform()
+        )
+        == ""
+    )
     close = [[4.8, 5.0, 9.0], [1.4, 3.0, 5.2]]
-    assert "a[1] stays and a[0] goes" in note_of(scores_with(close, errors), Budget(keep_heads=4), Uniform())
+    assert "a[1] stays and a[0] goes" in note_of(
+        scores_with(close, errors), Budget(keep_heads=4), Uniform()
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in SELECTORS if registry.get(name).needs])
@@ -126,7 +155,9 @@ def test_close_calls_are_those_that_trying_every_swap_finds(name, kind):
         errors = tuple(tuple(rng.choice([0.0, 0.4, 1.5]) for _ in row) for row in scores.values)
         scores = replace(scores, standard_errors=errors if seed % 4 else None)
         rules = {"min_heads": rng.randint(0, 2), "multiple_of": rng.choice([1, 1, 2])}
-        normalise = {"normalise": rng.choice(["none", "l2", "zscore"])} if name == "global_topk" else {}
+        normalise = (
+            {"normalise": rng.choice(["none", "l2", "zscore"])} if name == "global_topk" else {}
+        )
         selector = configured(name, **rules, **normalise)
         told = {scores.sites[0].name: [scores.sites[0].heads[0]]} if seed % 3 == 0 else None
         table = random_table(scores, seed) if kind == "speedup" else None
@@ -142,7 +173,9 @@ def test_close_calls_are_those_that_trying_every_swap_finds(name, kind):
         sides = [{a for a, _ in close}, {b for _, b in close}]
         for side in sides:
             first = [f"{scores.sites[s].name}{list(scores.sites[s].units[u])}" for s, u in side]
-            assert sum(label in note.replace(" and ", ", ") for label in first) >= min(len(side), 3), note
+            assert sum(label in note.replace(" and ", ", ") for label in first) >= min(
+                len(side), 3
+            ), note
             assert len(side) <= 3 or f"and {len(side) - 3} more" in note
         assert bool(note) == bool(close)
     assert seen > 3
@@ -163,6 +196,11 @@ def slow(problem, selector, keep):
             (mine, error), (theirs, other) = scaled(a), scaled(b)
             swapped = keep - {a} | {b}
             near = abs(mine - theirs) <= math.sqrt(error**2 + other**2)
-            if near and (selector.across or a[0] == b[0]) and problem.lawful(swapped) and problem.fits(swapped):
+            if (
+                near
+                and (selector.across or a[0] == b[0])
+                and problem.lawful(swapped)
+                and problem.fits(swapped)
+            ):
                 pairs.add((a, b))
     return pairs

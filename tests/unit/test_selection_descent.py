@@ -1,4 +1,5 @@
-"""What the selector ``quadratic`` is made of, each part by itself against its definition written out."""
+"""What the selector ``quadratic`` is made of, each part by itself against its definition written
+out."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.selection_problems import make, site, unit_cost
 Units = frozenset[int]
 
 
-def descent_of(seed: int, sizes: Any, keep_heads: int, dear: bool = False, ties: bool = False, **rules: Any) -> Descent:
+def descent_of(
+    seed: int, sizes: Any, keep_heads: int, dear: bool = False, ties: bool = False, **rules: Any
+) -> Descent:
     """Of random scores whose heads are tied to each other; with ``ties`` of small whole numbers."""
     rng = np.random.default_rng(seed)
     n = sum(sizes)
@@ -74,12 +77,19 @@ def test_worn_down_takes_out_what_raises_it_least_for_its_cost(seed: int, rules:
     while not allowed(problem, descent, gone):
         rates = []
         for i in range(len(places)):
-            kept, fewer = (frozenset(p for j, p in enumerate(places) if j not in out) for out in (gone, gone | {i}))
+            kept, fewer = (
+                frozenset(p for j, p in enumerate(places) if j not in out)
+                for out in (gone, gone | {i})
+            )
             saved = problem.cost(kept) - problem.cost(fewer)
             here = {p for p in fewer if p[0] == places[i][0]}
-            lawful = problem.heads(places[i][0], {u for _, u in here}) in problem.counts[places[i][0]]
+            lawful = (
+                problem.heads(places[i][0], {u for _, u in here}) in problem.counts[places[i][0]]
+            )
             if i not in gone and places[i] not in problem.stay and lawful and saved > 0:
-                rates.append(((objective(descent, gone | {i}) - objective(descent, gone)) / saved, i))
+                rates.append(
+                    ((objective(descent, gone | {i}) - objective(descent, gone)) / saved, i)
+                )
         if not rates:
             assert descent.worn_down() is None
             return
@@ -90,12 +100,16 @@ def test_worn_down_takes_out_what_raises_it_least_for_its_cost(seed: int, rules:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_large_site_has_a_choice_for_every_number_of_heads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_site_has_a_choice_for_every_number_of_heads(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unit after unit goes, always the one that is missed least beside those that are gone."""
     monkeypatch.setattr(_terrain, "ENUMERATED", 3)
     rules = RULES[seed % 4]
     descent = descent_of(seed, (7, 6, 3), 6, **rules)
-    for number, (span, choices) in enumerate(zip(descent.on.spans, descent.on.choices, strict=True)):
+    for number, (span, choices) in enumerate(
+        zip(descent.on.spans, descent.on.choices, strict=True)
+    ):
         free = [int(i) for i in span if descent.on.free[i]]
         if len(free) <= 3:
             continue
@@ -141,7 +155,9 @@ def test_the_rearrangement_puts_units_in_by_rising_diagonal_of_equals_the_first(
     expected = gone
     for span in descent.on.spans:
         out = [int(i) for i in span if i in gone]
-        for unit in sorted((int(i) for i in span if i not in gone), key=lambda i: (descent.matrix[i, i], i)):
+        for unit in sorted(
+            (int(i) for i in span if i not in gone), key=lambda i: (descent.matrix[i, i], i)
+        ):
             out = sorted([*out, unit])
             least = min(out, key=lambda i: (objective(descent, frozenset(out) - {i}), i))
             out.remove(least)
@@ -158,5 +174,7 @@ def test_the_rearrangement_puts_units_in_by_rising_diagonal_of_equals_the_first(
         ([1, 2], [1.0, 5.0], [0]),
     ],
 )
-def test_the_cheapest_points_are_beaten_by_none(costs: list[int], values: list[float], kept: list[int]) -> None:
+def test_the_cheapest_points_are_beaten_by_none(
+    costs: list[int], values: list[float], kept: list[int]
+) -> None:
     assert _terrain.cheapest(np.array(costs), np.array(values)).tolist() == kept

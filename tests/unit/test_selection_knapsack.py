@@ -1,4 +1,5 @@
-"""The knapsack against every subset, in every currency; its ties, its negative scores, its speed."""
+"""The knapsack against every subset, in every currency; its ties, its negative scores, its
+speed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from headprune.selection import Knapsack
 from headprune.selection._base import Problem
 from headprune.selection._choice import Option, best_choice
 from headprune.selection._task import Task
-from tests.selection_problems import CURRENCIES, asked, make, random_scores, random_table, site, unit_cost
+from tests.selection_problems import (
+    CURRENCIES,
+    asked,
+    make,
+    random_scores,
+    random_table,
+    site,
+    unit_cost,
+)
 
 
 def positions(scores: HeadScores, plan: hp.PruningPlan) -> frozenset[tuple[int, int]]:
@@ -34,7 +43,9 @@ def worth(problem: Problem, keep: frozenset[tuple[int, int]]) -> tuple[float, in
 
 def test_costs_beyond_64_bits_are_refused_and_large_units_are_none() -> None:
     wide = [[Option(0, 0), Option(2**61, 5), Option(2**61 + 1, 6)]] * 2
-    with pytest.raises(InvalidValue, match=r"costs of a knapsack: must be below 2\^62 together, got \d+\. Use a"):
+    with pytest.raises(
+        InvalidValue, match=r"costs of a knapsack: must be below 2\^62 together, got \d+\. Use a"
+    ):
         best_choice(wide, 2**62)
     assert best_choice([[Option(0, 0), Option(2**70, 5), Option(2**71, 6)]] * 2, 2**71) == [1, 1]
 
@@ -42,7 +53,9 @@ def test_costs_beyond_64_bits_are_refused_and_large_units_are_none() -> None:
 def test_a_head_stays_where_none_would_be_slower() -> None:
     """By a table that says so, and the nearest budget is not one that would leave a head more."""
     scores = make([site("a", 2)], [[1.0, 2.0]])
-    table = LatencyTable(1.0, (SiteLatency("a", (0.5, 0.1, 0.4)),), 8, 4, "a clock of ours", "float32")
+    table = LatencyTable(
+        1.0, (SiteLatency("a", (0.5, 0.1, 0.4)),), 8, 4, "a clock of ours", "float32"
+    )
     plan = hp.select(scores, Budget(speedup=1 / 0.7), "knapsack", latency=table)
     assert plan.mask.kept("a") == (1,)
     with pytest.raises(InfeasibleBudget) as caught:
@@ -66,7 +79,9 @@ def test_it_is_the_best_of_all_subsets(kind: str, dear: bool) -> None:
         stay = {scores.sites[0].name: scores.sites[0].units[-1][:1]} if seed % 3 == 0 else None
         problem = Task.of(scores, stay, None, None, None, table).posed(budget, selector)
         places = list(problem.positions())
-        subsets = (frozenset(c) for n in range(len(places) + 1) for c in itertools.combinations(places, n))
+        subsets = (
+            frozenset(c) for n in range(len(places) + 1) for c in itertools.combinations(places, n)
+        )
         allowed = [keep for keep in subsets if keep and problem.lawful(keep) and problem.fits(keep)]
         if not allowed:
             with pytest.raises(InfeasibleBudget):
@@ -80,22 +95,36 @@ def test_it_is_the_best_of_all_subsets(kind: str, dear: bool) -> None:
 
 
 def test_choices_are_the_best_of_all_choices() -> None:
-    """Any costs and values, also such as no site has, against every combination; ties go to what stands first."""
+    """Any costs and values, also such as no site has, against every combination; ties go to what
+    stands first."""
     found = 0
     for seed in range(150):
         rng = random.Random(seed)
         top = rng.choice([3, 8, 10**6])
         classes = [
-            [Option(rng.randint(0, top), rng.randint(0, 9), rng.randint(-2, 2)) for _ in range(rng.randint(1, 5))]
+            [
+                Option(rng.randint(0, top), rng.randint(0, 9), rng.randint(-2, 2))
+                for _ in range(rng.randint(1, 5))
+            ]
             for _ in range(rng.randint(1, 5))
         ]
         limit = rng.randint(0, top * len(classes))
 
-        def key(choice: tuple[int, ...], classes: list[list[Option]] = classes) -> tuple[int, int, int]:
+        def key(
+            choice: tuple[int, ...], classes: list[list[Option]] = classes
+        ) -> tuple[int, int, int]:
             chosen = [row[i] for row, i in zip(classes, choice, strict=True)]
-            return sum(o.value for o in chosen), sum(o.second for o in chosen), -sum(o.cost for o in chosen)
+            return (
+                sum(o.value for o in chosen),
+                sum(o.second for o in chosen),
+                -sum(o.cost for o in chosen),
+            )
 
-        every = [c for c in itertools.product(*(range(len(row)) for row in classes)) if -key(c)[2] <= limit]
+        every = [
+            c
+            for c in itertools.product(*(range(len(row)) for row in classes))
+            if -key(c)[2] <= limit
+        ]
         answer = best_choice(classes, limit)
         if not every:
             assert answer is None
@@ -128,8 +157,13 @@ def test_a_negative_score_counts_as_nothing_and_stays_where_there_is_room() -> N
 
 @pytest.mark.parametrize("scale", [1.0, 1e-300, 1e300, 7.3e-12])
 def test_equal_sums_are_ties_at_every_scale(scale: float) -> None:
-    """1 + 2 at one site against 3 at another: more heads win, whatever the scores are multiplied with."""
-    scores = make([site("a", 2), site("b", 1)], [[scale, 2 * scale], [3 * scale]], [[unit_cost(1)] * 2, [unit_cost(2)]])
+    """1 + 2 at one site against 3 at another: more heads win, whatever the scores are multiplied
+    with."""
+    scores = make(
+        [site("a", 2), site("b", 1)],
+        [[scale, 2 * scale], [3 * scale]],
+        [[unit_cost(1)] * 2, [unit_cost(2)]],
+    )
     plan = hp.select(scores, Budget(keep_params=0.8), Knapsack(min_heads=0))
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1), ())
 
@@ -146,6 +180,8 @@ def test_24_layers_of_16_heads_take_no_time(kind: str) -> None:
     began = time.process_time()
     for share in (0.3, 0.5, 0.9):
         selector = Knapsack(min_heads=0)
-        plan = hp.select(scores, asked(kind, share), selector, latency=table if kind == "speedup" else None)
+        plan = hp.select(
+            scores, asked(kind, share), selector, latency=table if kind == "speedup" else None
+        )
         assert 0 < plan.mask.n_kept < 384
     assert time.process_time() - began < 2.5

@@ -1,4 +1,5 @@
-"""Quadratic selection against all choices there are, and against Kwon's rearrangement written out."""
+"""Quadratic selection against all choices there are, and against Kwon's rearrangement written
+out."""
 
 import itertools
 from dataclasses import replace
@@ -58,7 +59,8 @@ def best_of_all(scores: HeadScores, problem: Problem) -> float | None:
 
 
 def kwon(scores: HeadScores, keep: Any) -> frozenset[tuple[int, int]]:
-    """Greedy rearrangement, layer by layer, with sums over example gradients spelled as sums over the block."""
+    """Greedy rearrangement, layer by layer, with sums over example gradients spelled as sums over
+    the block."""
     assert scores.curvature is not None
     matrix, places = scores.curvature.matrix, [(u.site, u.unit) for u in scores.units()]
     gone = []
@@ -78,17 +80,26 @@ def kwon(scores: HeadScores, keep: Any) -> frozenset[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("rank", "share", "worst"), [(4, 0.8, 4.0), (8, 0.9, 1.4), (40, 1.0, 1.0)])
-def test_it_finds_the_best_of_all_choices_nearly_always(rank: int, share: float, worst: float) -> None:
-    """Of these 64 problems of 12 units each: 88 %, 94 % and 100 %, where Kwon's rearrangement has 11 %, 16 % and 28 %,
-    and global_topk 11 %, 14 % and 27 %; the fewer examples, the nearer the objective can be brought to zero."""
+def test_it_finds_the_best_of_all_choices_nearly_always(
+    rank: int, share: float, worst: float
+) -> None:
+    """Of these 64 problems of 12 units each: 88 %, 94 % and 100 %, where Kwon's rearrangement has
+    11 %, 16 % and 28 %, and global_topk 11 %, 14 % and 27 %; the fewer examples, the nearer the
+    objective can be brought to zero."""
     ratios, greedy = [], []
     for seed in range(64):
-        scores, selector = curved(seed, SHAPES[seed % 4], rank), Quadratic(min_heads=(seed // 4) % 2)
+        scores, selector = (
+            curved(seed, SHAPES[seed % 4], rank),
+            Quadratic(min_heads=(seed // 4) % 2),
+        )
         problem = problem_of(scores, hp.Budget(keep_heads=(0.5, 0.7)[seed // 8 % 2]), selector)
         best = best_of_all(scores, problem)
         assert best is not None
         ratios.append(objective(scores, selector.keep(problem)) / best)
-        greedy.append(objective(scores, kwon(scores, GlobalTopk(min_heads=selector.min_heads).keep(problem))) / best)
+        greedy.append(
+            objective(scores, kwon(scores, GlobalTopk(min_heads=selector.min_heads).keep(problem)))
+            / best
+        )
     assert min(ratios) > 1 - 1e-9
     assert np.mean([r < 1 + 1e-9 for r in ratios]) >= share
     assert max(ratios) <= worst + 1e-9
@@ -103,13 +114,21 @@ def test_every_currency_and_rule_against_all_choices(kind: str) -> None:
         scores = curved(seed, None, 30, dear=kind != "speedup" and seed % 2 == 1, sites=shapes)
         table = {"latency": random_table(scores, seed, noise=seed % 2)} if kind == "speedup" else {}
         selector = Quadratic(min_heads=seed % 3, multiple_of=1 + (seed % 4 == 3))
-        rules = {"stay": frozenset({(0, seed % 4)}), "go": frozenset({(1, seed % 3)})} if seed % 5 else {}
-        problem = problem_of(scores, asked(kind, (0.75, 0.85)[seed % 2]), selector, **table, **rules)
+        rules = (
+            {"stay": frozenset({(0, seed % 4)}), "go": frozenset({(1, seed % 3)})}
+            if seed % 5
+            else {}
+        )
+        problem = problem_of(
+            scores, asked(kind, (0.75, 0.85)[seed % 2]), selector, **table, **rules
+        )
         best = best_of_all(scores, problem)
         try:
             keep = selector.keep(problem)
         except InfeasibleBudget:
-            assert best is None or seed % 3  # of dear units the best heads, not the cheapest, make up the minimum
+            assert (
+                best is None or seed % 3
+            )  # of dear units the best heads, not the cheapest, make up the minimum
             continue
         assert problem.fits(keep)
         assert problem.lawful(keep)
@@ -123,9 +142,16 @@ def test_every_currency_and_rule_against_all_choices(kind: str) -> None:
 
 def test_it_is_never_worse_than_greedy() -> None:
     for seed in range(30):
-        scores = curved(seed, [(12, 12, 12), (5, 9, 14), (16, 16)][seed % 3], [4, 12, 60][seed % 3], dear=seed % 2 == 1)
+        scores = curved(
+            seed,
+            [(12, 12, 12), (5, 9, 14), (16, 16)][seed % 3],
+            [4, 12, 60][seed % 3],
+            dear=seed % 2 == 1,
+        )
         selector = Quadratic(min_heads=seed % 4)
-        problem = problem_of(scores, hp.Budget(keep_macs=(0.65, 0.8)[seed // 15], length=10), selector)
+        problem = problem_of(
+            scores, hp.Budget(keep_macs=(0.65, 0.8)[seed // 15], length=10), selector
+        )
         first = GlobalTopk(min_heads=selector.min_heads).keep(problem)
         found, bounds = objective(scores, selector.keep(problem)), [first]
         other = kwon(scores, first)
@@ -142,7 +168,9 @@ def test_kwons_search_is_theirs_and_nothing_more() -> None:
         problem = problem_of(scores, hp.Budget(keep_heads=9), selector)
         first = GlobalTopk(min_heads=0).keep(problem)
         assert selector.keep(problem) == kwon(scores, first)
-        differ += objective(scores, selector.keep(problem)) > objective(scores, Quadratic(min_heads=0).keep(problem))
+        differ += objective(scores, selector.keep(problem)) > objective(
+            scores, Quadratic(min_heads=0).keep(problem)
+        )
     assert differ
     with pytest.raises(InvalidValue, match=r"Quadratic.search: must be 'full' or 'kwon'"):
         Quadratic(search="greedy")  # type: ignore[arg-type]
@@ -152,10 +180,13 @@ def test_kwons_search_is_theirs_and_nothing_more() -> None:
 
 
 def test_of_two_heads_that_do_the_same_one_stays() -> None:
-    """Alone, neither is missed; both are, together. The diagonal cannot tell them from an idle head."""
+    """Alone, neither is missed; both are, together. The diagonal cannot tell them from an idle
+    head."""
     matrix = np.diag([1.0, 1.0, 3.0, 4.0])
     matrix[0, 1] = matrix[1, 0] = 1.0
-    scores = replace(make([site("a", 2), site("b", 2)], [[0.5, 0.5], [1.5, 2.0]]), curvature=Curvature.of(matrix))
+    scores = replace(
+        make([site("a", 2), site("b", 2)], [[0.5, 0.5], [1.5, 2.0]]), curvature=Curvature.of(matrix)
+    )
     budget, free = hp.Budget(keep_heads=2), Quadratic(min_heads=0)
     assert select(scores, budget, GlobalTopk(min_heads=0)).mask.n_kept == 2
     assert select(scores, budget, GlobalTopk(min_heads=0)).mask.kept("a") == ()
@@ -163,7 +194,9 @@ def test_of_two_heads_that_do_the_same_one_stays() -> None:
     strong = replace(scores, curvature=Curvature.of(matrix))
     assert select(strong, budget, free).mask.kept("a") == (0,)
     matrix[0, 1] = matrix[1, 0] = -1.0
-    assert select(replace(scores, curvature=Curvature.of(matrix)), budget, free).mask.kept("a") == ()
+    assert (
+        select(replace(scores, curvature=Curvature.of(matrix)), budget, free).mask.kept("a") == ()
+    )
 
 
 def test_without_ties_between_heads_it_is_the_diagonal() -> None:
@@ -177,13 +210,16 @@ def test_without_ties_between_heads_it_is_the_diagonal() -> None:
 
 def test_heads_that_cost_nothing_stay_where_there_is_room() -> None:
     matrix = np.diag([2.0, 0.0, 0.0, 4.0])
-    scores = replace(make([site("a", 2), site("b", 2)], [[1, 0], [0, 2]]), curvature=Curvature.of(matrix))
+    scores = replace(
+        make([site("a", 2), site("b", 2)], [[1, 0], [0, 2]]), curvature=Curvature.of(matrix)
+    )
     assert select(scores, hp.Budget(keep_heads=1.0), "quadratic").mask.n_kept == 4
     assert select(scores, hp.Budget(keep_heads=3), "quadratic").mask.n_kept == 3
 
 
 def test_large_sites_are_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sites of more than 12 units have no table of all subsets; with none at all the result is as good here."""
+    """Sites of more than 12 units have no table of all subsets; with none at all the result is as
+    good here."""
     scores = curved(3, (6, 6), 40)
     expected = select(scores, hp.Budget(keep_heads=6), "quadratic")
     monkeypatch.setattr(_terrain, "ENUMERATED", 0)
@@ -192,10 +228,15 @@ def test_large_sites_are_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", CURRENCIES)
 def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
-    """Entry by entry against ``Problem.lawful`` and ``Problem.fits``, for units of unlike size and price."""
+    """Entry by entry against ``Problem.lawful`` and ``Problem.fits``, for units of unlike size and
+    price."""
     allowed = refused = 0
     for seed in range(12):
-        shapes = [site("a", 4), replace(site("b", 5), bundles=((0, 1), (2,), (3,), (4,))), site("c", 3, heads=(0, 2))]
+        shapes = [
+            site("a", 4),
+            replace(site("b", 5), bundles=((0, 1), (2,), (3,), (4,))),
+            site("c", 3, heads=(0, 2)),
+        ]
         scores = curved(seed, None, 9, dear=kind != "speedup", sites=shapes)
         table = random_table(scores, seed, noise=1.0) if kind == "speedup" else None
         selector = Quadratic(min_heads=seed % 3, multiple_of=1 + (seed % 3 == 2))
@@ -205,12 +246,17 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
         terrain = _terrain.Terrain(problem, scores.curvature.matrix)
         gone = np.random.default_rng(seed).uniform(size=len(terrain.places)) < 0.4
         gone = np.array(
-            [p in problem.go or (g and p not in problem.stay) for p, g in zip(terrain.places, gone, strict=True)]
+            [
+                p in problem.go or (g and p not in problem.stay)
+                for p, g in zip(terrain.places, gone, strict=True)
+            ]
         )
         keep = frozenset(itertools.compress(terrain.places, ~gone))
         if not problem.lawful(keep):
             continue
-        assert terrain.costs(gone).tolist() == [problem.site_cost(i, u) for i, u in enumerate(problem.by_site(keep))]
+        assert terrain.costs(gone).tolist() == [
+            problem.site_cost(i, u) for i, u in enumerate(problem.by_site(keep))
+        ]
         out, back = np.flatnonzero(terrain.free & ~gone), np.flatnonzero(terrain.free & gone)
         found = terrain.moves(out, back, gone)
         for (i, a), (j, b) in itertools.product(enumerate([*out, None]), enumerate([*back, None])):
@@ -227,18 +273,28 @@ def test_moves_and_choices_are_those_that_the_problem_allows(kind: str) -> None:
 
 
 def test_groups_of_sites_and_bundles_have_their_own_curvature() -> None:
-    sites = [site("a", 4, kind="self"), site("b", 4, 2, kind="self", policy="balanced"), site("c", 3, kind="cross")]
+    sites = [
+        site("a", 4, kind="self"),
+        site("b", 4, 2, kind="self", policy="balanced"),
+        site("c", 3, kind="cross"),
+    ]
     scores = curved(1, None, 30, sites=sites)
     alone = select(scores.of("cross"), hp.Budget(keep_heads=2), "quadratic")
     both = select(scores, {"cross": hp.Budget(keep_heads=2)}, "quadratic")
     assert both.mask.kept("c") == alone.mask.kept("c")
     plan = select(scores, hp.Budget(keep_heads=7), "quadratic")
-    assert {len(set(plan.mask.kept("b")) & set(group)) for group in sites[1].groups} in ({0}, {1}, {2})
+    assert {len(set(plan.mask.kept("b")) & set(group)) for group in sites[1].groups} in (
+        {0},
+        {1},
+        {2},
+    )
 
 
 def test_it_needs_a_curvature() -> None:
     scores = replace(curved(0, (3, 3), 9), curvature=None)
-    with pytest.raises(InvalidValue, match=r"carry their curvature.*'fake' without.*'fisher'\) gives it"):
+    with pytest.raises(
+        InvalidValue, match=r"carry their curvature.*'fake' without.*'fisher'\) gives it"
+    ):
         select(scores, hp.Budget(keep_heads=3), "quadratic")
     lost = replace(scores, notes=("a first note", "the curvature was taken away", "a last note"))
     with pytest.raises(InvalidValue, match=r"without. the curvature was taken away$"):

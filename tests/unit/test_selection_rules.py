@@ -1,4 +1,5 @@
-"""What every selector keeps to, under every budget: heads that must stay or go, multiples, minima, groups, latency."""
+"""What every selector keeps to, under every budget: heads that must stay or go, multiples, minima,
+groups, latency."""
 
 from __future__ import annotations
 
@@ -37,8 +38,11 @@ HALF = Budget(keep_heads=0.5)
 BY_SCORES = [name for name in SELECTORS if not registry.get(name).needs]
 
 
-def spent(scores: HeadScores, mask: HeadMask, budget: Budget, table: LatencyTable | None) -> tuple[float, float]:
-    """What the plan costs and what it may cost, counted without any of the selectors' arithmetic."""
+def spent(
+    scores: HeadScores, mask: HeadMask, budget: Budget, table: LatencyTable | None
+) -> tuple[float, float]:
+    """What the plan costs and what it may cost, counted without any of the selectors'
+    arithmetic."""
     if budget.kind == "speedup":
         assert table is not None
         return table.predict(mask), table.whole / budget.amount
@@ -58,7 +62,9 @@ def spent(scores: HeadScores, mask: HeadMask, budget: Budget, table: LatencyTabl
     return after, budget.amount if isinstance(budget.amount, int) else budget.amount * whole
 
 
-def drawn_rules(scores: HeadScores, rng: random.Random) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+def drawn_rules(
+    scores: HeadScores, rng: random.Random
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Heads that must stay and heads that must go, of different units."""
     stay: dict[str, list[int]] = {}
     go: dict[str, list[int]] = {}
@@ -71,7 +77,9 @@ def drawn_rules(scores: HeadScores, rng: random.Random) -> tuple[dict[str, list[
     return stay, go
 
 
-def check_rules(scores: HeadScores, mask: HeadMask, stay: Any, go: Any, min_heads: int, multiple_of: int) -> None:
+def check_rules(
+    scores: HeadScores, mask: HeadMask, stay: Any, go: Any, min_heads: int, multiple_of: int
+) -> None:
     for s in scores.sites:
         kept = set(mask.kept(s.name))
         s.check(kept)
@@ -88,7 +96,9 @@ def test_no_selector_ever_exceeds_a_budget_or_breaks_a_rule(name: str, kind: str
     met = refused = 0
     for seed in range(24):
         rng = random.Random(seed)
-        scores, extra = fitted(name, random_scores(seed, dear=seed % 2 == 1, lowest=-1 if seed % 3 else 0))
+        scores, extra = fitted(
+            name, random_scores(seed, dear=seed % 2 == 1, lowest=-1 if seed % 3 else 0)
+        )
         table = random_table(scores, seed, noise=seed % 4) if kind == "speedup" else None
         stay, go = drawn_rules(scores, rng) if seed % 3 else ({}, {})
         rules = {"min_heads": rng.randint(0, 2), "multiple_of": rng.choice([1, 1, 2, 3])}
@@ -130,18 +140,33 @@ def test_a_speedup_is_met_by_the_table_and_the_nearest_is_named(name: str) -> No
 
 @pytest.mark.parametrize("name", SELECTORS)
 def test_groups_of_sites_keep_to_the_rules_by_themselves(name: str) -> None:
-    sites = [site("e0", 6, kind="self"), site("e1", 6, kind="self"), site("d0", 6), site("x0", 6, kind="cross")]
+    sites = [
+        site("e0", 6, kind="self"),
+        site("e1", 6, kind="self"),
+        site("d0", 6),
+        site("x0", 6, kind="cross"),
+    ]
     rng = random.Random(1)
-    scores, extra = fitted(name, make(sites, [[rng.randint(1, 9) for _ in range(6)] for _ in sites]))
+    scores, extra = fitted(
+        name, make(sites, [[rng.randint(1, 9) for _ in range(6)] for _ in sites])
+    )
     table = random_table(scores, 3)
     budgets = {"self": HALF, "d?": Budget(speedup=1.3)}
     stay, go = {"e0": [5], "d0": [2]}, {"e1": [0], "x0": [1, 2]}
     plan = hp.select(
-        scores, budgets, configured(name, multiple_of=2), must_keep=stay, must_remove=go, latency=table, **extra
+        scores,
+        budgets,
+        configured(name, multiple_of=2),
+        must_keep=stay,
+        must_remove=go,
+        latency=table,
+        **extra,
     )
     check_rules(scores, plan.mask, stay, go, 1, 2)
     assert len(plan.mask.kept("e0")) + len(plan.mask.kept("e1")) <= 6
-    assert plan.mask.kept("x0") == (0, 3, 4, 5), "no budget is for it, so it loses only what must go"
+    assert plan.mask.kept("x0") == (0, 3, 4, 5), (
+        "no budget is for it, so it loses only what must go"
+    )
     row = table.row("d0")
     assert (row[-1] or 0) / (row[len(plan.mask.kept("d0"))] or 0) >= 1.3
     assert plan.budgets == (SiteBudget("self", HALF), SiteBudget("d?", Budget(speedup=1.3)))
@@ -150,7 +175,9 @@ def test_groups_of_sites_keep_to_the_rules_by_themselves(name: str) -> None:
 
 @pytest.mark.parametrize("name", SELECTORS)
 def test_naming_one_head_of_a_unit_names_the_unit(name: str) -> None:
-    scores, extra = fitted(name, make([site("a", 8, 4), site("b", 8, 4)], [[0, 9, 9, 9], [9, 9, 9, 9]]))
+    scores, extra = fitted(
+        name, make([site("a", 8, 4), site("b", 8, 4)], [[0, 9, 9, 9], [9, 9, 9, 9]])
+    )
     plan = hp.select(scores, HALF, name, must_keep={"a": [1]}, must_remove={"b": [2]}, **extra)
     assert {0, 1} <= set(plan.mask.kept("a"))
     assert not {2, 3} & set(plan.mask.kept("b"))
@@ -160,7 +187,9 @@ def test_naming_one_head_of_a_unit_names_the_unit(name: str) -> None:
 
 def test_named_heads_may_come_from_numpy() -> None:
     scores = make([site("a", 4), site("b", 4)], [[0, 9, 9, 9], [9, 9, 9, 9]])
-    plan = hp.select(scores, HALF, must_keep={"a": np.array([0])}, must_remove={"b": np.array([2, 3])})
+    plan = hp.select(
+        scores, HALF, must_keep={"a": np.array([0])}, must_remove={"b": np.array([2, 3])}
+    )
     assert plan == hp.select(scores, HALF, must_keep={"a": [0]}, must_remove={"b": [2, 3]})
     assert 0 in plan.mask.kept("a")
 
@@ -171,7 +200,9 @@ def test_under_balanced_the_named_heads_of_several_groups_share_a_unit() -> None
     assert plan.mask.kept("a") == (1, 3, 5, 7)
     one = hp.select(scores, Budget(keep_heads=2), must_keep={"a": [3]})
     assert one.mask.kept("a") == (3, 4), "beside head 3 the best of the other group"
-    table = LatencyTable(2.0, (SiteLatency("a", (0.1, None, 0.4, None, 0.6, None, 0.8, None, 1.0)),), 1, 1, "x", "y")
+    table = LatencyTable(
+        2.0, (SiteLatency("a", (0.1, None, 0.4, None, 0.6, None, 0.8, None, 1.0)),), 1, 1, "x", "y"
+    )
     fast = hp.select(scores, Budget(speedup=1.25), "knapsack", latency=table)
     assert fast.mask.kept("a") == (0, 1, 4, 5)
 
@@ -180,24 +211,41 @@ def test_multiples_keep_whole_blocks_the_most_important_first() -> None:
     scores = make([site("a", 6), site("b", 6)], [[9, 1, 1, 1, 1, 0], [5, 5, 5, 5, 2, 2]])
     plan = hp.select(scores, Budget(keep_heads=7), hp.selection.GlobalTopk(multiple_of=2))
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1), (0, 1, 2, 3))
-    plan = hp.select(scores, Budget(keep_heads=4), hp.selection.GlobalTopk(min_heads=0, multiple_of=4))
+    plan = hp.select(
+        scores, Budget(keep_heads=4), hp.selection.GlobalTopk(min_heads=0, multiple_of=4)
+    )
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((), (0, 1, 2, 3))
     plan = hp.select(scores, Budget(keep_heads=11), hp.selection.Uniform(multiple_of=4))
     assert (plan.mask.kept("a"), plan.mask.kept("b")) == ((0, 1, 2, 3), (0, 1, 2, 3))
-    assert hp.select(scores, Budget(keep_heads=12), hp.selection.Uniform(multiple_of=4)).mask.n_kept == 12
+    assert (
+        hp.select(scores, Budget(keep_heads=12), hp.selection.Uniform(multiple_of=4)).mask.n_kept
+        == 12
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"must_keep": {"c": [0]}}, UnknownName, r"select\(must_keep=\): must be by names of scored sites, got 'c'"),
-        ({"must_keep": {"a": [4]}}, UnknownName, r"select\(must_keep=\)\['a'\]: .*present heads \[0, 1, 2, 3\], got 4"),
+        (
+            {"must_keep": {"c": [0]}},
+            UnknownName,
+            r"select\(must_keep=\): must be by names of scored sites, got 'c'",
+        ),
+        (
+            {"must_keep": {"a": [4]}},
+            UnknownName,
+            r"select\(must_keep=\)\['a'\]: .*present heads \[0, 1, 2, 3\], got 4",
+        ),
         (
             {"must_remove": {"a": 1}},
             InvalidValue,
             r"must_remove=\)\['a'\]: .* collection of head indices, got 1",
         ),
-        ({"must_keep": {"a": [True]}}, InvalidValue, r"select\(must_keep=\)\['a'\]: .* head indices, got True"),
+        (
+            {"must_keep": {"a": [True]}},
+            InvalidValue,
+            r"select\(must_keep=\)\['a'\]: .* head indices, got True",
+        ),
         ({"must_keep": {"a": [1, 1, 0, 0]}}, InvalidValue, r"got \[1, 1, 0, 0\], a row of 0 and 1"),
         ({"must_remove": [("a", 1)]}, InvalidValue, r"a mapping from sites' names"),
         (
@@ -205,13 +253,23 @@ def test_multiples_keep_whole_blocks_the_most_important_first() -> None:
             InvalidValue,
             r"about different heads, got a\[0\] in both",
         ),
-        ({"must_keep": {"g": [0]}, "must_remove": {"g": [1]}}, InvalidValue, r"Heads \[0, 1\] stay or go together"),
-        ({"loss": len}, InvalidValue, r"select\(loss=\): must be left out: selector 'global_topk' does not use it"),
+        (
+            {"must_keep": {"g": [0]}, "must_remove": {"g": [1]}},
+            InvalidValue,
+            r"Heads \[0, 1\] stay or go together",
+        ),
+        (
+            {"loss": len},
+            InvalidValue,
+            r"select\(loss=\): must be left out: selector 'global_topk' does not use it",
+        ),
         ({"rescore": len}, InvalidValue, r"select\(rescore=\): must be left out"),
         ({"latency": 3}, InvalidValue, r"select\(latency=\): must be a LatencyTable, got int"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_in_words(arguments: Any, error: type[Exception], words: str) -> None:
+def test_arguments_that_cannot_be_are_refused_in_words(
+    arguments: Any, error: type[Exception], words: str
+) -> None:
     scores = make([site("a", 4), site("g", 4, 2)], [[1, 2, 3, 4], [1, 2]])
     with pytest.raises(error, match=words):
         hp.select(scores, HALF, **arguments)
@@ -219,23 +277,35 @@ def test_arguments_that_cannot_be_are_refused_in_words(arguments: Any, error: ty
 
 def test_latency_goes_with_a_speedup_and_with_its_sites() -> None:
     scores = make([site("a", 4)], [[1, 2, 3, 4]])
-    table = LatencyTable(2.0, (SiteLatency("a", (0.1, 0.3, 0.5, 0.7, 0.9)),), 1, 8, "cpu", "float32")
-    with pytest.raises(InvalidValue, match=r"select\(latency=\): must be given with Budget\(speedup=\) only"):
+    table = LatencyTable(
+        2.0, (SiteLatency("a", (0.1, 0.3, 0.5, 0.7, 0.9)),), 1, 8, "cpu", "float32"
+    )
+    with pytest.raises(
+        InvalidValue, match=r"select\(latency=\): must be given with Budget\(speedup=\) only"
+    ):
         hp.select(scores, HALF, latency=table)
-    with pytest.raises(InvalidValue, match=r"a LatencyTable, with Budget\(speedup=\), got none.*latency_table"):
+    with pytest.raises(
+        InvalidValue, match=r"a LatencyTable, with Budget\(speedup=\), got none.*latency_table"
+    ):
         hp.select(scores, Budget(speedup=1.1))
     with pytest.raises(UnknownName, match="measured at this site, got 'b'"):
         hp.select(make([site("b", 4)], [[1] * 4]), Budget(speedup=1.1), latency=table)
     with pytest.raises(InvalidValue, match="with the 3 heads of a, got a row for 4 heads"):
-        hp.select(make([site("a", 4, heads=(0, 1, 2))], [[1] * 3]), Budget(speedup=1.1), latency=table)
+        hp.select(
+            make([site("a", 4, heads=(0, 1, 2))], [[1] * 3]), Budget(speedup=1.1), latency=table
+        )
     plan = hp.select(scores, Budget(speedup=1.25), latency=table)
     assert plan.mask.kept("a") == (2, 3)
     assert "1600 ms in place of 2000 ms, 1.250 times as fast" in plan.notes[-1]
     for budget in (Budget(speedup=1.1), {"a": Budget(speedup=1.1)}):
-        with pytest.raises(InvalidValue, match=r"a model that takes longer than its attention, got 900 ms"):
+        with pytest.raises(
+            InvalidValue, match=r"a model that takes longer than its attention, got 900 ms"
+        ):
             hp.select(scores, budget, latency=replace(table, whole=0.8))
     two = make([site("a", 4), site("b", 4)], [[1, 2, 3, 4]] * 2)
-    with pytest.raises(UnknownName, match="measured at this site, got 'b'"):  # a plan's prediction is for all sites
+    with pytest.raises(
+        UnknownName, match="measured at this site, got 'b'"
+    ):  # a plan's prediction is for all sites
         hp.select(two, {"a": Budget(speedup=1.1)}, latency=table)
     flat = replace(table, sites=(SiteLatency("a", (0.9,) * 5),))
     with pytest.raises(InfeasibleBudget, match="no cut makes the model faster"):
@@ -303,21 +373,35 @@ class Lawless(Selector):
         (((0, 0),), "1 head at a, which may have 2"),
     ],
 )
-def test_an_outside_selector_that_breaks_a_rule_is_stopped(answer: tuple[Position, ...], words: str) -> None:
+def test_an_outside_selector_that_breaks_a_rule_is_stopped(
+    answer: tuple[Position, ...], words: str
+) -> None:
     scores = make([site("a", 4)], [[1, 2, 3, 4]])
     with pytest.raises(InvalidValue, match=f"lawful, got {words}"):
-        hp.select(scores, HALF, Lawless(answer, multiple_of=2), must_keep={"a": [0]}, must_remove={"a": [2]})
+        hp.select(
+            scores,
+            HALF,
+            Lawless(answer, multiple_of=2),
+            must_keep={"a": [0]},
+            must_remove={"a": [2]},
+        )
 
 
 def test_what_no_budget_names_keeps_to_multiples_too() -> None:
-    scores = make([site("a", 5, kind="self"), site("b", 4, kind="cross")], [[5, 1, 2, 3, 4], [1, 2, 3, 4]])
+    scores = make(
+        [site("a", 5, kind="self"), site("b", 4, kind="cross")], [[5, 1, 2, 3, 4], [1, 2, 3, 4]]
+    )
     twos = configured("global_topk", multiple_of=2)
-    kept = [hp.select(scores, {"cross": HALF}, twos, must_remove={"a": gone}).mask.kept("a") for gone in ([0], [0, 1])]
+    kept = [
+        hp.select(scores, {"cross": HALF}, twos, must_remove={"a": gone}).mask.kept("a")
+        for gone in ([0], [0, 1])
+    ]
     assert kept == [(1, 2, 3, 4), (3, 4)]
 
 
 def test_where_fewer_heads_are_slower_the_least_are_not_the_cheapest() -> None:
-    """Of a, one head takes longer than two; b takes a second without any; what is fixed takes another."""
+    """Of a, one head takes longer than two; b takes a second without any; what is fixed takes
+    another."""
     scores = make([site("a", 3), site("b", 2)], [[1, 2, 3], [1, 2]])
     rows = (SiteLatency("a", (2.0, 3.0, 1.0, 4.0)), SiteLatency("b", (1.0, 2.0, 3.0)))
     table = LatencyTable(8.0, rows, 8, 16, "a clock of ours", "float32")
@@ -326,8 +410,12 @@ def test_where_fewer_heads_are_slower_the_least_are_not_the_cheapest() -> None:
     for row, nearest in ((2.5, "1.6"), (0.0, "2.285714")):
         rows = (SiteLatency("a", (row, 3.0, 3.5, 4.0)), SiteLatency("b", (1.0, 2.5, 3.0)))
         table = LatencyTable(8.0, rows, 8, 16, "a clock of ours", "float32")
-        with pytest.raises(InfeasibleBudget, match=f"at most {nearest}.*Less would not leave one head"):
-            hp.select(scores, Budget(speedup=3.9), configured("global_topk", min_heads=0), latency=table)
+        with pytest.raises(
+            InfeasibleBudget, match=f"at most {nearest}.*Less would not leave one head"
+        ):
+            hp.select(
+                scores, Budget(speedup=3.9), configured("global_topk", min_heads=0), latency=table
+            )
 
 
 def test_heads_are_bundled_by_rank_those_that_must_stay_first_and_those_that_must_go_last() -> None:
@@ -342,7 +430,12 @@ def test_scores_of_a_part_say_what_those_of_all_did() -> None:
     whole = make([site("a", 2), site("b", 3)], [[1, 2], [3, 4, 5]])
     whole = replace(whole, notes=("noted",), samples=Samples.of([[1.0, 2, 3, 4, 5]] * 2))
     found = part(whole, [1])
-    assert (found.sites, found.values, found.notes, found.samples) == (whole.sites[1:], ((3, 4, 5),), ("noted",), None)
+    assert (found.sites, found.values, found.notes, found.samples) == (
+        whole.sites[1:],
+        ((3, 4, 5),),
+        ("noted",),
+        None,
+    )
     assert found.costs is not None
     assert found.costs.total == Cost.sum(found.costs.units[0])
 

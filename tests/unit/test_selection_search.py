@@ -1,4 +1,5 @@
-"""Selectors that ask a model while they choose: steps with scores anew, and swaps on the measured loss."""
+"""Selectors that ask a model while they choose: steps with scores anew, and swaps on the measured
+loss."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,7 +19,15 @@ from headprune.core.scores import HeadScores
 from headprune.selection import Iterative, LocalSearch
 from headprune.selection._api import select
 from tests.laws.support import subject_of
-from tests.selection_problems import CURRENCIES, asked, make, random_scores, random_table, site, unit_cost
+from tests.selection_problems import (
+    CURRENCIES,
+    asked,
+    make,
+    random_scores,
+    random_table,
+    site,
+    unit_cost,
+)
 
 SITES = [site("a", 4), site("b", 4), site("c", 4)]
 
@@ -38,18 +47,23 @@ class Rescore:
         self.masks.append(mask)
         rng = np.random.default_rng([self.seed, *(h for row in mask.rows for h in (99, *row.kept))])
         return replace(
-            self.scores, values=tuple(tuple(map(float, rng.uniform(size=len(r)))) for r in self.scores.values)
+            self.scores,
+            values=tuple(tuple(map(float, rng.uniform(size=len(r)))) for r in self.scores.values),
         )
 
 
 def pairwise(seed: int, n: int = 40, noise: float = 0.0) -> Callable[[Sequence[HeadMask]], Any]:
-    """A loss with ties between heads, so that scores one by one mislead; ``noise`` an example and head."""
+    """A loss with ties between heads, so that scores one by one mislead; ``noise`` an example and
+    head."""
     rng = np.random.default_rng(seed)
     own, tie = rng.uniform(0.1, 1, 12), np.triu(rng.uniform(-0.6, 0.6, (12, 12)), 1)
     off = noise * rng.normal(size=(n, 12))
 
     def loss(masks: Sequence[HeadMask]) -> Any:
-        gone = np.array([[h not in row.kept for row in m.rows for h in range(row.n_heads)] for m in masks], float)
+        gone = np.array(
+            [[h not in row.kept for row in m.rows for h in range(row.n_heads)] for m in masks],
+            float,
+        )
         return (gone @ own + np.einsum("ij,jk,ik->i", gone, tie, gone))[:, None] + gone @ off.T
 
     return loss
@@ -61,7 +75,9 @@ def pairwise(seed: int, n: int = 40, noise: float = 0.0) -> Callable[[Sequence[H
 @pytest.mark.parametrize("inner", ["global_topk", "uniform", "quadratic", "knapsack"])
 def test_one_step_is_the_inner_selector(inner: str) -> None:
     rescore = Rescore(scores_of())
-    scores = replace(scores_of(), curvature=Curvature.of(np.diag(2 * np.concatenate(scores_of().values))))
+    scores = replace(
+        scores_of(), curvature=Curvature.of(np.diag(2 * np.concatenate(scores_of().values)))
+    )
     for keep in (0.3, 0.55, 0.8, 1.0):
         budget = hp.Budget(keep_heads=keep)
         assert select(scores, budget, Iterative(steps=1, inner=inner), rescore=rescore).mask == (
@@ -73,11 +89,18 @@ def test_one_step_is_the_inner_selector(inner: str) -> None:
     assert select(scores, hp.Budget(keep_heads=5), settings, rescore=rescore).mask == plain.mask
 
 
-@pytest.mark.parametrize(("schedule", "counts"), [("linear", [10, 8, 6, 4]), ("geometric", [9, 7, 5, 4])])
+@pytest.mark.parametrize(
+    ("schedule", "counts"), [("linear", [10, 8, 6, 4]), ("geometric", [9, 7, 5, 4])]
+)
 def test_steps_follow_the_schedule_and_nothing_comes_back(schedule: Any, counts: list[int]) -> None:
     for seed in range(5):
         rescore = Rescore(scores_of(), seed)
-        plan = select(scores_of(), hp.Budget(keep_heads=4), Iterative(steps=4, schedule=schedule), rescore=rescore)
+        plan = select(
+            scores_of(),
+            hp.Budget(keep_heads=4),
+            Iterative(steps=4, schedule=schedule),
+            rescore=rescore,
+        )
         masks = [*rescore.masks, plan.mask]
         assert [mask.n_kept for mask in masks] == counts
         for before, after in itertools.pairwise(masks):
@@ -98,7 +121,10 @@ def test_each_step_goes_by_the_scores_of_what_is_left() -> None:
         keep = {s.name: [h for name, h in left if name == s.name] for s in SITES}
         now = asked_for(HeadMask.from_keep(keep, {s.name: 4 for s in SITES}))
     assert {(h.site, h.head) for h in plan.mask} == left
-    assert plan.mask != select(scores, hp.Budget(keep_heads=3), hp.selection.GlobalTopk(min_heads=0)).mask
+    assert (
+        plan.mask
+        != select(scores, hp.Budget(keep_heads=3), hp.selection.GlobalTopk(min_heads=0)).mask
+    )
 
 
 @pytest.mark.parametrize("kind", CURRENCIES)
@@ -109,14 +135,20 @@ def test_rules_hold_in_steps_and_swaps(kind: str) -> None:
         more: dict[str, Any] = {"latency": random_table(scores, seed)} if kind == "speedup" else {}
         rules: dict[str, Any] = {"min_heads": seed % 3, "multiple_of": 1 + (seed % 4 == 1)}
         more |= {"must_keep": {scores.sites[0].name: scores.sites[0].units[0]}} if seed % 2 else {}
-        more |= {"must_remove": {scores.sites[1].name: scores.sites[1].units[-1]}} if seed % 4 == 2 else {}
+        more |= (
+            {"must_remove": {scores.sites[1].name: scores.sites[1].units[-1]}}
+            if seed % 4 == 2
+            else {}
+        )
         loss = lambda masks: np.random.default_rng(len(masks)).normal(size=(len(masks), 5))  # noqa: E731
         for selector, call in [
             (Iterative(steps=3, **rules), {"rescore": Rescore(scores)}),
             (LocalSearch(max_losses=40, margin=0.0, **rules), {"loss": loss}),
         ]:
             with suppress(InfeasibleBudget):
-                select(scores, asked(kind, 0.8), selector, **call, **more)  # what breaks a rule is refused there
+                select(
+                    scores, asked(kind, 0.8), selector, **call, **more
+                )  # what breaks a rule is refused there
                 met += 1
     assert met >= 12
 
@@ -129,8 +161,13 @@ def test_a_budget_that_cannot_be_met_is_refused_before_any_work() -> None:
 
 
 def test_steps_that_lead_into_a_corner_are_taken_back() -> None:
-    """Of two heads of unlike cost the cheap one goes first; then the budget cannot be met by what is left."""
-    scores = make([site("a", 2), site("b", 2)], [[9, 1], [9, 1]], [[unit_cost(4), unit_cost(1)], [unit_cost(1)] * 2])
+    """Of two heads of unlike cost the cheap one goes first; then the budget cannot be met by what
+    is left."""
+    scores = make(
+        [site("a", 2), site("b", 2)],
+        [[9, 1], [9, 1]],
+        [[unit_cost(4), unit_cost(1)], [unit_cost(1)] * 2],
+    )
     rescore = Rescore(scores)
     budget = hp.Budget(keep_params=(500 + 200) / 1200)  # one head of each, the cheap one of a
     with pytest.raises(InfeasibleBudget):  # by what the first step leaves
@@ -138,17 +175,32 @@ def test_steps_that_lead_into_a_corner_are_taken_back() -> None:
     plan = select(scores, budget, Iterative(steps=3, inner="knapsack"), rescore=rescore)
     assert [mask.kept("a") for mask in rescore.masks] == [(0,)]
     assert (plan.mask.kept("a"), plan.mask.n_kept) == ((1,), 2)
-    said = "step 2 of 3 could not meet the budget with what was left: the rest was chosen at once, 1 plans back; "
+    said = (
+        "step 2 of 3 could not meet the budget with what was left: the rest was chosen at once, 1"
+        " plans back; "
+    )
     assert plan.notes[-1] == f"knapsack in steps, of which {said}scored anew 1 times."
 
 
 def test_bundles_and_groups_are_scored_in_their_own_units() -> None:
-    sites = [site("a", 4, 2, policy="balanced", kind="self"), site("b", 4, kind="self"), site("c", 4, kind="cross")]
+    sites = [
+        site("a", 4, 2, policy="balanced", kind="self"),
+        site("b", 4, kind="self"),
+        site("c", 4, kind="cross"),
+    ]
     rescore = Rescore(scores_of(0, sites))
-    plan = select(scores_of(0, sites), {"self": hp.Budget(keep_heads=4)}, Iterative(steps=3), rescore=rescore)
+    plan = select(
+        scores_of(0, sites), {"self": hp.Budget(keep_heads=4)}, Iterative(steps=3), rescore=rescore
+    )
     assert plan.mask.n_kept == 8
-    assert {len(set(plan.mask.kept("a")) & set(group)) for group in sites[0].groups} in ({0}, {1}, {2})
-    assert {row.kept for mask in rescore.masks for row in mask.rows if row.site == "c"} == {(0, 1, 2, 3)}
+    assert {len(set(plan.mask.kept("a")) & set(group)) for group in sites[0].groups} in (
+        {0},
+        {1},
+        {2},
+    )
+    assert {row.kept for mask in rescore.masks for row in mask.rows if row.site == "c"} == {
+        (0, 1, 2, 3)
+    }
 
 
 # ---------------------------------------------------------------- local search
@@ -164,7 +216,9 @@ def test_swaps_lower_the_measured_loss() -> None:
         assert after <= before
         better += after < before - 0.1
         assert f"{before:.4g} by global_topk, {after:.4g} after" in plan.notes[-1]
-        for row, gone in itertools.product(plan.mask, _gone(plan.mask)):  # no swap is left that would help
+        for row, gone in itertools.product(
+            plan.mask, _gone(plan.mask)
+        ):  # no swap is left that would help
             swapped = (plan.mask - _one(plan.mask, row)) | _one(plan.mask, gone)
             assert float(loss([swapped]).mean()) >= after - 1e-5
     assert better >= 8
@@ -181,11 +235,14 @@ def _gone(mask: HeadMask) -> list[Any]:
 
 
 def test_noise_is_not_fitted() -> None:
-    """Heads that differ by noise alone: with a margin the first plan stays, without one it is swapped about."""
+    """Heads that differ by noise alone: with a margin the first plan stays, without one it is
+    swapped about."""
 
     def loss(masks: Sequence[HeadMask]) -> Any:
         off = np.random.default_rng(5).normal(size=(50, 12))
-        gone = np.array([[h not in row.kept for row in m.rows for h in range(4)] for m in masks], float)
+        gone = np.array(
+            [[h not in row.kept for row in m.rows for h in range(4)] for m in masks], float
+        )
         return gone @ off.T
 
     start = select(scores_of(), hp.Budget(keep_heads=6))
@@ -194,7 +251,12 @@ def test_noise_is_not_fitted() -> None:
     assert "after 0 swaps" in kept.notes[-1]
     eager = select(scores_of(), hp.Budget(keep_heads=6), LocalSearch(margin=0.0), loss=loss)
     assert eager.mask != start.mask
-    rounding = select(scores_of(), hp.Budget(keep_heads=6), LocalSearch(margin=0.0), loss=lambda m: 1 + 1e-9 * loss(m))
+    rounding = select(
+        scores_of(),
+        hp.Budget(keep_heads=6),
+        LocalSearch(margin=0.0),
+        loss=lambda m: 1 + 1e-9 * loss(m),
+    )
     assert rounding.mask == start.mask
 
 
@@ -226,7 +288,8 @@ def test_measurements_are_bounded_and_never_repeated(most: int, at_once: int) ->
 
 
 def test_a_swap_is_sure_by_the_standard_error_of_paired_differences() -> None:
-    """Differences of mean -1 and of sample variance 4/3 at four examples: a standard error of 1/sqrt(3)."""
+    """Differences of mean -1 and of sample variance 4/3 at four examples: a standard error of
+    1/sqrt(3)."""
     losses = np.array([[5.0, 6.0, 7.0, 8.0], [5.0, 5.0, 5.0, 7.0], [4.0, 5.0, 8.0, 5.0]])
     losses[1] = losses[0] + [-2.0, 0.0, -2.0, 0.0]
     edge = 3**0.5
@@ -261,7 +324,10 @@ def test_answers_of_the_loss_are_checked() -> None:
 @pytest.mark.parametrize("kind", [Iterative, LocalSearch])
 def test_settings_are_checked(kind: Any) -> None:
     for settings, words in [
-        ({"inner": "local_search"}, "inner: must be the name of a selector that needs scores alone.*global_topk"),
+        (
+            {"inner": "local_search"},
+            "inner: must be the name of a selector that needs scores alone.*global_topk",
+        ),
         ({"inner": 3}, "inner: must be the name"),
         ({"inner_settings": {"min_heads": 2}}, "Give min_heads to"),
         ({"inner_settings": {"normalize": "l2"}}, "Did you mean 'normalise'"),

@@ -1,4 +1,5 @@
-"""find_sites: what it finds, what it refuses and in which words; layouts that a user brings along."""
+"""find_sites: what it finds, what it refuses and in which words; layouts that a user brings
+along."""
 
 from __future__ import annotations
 
@@ -25,10 +26,18 @@ from tests.laws.support import CLOSE, EXACT, picture, ragged, subject_of
 class Odd(nn.Module):
     """Grouped queries, q/k/v fused group by group, and per-head tensors of every kind.
 
-    Those are a parameter (temperature), a column of a table, a buffer (slopes) and a plain attribute (scale).
+    Those are a parameter (temperature), a column of a table, a buffer (slopes) and a plain
+    attribute (scale).
     """
 
-    def __init__(self, width: int = 10, n_heads: int = 6, n_kv: int = 3, head_dim: int = 4, value_dim: int = 3) -> None:
+    def __init__(
+        self,
+        width: int = 10,
+        n_heads: int = 6,
+        n_kv: int = 3,
+        head_dim: int = 4,
+        value_dim: int = 3,
+    ) -> None:
         super().__init__()
         self.n_heads, self.n_kv, self.head_dim, self.value_dim = n_heads, n_kv, head_dim, value_dim
         fused = n_heads * head_dim + n_kv * (head_dim + value_dim)
@@ -49,7 +58,9 @@ class Odd(nn.Module):
         k, v = (t.transpose(1, 2).repeat_interleave(group, dim=1) for t in (k, v))
         logits = q @ k.transpose(-2, -1) * self.temperature[:, None, None]
         distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
-        logits = logits + self.table[distance].permute(2, 0, 1) - self.slopes[0, :, :, None] * distance
+        logits = (
+            logits + self.table[distance].permute(2, 0, 1) - self.slopes[0, :, :, None] * distance
+        )
         context = (logits.softmax(-1) @ v) * self.scale[:, None, None]
         out: Tensor = self.out(context.transpose(1, 2).flatten(2))
         return x + out
@@ -76,17 +87,22 @@ ODD = hp.AttentionLayout(
 
 
 def odd_model() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(Odd(), nn.Tanh(), Odd()).double().eval(), torch.randn(2, 5, 10, dtype=torch.float64)
+    return nn.Sequential(Odd(), nn.Tanh(), Odd()).double().eval(), torch.randn(
+        2, 5, 10, dtype=torch.float64
+    )
 
 
-# --- custom layouts ---------------------------------------------------------------------------------------------------
+# --- custom layouts
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_odd_module_with_a_layout_of_its_own_is_exact(seed: int) -> None:
     model, x = odd_model()
     sites = hp.find_sites(model, layouts=[ODD])
-    assert [(s.name, s.layout, s.n_query_heads, s.n_kv_heads, s.head_dim, s.value_dim) for s in sites] == [
+    assert [
+        (s.name, s.layout, s.n_query_heads, s.n_kv_heads, s.head_dim, s.value_dim) for s in sites
+    ] == [
         ("0", "odd", 6, 3, 4, 3),
         ("2", "odd", 6, 3, 4, 3),
     ]
@@ -124,13 +140,28 @@ def test_a_layout_given_once_is_tried_before_the_registered_ones() -> None:
         ({"untouched": ()}, "its parameter 'norm.weight' is not accounted for"),
         ({"head_dim": 5}, "multiple of the head width"),
         ({"head_dim": "no_such"}, "the width of a head"),
-        ({"slabs": ODD.slabs[:1] + ODD.slabs[1:2] + ODD.slabs[3:]}, "its parameter 'temperature' is not accounted for"),
+        (
+            {"slabs": ODD.slabs[:1] + ODD.slabs[1:2] + ODD.slabs[3:]},
+            "its parameter 'temperature' is not accounted for",
+        ),
         ({"slabs": (*ODD.slabs, hp.HeadSlab("gone", 0, "head"))}, "it has no 'gone'"),
-        ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("temperature", "out", "head"))}, "a dimension of the tensor [6]"),
-        ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("temperature", 1, "head"))}, "a dimension of the tensor [6]"),
+        (
+            {"slabs": (*ODD.slabs[:2], hp.HeadSlab("temperature", "out", "head"))},
+            "a dimension of the tensor [6]",
+        ),
+        (
+            {"slabs": (*ODD.slabs[:2], hp.HeadSlab("temperature", 1, "head"))},
+            "a dimension of the tensor [6]",
+        ),
         ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("qkv", 0, "head"))}, "because it is a projection"),
-        ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("norm", "out", "head"))}, "a projection or a tensor"),
-        ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("qkv", "list", "head"))}, "and only for one, got 'list' of a Linear"),
+        (
+            {"slabs": (*ODD.slabs[:2], hp.HeadSlab("norm", "out", "head"))},
+            "a projection or a tensor",
+        ),
+        (
+            {"slabs": (*ODD.slabs[:2], hp.HeadSlab("qkv", "list", "head"))},
+            "and only for one, got 'list' of a Linear",
+        ),
         ({"head_dim": 0}, "Odd.odd: must be a head width >= 1, got 0"),
         ({"value_dim": lambda module: 1.5}, "Odd.odd: must be a head width >= 1, got 1.5"),
         ({"slabs": (*ODD.slabs[:2], hp.HeadSlab("table", 0, "head"))}, "must be 6"),
@@ -145,18 +176,34 @@ def test_a_layout_that_does_not_fit_says_why(change: dict[str, Any], words: str)
 
 
 def test_key_value_heads_that_serve_no_whole_number_of_query_heads() -> None:
-    layout = replace(ODD, slabs=ODD.slabs[:2], grouping="interleaved", untouched=("norm", "temperature", "table"))
+    layout = replace(
+        ODD, slabs=ODD.slabs[:2], grouping="interleaved", untouched=("norm", "temperature", "table")
+    )
     module = nn.Module()
-    module.qkv, module.out, module.norm = nn.Linear(10, 6 * 4 + 4 * 7), nn.Linear(18, 10), nn.LayerNorm(10)
-    module.temperature, module.head_dim, module.value_dim, module.n_heads, module.n_kv = nn.Identity(), 4, 3, 6, 4
-    assert "n_kv_heads: must be a divisor of the 6 query heads, got 4" in str(reason_against(layout, module))
+    module.qkv, module.out, module.norm = (
+        nn.Linear(10, 6 * 4 + 4 * 7),
+        nn.Linear(18, 10),
+        nn.LayerNorm(10),
+    )
+    module.temperature, module.head_dim, module.value_dim, module.n_heads, module.n_kv = (
+        nn.Identity(),
+        4,
+        3,
+        6,
+        4,
+    )
+    assert "n_kv_heads: must be a divisor of the 6 query heads, got 4" in str(
+        reason_against(layout, module)
+    )
 
 
 def test_a_flag_that_is_off_counts_as_absent() -> None:
     model, _ = odd_model()
     model[0].shares = False
     model[2].shares = True
-    assert [s.name for s in hp.find_sites(model, layouts=[replace(ODD, absent=("shares",))])] == ["0"]
+    assert [s.name for s in hp.find_sites(model, layouts=[replace(ODD, absent=("shares",))])] == [
+        "0"
+    ]
 
 
 def test_one_head_may_have_a_norm_and_more_than_one_may_not() -> None:
@@ -169,7 +216,11 @@ def test_one_head_may_have_a_norm_and_more_than_one_may_not() -> None:
     base = subject_of("multi_head_attention").layout
     slabs = tuple(replace(s, path=f"inner.{s.path}") for s in base.slabs)
     layout = hp.AttentionLayout(
-        name="normed", gate="inner.W_o", slabs=slabs, head_dim="inner.head_dim", per_head=("q_norm",)
+        name="normed",
+        gate="inner.W_o",
+        slabs=slabs,
+        head_dim="inner.head_dim",
+        per_head=("q_norm",),
     )
     assert reason_against(layout, Normed((4,))) is None
     for features in ((8,), (2, 4), (1, 4)):
@@ -182,13 +233,17 @@ def test_a_parameter_under_a_second_name_is_accounted_for_too() -> None:
     assert "'alias' is not accounted for" in str(reason_against(ODD, model[0]))
 
 
-# --- what is found ----------------------------------------------------------------------------------------------------
+# --- what is found
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_sites_come_in_model_order_and_print() -> None:
     sites = subject_of("llama").sites
     assert [s.name for s in sites] == [f"model.layers.{i}.self_attn" for i in range(3)]
-    assert str(sites).splitlines()[0] == "model.layers.0.self_attn: 6 heads in 3 KV groups of width 4 (llama, causal)"
+    assert (
+        str(sites).splitlines()[0]
+        == "model.layers.0.self_attn: 6 heads in 3 KV groups of width 4 (llama, causal)"
+    )
 
 
 def test_a_site_is_not_looked_for_inside_a_site() -> None:
@@ -200,7 +255,10 @@ def test_a_site_is_not_looked_for_inside_a_site() -> None:
     layout = hp.AttentionLayout(
         name="outer",
         gate="inner.W_o",
-        slabs=tuple(replace(s, path=f"inner.{s.path}") for s in subject_of("multi_head_attention").layout.slabs),
+        slabs=tuple(
+            replace(s, path=f"inner.{s.path}")
+            for s in subject_of("multi_head_attention").layout.slabs
+        ),
         head_dim=4,
     )
     assert [s.name for s in hp.find_sites(nn.Sequential(Outer()), layouts=[layout])] == ["0"]
@@ -225,7 +283,8 @@ def test_finding_changes_nothing() -> None:
     assert picture(subject.model) == before
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [None, "bert-base", {"model": 1}, lambda x: x])
@@ -252,7 +311,9 @@ def test_unknown_attention_is_listed_with_what_is_missing() -> None:
             self.weight = nn.Parameter(torch.ones(3))
 
     with pytest.raises(UnsupportedModel) as caught:
-        hp.find_sites(nn.ModuleDict({"a": StrangeAttention(), "b": SelfAttention(), "c": nn.Linear(2, 2)}))
+        hp.find_sites(
+            nn.ModuleDict({"a": StrangeAttention(), "b": SelfAttention(), "c": nn.Linear(2, 2)})
+        )
     text = str(caught.value)
     assert "a (StrangeAttention; nearest layout " in text
     assert ": it has no '" in text
@@ -270,12 +331,30 @@ def test_attention_is_known_by_its_parts_too() -> None:
             for name in names:
                 self.add_module(name, nn.Linear(4, 4))
 
-    alike = [("q", "k", "v", "out_proj"), ("to_q", "to_k", "to_v"), ("Wq", "Wk", "Wv"), ("query_1", "keys", "value")]
-    alike += [("query_key_value", "dense"), ("Wqkv", "out"), ("to_q", "to_kv", "to_out"), ("in_proj_qkvz", "out_proj")]
-    others = [("q", "k", "out"), ("kernel", "quality", "volume"), ("a", "b", "c"), ("to_kv", "out"), ("q", "out")]
+    alike = [
+        ("q", "k", "v", "out_proj"),
+        ("to_q", "to_k", "to_v"),
+        ("Wq", "Wk", "Wv"),
+        ("query_1", "keys", "value"),
+    ]
+    alike += [
+        ("query_key_value", "dense"),
+        ("Wqkv", "out"),
+        ("to_q", "to_kv", "to_out"),
+        ("in_proj_qkvz", "out_proj"),
+    ]
+    others = [
+        ("q", "k", "out"),
+        ("kernel", "quality", "volume"),
+        ("a", "b", "c"),
+        ("to_kv", "out"),
+        ("q", "out"),
+    ]
     model = nn.ModuleList(Mixer(*names) for names in (*alike, *others))
     assert [name for name, _ in attention_like(model)] == [str(i) for i in range(len(alike))]
-    with pytest.raises(UnsupportedModel, match=r"0 \(Mixer; near to no layout, made of q, k, v, out_proj\)"):
+    with pytest.raises(
+        UnsupportedModel, match=r"0 \(Mixer; near to no layout, made of q, k, v, out_proj\)"
+    ):
         hp.find_sites(model)
 
 

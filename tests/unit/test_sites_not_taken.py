@@ -1,4 +1,5 @@
-"""Attention that no layout takes: ``find_sites`` names it, and so do scores, plans and cuts of the rest."""
+"""Attention that no layout takes: ``find_sites`` names it, and so do scores, plans and cuts of the
+rest."""
 
 from __future__ import annotations
 
@@ -20,10 +21,28 @@ from headprune.model.missed import attention_like
 from headprune.model.sites import Sites, not_taken
 from tests.laws.support import subject_of
 
-TEXT = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+TEXT = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 TEXT |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
-MARKS = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
-SEES = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16, "patch_size": 4}
+MARKS = {
+    "image_token_id": 50,
+    "video_token_id": 51,
+    "vision_start_token_id": 52,
+    "vision_end_token_id": 53,
+}
+SEES = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+    "patch_size": 4,
+}
 
 
 def qwen2_5_vl() -> nn.Module:
@@ -47,7 +66,9 @@ def qwen3_vl() -> nn.Module:
 
 
 def conditional_detr() -> nn.Module:
-    backbone = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], out_features=["stage2"])
+    backbone = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], out_features=["stage2"]
+    )
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "num_queries": 4}
     sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _SIDE.items()}
     given = {"use_timm_backbone": False, "backbone": None, "backbone_config": backbone}
@@ -59,10 +80,31 @@ _SIDE = {"attention_heads": 2, "ffn_dim": 16}
 
 
 def florence2() -> nn.Module:
-    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in {**_SIDE, "layers": 1}.items()}
-    text = {"model_type": "bart", "vocab_size": 60, "d_model": 16, "max_position_embeddings": 64, **sides}
-    stages = {"embed_dim": [8, 8], "depths": [1, 1], "num_heads": [2, 2], "num_groups": [2, 2], "projection_dim": 16}
-    patches = {"patch_size": [4, 2], "patch_stride": [4, 2], "patch_padding": [0, 0], "patch_prenorm": [False, True]}
+    sides = {
+        f"{side}_{name}": n
+        for side in ("encoder", "decoder")
+        for name, n in {**_SIDE, "layers": 1}.items()
+    }
+    text = {
+        "model_type": "bart",
+        "vocab_size": 60,
+        "d_model": 16,
+        "max_position_embeddings": 64,
+        **sides,
+    }
+    stages = {
+        "embed_dim": [8, 8],
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "num_groups": [2, 2],
+        "projection_dim": 16,
+    }
+    patches = {
+        "patch_size": [4, 2],
+        "patch_stride": [4, 2],
+        "patch_padding": [0, 0],
+        "patch_prenorm": [False, True],
+    }
     vision = {**stages, **patches, "window_size": 4}
     config = transformers.Florence2Config(text_config=text, vision_config=vision, image_token_id=50)
     return transformers.Florence2ForConditionalGeneration(config)
@@ -88,7 +130,9 @@ def sam2() -> nn.Module:
     )
     prompts = {"hidden_size": 16, "image_size": 32, "patch_size": 16}
     masks = {"hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 16, "iou_head_hidden_dim": 16}
-    config = transformers.Sam2Config(vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=masks)
+    config = transformers.Sam2Config(
+        vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=masks
+    )
     return transformers.Sam2Model(config)
 
 
@@ -103,7 +147,10 @@ def gpt2_with_cross_attention() -> nn.Module:
 PARTIAL: dict[Callable[[], nn.Module], dict[str, int]] = {
     qwen2_5_vl: {"Qwen2_5_VLVisionAttention": 2},
     qwen3_vl: {"Qwen3VLVisionAttention": 2},
-    conditional_detr: {"ConditionalDetrDecoderSelfAttention": 2, "ConditionalDetrDecoderCrossAttention": 2},
+    conditional_detr: {
+        "ConditionalDetrDecoderSelfAttention": 2,
+        "ConditionalDetrDecoderCrossAttention": 2,
+    },
     florence2: {"Florence2VisionWindowAttention": 2, "Florence2VisionChannelAttention": 2},
     sam2: {"Sam2MultiScaleAttention": 4},
     gpt2_with_cross_attention: {"GPT2Attention": 2},
@@ -123,7 +170,9 @@ def test_what_is_not_taken_is_named_with_its_reason(build: Callable[[], nn.Modul
         assert {type(modules[name]).__name__ for name in group.modules} == {group.kind}
         counted[group.kind] = counted.get(group.kind, 0) + len(group.modules)
     assert counted == PARTIAL[build]
-    assert [f"not taken: {group}" for group in sites.not_taken] == str(sites).splitlines()[len(sites) :]
+    assert [f"not taken: {group}" for group in sites.not_taken] == str(sites).splitlines()[
+        len(sites) :
+    ]
     named = [name for group in sites.not_taken for name in group.modules]
     taken = tuple(f"{site.name}." for site in sites)
     like = {name for name, _ in attention_like(model) if not f"{name}.".startswith(taken)}
@@ -131,27 +180,36 @@ def test_what_is_not_taken_is_named_with_its_reason(build: Callable[[], nn.Modul
     assert sorted(named) == sorted(like - around)
 
 
-FAMILIES = [(name, family) for name in registry.names() for family, _ in registry.get(name).families]
+FAMILIES = [
+    (name, family) for name in registry.names() for family, _ in registry.get(name).families
+]
 
 
 @pytest.mark.parametrize(("layout", "family"), FAMILIES, ids=[family for _, family in FAMILIES])
 def test_families_of_the_registry_are_taken_whole(layout: str, family: str) -> None:
     model, _ = registry.get(layout).tiny(0, family)
     sites = hp.find_sites(model)
-    assert [group.kind for group in sites.not_taken] == ([LINEAR[family]] if family in LINEAR else [])
+    assert [group.kind for group in sites.not_taken] == (
+        [LINEAR[family]] if family in LINEAR else []
+    )
     assert repr(sites) == repr(tuple(sites)) or family in LINEAR
 
 
 @pytest.mark.parametrize(("layout", "family"), FAMILIES, ids=[family for _, family in FAMILIES])
-def test_attention_whose_layout_is_gone_is_named(layout: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is attention in a known family is seen without its layout, too, by its name, its parts or its sizes."""
+def test_attention_whose_layout_is_gone_is_named(
+    layout: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is attention in a known family is seen without its layout, too, by its name, its
+    parts or its sizes."""
     model, _ = registry.get(layout).tiny(0, family)
     sites = hp.find_sites(model)
     kinds = {site.name: type(model.get_submodule(site.name)).__name__ for site in sites}
     monkeypatch.setattr("headprune.model.missed.reason_against", lambda layout, module: "no layout")
     seen = [name for group in not_taken(model, []) for name in group.modules]
     for name, kind in kinds.items():
-        if kind == "Annotated":  # a list of four linear layers; those who build it so call it MultiHeadedAttention
+        if (
+            kind == "Annotated"
+        ):  # a list of four linear layers; those who build it so call it MultiHeadedAttention
             continue
         assert any(other == name or other.startswith(f"{name}.") for other in seen), kind
 
@@ -252,7 +310,13 @@ BATCHES = [torch.randn(4, 5, 8) for _ in range(2)]
 def test_copies_slices_and_pickles_keep_it() -> None:
     sites = hp.find_sites(partial())
     assert sites.not_taken[0].modules == ("2", "3")
-    for other in (pickle.loads(pickle.dumps(sites)), copy.copy(sites), copy.deepcopy(sites), sites[:1], sites[:]):
+    for other in (
+        pickle.loads(pickle.dumps(sites)),
+        copy.copy(sites),
+        copy.deepcopy(sites),
+        sites[:1],
+        sites[:],
+    ):
         assert isinstance(other, Sites)
         assert other.not_taken == sites.not_taken
     assert list(sites) == [sites[0], sites[1]]
@@ -284,7 +348,9 @@ def test_a_model_that_is_taken_whole_has_no_note() -> None:
     model = nn.Sequential(hp.MultiHeadAttention(8, 2), hp.MultiHeadAttention(8, 2))
     sites = hp.find_sites(model)
     assert sites.not_taken == ()
-    scores = hp.score(model, BATCHES, loss=loss, sites=sites[:1])  # the other one is left out on purpose
+    scores = hp.score(
+        model, BATCHES, loss=loss, sites=sites[:1]
+    )  # the other one is left out on purpose
     assert scores.notes == ()
     assert coverage_notes(hp.select(scores, hp.Budget(keep_heads=0.5)).notes) == ()
 
@@ -297,8 +363,13 @@ class Own(nn.Module):
         self.queries, self.keys, self.values, self.end = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.queries, self.keys, self.values))
-        return self.end(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for part in (self.queries, self.keys, self.values)
+        )
+        return self.end(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 OWN = hp.AttentionLayout(

@@ -1,4 +1,5 @@
-"""Transformers architectures that are not under law: exact when cut, or refused in words; never silently wrong."""
+"""Transformers architectures that are not under law: exact when cut, or refused in words; never
+silently wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ SIZES = {
     "patch_size": 8,
     "num_channels": 1,
 }
-#: The rotary tables and norms of these compute in float32, whatever the model's dtype, and round 1e-16 up to 1e-7.
+#: The rotary tables and norms of these compute in float32, whatever the model's dtype, and round
+#: 1e-16 up to 1e-7.
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 SPEECH = {
@@ -60,8 +62,20 @@ EXACT = [
     ("Aimv2VisionModel", "bart", {"self"}, "sdpa", {}),
     ("MaskFormerSwinModel", "swin_v2", {"self"}, "eager", {"depths": [1, 1, 1, 1]}),
     ("BertGenerationDecoder", "bert", {"causal"}, "sdpa", {"is_decoder": True}),
-    ("BertLMHeadModel", "bert", {"causal", "cross"}, "eager sdpa", {"is_decoder": True, "add_cross_attention": True}),
-    ("RobertaForCausalLM", "bert", {"causal", "cross"}, "sdpa", {"is_decoder": True, "add_cross_attention": True}),
+    (
+        "BertLMHeadModel",
+        "bert",
+        {"causal", "cross"},
+        "eager sdpa",
+        {"is_decoder": True, "add_cross_attention": True},
+    ),
+    (
+        "RobertaForCausalLM",
+        "bert",
+        {"causal", "cross"},
+        "sdpa",
+        {"is_decoder": True, "add_cross_attention": True},
+    ),
     ("MistralForCausalLM", "llama", {"causal"}, "eager sdpa", {"sliding_window": 4}),
     ("Qwen2ForCausalLM", "llama", {"causal"}, "eager sdpa", {}),
     ("Qwen3ForCausalLM", "llama", {"causal"}, "eager sdpa", {"attention_bias": True}),
@@ -73,7 +87,13 @@ EXACT = [
     ("Cohere2ForCausalLM", "llama", {"causal"}, "sdpa", {}),
     ("OlmoForCausalLM", "llama", {"causal"}, "sdpa", {"clip_qkv": 0.5}),
     ("SmolLM3ForCausalLM", "llama", {"causal"}, "sdpa", {}),
-    ("GptOssForCausalLM", "llama", {"causal"}, "eager", {"num_local_experts": 2, "experts_implementation": "eager"}),
+    (
+        "GptOssForCausalLM",
+        "llama",
+        {"causal"},
+        "eager",
+        {"num_local_experts": 2, "experts_implementation": "eager"},
+    ),
     ("Olmo2ForCausalLM", "olmo2", {"causal"}, "eager sdpa", {}),
     ("Olmo3ForCausalLM", "olmo2", {"causal"}, "eager sdpa", {}),
     ("PhiForCausalLM", "phi", {"causal"}, "eager sdpa", {}),
@@ -91,7 +111,11 @@ REFUSED = [
     # model class, words of the refusal, further settings
     ("BitNetForCausalLM", "its parameter 'attn_sub_norm.weight' is not accounted for", {}),
     ("DiffLlamaForCausalLM", "its parameter 'lambda_q1' is not accounted for", {}),
-    ("StableLmForCausalLM", "its parameter 'q_layernorm.norms.0.weight' is not", {"qk_layernorm": True}),
+    (
+        "StableLmForCausalLM",
+        "its parameter 'q_layernorm.norms.0.weight' is not",
+        {"qk_layernorm": True},
+    ),
     ("GPTBigCodeForCausalLM", "it has 'kv_dim'", {"multi_query": False}),
     ("EsmModel", "its parameter 'LayerNorm.weight' is not accounted for", {}),
     (
@@ -121,7 +145,9 @@ def build(name: str, settings: dict[str, Any]) -> nn.Module:
 
 def batch_for(model: nn.Module) -> dict[str, torch.Tensor]:
     if model.main_input_name == "pixel_values":
-        return {"pixel_values": torch.randn(2, model.config.num_channels, 16, 16, dtype=torch.float64)}
+        return {
+            "pixel_values": torch.randn(2, model.config.num_channels, 16, 16, dtype=torch.float64)
+        }
     if model.main_input_name == "input_values":
         return {"input_values": torch.randn(2, 400, dtype=torch.float64)}
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
@@ -136,8 +162,12 @@ def main(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return out.logits if "logits" in out else out.last_hidden_state
 
 
-@pytest.mark.parametrize(("name", "layout", "kinds", "kernels", "settings"), EXACT, ids=[row[0] for row in EXACT])
-def test_exact(name: str, layout: str, kinds: set[str], kernels: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "kinds", "kernels", "settings"), EXACT, ids=[row[0] for row in EXACT]
+)
+def test_exact(
+    name: str, layout: str, kinds: set[str], kernels: str, settings: dict[str, Any]
+) -> None:
     model = build(name, settings)
     sites, batch = hp.find_sites(model), batch_for(model)
     assert {s.layout for s in sites} == {layout}
@@ -160,7 +190,9 @@ def test_exact(name: str, layout: str, kinds: set[str], kernels: str, settings: 
 @pytest.mark.parametrize(("name", "words", "settings"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refused(name: str, words: str, settings: dict[str, Any]) -> None:
     model = build(name, settings)
-    with pytest.raises(UnsupportedModel, match="a model with attention that headprune knows") as caught:
+    with pytest.raises(
+        UnsupportedModel, match="a model with attention that headprune knows"
+    ) as caught:
         hp.find_sites(model)
     assert words in str(caught.value)
 
@@ -171,8 +203,14 @@ def test_cross_attention_of_gpt2_is_left_alone_and_the_rest_is_exact() -> None:
     batch = batch_for(model)
     sites = hp.find_sites(model)
     assert [s.name for s in sites] == ["transformer.h.0.attn", "transformer.h.1.attn"]
-    assert reason_against(sites.layouts["gpt2"], model.transformer.h[0].crossattention) == "it has 'q_attn'"
-    for mask in (ragged(sites), hp.HeadMask.from_keep({sites[0].name: []}, {s.name: 4 for s in sites})):
+    assert (
+        reason_against(sites.layouts["gpt2"], model.transformer.h[0].crossattention)
+        == "it has 'q_attn'"
+    )
+    for mask in (
+        ragged(sites),
+        hp.HeadMask.from_keep({sites[0].name: []}, {s.name: 4 for s in sites}),
+    ):
         small = copy.deepcopy(model)
         with hp.gated(model, mask):
             expected = main(model, batch)
@@ -183,9 +221,14 @@ def test_cross_attention_of_gpt2_is_left_alone_and_the_rest_is_exact() -> None:
 @pytest.mark.parametrize("keep", [[0, 3], []])
 @pytest.mark.parametrize("which", ["attention", "crossattention"])
 def test_an_encoder_decoder_with_its_pair_of_caches_generates(which: str, keep: list[int]) -> None:
-    """Self- and cross-attention keep their keys in different caches; also a layer without heads must not mix them."""
-    config = transformers.BertConfig(**{k: v for k, v in SIZES.items() if k in transformers.BertConfig().to_dict()})
-    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config, copy.deepcopy(config))
+    """Self- and cross-attention keep their keys in different caches; also a layer without heads
+    must not mix them."""
+    config = transformers.BertConfig(
+        **{k: v for k, v in SIZES.items() if k in transformers.BertConfig().to_dict()}
+    )
+    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        config, copy.deepcopy(config)
+    )
     both.decoder_start_token_id, both.pad_token_id, both.eos_token_id = 1, 0, 2
     model = shaken(transformers.EncoderDecoderModel(config=both)).double().eval()
     sites = hp.find_sites(model)
@@ -193,7 +236,12 @@ def test_an_encoder_decoder_with_its_pair_of_caches_generates(which: str, keep: 
     (site,) = [s for s in sites if s.name == f"decoder.bert.encoder.layer.0.{which}"]
     mask = hp.HeadMask.from_keep({site.name: keep}, {s.name: 4 for s in sites})
     ids = torch.randint(3, 50, (2, 7))
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    options = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "do_sample": False,
+    }
     options |= {"return_dict_in_generate": True, "output_logits": True}
     small = copy.deepcopy(model)
     hp.prune_(small, mask)
@@ -202,13 +250,19 @@ def test_an_encoder_decoder_with_its_pair_of_caches_generates(which: str, keep: 
     got = small.generate(ids, **options)
     assert_close(torch.stack(got.logits), torch.stack(expected.logits), **CLOSE)
     assert got.past_key_values.get_seq_length() == 5
-    assert_close(torch.stack(small.generate(ids, use_cache=False, **options).logits), torch.stack(got.logits), **CLOSE)
+    assert_close(
+        torch.stack(small.generate(ids, use_cache=False, **options).logits),
+        torch.stack(got.logits),
+        **CLOSE,
+    )
 
 
 def test_a_layer_that_attends_to_an_encoder_and_shares_its_cache_keeps_a_head() -> None:
     sizes = {k: v for k, v in SIZES.items() if k in transformers.T5GemmaModuleConfig().to_dict()}
     side = transformers.T5GemmaModuleConfig(**sizes)
-    model = transformers.T5GemmaModel(transformers.T5GemmaConfig(encoder=side, decoder=copy.deepcopy(side))).eval()
+    model = transformers.T5GemmaModel(
+        transformers.T5GemmaConfig(encoder=side, decoder=copy.deepcopy(side))
+    ).eval()
     sites = hp.find_sites(model)
     cross = [s for s in sites if s.kind == "cross"]
     assert cross

@@ -24,7 +24,9 @@ from tests.tiny_models import wav2vec2, write_wav
 
 
 def tone(pitch: float, seconds: float = 0.5, rate: int = 100, phase: float = 0.0) -> np.ndarray:
-    return np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate + phase).astype(np.float32)
+    return np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate + phase).astype(
+        np.float32
+    )
 
 
 def in_wav(frames: bytes, width: int, channels: int = 1) -> bytes:
@@ -48,7 +50,10 @@ def test_channels_are_averaged_and_arrays_are_taken_as_they_are(tmp_path: Path) 
     frames = np.array([[16384, 0], [-32768, 16384]], dtype="<i2").tobytes()
     (tmp_path / "a.wav").write_bytes(in_wav(frames, 2, channels=2))
     assert clip_of("a.wav", "here", tmp_path).samples.tolist() == [0.25, -0.25]
-    assert clip_of({"path": "a.wav", "bytes": None}, "here", tmp_path).samples.tolist() == [0.25, -0.25]
+    assert clip_of({"path": "a.wav", "bytes": None}, "here", tmp_path).samples.tolist() == [
+        0.25,
+        -0.25,
+    ]
     clip = clip_of({"array": [0.5, 1.0], "sampling_rate": 7}, "here", tmp_path)
     assert (clip.samples.tolist(), clip.rate) == ([0.5, 1.0], 7)
 
@@ -65,7 +70,10 @@ def test_another_rate_keeps_the_tone_and_drops_what_it_cannot_hold() -> None:
     ("value", "words"),
     [
         ("none.wav", "the path of a file that can be read"),
-        ({"bytes": b"RIFFnothing", "path": "a.wav"}, "a wav file of whole numbers|a sound file that can be read"),
+        (
+            {"bytes": b"RIFFnothing", "path": "a.wav"},
+            "a wav file of whole numbers|a sound file that can be read",
+        ),
         ({"array": [0.0, float("nan")], "sampling_rate": 8}, "sound of finite samples"),
         ({"array": [], "sampling_rate": 8}, "sound of finite samples, at least one"),
         ({"array": [0.0]}, "an array with its sampling_rate"),
@@ -81,12 +89,17 @@ def test_what_is_no_sound(tmp_path: Path, value: Any, words: str) -> None:
     ("width", "rate", "words"),
     [(5, 8000, "1 channels of 5 bytes, 8000 samples"), (2, 0, "2 bytes, 0 samples a second")],
 )
-def test_a_wav_file_that_nobody_records(monkeypatch: pytest.MonkeyPatch, width: int, rate: int, words: str) -> None:
+def test_a_wav_file_that_nobody_records(
+    monkeypatch: pytest.MonkeyPatch, width: int, rate: int, words: str
+) -> None:
     """Without soundfile, which would be asked next, it says what the file is."""
     data = bytearray(in_wav(bytes(10), 2))
     data[24:28], data[34:36] = rate.to_bytes(4, "little"), (8 * width).to_bytes(2, "little")
     monkeypatch.setattr(sound.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidValue, match=rf"wav file of whole numbers, got 'a' \(.*{words}.*pip install soundfile"):
+    with pytest.raises(
+        InvalidValue,
+        match=rf"wav file of whole numbers, got 'a' \(.*{words}.*pip install soundfile",
+    ):
         clip_of({"bytes": bytes(data), "path": "a"}, "here", Path())
 
 
@@ -104,11 +117,19 @@ def test_clips_are_cut_filled_and_normalised_as_the_extractor_does(tmp_path: Pat
     values = [{"array": tone(3, s) + 1.0, "sampling_rate": 100} for s in (0.2, 0.5, 0.8)]
     examples = Sounds(tmp_path, extractor, 0.5).encode(values)
     batch = Collate()(examples)["input_values"]
-    # Told of a mask, it leaves padding out of the mean; without one a clip would depend on its batch.
-    asked = {"sampling_rate": 100, "padding": True, "return_attention_mask": True, "return_tensors": "pt"}
+    # Told of a mask, it leaves padding out of the mean; without one a clip would depend on its
+    # batch.
+    asked = {
+        "sampling_rate": 100,
+        "padding": True,
+        "return_attention_mask": True,
+        "return_tensors": "pt",
+    }
     padded = extractor([v["array"][:50] for v in values], **asked)
     torch.testing.assert_close(batch, padded["input_values"])
-    with pytest.raises(InvalidValue, match=r"data\.seconds: must be given, because clips differ in length"):
+    with pytest.raises(
+        InvalidValue, match=r"data\.seconds: must be given, because clips differ in length"
+    ):
         Sounds(tmp_path, extractor).encode(values)
 
 
@@ -121,7 +142,8 @@ def test_without_an_extractor_samples_stay_as_they_are() -> None:
 
 def test_extractors_that_cannot_serve() -> None:
     class Spectra:
-        """Makes features of as many columns as the clip is long, as extractors of spectrograms do."""
+        """Makes features of as many columns as the clip is long, as extractors of spectrograms
+        do."""
 
         sampling_rate = 100
 
@@ -129,7 +151,10 @@ def test_extractors_that_cannot_serve() -> None:
             return {"input_features": torch.zeros(1, 4, len(samples))}
 
     values = [{"array": tone(3, s), "sampling_rate": 100} for s in (0.2, 0.8)]
-    with pytest.raises(InvalidValue, match=r"data\.seconds: must be at most the shortest clip, 0\.2: Spectra makes no"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"data\.seconds: must be at most the shortest clip, 0\.2: Spectra makes no",
+    ):
         Sounds(Path(), Spectra(), 0.5).encode(values)
     assert len(Sounds(Path(), Spectra(), 0.2).encode(values)) == 2
     with pytest.raises(InvalidValue, match=r"model\.path: must be a model of sound, .* got dict"):
@@ -182,7 +207,9 @@ def test_a_run(tmp_path: Path, form: str) -> None:
         samples, path = tone(pitches[label], 0.3 + i / 100, 200, phase=i), f"{i}.wav"
         write_wav(tmp_path / "rows" / path, samples, 200)
         value = path if form != "arrays" else {"array": samples.tolist(), "sampling_rate": 200}
-        rows.append({"audio": value if form != "hub" else str(tmp_path / "rows" / path), "label": label})
+        rows.append(
+            {"audio": value if form != "hub" else str(tmp_path / "rows" / path), "label": label}
+        )
     if form == "hub":
         from datasets import Audio, Dataset
 
@@ -201,5 +228,7 @@ def test_a_run(tmp_path: Path, form: str) -> None:
 def test_what_makes_no_sense() -> None:
     with pytest.raises(RecipeError, match=r"data\.text: must be left out for audio_classification"):
         recipe(Path("here"), data={"path": "rows", "text": "text"})
-    with pytest.raises(RecipeError, match=r"data\.seconds: must be left out: only audio_classification"):
+    with pytest.raises(
+        RecipeError, match=r"data\.seconds: must be left out: only audio_classification"
+    ):
         recipe(Path("here"), task="image_classification")

@@ -1,4 +1,5 @@
-"""Sequential stopping: the set is that of all data, no more batches are read than needed, and what is refused."""
+"""Sequential stopping: the set is that of all data, no more batches are read than needed, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def settled(data: Tensor, k: int, error: float, rare: float = 0.02) -> bool:
 
 
 def draw(seed: int, n: int, heavy: bool) -> Tensor:
-    """Units whose examples are hard together; ``heavy``: skewed, and the larger the noisier, as gradients are."""
+    """Units whose examples are hard together; ``heavy``: skewed, and the larger the noisier, as
+    gradients are."""
     generator = torch.Generator().manual_seed(seed)
     levels = 2 * torch.rand(UNITS, generator=generator, dtype=torch.float64)
     noise = torch.randn(n, UNITS + 1, generator=generator, dtype=torch.float64)
@@ -89,7 +91,9 @@ def test_of_200_streams_at_least_95_percent_of_those_that_stop_are_right(heavy: 
         hasty += members(data[:200].mean(0), 3) != true
     assert stops >= 80, "hardly a stream stops early, so that the test shows nothing"
     assert wrong <= 0.05 * stops
-    assert hasty >= 0.1 * 200, "the first look is nearly always right, so that the test shows nothing"
+    assert hasty >= 0.1 * 200, (
+        "the first look is nearly always right, so that the test shows nothing"
+    )
 
 
 def test_looks_are_paid_for() -> None:
@@ -100,17 +104,21 @@ def test_looks_are_paid_for() -> None:
 
 
 def test_a_single_comparison_has_its_level() -> None:
-    """Two units that are equal in expectation: a wrong yes, of either, comes as often as two one-sided tests allow.
+    """Two units that are equal in expectation: a wrong yes, of either, comes as often as two
+    one-sided tests allow.
 
     The allowance for rare events makes it rarer, the less the more examples there are.
     """
     generator = torch.Generator().manual_seed(0)
-    n_yes = sum(settled(torch.randn(4000, 2, generator=generator).double(), 1, 0.1) for _ in range(1000))
+    n_yes = sum(
+        settled(torch.randn(4000, 2, generator=generator).double(), 1, 0.1) for _ in range(1000)
+    )
     assert 0.08 <= n_yes / 1000 <= 0.20
 
 
 def rare_event(generator: torch.Generator, n: int) -> Tensor:
-    """A unit of 0.01 in every example, and one of 1 in 2 % of the examples: the first is the lower one."""
+    """A unit of 0.01 in every example, and one of 1 in 2 % of the examples: the first is the lower
+    one."""
     rare = (torch.rand(n, generator=generator) < 0.02).double()
     noise = 1e-3 * torch.randn(n, 2, generator=generator, dtype=torch.float64)
     return noise + torch.stack([torch.full_like(rare, 0.01), rare], 1)
@@ -124,7 +132,8 @@ def far_tail(generator: torch.Generator, n: int) -> Tensor:
 
 @pytest.mark.parametrize("stream", [rare_event, far_tail])
 def test_what_has_not_been_seen_settles_nothing(stream: Any) -> None:
-    """A small variance of what was read promises nothing: 64 equal differences may miss an event of 2 %."""
+    """A small variance of what was read promises nothing: 64 equal differences may miss an event of
+    2 %."""
     wrong = misled = 0
     for seed in range(200):
         data = stream(torch.Generator().manual_seed(seed), 2000)
@@ -156,26 +165,32 @@ def test_a_scorer_that_says_its_rows_depend_on_others_is_refused() -> None:
             return False
 
     data = torch.arange(UNITS).double().expand(400, -1)
-    with pytest.raises(InvalidValue, match="'together': its number for an example depends on the other examples"):
+    with pytest.raises(
+        InvalidValue, match="'together': its number for an example depends on the other examples"
+    ):
         read_until(problem_of(data.split(10)), [("together", Together())], Stable(k=3))
 
 
 def test_repeated_looks_at_noise_settle_nothing() -> None:
-    """Two units that are equal in expectation, eight looks: at most 5 % wrong each way; uncorrected ones do worse."""
+    """Two units that are equal in expectation, eight looks: at most 5 % wrong each way; uncorrected
+    ones do worse."""
     until, n_stopped, n_uncorrected = Stable(k=4), 0, 0
     looks = [int(200 * 1.5**j) for j in range(8)]
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
         data = torch.randn(looks[-1], UNITS, generator=generator, dtype=torch.float64)
         data += torch.tensor([0.0, 0, 0, 9, 9, 20, 20, 20])
-        n_stopped += any(settled(data[:n], until.k, until.error(look + 1)) for look, n in enumerate(looks))
+        n_stopped += any(
+            settled(data[:n], until.k, until.error(look + 1)) for look, n in enumerate(looks)
+        )
         n_uncorrected += any(settled(data[:n], until.k, 0.05) for n in looks)
     assert n_stopped <= 0.1 * 200
     assert n_uncorrected > 0.12 * 200
 
 
 def test_far_units_do_not_make_close_ones_harder() -> None:
-    """The union bound is paid for close pairs alone: with many far units a gap is settled that it would not cover."""
+    """The union bound is paid for close pairs alone: with many far units a gap is settled that it
+    would not cover."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(400, 60, generator=generator, dtype=torch.float64)
     noise = (noise - noise.mean(0)) / noise.std(0)
@@ -194,7 +209,9 @@ def test_no_more_batches_are_read_than_were_needed() -> None:
     problem = problem_of(stream)
     (found,) = read_until(problem, [("columns", Columns())], Stable(k=3))
     assert (stream.read, found.n_examples) == (20, 200)
-    assert found.notes == ("the set of the 3 lowest is settled at confidence 0.95 after 200 examples (look 1)",)
+    assert found.notes == (
+        "the set of the 3 lowest is settled at confidence 0.95 after 200 examples (look 1)",
+    )
     again = problem_of(data[:200].split(10))
     whole = Columns().estimate(again)
     assert_close(found.values, whole.values)
@@ -203,21 +220,30 @@ def test_no_more_batches_are_read_than_were_needed() -> None:
     assert_close(found.standard_errors, data[:200].std(0) / 200**0.5)
 
 
-def test_scores_are_the_same_where_there_is_no_room_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three times as much as fits is read between two looks, which come when they would have come."""
+def test_scores_are_the_same_where_there_is_no_room_for_all_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three times as much as fits is read between two looks, which come when they would have
+    come."""
     model, data = subject_of("bert").model, batches_of(40)
     scorers: list[Any] = ["taylor", "fisher", LeaveOneOut()]
     until = hp.Stable(k=4, confidence=1 - 1e-12, first=30, growth=2.0)  # never settled: all data
     expected = hp.score(model, iter(data), scorers, until=until, progress=False)
-    monkeypatch.setattr(samples_module, "LIMIT", 8 * 12 * 12)  # 24 rows of 12 units, and the curvature
+    monkeypatch.setattr(
+        samples_module, "LIMIT", 8 * 12 * 12
+    )  # 24 rows of 12 units, and the curvature
     found = hp.score(model, iter(data), scorers, until=until, progress=False)
     for a, b in zip(expected, found, strict=True):
         assert (b.n_examples, b.data, b.notes) == (120, a.data, a.notes)
         assert_close(torch.tensor(b.values), torch.tensor(a.values), rtol=1e-12, atol=1e-15)
-        assert_close(torch.tensor(b.standard_errors), torch.tensor(a.standard_errors), rtol=1e-9, atol=1e-15)
+        assert_close(
+            torch.tensor(b.standard_errors), torch.tensor(a.standard_errors), rtol=1e-9, atol=1e-15
+        )
         assert b.samples is not None
         assert b.samples.matrix.nbytes <= 8 * 12 * 12
-    assert_close(torch.tensor(found[1].curvature.matrix), torch.tensor(expected[1].curvature.matrix))
+    assert_close(
+        torch.tensor(found[1].curvature.matrix), torch.tensor(expected[1].curvature.matrix)
+    )
 
 
 def test_what_settles_settles_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,15 +269,21 @@ def test_few_batches_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
             samples = torch.cat([batch[:, :UNITS] for _, batch in problem.passes("wide")])
             return Estimate(samples.mean(0), None, len(samples), None, samples)
 
-    monkeypatch.setattr(samples_module, "LIMIT", 8 * 80 * 10)  # two batches of 10 rows of 80 numbers
+    monkeypatch.setattr(
+        samples_module, "LIMIT", 8 * 80 * 10
+    )  # two batches of 10 rows of 80 numbers
     wide = torch.randn(300, 80, dtype=torch.float64)
     read_until(problem_of(wide.split(10)), [("wide", Wide())], Stable(k=3))
     assert held == [2, 1, *[2] * 14]
 
 
-def test_batches_for_which_there_is_no_room_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_for_which_there_is_no_room_are_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(samples_module, "LIMIT", 8 * UNITS * 9)
-    with pytest.raises(InvalidValue, match=r"batch 0: must be of at most 9 examples, .* got 10 examples"):
+    with pytest.raises(
+        InvalidValue, match=r"batch 0: must be of at most 9 examples, .* got 10 examples"
+    ):
         stopped(draw(0, 100, False), Stable(k=3))
 
 
@@ -282,8 +314,13 @@ def test_looks_grow() -> None:
             seen.append(found.n_examples)
             return found
 
-    read_until(problem_of(torch.ones(400, UNITS).double().split(10)), [("counting", Counting())], Stable(k=3, first=64))
-    # 70, then one batch again to see that its numbers stand alone, then what is new: 110, 170, 260, 390, all.
+    read_until(
+        problem_of(torch.ones(400, UNITS).double().split(10)),
+        [("counting", Counting())],
+        Stable(k=3, first=64),
+    )
+    # 70, then one batch again to see that its numbers stand alone, then what is new: 110, 170, 260,
+    # 390, all.
     assert seen == [70, 10, 40, 60, 90, 130, 10]
 
 
@@ -367,20 +404,31 @@ def test_several_scorers_stop_together() -> None:
     ("scorer", "words"),
     [
         ("magnitude", "'magnitude': it uses no data"),
-        (Taylor(reduce="batch", block=4), "'taylor': its score is no mean of one number an example"),
-        (Taylor(normalize="l2"), "'taylor': (its number for an example depends on|its score is no mean)"),
+        (
+            Taylor(reduce="batch", block=4),
+            "'taylor': its score is no mean of one number an example",
+        ),
+        (
+            Taylor(normalize="l2"),
+            "'taylor': (its number for an example depends on|its score is no mean)",
+        ),
         (Shapley(orders=2), "'shapley': its error has other parts than the choice of examples"),
         (["taylor", "random"], "'random': it uses no data"),
     ],
 )
 def test_scorers_that_are_no_mean_over_examples_are_refused(scorer: Any, words: str) -> None:
-    with pytest.raises(InvalidValue, match=rf"score\(until=\): must be used with scorers .*got {words}"):
-        hp.score(subject_of("bert").model, batches_of(30), scorer, until=hp.Stable(k=4), progress=False)
+    with pytest.raises(
+        InvalidValue, match=rf"score\(until=\): must be used with scorers .*got {words}"
+    ):
+        hp.score(
+            subject_of("bert").model, batches_of(30), scorer, until=hp.Stable(k=4), progress=False
+        )
 
 
 @pytest.mark.parametrize("name", list(registry))
 def test_every_scorer_gives_what_it_gives_at_once_or_is_refused(name: str) -> None:
-    """Put together from the parts between looks, scores are those of one pass over the same batches."""
+    """Put together from the parts between looks, scores are those of one pass over the same
+    batches."""
     model, data = subject_of("bert").model, batches_of(6)
     model.set_attn_implementation("eager")
     until = hp.Stable(k=4, confidence=1 - 1e-12, first=5)  # never settled: several looks, all data
@@ -393,7 +441,12 @@ def test_every_scorer_gives_what_it_gives_at_once_or_is_refused(name: str) -> No
     whole = hp.score(model, data, name, progress=False)
     assert found.n_examples == whole.n_examples == 18
     assert_close(torch.tensor(found.values), torch.tensor(whole.values), rtol=1e-8, atol=1e-10)
-    assert_close(torch.tensor(found.standard_errors), torch.tensor(whole.standard_errors), rtol=1e-8, atol=1e-10)
+    assert_close(
+        torch.tensor(found.standard_errors),
+        torch.tensor(whole.standard_errors),
+        rtol=1e-8,
+        atol=1e-10,
+    )
     assert found.data == whole.data
 
 
@@ -426,17 +479,25 @@ def test_a_scorer_without_a_number_an_example_is_refused() -> None:
         def estimate(self, problem: Problem) -> Estimate:
             return replace(super().estimate(problem), samples=None)
 
-    with pytest.raises(InvalidValue, match=r"got 'blind': it has no per-example numbers\. Leave until= out"):
+    with pytest.raises(
+        InvalidValue, match=r"got 'blind': it has no per-example numbers\. Leave until= out"
+    ):
         read_until(problem_of(draw(3, 100, False).split(10)), [("blind", Blind())], Stable(k=3))
-    with pytest.raises(InvalidValue, match="batches: must be at least one batch, got an empty iterable"):
+    with pytest.raises(
+        InvalidValue, match="batches: must be at least one batch, got an empty iterable"
+    ):
         read_until(problem_of([]), [("columns", Columns())], Stable(k=3))
 
 
 def test_bad_calls_are_refused() -> None:
     model, data = subject_of("bert").model, batches_of(1)
-    with pytest.raises(InvalidValue, match=r"Stable\.k: must be below the number of units, 12, got 12"):
+    with pytest.raises(
+        InvalidValue, match=r"Stable\.k: must be below the number of units, 12, got 12"
+    ):
         hp.score(model, data, until=hp.Stable(k=12), progress=False)
-    with pytest.raises(InvalidValue, match=r"score\(until=\): must be hp\.Stable\(k=\.\.\.\), got int"):
+    with pytest.raises(
+        InvalidValue, match=r"score\(until=\): must be hp\.Stable\(k=\.\.\.\), got int"
+    ):
         hp.score(model, data, until=4, progress=False)  # type: ignore[call-overload]
     with pytest.raises(InvalidValue, match=r"batches: must be given"):
         hp.score(model, None, until=hp.Stable(k=4), progress=False)

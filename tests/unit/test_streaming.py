@@ -1,4 +1,5 @@
-"""Cutting a checkpoint from file to file gives the folder that loading, cutting and saving gives, byte for byte."""
+"""Cutting a checkpoint from file to file gives the folder that loading, cutting and saving gives,
+byte for byte."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from typer.testing import CliRunner
 
 import headprune as hp
 from headprune.cli.main import app
-from headprune.core.errors import CheckpointError, HeadPruneError, InvalidValue, NotWritten, UnsupportedModel
+from headprune.core.errors import (
+    CheckpointError,
+    HeadPruneError,
+    InvalidValue,
+    NotWritten,
+    UnsupportedModel,
+)
 from headprune.core.heads import HeadMask
 from headprune.core.plan import PruningPlan
 from headprune.model.sites import find_sites
@@ -29,11 +36,38 @@ from headprune.surgery.streaming import prune_checkpoint
 from tests.scripts import benchmark
 
 SIZES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 61},
-    "BertForSequenceClassification": {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 61, "num_labels": 3},
-    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 32},
-    "ViTForImageClassification": {"hidden_size": 32, "intermediate_size": 48, "image_size": 8, "patch_size": 4},
-    "T5ForConditionalGeneration": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "LlamaForCausalLM": {
+        "num_key_value_heads": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+    },
+    "BertForSequenceClassification": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+        "num_labels": 3,
+    },
+    "GPT2LMHeadModel": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 61,
+        "n_positions": 32,
+    },
+    "ViTForImageClassification": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "image_size": 8,
+        "patch_size": 4,
+    },
+    "T5ForConditionalGeneration": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+    },
 }
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -65,7 +99,9 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(SIZES))
 @pytest.mark.parametrize("size", ["50GB", "15KB"])
-def test_the_same_folder_as_by_loading(name: str, dtype: torch.dtype, size: str, tmp_path: Path) -> None:
+def test_the_same_folder_as_by_loading(
+    name: str, dtype: torch.dtype, size: str, tmp_path: Path
+) -> None:
     saved(name, tmp_path / "model", dtype)
     if size == "15KB":
         (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
@@ -73,7 +109,9 @@ def test_the_same_folder_as_by_loading(name: str, dtype: torch.dtype, size: str,
     mask = ragged(loaded)
     hp.prune_(loaded, mask)
     hp.save_pretrained(loaded, tmp_path / "a" / "small", max_shard_size=size)
-    report = prune_checkpoint(tmp_path / "model", mask, tmp_path / "b" / "small", max_shard_size=size)
+    report = prune_checkpoint(
+        tmp_path / "model", mask, tmp_path / "b" / "small", max_shard_size=size
+    )
     assert report.params_after == sum(p.numel() for p in loaded.parameters()) < report.params_before
     one, two = files(tmp_path / "a" / "small"), files(tmp_path / "b" / "small")
     assert one.keys() == two.keys()
@@ -81,12 +119,15 @@ def test_the_same_folder_as_by_loading(name: str, dtype: torch.dtype, size: str,
     assert [f for f in one if one[f] != two[f]] == []
     again = hp.from_pretrained(tmp_path / "b" / "small")
     assert all(
-        torch.equal(a, b) for a, b in zip(again.state_dict().values(), loaded.state_dict().values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(again.state_dict().values(), loaded.state_dict().values(), strict=True)
     )
 
 
 def test_a_cut_of_a_cut_is_the_union(tmp_path: Path) -> None:
-    model = saved("LlamaForCausalLM", tmp_path / "model", num_attention_heads=8, num_key_value_heads=4)
+    model = saved(
+        "LlamaForCausalLM", tmp_path / "model", num_attention_heads=8, num_key_value_heads=4
+    )
     sites = find_sites(model)
     n_heads = {s.name: s.n_query_heads for s in sites}
     first = HeadMask.from_keep({s.name: range(6) for s in sites}, n_heads)
@@ -106,10 +147,15 @@ def test_what_recovery_added_stays(tmp_path: Path) -> None:
     hp.recover_(model, [batch], "mean_fold", teacher=whole)
     hp.save_pretrained(model, tmp_path / "a" / "small")
     second = HeadMask.from_keep(
-        {s.name: s.heads[: max(1, len(s.heads) // 2)] for s in find_sites(model, policy="balanced")},
+        {
+            s.name: s.heads[: max(1, len(s.heads) // 2)]
+            for s in find_sites(model, policy="balanced")
+        },
         {s.name: s.n_query_heads for s in find_sites(model)},
     )
-    prune_checkpoint(tmp_path / "a" / "small", HeadMask.full(find_sites(model)), tmp_path / "b" / "small")
+    prune_checkpoint(
+        tmp_path / "a" / "small", HeadMask.full(find_sites(model)), tmp_path / "b" / "small"
+    )
     assert files(tmp_path / "b" / "small") == files(tmp_path / "a" / "small")
     assert second.n_kept <= HeadMask.full(find_sites(model)).n_kept
 
@@ -157,7 +203,9 @@ def test_tensors_that_are_none_of_the_models_are_named(tmp_path: Path) -> None:
         path.unlink()
     save_file(extra, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     report = prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "small")
-    assert report.warnings == ("1 tensors of the folder are none of the model's: bert.embeddings.position_ids",)
+    assert report.warnings == (
+        "1 tensors of the folder are none of the model's: bert.embeddings.position_ids",
+    )
 
 
 def test_bad_folders(tmp_path: Path) -> None:
@@ -177,7 +225,12 @@ def test_bad_folders(tmp_path: Path) -> None:
     shard.write_bytes(whole)
     index = tmp_path / "model" / "model.safetensors.index.json"
     facts = json.loads(index.read_text())
-    for bad in ({"weight_map": {"a": "../outside.safetensors"}}, {"weight_map": [1]}, {}, {"weight_map": {"a": 3}}):
+    for bad in (
+        {"weight_map": {"a": "../outside.safetensors"}},
+        {"weight_map": [1]},
+        {},
+        {"weight_map": {"a": 3}},
+    ):
         index.write_text(json.dumps({**facts, "weight_map": None, **bad}))
         with pytest.raises(CheckpointError):
             prune_checkpoint(tmp_path / "model", mask, tmp_path / "out")
@@ -186,7 +239,10 @@ def test_bad_folders(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"a folder with a tensor 'bert\.encoder\.layer\.1"):
         prune_checkpoint(tmp_path / "model", mask, tmp_path / "out")
-    save_file({k: t.double() for k, t in model.state_dict().items()}, tmp_path / "model" / "model.safetensors")
+    save_file(
+        {k: t.double() for k, t in model.state_dict().items()},
+        tmp_path / "model" / "model.safetensors",
+    )
     with pytest.raises(UnsupportedModel, match="float32 of shape"):
         prune_checkpoint(tmp_path / "model", mask, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -198,24 +254,35 @@ def test_bad_shards(tmp_path: Path) -> None:
     kept = second.read_bytes()
     save_file({**load_file(second), **load_file(first)}, second, metadata={"format": "pt"})
     name = next(iter(load_file(first)))
-    with pytest.raises(CheckpointError, match=rf"must be the only file with \S+, got {first.name} has it too"):
+    with pytest.raises(
+        CheckpointError, match=rf"must be the only file with \S+, got {first.name} has it too"
+    ):
         prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
     header = json.dumps({name: {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}).encode()
     second.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    with pytest.raises(CheckpointError, match=rf"{second.name}: {name}: must be one of U64, .*, got F8_E8M0"):
+    with pytest.raises(
+        CheckpointError, match=rf"{second.name}: {name}: must be one of U64, .*, got F8_E8M0"
+    ):
         prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
     second.write_bytes(kept)
     stored = slices.stored_tensors(tmp_path / "model")
     last = max((s for s in stored.values() if s.path == second), key=lambda s: s.start)
     second.write_bytes(kept[:-1])
-    with pytest.raises(CheckpointError, match=rf"{second.name}: must be left alone while it is read, got a file that"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{second.name}: must be left alone while it is read, got a file that",
+    ):
         slices.read(last)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_read_whole_is_what_was_stored(tmp_path: Path) -> None:
-    tensors = {f"t{i}": torch.arange(6).view(2, 3).to(d) for i, d in enumerate(slices._TYPES.values())}
-    tensors |= {f"{name}-empty": t[:0].clone() for name, t in tensors.items()} | {"one": torch.tensor(3)}
+    tensors = {
+        f"t{i}": torch.arange(6).view(2, 3).to(d) for i, d in enumerate(slices._TYPES.values())
+    }
+    tensors |= {f"{name}-empty": t[:0].clone() for name, t in tensors.items()} | {
+        "one": torch.tensor(3)
+    }
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = {name: slices.read(s) for name, s in slices.stored_tensors(tmp_path).items()}
     assert found.keys() == tensors.keys()
@@ -230,25 +297,37 @@ def test_models_whose_tensors_are_others_in_memory_are_refused(tmp_path: Path) -
     with pytest.raises(UnsupportedModel, match=words):
         prune_checkpoint(tmp_path / "t5", ragged(model), tmp_path / "out")
     sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24}
-    nomic: Any = transformers.NomicBertModel(transformers.NomicBertConfig(**sizes, num_hidden_layers=2)).eval()
+    nomic: Any = transformers.NomicBertModel(
+        transformers.NomicBertConfig(**sizes, num_hidden_layers=2)
+    ).eval()
     nomic.save_pretrained(tmp_path / "nomic")
-    with pytest.raises(UnsupportedModel, match=r"whose tensors are those of the model, got '.*Wqkv.*', one of several"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"whose tensors are those of the model, got '.*Wqkv.*', one of several",
+    ):
         prune_checkpoint(tmp_path / "nomic", ragged(nomic), tmp_path / "out")
     llama = saved("LlamaForCausalLM", tmp_path / "llama")
     hp.prune_(llama, ragged(llama))
     hp.save_pretrained(llama, tmp_path / "code", format="remote-code")
     config = json.loads((tmp_path / "code" / "config.json").read_text())
     for kind, words in (
-        (config["architectures"], r"no class of Transformers is named in its architectures: \['HeadPrunedLlama"),
+        (
+            config["architectures"],
+            r"no class of Transformers is named in its architectures: \['HeadPrunedLlama",
+        ),
         (["LlamaForCausalLM"], "it runs the modelling file beside its weights"),
     ):
-        (tmp_path / "code" / "config.json").write_text(json.dumps({**config, "architectures": kind}))
+        (tmp_path / "code" / "config.json").write_text(
+            json.dumps({**config, "architectures": kind})
+        )
         with pytest.raises(CheckpointError, match=words):
             prune_checkpoint(tmp_path / "code", ragged(llama), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cut_that_makes_tensors_anew_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_that_makes_tensors_anew_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As that of a layout would be which gives a module a table for its heads."""
     model, cut = saved("BertForSequenceClassification", tmp_path / "model"), streaming.cut_
 
@@ -259,8 +338,13 @@ def test_a_cut_that_makes_tensors_anew_is_refused(tmp_path: Path, monkeypatch: p
         model.classifier.bias = torch.nn.Parameter(torch.zeros(7))
 
     for change, name in ((new, "bert.table"), (longer, "classifier.bias")):
-        monkeypatch.setattr(streaming, "cut_", lambda m, *rest, change=change: (cut(m, *rest), change(m))[0])
-        with pytest.raises(UnsupportedModel, match=f"rows and columns away, got one that makes or changes {name} in"):
+        monkeypatch.setattr(
+            streaming, "cut_", lambda m, *rest, change=change: (cut(m, *rest), change(m))[0]
+        )
+        with pytest.raises(
+            UnsupportedModel,
+            match=f"rows and columns away, got one that makes or changes {name} in",
+        ):
             prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -268,7 +352,9 @@ def test_a_cut_that_makes_tensors_anew_is_refused(tmp_path: Path, monkeypatch: p
 def test_a_folder_with_two_kinds_of_weights_is_refused(tmp_path: Path) -> None:
     """Transformers would take the single file, whatever is in it."""
     model = saved("BertForSequenceClassification", tmp_path / "model")
-    save_file(model.state_dict(), tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        model.state_dict(), tmp_path / "model" / "model.safetensors", metadata={"format": "pt"}
+    )
     with pytest.raises(CheckpointError, match="left from an earlier save"):
         prune_checkpoint(tmp_path / "model", ragged(model), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -282,7 +368,8 @@ def test_a_flipped_bit_is_refused_where_there_are_hashes(size: str, tmp_path: Pa
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     with pytest.raises(
-        CheckpointError, match=r"the file that headprune\.json describes .* got a file with other contents"
+        CheckpointError,
+        match=r"the file that headprune\.json describes .* got a file with other contents",
     ):
         prune_checkpoint(tmp_path / "own", ragged(model), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -290,7 +377,9 @@ def test_a_flipped_bit_is_refused_where_there_are_hashes(size: str, tmp_path: Pa
     prune_checkpoint(tmp_path / "own", ragged(model), tmp_path / "out")
 
 
-def test_what_another_process_put_there_in_the_meantime_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_process_put_there_in_the_meantime_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = saved("BertForSequenceClassification", tmp_path / "model")
     write = slices.save
 
@@ -306,7 +395,9 @@ def test_what_another_process_put_there_in_the_meantime_stays(tmp_path: Path, mo
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
-def test_slices_of_every_dimension_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_every_dimension_in_small_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slices, "PIECE", 24)
     draw = torch.Generator().manual_seed(0)
     tensors = {
@@ -318,7 +409,9 @@ def test_slices_of_every_dimension_in_small_pieces(tmp_path: Path, monkeypatch: 
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     stored = slices.stored_tensors(tmp_path)
     slices.save({n: slices.Slice(s) for n, s in stored.items()}, tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    assert (tmp_path / "again.safetensors").read_bytes() == (
+        tmp_path / "model.safetensors"
+    ).read_bytes()
     for dimension, rows in ((0, (1, 2, 4)), (1, (0, 3)), (2, (5,)), (1, ())):
         cut = {n: slices.Slice(s, dimension, rows) for n, s in stored.items() if n.startswith("t")}
         slices.save(cut, tmp_path / "cut.safetensors")
@@ -340,13 +433,23 @@ def test_what_fails_late_or_is_killed_leaves_nothing_in_the_way(
     model = saved("LlamaForCausalLM", tmp_path / "model")
     (tmp_path / "model" / "LICENSE").write_text("free")
     PruningPlan(ragged(model)).save(tmp_path / "plan.json")
-    given = ["prune", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "small"), "--streaming"]
+    given = [
+        "prune",
+        "--model",
+        str(tmp_path / "model"),
+        "--out",
+        str(tmp_path / "small"),
+        "--streaming",
+    ]
     given += ["--plan", str(tmp_path / "plan.json")]
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", failing(OSError(errno.ENOSPC, "No space left on device")))
         result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
-    assert f"{tmp_path / 'small'}: must be a place that can be written to, got No space left" in result.stderr
+    assert (
+        f"{tmp_path / 'small'}: must be a place that can be written to, got No space left"
+        in result.stderr
+    )
     assert not (tmp_path / "small").exists()
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", failing(SystemExit(9)))
@@ -370,30 +473,50 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "model" / "LICENSE").write_text("free")
     plan = PruningPlan(ragged(model))
     plan.save(tmp_path / "plan.json")
-    given = ["prune", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "small"), "--streaming"]
+    given = [
+        "prune",
+        "--model",
+        str(tmp_path / "model"),
+        "--out",
+        str(tmp_path / "small"),
+        "--streaming",
+    ]
     result = CliRunner().invoke(app, [*given, "--plan", str(tmp_path / "plan.json")])
     assert result.exit_code == 0, result.output
     assert "file to file; not compared with the gated model" in result.stdout
     assert (tmp_path / "small" / "LICENSE").read_text() == "free"
-    assert find_sites(hp.from_pretrained(tmp_path / "small"))[0].heads == plan.mask.kept("model.layers.0.self_attn")
+    assert find_sites(hp.from_pretrained(tmp_path / "small"))[0].heads == plan.mask.kept(
+        "model.layers.0.self_attn"
+    )
     for arguments, words in (
         (["--data", "rows.csv", "--keep", "0.5"], "--streaming: must be given with --plan"),
-        (["--plan", str(tmp_path / "plan.json"), "--format", "transformers"], "--format: must be headprune"),
+        (
+            ["--plan", str(tmp_path / "plan.json"), "--format", "transformers"],
+            "--format: must be headprune",
+        ),
     ):
-        result = CliRunner().invoke(app, [*given[:-2], str(tmp_path / "other"), "--streaming", *arguments])
+        result = CliRunner().invoke(
+            app, [*given[:-2], str(tmp_path / "other"), "--streaming", *arguments]
+        )
         assert result.exit_code == 2
         assert words in result.stderr
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the most memory a process held is told by Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").is_file(),
+    reason="the most memory a process held is told by Linux",
+)
 def test_a_cut_on_disk_never_holds_much_more_than_a_shard(tmp_path: Path) -> None:
-    """In a process of its own: above the libraries at most a tenth more than the largest of five shards."""
+    """In a process of its own: above the libraries at most a tenth more than the largest of five
+    shards."""
     script = benchmark("streaming")
     sizes = ["--layers", "8", "--width", "1024", "--vocabulary", "2048", "--shard", "60000000"]
     arguments = ["--work", str(tmp_path), *sizes]
     script.checkpoint(script.arguments(arguments))
     command = [sys.executable, str(script.__file__), *arguments, "--way", "streamed"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[
+        -1
+    ]
     shards = [path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")]
     assert len(shards) >= 5, "one shard of a model is the model"
     found = json.loads(told)

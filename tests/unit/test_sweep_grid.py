@@ -1,4 +1,5 @@
-"""Grids: every combination once, what goes over from the recipe, and every error at once before any work."""
+"""Grids: every combination once, what goes over from the recipe, and every error at once before any
+work."""
 
 from __future__ import annotations
 
@@ -29,10 +30,14 @@ def problems(*grid: str) -> dict[str, str]:
 
 
 def test_every_combination_once_in_order() -> None:
-    design = lay_out("digits-vit", ["seed=3"], ["scorer=taylor,random", "keep=0.5,8", "recover=none,mean_fold"])
+    design = lay_out(
+        "digits-vit", ["seed=3"], ["scorer=taylor,random", "keep=0.5,8", "recover=none,mean_fold"]
+    )
     assert (design.keys, design.budgets) == (("scorer", "keep", "recover"), ("keep",))
     values = [tuple(point.values.values()) for point in design.points]
-    assert values == [(s, k, r) for s in ("taylor", "random") for k in (0.5, 8) for r in ("none", "mean_fold")]
+    assert values == [
+        (s, k, r) for s in ("taylor", "random") for k in (0.5, 8) for r in ("none", "mean_fold")
+    ]
     for point, (scorer, keep, recover) in zip(design.points, values, strict=True):
         recipe = point.recipe
         assert (recipe.seed, recipe.score.scorer, recipe.select.keep_heads) == (3, scorer, keep)
@@ -40,7 +45,11 @@ def test_every_combination_once_in_order() -> None:
 
 
 def test_a_mapping_and_paths_say_the_same() -> None:
-    one = lay_out("digits-vit", (), {"score.scorer": ["taylor"], "select.keep_heads": [0.5], "recover": "none"})
+    one = lay_out(
+        "digits-vit",
+        (),
+        {"score.scorer": ["taylor"], "select.keep_heads": [0.5], "recover": "none"},
+    )
     two = lay_out(load_recipe("digits-vit"), (), ["scorer=taylor", "keep=0.5", "recover=none"])
     assert [p.recipe for p in one.points] == [p.recipe for p in two.points]
     assert one.budgets == ("select.keep_heads",)
@@ -48,7 +57,9 @@ def test_a_mapping_and_paths_say_the_same() -> None:
 
 def test_what_goes_over_from_the_recipe() -> None:
     grid = ["scorer=taylor,fisher,random", "recover=none,finetune,mean_fold+finetune"]
-    points = {tuple(p.values.values()): p.recipe for p in lay_out(check_recipe(RAW), (), grid).points}
+    points = {
+        tuple(p.values.values()): p.recipe for p in lay_out(check_recipe(RAW), (), grid).points
+    }
     assert points["taylor", "none"].score.settings == {"reduce": "token"}
     assert points["fisher", "none"].score.settings == {}  # they were those of another scorer
     assert points["fisher", "none"].score.until is not None
@@ -63,7 +74,8 @@ def test_what_goes_over_from_the_recipe() -> None:
 
 def test_a_budget_replaces_the_recipes() -> None:
     (heads, _), (macs, _) = (
-        lay_out(check_recipe(RAW), (), [grid]).points for grid in ("keep=0.5,1", "keep_macs=0.5,0.6")
+        lay_out(check_recipe(RAW), (), [grid]).points
+        for grid in ("keep=0.5,1", "keep_macs=0.5,0.6")
     )
     assert heads.recipe.select.budget.kind == "keep_heads"
     assert macs.recipe.select.budget.length == 32
@@ -71,8 +83,22 @@ def test_a_budget_replaces_the_recipes() -> None:
 
 def test_every_error_at_once() -> None:
     found = problems(
-        *("scorer=tailor,taylor,taylor", "kep=0.5", "train.epochs=1,2", "selector=", "recover=none,[]", "keep=0.5,2.5"),
-        *("select.keep_heads=0.5", "score.magnitude=true", "oops", "score.scorerr=1", "score=1", "keep_kv=[1"),
+        *(
+            "scorer=tailor,taylor,taylor",
+            "kep=0.5",
+            "train.epochs=1,2",
+            "selector=",
+            "recover=none,[]",
+            "keep=0.5,2.5",
+        ),
+        *(
+            "select.keep_heads=0.5",
+            "score.magnitude=true",
+            "oops",
+            "score.scorerr=1",
+            "score=1",
+            "keep_kv=[1",
+        ),
     )
     for where, text in {
         "--grid scorer": "must be values that differ, got 'taylor' again",
@@ -100,9 +126,14 @@ def test_settings_that_not_every_scorer_has() -> None:
 
 
 def test_budgets_of_speed_are_refused() -> None:
-    assert "is not true, got select.speedup" in problems("select.speedup=1.2,1.5")["--grid select.speedup"]
+    assert (
+        "is not true, got select.speedup"
+        in problems("select.speedup=1.2,1.5")["--grid select.speedup"]
+    )
     with pytest.raises(RecipeError, match="select: must be a budget other than speedup"):
-        lay_out("digits-vit", ["select.keep_heads=null", "select.speedup=1.2"], ["scorer=taylor,fisher"])
+        lay_out(
+            "digits-vit", ["select.keep_heads=null", "select.speedup=1.2"], ["scorer=taylor,fisher"]
+        )
 
 
 def test_a_sweep_cuts_at_once() -> None:
@@ -118,7 +149,9 @@ def test_a_recipe_takes_no_settings() -> None:
 
 def test_presets_beside_the_recipe_itself() -> None:
     points = lay_out("digits-vit", [], ["preset=none,kwon2022,flap2024", "keep=0.5,0.25"]).points
-    assert [p.recipe.score.scorer for p in points] == ["taylor"] * 2 + ["fisher"] * 2 + ["fluctuation"] * 2
+    assert [p.recipe.score.scorer for p in points] == ["taylor"] * 2 + ["fisher"] * 2 + [
+        "fluctuation"
+    ] * 2
     assert [p.recipe.select.keep_heads for p in points] == [0.5, 0.25] * 3
     with pytest.raises(RecipeError, match="--grid scorer: must be left out beside preset"):
         lay_out("digits-vit", [], ["preset=kwon2022", "scorer=taylor,fisher"])

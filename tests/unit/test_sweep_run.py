@@ -1,4 +1,5 @@
-"""Sweeps: each combination once, pieces shared and never taken for another model's, failures kept, picks made again."""
+"""Sweeps: each combination once, pieces shared and never taken for another model's, failures kept,
+picks made again."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def tiny(**changes: Any) -> Recipe:
     return check_recipe({**TINY, **changes})
 
 
-def sweep(folder: Path, grid: Any = GRID, lines: list[str] | None = None, **settings: Any) -> sweeping.SweepResult:
+def sweep(
+    folder: Path, grid: Any = GRID, lines: list[str] | None = None, **settings: Any
+) -> sweeping.SweepResult:
     recipe = settings.pop("recipe", None) or tiny()
     kept: list[str] = [] if lines is None else lines
     return hp.run.sweep(recipe, grid, out=folder, say=kept.append, **{"seeds": 2, **settings})
@@ -45,7 +48,11 @@ def sweep(folder: Path, grid: Any = GRID, lines: list[str] | None = None, **sett
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file of finished work, with what tells whether it was written again."""
-    found = [p for kind in ("scores", "plans", "outcomes", "runs", "bases") for p in (folder / kind).rglob("*.*")]
+    found = [
+        p
+        for kind in ("scores", "plans", "outcomes", "runs", "bases")
+        for p in (folder / kind).rglob("*.*")
+    ]
     return {str(p.relative_to(folder)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in found}
 
 
@@ -84,8 +91,15 @@ def test_every_combination_once_and_pieces_shared(swept: sweeping.SweepResult) -
     table = swept.table
     assert len({row["run"] for row in table.rows}) == len(table.rows) == 2 * 2 * 2 * 2
     assert len({(r["scorer"], r["keep"], r["recover"], r["seed"]) for r in table.rows}) == 16
-    kinds = {kind: len(list((swept.folder / kind).glob("*.json"))) for kind in ("scores", "plans", "runs")}
-    assert kinds == {"scores": 4, "plans": 8, "runs": 16}  # scores for both budgets, plans for both recoveries
+    kinds = {
+        kind: len(list((swept.folder / kind).glob("*.json")))
+        for kind in ("scores", "plans", "runs")
+    }
+    assert kinds == {
+        "scores": 4,
+        "plans": 8,
+        "runs": 16,
+    }  # scores for both budgets, plans for both recoveries
     assert {row["heads"] for row in table.rows if row["keep"] == 0.75} == {6}
     assert table.base["heads"] == 8
     assert table.base["kv"] is None
@@ -93,9 +107,16 @@ def test_every_combination_once_and_pieces_shared(swept: sweeping.SweepResult) -
 
 def test_models_that_are_the_same_are_judged_once(copied: Path, counted: list[str]) -> None:
     table = sweep(copied, ["scorer=magnitude", "keep=0.5", "recover=none,mean_fold"]).table
-    # Draws of rows that magnitude does not read come to one plan; what is recovered with them does not.
-    assert {kind: counted.count(kind) for kind in tasks._MAKERS} == {"scores": 2, "plans": 2, "outcomes": 3}
-    keys = {r["run"]: SweepRun.load(copied / "runs" / f"{r['run']}.json").outcome for r in table.rows}
+    # Draws of rows that magnitude does not read come to one plan; what is recovered with them does
+    # not.
+    assert {kind: counted.count(kind) for kind in tasks._MAKERS} == {
+        "scores": 2,
+        "plans": 2,
+        "outcomes": 3,
+    }
+    keys = {
+        r["run"]: SweepRun.load(copied / "runs" / f"{r['run']}.json").outcome for r in table.rows
+    }
     assert len(keys) == 4
     assert len(set(keys.values())) == 3
 
@@ -128,7 +149,9 @@ def test_a_pick_from_the_files_of_an_earlier_version_is_refused_in_words(copied:
         run = SweepRun.load(path)
         score = {k: v for k, v in run.settings["score"].items() if k != "same"}
         dataclasses.replace(run, settings=FrozenDict({**run.settings, "score": score})).save(path)
-    with pytest.raises(InvalidValue, match=r"must be complete \(with score\.same\).*Call the sweep again"):
+    with pytest.raises(
+        InvalidValue, match=r"must be complete \(with score\.same\).*Call the sweep again"
+    ):
         hp.run.pick(copied, max_drop=1.0)
 
 
@@ -143,7 +166,9 @@ def test_a_row_is_what_the_verbs_give(swept: sweeping.SweepResult) -> None:
     train = subject.data.examples["train"]
     rows = [train[i] for i in calibration_rows(len(train), 40, seed=1)]
     batches = [subject.data.collate(rows[i : i + 32]) for i in (0, 32)]
-    plan = hp.select(hp.score(subject.model, batches, "taylor", progress=False), hp.Budget(keep_heads=0.5))
+    plan = hp.select(
+        hp.score(subject.model, batches, "taylor", progress=False), hp.Budget(keep_heads=0.5)
+    )
     assert hp.PruningPlan.load(swept.folder / row["plan"]).mask == plan.mask
     import copy
 
@@ -173,7 +198,9 @@ def test_tables_in_every_form(swept: sweeping.SweepResult) -> None:
 
     folder, table = swept.folder, swept.table
     assert SweepTable.load(folder / "table.json") == table
-    assert parquet.read_table(folder / "table.parquet").to_pylist() == [dict(row) for row in table.rows]
+    assert parquet.read_table(folder / "table.parquet").to_pylist() == [
+        dict(row) for row in table.rows
+    ]
     with open(folder / "table.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(r["test"]) for r in rows] == [r["test"] for r in table.rows]
@@ -202,11 +229,15 @@ def test_a_larger_grid_uses_what_is_there(copied: Path, counted: list[str]) -> N
     assert len(done.table.rows) == 6
 
 
-def test_what_is_damaged_or_missing_is_done_again(copied: Path, swept: sweeping.SweepResult) -> None:
+def test_what_is_damaged_or_missing_is_done_again(
+    copied: Path, swept: sweeping.SweepResult
+) -> None:
     table = (swept.folder / "table.json").read_bytes()
 
     def spoil(kind: str) -> None:
-        first, second, *_ = sorted(p for p in (copied / kind).iterdir() if ".samples." not in p.name)
+        first, second, *_ = sorted(
+            p for p in (copied / kind).iterdir() if ".samples." not in p.name
+        )
         first.write_bytes(first.read_bytes()[:-200])
         second.unlink()
 
@@ -234,14 +265,17 @@ def test_damaged_curvature_is_scored_again(tmp_path: Path) -> None:
 
 
 def test_pieces_of_another_model_are_no_answer(copied: Path, swept: sweeping.SweepResult) -> None:
-    """Not in one folder, where they have other names, and not under the right names either: they say whose they are."""
+    """Not in one folder, where they have other names, and not under the right names either: they
+    say whose they are."""
     before = files(copied)
     other = sweep(copied, recipe=tiny(seed=7), seeds=1)
     assert other.table.base["validation_loss"] != swept.table.base["validation_loss"]
     assert len(list((copied / "bases").iterdir())) == 2
     assert {k: v for k, v in files(copied).items() if k in before} == before
     for kind in ("scores", "plans"):
-        mine = [copied / name for name in before if name.startswith(kind) and name.endswith(".json")]
+        mine = [
+            copied / name for name in before if name.startswith(kind) and name.endswith(".json")
+        ]
         theirs = sorted(set((copied / kind).glob("*.json")) - set(mine))
         for path, foreign in zip(mine, theirs, strict=False):
             shutil.copy(foreign, path)
@@ -257,14 +291,20 @@ def test_a_base_model_that_was_exchanged_is_refused(copied: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-3] ^= 64
     weights.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"must be as it was saved, got another model.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"must be as it was saved, got another model.safetensors"
+    ):
         sweep(copied, ["keep=0.25"])
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"rows": FrozenDict()}, InvalidValue, "must be the data that the base model saw, got other rows"),
+        (
+            {"rows": FrozenDict()},
+            InvalidValue,
+            "must be the data that the base model saw, got other rows",
+        ),
         (
             {"model": ModelFingerprint("s", "w")},
             CheckpointError,
@@ -284,21 +324,30 @@ def test_a_base_model_in_the_folder_of_another_is_refused(copied: Path) -> None:
     (mark,) = (copied / "bases").glob("*/base.json")
     base = Base.load(mark)
     dataclasses.replace(base, made_of=f"{base.made_of[:-1]}x").save(mark)
-    with pytest.raises(CheckpointError, match="must be made of what its name says, got another base model"):
+    with pytest.raises(
+        CheckpointError, match="must be made of what its name says, got another base model"
+    ):
         sweep(copied)
 
 
-def test_a_base_model_that_cannot_be_judged_ends_the_sweep(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_model_that_cannot_be_judged_ends_the_sweep(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(task: Any) -> None:
         raise RuntimeError("out of memory")
 
     shutil.rmtree(copied / "outcomes")
     monkeypatch.setitem(tasks._MAKERS, "outcomes", broken)
-    with pytest.raises(InvalidValue, match="the base model: must be one that can be judged, got RuntimeError: out of"):
+    with pytest.raises(
+        InvalidValue,
+        match="the base model: must be one that can be judged, got RuntimeError: out of",
+    ):
         sweep(copied)
 
 
-def test_a_model_that_cannot_be_judged_fails_its_runs_alone(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_judged_fails_its_runs_alone(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = tasks._MAKERS["outcomes"]
 
     def broken(task: Any) -> None:
@@ -309,7 +358,9 @@ def test_a_model_that_cannot_be_judged_fails_its_runs_alone(copied: Path, monkey
     monkeypatch.setitem(tasks._MAKERS, "outcomes", broken)
     table = sweep(copied, ["scorer=random", "keep=0.625,0.25", "recover=none"], seeds=1).table
     assert [row["keep"] for row in table.rows] == [0.625]
-    assert [(row["keep"], row["error"]) for row in table.failed] == [(0.25, "RuntimeError: out of memory")]
+    assert [(row["keep"], row["error"]) for row in table.failed] == [
+        (0.25, "RuntimeError: out of memory")
+    ]
 
 
 def test_a_task_that_another_process_did_in_the_meantime_is_not_done_again(
@@ -322,7 +373,9 @@ def test_a_task_that_another_process_did_in_the_meantime_is_not_done_again(
     assert counted == []
 
 
-def test_work_of_killed_tasks_goes_and_long_plans_are_told_of(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_of_killed_tasks_goes_and_long_plans_are_told_of(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left, lines = copied / ".work" / f"{tasks.SCORING}killed", []
     left.mkdir(parents=True)
     ticks = itertools.count(0, 2)
@@ -359,7 +412,9 @@ def test_a_cluster_that_is_joined_already_is_taken(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("damage", ["another type", "a column is missing"])
-def test_an_outcome_of_other_numbers_is_none(swept: sweeping.SweepResult, tmp_path: Path, damage: str) -> None:
+def test_an_outcome_of_other_numbers_is_none(
+    swept: sweeping.SweepResult, tmp_path: Path, damage: str
+) -> None:
     path = next((swept.folder / "outcomes").iterdir())
     with safe_open(path, "np") as file:
         key = file.metadata()["key"]
@@ -407,7 +462,9 @@ def test_half_a_base_model_of_a_killed_sweep_goes(tmp_path: Path) -> None:
     assert [p.name.startswith(".") for p in (tmp_path / "bases").iterdir()] == [False]
 
 
-def test_an_interrupted_training_of_the_base_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_training_of_the_base_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = tiny(train={**TINY["train"], "epochs": 3})
     with monkeypatch.context() as patch:
         seen = interrupt_after(55, patch)  # of 3 passes of 23 steps
@@ -454,7 +511,10 @@ def test_bad_arguments(tmp_path: Path) -> None:
             sweep(tmp_path / "new", **settings)
     assert not (tmp_path / "new").exists()
     data = {"path": "sklearn:digits", "holdout": 1, "test_holdout": 200, "calibration": 40}
-    with pytest.raises(InvalidValue, match="data: validation: must be two or more rows, to compare models on, got 1"):
+    with pytest.raises(
+        InvalidValue,
+        match="data: validation: must be two or more rows, to compare models on, got 1",
+    ):
         sweep(tmp_path / "one", recipe=tiny(data=data))
     assert not (tmp_path / "one" / "bases").exists()
     (tmp_path / "file").write_text("")
@@ -486,7 +546,9 @@ def test_a_pick_is_made_again_and_saved(swept: sweeping.SweepResult, tmp_path: P
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 1 - 1e-9, float("nan")])
 def test_a_confidence_that_cannot_be_had(swept: sweeping.SweepResult, confidence: float) -> None:
-    with pytest.raises(InvalidValue, match=r"pick\(confidence=\): must be above 0 and at most 0.9999"):
+    with pytest.raises(
+        InvalidValue, match=r"pick\(confidence=\): must be above 0 and at most 0.9999"
+    ):
         hp.run.pick(swept, max_drop=0.9, confidence=confidence)
 
 
@@ -498,7 +560,11 @@ def test_test_rows_take_no_part_in_the_choice(copied: Path) -> None:
         found.arrays["test.amounts"][:] = 1.0 if path == base else 0.0
         found.save(path, _key(path))
     after = hp.run.pick(copied / "table.json", max_drop=0.9)
-    assert (after.run, after.looks, after.validation) == (before.run, before.looks, before.validation)
+    assert (after.run, after.looks, after.validation) == (
+        before.run,
+        before.looks,
+        before.validation,
+    )
     assert after.test is not None
     assert after.test.value == 1.0
     assert not after.confirmed
@@ -554,7 +620,10 @@ def test_bad_picks(swept: sweeping.SweepResult, tmp_path: Path) -> None:
 def test_a_pick_needs_a_finished_run(swept: sweeping.SweepResult, copied: Path) -> None:
     table = SweepTable.load(copied / "table.json")
     dataclasses.replace(table, rows=()).save(copied / "table.json")
-    with pytest.raises(InvalidValue, match=r"must be a sweep with a finished run, got none\. The table's failed runs"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"must be a sweep with a finished run, got none\. The table's failed runs",
+    ):
         hp.run.pick(copied, max_drop=0.1)
 
 
@@ -562,8 +631,15 @@ def test_a_language_model_is_judged_by_perplexity(tmp_path: Path) -> None:
     """Per-token ratios, relative drops, and a KV cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=20, intermediate_size=16, **sizes)).save_pretrained(tmp_path / "model")
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    LlamaForCausalLM(LlamaConfig(vocab_size=20, intermediate_size=16, **sizes)).save_pretrained(
+        tmp_path / "model"
+    )
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 9, (60,), generator=draw).tolist()
     rows = [{"input_ids": torch.randint(20, (n,), generator=draw).tolist()} for n in lengths]
@@ -575,7 +651,11 @@ def test_a_language_model_is_judged_by_perplexity(tmp_path: Path) -> None:
             "task": "causal_lm",
             "device": "cpu",
             "model": {"path": str(tmp_path / "model")},
-            "data": {"path": str(tmp_path / "rows.jsonl"), "tokens": "input_ids", "calibration": 16},
+            "data": {
+                "path": str(tmp_path / "rows.jsonl"),
+                "tokens": "input_ids",
+                "calibration": 16,
+            },
             "select": {"keep_kv": 0.5},
         }
     )

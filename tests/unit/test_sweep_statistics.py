@@ -1,4 +1,5 @@
-"""What a sweep says: drops and their direction, paired bootstrap, fixed-sequence tests, Pareto curve, pictures."""
+"""What a sweep says: drops and their direction, paired bootstrap, fixed-sequence tests, Pareto
+curve, pictures."""
 
 from __future__ import annotations
 
@@ -24,10 +25,15 @@ from tests.report_records import sweep_table
 
 def answers(amounts: object, metric: str = "accuracy", counts: object = None) -> Answers:
     amounts = np.asarray(amounts, dtype=float)
-    return Answers(metric, amounts, np.ones(len(amounts)) if counts is None else np.asarray(counts, dtype=float))
+    return Answers(
+        metric,
+        amounts,
+        np.ones(len(amounts)) if counts is None else np.asarray(counts, dtype=float),
+    )
 
 
-# --- drops -------------------------------------------------------------------------------------------------------
+# --- drops
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,13 +60,18 @@ def test_a_metric_without_a_direction_is_refused() -> None:
     assert drop_words("mse", 0.125) == "12.50 %"
 
 
-# --- the paired bootstrap ----------------------------------------------------------------------------------------
+# --- the paired bootstrap
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "perplexity", "mse", "loss"])
 def test_resamples_are_those_of_a_loop_over_examples(metric: str) -> None:
     rng = np.random.default_rng(0)
-    counts = rng.integers(1, 5, 30).astype(float) if metric in ("accuracy", "perplexity") else np.ones(30)
+    counts = (
+        rng.integers(1, 5, 30).astype(float)
+        if metric in ("accuracy", "perplexity")
+        else np.ones(30)
+    )
     base = answers(rng.random(30) * counts, metric, counts)
     others = [answers(rng.random(30) * counts, metric, counts) for _ in range(2)]
     found = resampled_drops(base, others, 50, seed=3)
@@ -74,7 +85,9 @@ def test_resamples_are_those_of_a_loop_over_examples(metric: str) -> None:
             return math.exp(mean) if metric == "perplexity" else mean
 
         for column, other in enumerate(others):
-            assert found[row, column] == pytest.approx(drop(metric, value(base), value(other)), abs=1e-12)
+            assert found[row, column] == pytest.approx(
+                drop(metric, value(base), value(other)), abs=1e-12
+            )
 
 
 def test_intervals_are_paired() -> None:
@@ -83,18 +96,26 @@ def test_intervals_are_paired() -> None:
     worse = right.copy()
     worse[:8] = 0
     (same,) = paired_drops(answers(right), [answers(right)])
-    assert (same.value, same.low, same.high) == (0, 0, 0)  # two samples of their own would differ by points
+    assert (same.value, same.low, same.high) == (
+        0,
+        0,
+        0,
+    )  # two samples of their own would differ by points
     (some,) = paired_drops(answers(right), [answers(worse)])
     assert some.value == pytest.approx((right[:8] == 1).sum() / 400)
     assert some.low >= 0
     assert 0 < some.high < 0.04
 
 
-def test_resamples_do_not_depend_on_the_other_models_or_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resamples_do_not_depend_on_the_other_models_or_on_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = np.random.default_rng(0)
     base, *others = (answers(rng.random(50) < 0.7) for _ in range(4))
     whole = resampled_drops(base, others, 100, 0)
-    np.testing.assert_allclose(resampled_drops(base, others[1:2], 100, 0)[:, 0], whole[:, 1], rtol=0, atol=1e-15)
+    np.testing.assert_allclose(
+        resampled_drops(base, others[1:2], 100, 0)[:, 0], whole[:, 1], rtol=0, atol=1e-15
+    )
     monkeypatch.setattr("headprune.core.paired._STEP", 350)
     np.testing.assert_allclose(resampled_drops(base, others, 100, 0), whole, rtol=0, atol=1e-15)
 
@@ -113,11 +134,15 @@ def test_the_upper_bound_covers_as_often_as_it_says(lost: float, won: float) -> 
         plain += np.quantile(found, 0.95) >= lost - won - 1e-12
     assert covered / 200 >= 0.92
     if lost == 0.002:
-        assert plain / 200 < 0.7  # what the added example is for: most samples show no difference at all
+        assert (
+            plain / 200 < 0.7
+        )  # what the added example is for: most samples show no difference at all
 
 
 @pytest.mark.parametrize(("n", "least", "plain_at_most"), [(150, 0.84, 0.82), (500, 0.92, 0.89)])
-def test_the_upper_bound_of_a_loss_that_few_examples_bring(n: int, least: float, plain_at_most: float) -> None:
+def test_the_upper_bound_of_a_loss_that_few_examples_bring(
+    n: int, least: float, plain_at_most: float
+) -> None:
     """Three examples in a hundred lose 3 on average, the others nothing."""
     rng, covered, plain, tries = np.random.default_rng(4), 0, 0, 300
     for _ in range(tries):
@@ -158,14 +183,18 @@ def test_a_loss_of_nothing_has_no_ratio() -> None:
         ({"failed": {"error": None}}, r"failed\[0\]: must be complete \(with error\)"),
     ],
 )
-def test_a_table_that_no_sweep_has_left(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_table_that_no_sweep_has_left(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     def changed(row: FrozenDict, changes: dict[str, None]) -> FrozenDict:
         return FrozenDict({key: value for key, value in row.items() if key not in changes})
 
     table = sweep_table()
     rows = (changed(table.rows[0], changes.get("row", {})), *table.rows[1:])
     failed = (changed(table.failed[0], changes.get("failed", {})),)
-    wrong = replace(table, base=changed(table.base, changes.get("base", {})), rows=rows, failed=failed)
+    wrong = replace(
+        table, base=changed(table.base, changes.get("base", {})), rows=rows, failed=failed
+    )
     with pytest.raises(InvalidValue, match=words):
         SweepTable.load(wrong.save(tmp_path / "table.json"))
 
@@ -179,7 +208,8 @@ def test_models_that_cannot_be_paired_are_refused() -> None:
         paired_drops(answers([1]), [answers([1])])
 
 
-# --- picking -----------------------------------------------------------------------------------------------------
+# --- picking
+# -----------------------------------------------------------------------------------------------------
 
 
 def losing(points: float, n: int = 1000) -> Answers:
@@ -193,10 +223,18 @@ BASE = losing(0)
 
 
 def test_a_chain_ends_at_its_first_failure() -> None:
-    chain = [Candidate("a", size, (losing(p),)) for size, p in ((8, 3.0), (32, 0.1), (16, 5.0), (24, 0.2))]
+    chain = [
+        Candidate("a", size, (losing(p),))
+        for size, p in ((8, 3.0), (32, 0.1), (16, 5.0), (24, 0.2))
+    ]
     found = fixed_sequence(BASE, chain, 0.02)
     assert [v.passed for v in found] == [False, True, False, True]
-    assert [v.looked_at for v in found] == [False, True, True, True]  # 8 is not looked at: 16 failed
+    assert [v.looked_at for v in found] == [
+        False,
+        True,
+        True,
+        True,
+    ]  # 8 is not looked at: 16 failed
     lucky = [Candidate("a", size, (losing(p),)) for size, p in ((16, 5.0), (8, 0.0))]
     assert [v.looked_at for v in fixed_sequence(BASE, lucky, 0.02)] == [True, False]
 
@@ -236,7 +274,8 @@ def test_no_more_wrong_picks_than_the_confidence_allows() -> None:
     assert wrong / 200 <= 0.08
 
 
-# --- tables ------------------------------------------------------------------------------------------------------
+# --- tables
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_the_pareto_curve_on_points() -> None:
@@ -247,7 +286,9 @@ def test_the_pareto_curve_on_points() -> None:
             i
             for i in range(12)
             for j in range(12)
-            if sizes[j] <= sizes[i] and drops[j] <= drops[i] and ((sizes[j], drops[j]) != (sizes[i], drops[i]) or j < i)
+            if sizes[j] <= sizes[i]
+            and drops[j] <= drops[i]
+            and ((sizes[j], drops[j]) != (sizes[i], drops[i]) or j < i)
         }
         assert sorted(pareto(sizes, drops)) == sorted(set(range(12)) - beaten)
 
@@ -274,13 +315,18 @@ def test_sizes_that_are_none() -> None:
 
 @pytest.mark.parametrize("metric", ["accuracy", "perplexity", "loss"])
 def test_the_picture_is_drawn_and_the_same_each_time(metric: str, tmp_path: Path) -> None:
-    one, two = (draw_tradeoff(sweep_table(metric), tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
+    one, two = (
+        draw_tradeoff(sweep_table(metric), tmp_path / name).read_bytes()
+        for name in ("a.svg", "b.svg")
+    )
     assert one == two
     assert len(one) > 10_000
 
 
 def test_the_page_says_what_the_summary_says_and_escapes_it() -> None:
-    page = render_sweep_html(replace(sweep_table(), failed=(FrozenDict({"keep": 1, "error": "<script>x"}),)))
+    page = render_sweep_html(
+        replace(sweep_table(), failed=(FrozenDict({"keep": 1, "error": "<script>x"}),))
+    )
     assert "demo: 8 runs of 4 settings" in page
     assert "Trade-off on validation rows" in page
     assert '<td role="cell" data-label="validation drop">2.00 ± 1.41 points</td>' in page
@@ -297,10 +343,18 @@ def test_the_summary(tmp_path: Path) -> None:
     assert "headprune pick . --max-drop 0.01" in page
     assert str(tmp_path) not in page  # the same sweep elsewhere has the same page
     write_tradeoff(sweep_table(), tmp_path / "pages", sweep="my sweeps/a")
-    assert "headprune pick &#39;my sweeps/a&#39; --max-drop" in (tmp_path / "pages" / "report.html").read_text()
+    assert (
+        "headprune pick &#39;my sweeps/a&#39; --max-drop"
+        in (tmp_path / "pages" / "report.html").read_text()
+    )
     text = render_tradeoff(sweep_table())
     assert "accuracy 0.9000 on 300 validation rows, 0.9100 on 420 test rows" in text
-    assert "| keep 0.5 | scorer taylor | 16 | 16,000 | 160 | 2.00 ± 1.41 points | 3.00 ± 1.41 points |" in text
+    assert (
+        "| keep 0.5 | scorer taylor | 16 | 16,000 | 160 | 2.00 ± 1.41 points | 3.00 ± 1.41 points |"
+        in text
+    )
     assert "scorer fisher, keep 0.5, seed 0: no \\| labels" in text
-    empty = SweepTable("demo", "accuracy", ("keep",), ("keep",), sweep_table().base, (), sweep_table().failed)
+    empty = SweepTable(
+        "demo", "accuracy", ("keep",), ("keep",), sweep_table().base, (), sweep_table().failed
+    )
     assert [p.name for p in write_tradeoff(empty, tmp_path)] == ["report.html", "summary.md"]

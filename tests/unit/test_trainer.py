@@ -1,4 +1,5 @@
-"""The Trainer of Transformers cuts on a schedule, by the callback of docs/training.md, and goes on from checkpoints."""
+"""The Trainer of Transformers cuts on a schedule, by the callback of docs/training.md, and goes on
+from checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from headprune.attention.kept_heads import KEPT_HEADS
 from headprune.core.errors import InvalidValue, UnsupportedModel
 from tests.documents import DOCS, blocks
 
-SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,9 @@ def page() -> ModuleType:
     """What the page defines."""
     module = ModuleType("page")
     texts = [b.text for b in blocks(DOCS / "training.md") if b.language == "python"]
-    (defined,) = [text.partition("\n\nmodel = ")[0] for text in texts if "class PruneOnSchedule" in text]
+    (defined,) = [
+        text.partition("\n\nmodel = ")[0] for text in texts if "class PruneOnSchedule" in text
+    ]
     exec(texts[0], module.__dict__)
     exec(defined, module.__dict__)
     return module
@@ -39,7 +47,9 @@ class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(40, 16)
-        self.attentions = nn.ModuleList(hp.MultiHeadAttention(16, 4, n_kv_heads=2) for _ in range(2))
+        self.attentions = nn.ModuleList(
+            hp.MultiHeadAttention(16, 4, n_kv_heads=2) for _ in range(2)
+        )
         self.head = nn.Linear(16, 2)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
@@ -74,7 +84,13 @@ class Freely(transformers.TrainerCallback):
         self.masks = masks
 
     def on_step_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         if state.global_step in self.masks:
             sites = hp.find_sites(model, policy="free")
@@ -82,27 +98,44 @@ class Freely(transformers.TrainerCallback):
 
 
 def trainer_of(model: nn.Module, folder: Path, callbacks: list[Any], rows: Any, **more: Any) -> Any:
-    settings: dict[str, Any] = {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 4, "report_to": "none"}
-    settings |= {"learning_rate": 1e-2, "warmup_steps": 2, "weight_decay": 0.1, "logging_strategy": "no"} | more
+    settings: dict[str, Any] = {
+        "max_steps": 6,
+        "save_steps": 3,
+        "per_device_train_batch_size": 4,
+        "report_to": "none",
+    }
+    settings |= {
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "logging_strategy": "no",
+    } | more
     args = transformers.TrainingArguments(str(folder), use_cpu=True, disable_tqdm=True, **settings)
     return transformers.Trainer(model, args, train_dataset=rows, callbacks=callbacks)
 
 
 def test_the_pages_callback_cuts_on_its_schedule(page: ModuleType, tmp_path: Path) -> None:
-    """Every parameter that the optimizer has is one of the model, also those that came late; all of them move."""
+    """Every parameter that the optimizer has is one of the model, also those that came late; all of
+    them move."""
     model = built(bert)
-    trainer = trainer_of(model, tmp_path, [page.PruneOnSchedule({1: 6, 2: 4}, [page.batch])], page.rows)
+    trainer = trainer_of(
+        model, tmp_path, [page.PruneOnSchedule({1: 6, 2: 4}, [page.batch])], page.rows
+    )
     trainer.train()
     assert sum(len(site.heads) for site in hp.find_sites(model)) == 4
     held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}
     state = trainer.optimizer.state
-    assert all(float(state[p]["step"]) == 6 and state[p]["exp_avg"].shape == p.shape for p in model.parameters())
+    assert all(
+        float(state[p]["step"]) == 6 and state[p]["exp_avg"].shape == p.shape
+        for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", [bert, llama, Classifier], ids=lambda kind: kind.__name__)
 def test_a_training_goes_on_from_a_checkpoint(kind: Any, page: ModuleType, tmp_path: Path) -> None:
-    """To the same bits as without the break; a model of other heads of the same number takes no checkpoint."""
+    """To the same bits as without the break; a model of other heads of the same number takes no
+    checkpoint."""
     masks: dict[int, dict[int, list[int]]] = {2: {0: [3], 1: [0]}, 5: {0: [0]}}
     whole = built(kind)
     model = copy.deepcopy(whole)
@@ -110,21 +143,29 @@ def test_a_training_goes_on_from_a_checkpoint(kind: Any, page: ModuleType, tmp_p
     resumed = copy.deepcopy(whole)
     hp.prune_heads_(resumed, masks[2], sites=hp.find_sites(resumed, policy="free"))
     checkpoint = str(tmp_path / "a" / "checkpoint-3")
-    trainer_of(resumed, tmp_path / "b", [Freely(masks)], page.rows).train(resume_from_checkpoint=checkpoint)
+    trainer_of(resumed, tmp_path / "b", [Freely(masks)], page.rows).train(
+        resume_from_checkpoint=checkpoint
+    )
     assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert any(KEPT_HEADS in name for name in model.state_dict()) == (kind is not bert)
     if kind is not bert:  # whose weights are stored without metadata, and say all that is computed
         other = copy.deepcopy(whole)
         hp.prune_heads_(other, {0: [0], 1: [3]}, sites=hp.find_sites(other, policy="free"))
-        with pytest.raises(InvalidValue, match=r"the heads of .* in the state dict: must be those of the module"):
-            trainer_of(other, tmp_path / "c", [], page.rows).train(resume_from_checkpoint=checkpoint)
+        with pytest.raises(
+            InvalidValue, match=r"the heads of .* in the state dict: must be those of the module"
+        ):
+            trainer_of(other, tmp_path / "c", [], page.rows).train(
+                resume_from_checkpoint=checkpoint
+            )
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "sgd", "rmsprop"])
 def test_the_trainers_optimizers_go_on(optim: str, page: ModuleType, tmp_path: Path) -> None:
     model = built(bert)
     accumulated = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optim": optim}
-    trainer = trainer_of(model, tmp_path, [page.PruneOnSchedule({2: 4}, [page.batch])], page.rows, **accumulated)
+    trainer = trainer_of(
+        model, tmp_path, [page.PruneOnSchedule({2: 4}, [page.batch])], page.rows, **accumulated
+    )
     before = []
 
     class After(transformers.TrainerCallback):
@@ -133,7 +174,9 @@ def test_the_trainers_optimizers_go_on(optim: str, page: ModuleType, tmp_path: P
 
     trainer.add_callback(After())
     trainer.train()
-    for earlier, later in itertools.pairwise(before[1:]):  # all that a gradient reaches moves in every step
+    for earlier, later in itertools.pairwise(
+        before[1:]
+    ):  # all that a gradient reaches moves in every step
         moved = [n for n in earlier if "embeddings" not in n and ".key.bias" not in n]
         assert [n for n in moved if torch.equal(earlier[n], later[n])] == []
 
@@ -141,14 +184,21 @@ def test_the_trainers_optimizers_go_on(optim: str, page: ModuleType, tmp_path: P
 def test_the_trainer_in_several_processes_says_the_order(
     page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It trains a wrapper of its own, which must not go on: one process, wrapped as several would be."""
+    """It trains a wrapper of its own, which must not go on: one process, wrapped as several would
+    be."""
     meeting = f"file://{tmp_path}/group"
     distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     try:
-        trainer = trainer_of(built(bert), tmp_path, [page.PruneOnSchedule({2: 4}, [page.batch])], page.rows)
+        trainer = trainer_of(
+            built(bert), tmp_path, [page.PruneOnSchedule({2: 4}, [page.batch])], page.rows
+        )
         original = trainer.accelerator.prepare_model
         wrap = torch.nn.parallel.DistributedDataParallel
-        monkeypatch.setattr(trainer.accelerator, "prepare_model", lambda model, **more: wrap(original(model, **more)))
+        monkeypatch.setattr(
+            trainer.accelerator,
+            "prepare_model",
+            lambda model, **more: wrap(original(model, **more)),
+        )
         with pytest.raises(UnsupportedModel, match="DistributedDataParallel: must be made after"):
             trainer.train()
     finally:

@@ -1,4 +1,5 @@
-"""A model that does something else in training mode, dropout apart, is told; noise and running statistics are none."""
+"""A model that does something else in training mode, dropout apart, is told; noise and running
+statistics are none."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ TOKENS = torch.randint(0, 20, (3, 6), generator=torch.Generator().manual_seed(1)
 
 
 class Decoder(nn.Module):
-    """As in "Dive into Deep Learning", 11.7: the future is hidden in training alone, for it then reads word by word."""
+    """As in "Dive into Deep Learning", 11.7: the future is hidden in training alone, for it then
+    reads word by word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +48,9 @@ class Decoder(nn.Module):
 
 
 def next_token(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0])[:, :-1].transpose(1, 2), batch[1][:, 1:], reduction="none").mean(1)
+    return functional.cross_entropy(
+        model(batch[0])[:, :-1].transpose(1, 2), batch[1][:, 1:], reduction="none"
+    ).mean(1)
 
 
 def next_of_one(model: nn.Module, batch: Tensor) -> Tensor:
@@ -55,12 +59,14 @@ def next_of_one(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("loss", "batch"), [(next_token, (TOKENS, TOKENS)), (next_of_one, TOKENS)])
 def test_scores_and_recoveries_tell(loss: Any, batch: Any) -> None:
-    """Where the batch is of the loss's own form, it is the loss that differs, else what the model puts out."""
+    """Where the batch is of the loss's own form, it is the loss that differs, else what the model
+    puts out."""
     for scorer in ("taylor", "leave_one_out", "wanda", "entropy"):
         notes = hp.score(Decoder(), [batch], scorer, loss=loss, progress=False).notes
         assert notes[0].startswith(TOLD), scorer
     assert not any(
-        n.startswith(TOLD) for n in hp.score(Decoder(), [batch], "magnitude", loss=loss, progress=False).notes
+        n.startswith(TOLD)
+        for n in hp.score(Decoder(), [batch], "magnitude", loss=loss, progress=False).notes
     )
     model = Decoder()
     teacher = copy.deepcopy(model)
@@ -122,13 +128,19 @@ class DropPath(nn.Module):
 
 class Functions(Own):
     def between(self, x: Tensor) -> Tensor:
-        x = functional.dropout(x, 0.5, self.training) + functional.dropout(x, training=self.training, p=0.3)
+        x = functional.dropout(x, 0.5, self.training) + functional.dropout(
+            x, training=self.training, p=0.3
+        )
         x = functional.alpha_dropout(x, 0.2, self.training)
         x = functional.batch_norm(x, self.mean, self.scale, training=self.training)
         q = x[:, None, None].expand(-1, 2, 3, -1)
-        x = functional.scaled_dot_product_attention(q, q, q, None, 0.5 if self.training else 0.0)[:, 0, 0]
+        x = functional.scaled_dot_product_attention(q, q, q, None, 0.5 if self.training else 0.0)[
+            :, 0, 0
+        ]
         q = x[:, None, None].expand(-1, 2, 3, -1)
-        return functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5 * self.training)[:, 0, 0]
+        return functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5 * self.training)[
+            :, 0, 0
+        ]
 
 
 class LayerDrop(Own):
@@ -200,7 +212,11 @@ def test_the_comparison_leaves_no_trace() -> None:
     x = torch.randn(6, 8)
     states = (*states[:2], torch.get_rng_state().tolist())
     judged(model, None, x)
-    assert (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()) == states
+    assert (
+        random.getstate(),
+        repr(np.random.get_state()),
+        torch.get_rng_state().tolist(),
+    ) == states
     assert model.steps == 0
     assert model.training
     assert not model.first.training
@@ -232,7 +248,9 @@ def test_no_family_is_told_of(layout: str, family: str, monkeypatch: pytest.Monk
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.3)
-    monkeypatch.setattr(modes, "_is_own", lambda module: not type(module).__module__.startswith("torch."))
+    monkeypatch.setattr(
+        modes, "_is_own", lambda module: not type(module).__module__.startswith("torch.")
+    )
     tried = []
 
     def value() -> list[Tensor]:

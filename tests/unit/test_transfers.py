@@ -1,4 +1,5 @@
-"""Copies between main memory and an accelerator, on a pretended one: how many there are, and where copies are kept."""
+"""Copies between main memory and an accelerator, on a pretended one: how many there are, and where
+copies are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from tests.pretended_cuda import CPU, CUDA, PretendedCuda
 
 
 def test_tensors_of_a_device_and_type_come_in_one_copy() -> None:
-    expected = [torch.arange(6.0).view(2, 3), torch.ones(()), torch.tensor([7]), torch.zeros(0, 2), torch.arange(4)]
+    expected = [
+        torch.arange(6.0).view(2, 3),
+        torch.ones(()),
+        torch.tensor([7]),
+        torch.zeros(0, 2),
+        torch.arange(4),
+    ]
     with PretendedCuda() as gpu:
         given = [expected[0].to("cuda"), expected[1], *(x.to("cuda") for x in expected[2:])]
         gpu.forget()
@@ -39,7 +46,9 @@ def test_numbers_are_sent_without_a_wait() -> None:
 
 
 @pytest.mark.parametrize(("free", "where"), [(5 * 40, CUDA), (5 * 40 - 1, CPU)])
-def test_copies_stay_on_the_gpu_where_it_has_room(free: int, where: torch.device, monkeypatch: Any) -> None:
+def test_copies_stay_on_the_gpu_where_it_has_room(
+    free: int, where: torch.device, monkeypatch: Any
+) -> None:
     with PretendedCuda():
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - 30, 10**9))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
@@ -56,7 +65,9 @@ def test_copies_stay_on_the_gpu_where_it_has_room(free: int, where: torch.device
 
 
 def test_a_fingerprint_is_the_same_on_a_gpu_and_takes_one_copy() -> None:
-    model = nn.Sequential(nn.Linear(50, 40), nn.BatchNorm1d(40), nn.Linear(40, 3).bfloat16(), nn.Linear(2, 2).double())
+    model = nn.Sequential(
+        nn.Linear(50, 40), nn.BatchNorm1d(40), nn.Linear(40, 3).bfloat16(), nn.Linear(2, 2).double()
+    )
     expected = fingerprint(model, ())
     with PretendedCuda() as gpu:
         model.to("cuda")
@@ -64,7 +75,11 @@ def test_a_fingerprint_is_the_same_on_a_gpu_and_takes_one_copy() -> None:
         assert fingerprint(model, ()) == expected
         assert len(gpu.waits) == 1, gpu.report()
         assert gpu.uploads == gpu.mismatches == []
-    assert sampled_bytes([torch.zeros(0), torch.zeros(3, device="meta"), torch.ones(1)]) == [b"", b"", b"\0\0\x80?"]
+    assert sampled_bytes([torch.zeros(0), torch.zeros(3, device="meta"), torch.ones(1)]) == [
+        b"",
+        b"",
+        b"\0\0\x80?",
+    ]
 
 
 def test_blocks_of_examples_are_those_of_their_numbers() -> None:
@@ -98,7 +113,10 @@ def test_what_a_gpu_computes_another_way_is_the_same() -> None:
     variance, (inverse, failed) = _variance(x, mask), inverted(a)
     assert_close(inverse, torch.linalg.inv(a))
     with PretendedCuda() as gpu:
-        gpu_variance, (gpu_inverse, gpu_failed) = _variance(x.to("cuda"), mask.to("cuda")), inverted(a.to("cuda"))
+        gpu_variance, (gpu_inverse, gpu_failed) = (
+            _variance(x.to("cuda"), mask.to("cuda")),
+            inverted(a.to("cuda")),
+        )
         assert gpu.waits == [], gpu.report()
     assert_close(gpu_variance, variance)
     assert_close(gpu_inverse, inverse)

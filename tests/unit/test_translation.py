@@ -1,4 +1,5 @@
-"""Translation as a task: tokenizers trained on the spot, batches, decoding, BLEU, and what recipes may say of it."""
+"""Translation as a task: tokenizers trained on the spot, batches, decoding, BLEU, and what recipes
+may say of it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_byte_pairs_give_every_text_back_and_end_it(tmp_path: Path) -> None:
     for text in TEXTS:
         ids = tokenizer(text)["input_ids"]
         assert ids[-1] == tokenizer.eos_token_id
-        assert not {tokenizer.pad_token_id, tokenizer.bos_token_id} & set(ids), "text was taken for a mark"
+        assert not {tokenizer.pad_token_id, tokenizer.bos_token_id} & set(ids), (
+            "text was taken for a mark"
+        )
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert len(train_tokenizer("bpe", sentences(200, 0), 270)) == 270
     assert set(tokenizer(TEXTS[0])) == {"input_ids", "attention_mask"}
@@ -79,8 +82,12 @@ def test_characters_are_tokens(tmp_path: Path) -> None:
 
 
 def counts_of(said: list[str], true: list[str]) -> tuple[Any, Any]:
-    found = [BLEU(effective_order=True).sentence_score(a, [b]) for a, b in zip(said, true, strict=True)]
-    return np.array([[*s.counts, *s.totals] for s in found], float), np.array([s.ref_len for s in found], float)
+    found = [
+        BLEU(effective_order=True).sentence_score(a, [b]) for a, b in zip(said, true, strict=True)
+    ]
+    return np.array([[*s.counts, *s.totals] for s in found], float), np.array(
+        [s.ref_len for s in found], float
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -97,7 +104,9 @@ def test_bleu_is_sacrebleus(seed: int) -> None:
 def test_bleu_needs_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = check_recipe(RECIPE)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidValue, match=r"task: .* got no package sacrebleu\. Install it: pip install sacrebleu"):
+    with pytest.raises(
+        InvalidValue, match=r"task: .* got no package sacrebleu\. Install it: pip install sacrebleu"
+    ):
         prepared(recipe, say=lambda line: None)
 
 
@@ -108,12 +117,15 @@ def test_bleu_has_a_direction_and_a_paired_bootstrap() -> None:
     draw = random.Random(0)
     base, worse = ([t if draw.random() > p else "cat dog" for t in true] for p in (0.2, 0.5))
     answers = [Answers("bleu", *counts_of(said, true)) for said in (base, worse)]
-    assert_close(100 * answers[0].value, BLEU().corpus_score(base, [true]).score, rtol=0.0, atol=1e-9)
+    assert_close(
+        100 * answers[0].value, BLEU().corpus_score(base, [true]).score, rtol=0.0, atol=1e-9
+    )
     found = resampled_drops(answers[0], [answers[1], answers[0]], 20, 3)
     rows = np.random.default_rng(3).integers(30, size=(20, 30))
     for i, picked in enumerate(rows):
         scores = [
-            BLEU().corpus_score([said[k] for k in picked], [[true[k] for k in picked]]).score for said in (base, worse)
+            BLEU().corpus_score([said[k] for k in picked], [[true[k] for k in picked]]).score
+            for said in (base, worse)
         ]
         assert_close(float(found[i, 0]), (scores[0] - scores[1]) / 100, rtol=0.0, atol=1e-9)
     assert not found[:, 1].any()
@@ -127,7 +139,13 @@ def test_bleu_has_a_direction_and_a_paired_bootstrap() -> None:
 
 def tiny_model(vocabulary: int) -> TransformerForTranslation:
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "d_model": 16,
+        "ffn_dim": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = TransformerForTranslation(TransformerConfig(vocab_size=vocabulary, **sizes)).eval()
     with torch.no_grad():
         model.decoder.layers[0].feed_forward[3].weight.mul_(20)
@@ -140,7 +158,10 @@ def test_the_metric_is_sacrebleu_of_the_translations(beams: int) -> None:
     model, texts = tiny_model(320), sentences(6, 5)
     encoded = tokenizer(texts, padding=True, return_tensors="pt")
     labels = encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, -100)
-    batches = [{**{k: v[i : i + 3] for k, v in encoded.items()}, "labels": labels[i : i + 3]} for i in (0, 3)]
+    batches = [
+        {**{k: v[i : i + 3] for k, v in encoded.items()}, "labels": labels[i : i + 3]}
+        for i in (0, 3)
+    ]
     how: dict[str, Any] = {"beams": beams, "max_length": 24}
     said = translate(model.train(), batches, tokenizer, **how)
     assert model.training
@@ -159,7 +180,12 @@ def test_the_metric_is_sacrebleu_of_the_translations(beams: int) -> None:
 
 def test_bits_per_character_is_the_logarithm_of_perplexity() -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=9, pad_token_id=None, **sizes))
     ids = torch.randint(0, 9, (4, 12))
     batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
@@ -200,9 +226,21 @@ RECIPE: dict[str, Any] = {
     "device": "cpu",
     "model": {
         "class_name": "TransformerForTranslation",
-        "config": {"d_model": 16, "ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2},
+        "config": {
+            "d_model": 16,
+            "ffn_dim": 16,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "num_attention_heads": 2,
+        },
     },
-    "data": {"path": "rows.jsonl", "text": "en", "target": "de", "tokenizer": "bpe", "vocabulary": 300},
+    "data": {
+        "path": "rows.jsonl",
+        "text": "en",
+        "target": "de",
+        "tokenizer": "bpe",
+        "vocabulary": 300,
+    },
     "select": {"keep_heads": 0.5},
 }
 
@@ -223,22 +261,38 @@ def test_rows_become_what_a_decoder_reads_and_what_it_should_write(tmp_path: Pat
     rows = [row for batch in batches for row in batch["labels"].tolist()]
     assert len(rows) == len(references) == 40
     for labels, reference in zip(rows, references, strict=True):
-        assert tokenizer.decode([i for i in labels if i >= 0], skip_special_tokens=True) == reference
+        assert (
+            tokenizer.decode([i for i in labels if i >= 0], skip_special_tokens=True) == reference
+        )
     assert references != data.targets["test"], "nothing was sorted"
     for batch in [*batches, *data.loader("train", 16)]:
         counted = batch["labels"] >= 0
-        assert torch.equal(subject.model._shifted(batch["labels"])[counted], batch["decoder_input_ids"][counted])
+        assert torch.equal(
+            subject.model._shifted(batch["labels"])[counted], batch["decoder_input_ids"][counted]
+        )
         assert torch.equal(batch["decoder_attention_mask"], counted.long())
 
 
 def test_a_text_is_cut_into_rows_and_its_end_is_held_out(tmp_path: Path) -> None:
     text = "".join(f"{i:04d}\n" for i in range(400))
     (tmp_path / "text.txt").write_text(text)
-    data = {"path": str(tmp_path / "text.txt"), "text": "text", "tokenizer": "characters", "block": 50}
+    data = {
+        "path": str(tmp_path / "text.txt"),
+        "text": "text",
+        "tokenizer": "characters",
+        "block": 50,
+    }
     model = {"class_name": "LlamaForCausalLM", "config": {}}
-    raw = {**RECIPE, "task": "causal_lm", "model": model, "data": {**data, "holdout": 4, "test_holdout": 0.1}}
+    raw = {
+        **RECIPE,
+        "task": "causal_lm",
+        "model": model,
+        "data": {**data, "holdout": 4, "test_holdout": 0.1},
+    }
     rows = load_rows(check_recipe(raw))
-    train, validation, test = (list(rows.splits[n]["text"]) for n in ("train", "validation", "test"))
+    train, validation, test = (
+        list(rows.splits[n]["text"]) for n in ("train", "validation", "test")
+    )
     assert "".join([*train, *validation, *test]) == text
     assert [len(train), len(validation), len(test)] == [32, 4, 4]
     assert {len(row) for row in (*train, *validation, *test)} == {50}
@@ -251,8 +305,19 @@ def test_a_text_is_cut_into_rows_and_its_end_is_held_out(tmp_path: Path) -> None
 def test_blocks_of_data_with_a_test_file_take_none_from_the_end_of_train(tmp_path: Path) -> None:
     for name, count in (("train", 40), ("test", 10)):
         (tmp_path / f"{name}.txt").write_text("".join(f"{name[1]}{i:03d}\n" for i in range(count)))
-    data = {"path": str(tmp_path), "text": "text", "tokenizer": "characters", "block": 25, "holdout": 2}
-    raw = {**RECIPE, "task": "causal_lm", "model": {"class_name": "LlamaForCausalLM", "config": {}}, "data": data}
+    data = {
+        "path": str(tmp_path),
+        "text": "text",
+        "tokenizer": "characters",
+        "block": 25,
+        "holdout": 2,
+    }
+    raw = {
+        **RECIPE,
+        "task": "causal_lm",
+        "model": {"class_name": "LlamaForCausalLM", "config": {}},
+        "data": data,
+    }
     rows = load_rows(check_recipe(raw)).splits
     assert "".join(rows["test"]["text"]) == (tmp_path / "test.txt").read_text()
     assert [len(rows[name]) for name in ("train", "validation", "test")] == [6, 2, 2]
@@ -260,9 +325,21 @@ def test_blocks_of_data_with_a_test_file_take_none_from_the_end_of_train(tmp_pat
 
 def test_blocks_are_cut_of_text_alone(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": i}) for i in range(40)))
-    data = {"path": str(tmp_path / "rows.jsonl"), "text": "text", "tokenizer": "characters", "block": 25}
-    raw = {**RECIPE, "task": "causal_lm", "model": {"class_name": "LlamaForCausalLM", "config": {}}, "data": data}
-    with pytest.raises(InvalidValue, match="data: train: must be rows of text, to be cut into blocks"):
+    data = {
+        "path": str(tmp_path / "rows.jsonl"),
+        "text": "text",
+        "tokenizer": "characters",
+        "block": 25,
+    }
+    raw = {
+        **RECIPE,
+        "task": "causal_lm",
+        "model": {"class_name": "LlamaForCausalLM", "config": {}},
+        "data": data,
+    }
+    with pytest.raises(
+        InvalidValue, match="data: train: must be rows of text, to be cut into blocks"
+    ):
         load_rows(check_recipe(raw))
 
 
@@ -277,15 +354,26 @@ def test_what_a_translators_preparation_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vocab_size", "pad_token_id", "decoder_start_token_id"])
 def test_what_the_trained_tokenizer_says_is_not_said_otherwise(name: str, tmp_path: Path) -> None:
-    recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(tmp_path)}", f"model.config.{name}=7"]))
-    with pytest.raises(InvalidValue, match=rf"model\.config\.{name}: must be left out, for the trained tokenizer"):
+    recipe = check_recipe(
+        override(RECIPE, [f"data.path={folder_of(tmp_path)}", f"model.config.{name}=7"])
+    )
+    with pytest.raises(
+        InvalidValue, match=rf"model\.config\.{name}: must be left out, for the trained tokenizer"
+    ):
         prepared(recipe, say=lambda line: None)
 
 
-def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_of(tmp_path: Path) -> None:
+def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_of(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "rows").mkdir()
-    recipe = check_recipe(override(RECIPE, [f"data.path={folder_of(tmp_path / 'rows')}", "decode.max_length=12"]))
-    base, said = ready_base(recipe, tmp_path / "sweep", lambda line: None), prepared(recipe, say=lambda line: None)
+    recipe = check_recipe(
+        override(RECIPE, [f"data.path={folder_of(tmp_path / 'rows')}", "decode.max_length=12"])
+    )
+    base, said = (
+        ready_base(recipe, tmp_path / "sweep", lambda line: None),
+        prepared(recipe, say=lambda line: None),
+    )
     subject = open_base(base, tmp_path / "sweep", recipe)
     assert subject.preparation.tokenizer.get_vocab() == said.preparation.tokenizer.get_vocab()
     assert subject.data.examples == said.data.examples
@@ -306,13 +394,21 @@ def test_a_sweep_finds_the_base_with_its_tokenizer_and_keeps_what_bleu_is_made_o
         (["data.label=de"], "data.label", "left out: translation has no labels"),
         (["data.text=[en, de]"], "data.text", "the column of the source language"),
         (["data.tokens=ids"], "data.tokens", "left out"),
-        (["data.tokenizer=characters", "data.vocabulary=null"], "data.tokenizer", "bpe for translation"),
+        (
+            ["data.tokenizer=characters", "data.vocabulary=null"],
+            "data.tokenizer",
+            "bpe for translation",
+        ),
         (["data.tokenizer=null"], "data.vocabulary", "used with tokenizer: bpe"),
         (["data.block=20"], "data.block", "used with causal_lm"),
         (["decode.beams=0"], "decode.beams", "greater than or equal to 1"),
         ([*OTHER, "data.target=null", "decode.beams=2"], "decode", "only translation decodes"),
         (OTHER, "data.target", "left out for causal_lm"),
-        (["model={path: there}", "data.vocabulary=null"], "data.tokenizer", "the model has its own"),
+        (
+            ["model={path: there}", "data.vocabulary=null"],
+            "data.tokenizer",
+            "the model has its own",
+        ),
         (
             [
                 "task=causal_lm",
@@ -340,7 +436,9 @@ def test_a_resolved_recipe_is_one_again_and_rows_need_translations(tmp_path: Pat
     assert check_recipe(recipe.model_dump()) == recipe
     assert isinstance(recipe, Recipe)
     (tmp_path / "test.jsonl").write_text(json.dumps({"en": "a dog", "de": ""}))
-    with pytest.raises(InvalidValue, match="data: test, row 0: must be a translation that is not empty"):
+    with pytest.raises(
+        InvalidValue, match="data: test, row 0: must be a translation that is not empty"
+    ):
         load_rows(recipe)
 
 

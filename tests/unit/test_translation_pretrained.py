@@ -1,4 +1,5 @@
-"""Translation by an encoder-decoder as the hub has them: its own tokenizer, a prefix, and nested columns."""
+"""Translation by an encoder-decoder as the hub has them: its own tokenizer, a prefix, and nested
+columns."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from tests.tiny_models import WORDS, encoder_decoder
 
 
 def recipe(folder: Path, **changes: Any) -> Any:
-    data = {"path": str(folder / "rows"), "text": "translation.en", "target": "translation.xx", "prefix": "w0 w1 : "}
+    data = {
+        "path": str(folder / "rows"),
+        "text": "translation.en",
+        "target": "translation.xx",
+        "prefix": "w0 w1 : ",
+    }
     return check_recipe(
         {
             "name": "tiny",
@@ -36,13 +42,17 @@ def recipe(folder: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["T5", "Bart", "Marian"])
-def test_an_encoder_decoder_from_a_folder_is_cut_with_its_own_tokenizer(family: str, tmp_path: Path) -> None:
+def test_an_encoder_decoder_from_a_folder_is_cut_with_its_own_tokenizer(
+    family: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     encoder_decoder(tmp_path / "model", family)
     draw = random.Random(0)
     (tmp_path / "rows").mkdir()
     texts = [draw.choices(WORDS, k=draw.randint(2, 8)) for _ in range(60)]
-    rows = [{"translation": {"en": " ".join(words), "xx": " ".join(reversed(words))}} for words in texts]
+    rows = [
+        {"translation": {"en": " ".join(words), "xx": " ".join(reversed(words))}} for words in texts
+    ]
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     chosen = recipe(tmp_path)
     subject = prepared(chosen, say=lambda line: None)
@@ -51,7 +61,10 @@ def test_an_encoder_decoder_from_a_folder_is_cut_with_its_own_tokenizer(family: 
     target = subject.data.targets["test"][0].split()
     assert said[:2] == ["w0", "w1"]
     assert said[-len(target) :] == target[::-1]
-    assert row["decoder_input_ids"] == [subject.model.config.decoder_start_token_id, *row["labels"][:-1]]
+    assert row["decoder_input_ids"] == [
+        subject.model.config.decoder_start_token_id,
+        *row["labels"][:-1],
+    ]
     assert tokenizer.decode(row["labels"], skip_special_tokens=True).split() == target
 
     record = run_recipe(chosen, out=tmp_path / "out", say=lambda line: None)
@@ -63,5 +76,7 @@ def test_an_encoder_decoder_from_a_folder_is_cut_with_its_own_tokenizer(family: 
 
 def test_a_prefix_is_for_translations() -> None:
     data = {"path": "rows.jsonl", "text": "text", "prefix": "translate: "}
-    with pytest.raises(RecipeError, match=r"data\.prefix: must be left out for text_classification"):
+    with pytest.raises(
+        RecipeError, match=r"data\.prefix: must be left out for text_classification"
+    ):
         recipe(Path("here"), task="text_classification", data=data, decode={})

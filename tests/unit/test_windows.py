@@ -1,4 +1,5 @@
-"""Windowed attention (Swin): an image's windows are rows of the gate's input, yet gates and scores are an image's."""
+"""Windowed attention (Swin): an image's windows are rows of the gate's input, yet gates and scores
+are an image's."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from headprune.scoring._base import Problem
 from headprune.scoring._gradients import gate_gradients, token_gradients
 from tests.laws.support import CLOSE, Subject, as_double, shaken
 
-#: Window size and tokens at each site: 8 x 8 patches in two layers and 4 x 4 in one, padded to whole windows.
+#: Window size and tokens at each site: 8 x 8 patches in two layers and 4 x 4 in one, padded to
+#: whole windows.
 SIZES = {2: [64, 64, 16], 3: [81, 81, 36]}
 
 
@@ -27,7 +29,9 @@ SIZES = {2: [64, 64, 16], 3: [81, 81, 36]}
 def swin(request: pytest.FixtureRequest) -> Subject:
     layout = registry.get("swin")
     tiny = dict(layout.families)["swin"]
-    model, batch = dataclasses.replace(tiny, settings={**tiny.settings, "window_size": request.param})(0)
+    model, batch = dataclasses.replace(
+        tiny, settings={**tiny.settings, "window_size": request.param}
+    )(0)
     model = shaken(model).double().eval()
     return Subject(layout, model, as_double(batch), hp.find_sites(model))
 
@@ -39,9 +43,13 @@ def tokens_of(subject: Subject) -> list[int]:
 def gates(subject: Subject, *rows: int, tokens: bool = False) -> dict[str, Tensor]:
     """Random gates, ``[*rows, heads]`` or ``[*rows, tokens, heads]``."""
     shapes = [
-        (*rows, *([n] if tokens else []), len(s.heads)) for s, n in zip(subject.sites, tokens_of(subject), strict=True)
+        (*rows, *([n] if tokens else []), len(s.heads))
+        for s, n in zip(subject.sites, tokens_of(subject), strict=True)
     ]
-    return {s.name: torch.rand(shape, dtype=torch.float64) for s, shape in zip(subject.sites, shapes, strict=True)}
+    return {
+        s.name: torch.rand(shape, dtype=torch.float64)
+        for s, shape in zip(subject.sites, shapes, strict=True)
+    }
 
 
 def logits(subject: Subject, given: dict[str, Tensor], rows: slice = slice(None)) -> Tensor:
@@ -51,7 +59,9 @@ def logits(subject: Subject, given: dict[str, Tensor], rows: slice = slice(None)
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_gates_of_an_example_act_on_all_its_windows_and_on_no_other_example(swin: Subject, tokens: bool) -> None:
+def test_gates_of_an_example_act_on_all_its_windows_and_on_no_other_example(
+    swin: Subject, tokens: bool
+) -> None:
     given = gates(swin, 3, tokens=tokens)
     together = logits(swin, given)
     for i in range(3):
@@ -62,14 +72,20 @@ def test_gates_of_an_example_act_on_all_its_windows_and_on_no_other_example(swin
 
 def test_gates_of_an_example_are_those_of_each_of_its_tokens(swin: Subject) -> None:
     given = gates(swin, 3)
-    spread = {n: g[:, None].expand(-1, t, -1) for (n, g), t in zip(given.items(), tokens_of(swin), strict=True)}
+    spread = {
+        n: g[:, None].expand(-1, t, -1)
+        for (n, g), t in zip(given.items(), tokens_of(swin), strict=True)
+    }
     assert_close(logits(swin, spread), logits(swin, given), **CLOSE)
     shared = {n: g[0] for n, g in given.items()}
-    assert_close(logits(swin, {n: g.expand(3, -1) for n, g in shared.items()}), logits(swin, shared), **CLOSE)
+    assert_close(
+        logits(swin, {n: g.expand(3, -1) for n, g in shared.items()}), logits(swin, shared), **CLOSE
+    )
 
 
 def test_tokens_are_counted_window_by_window(swin: Subject) -> None:
-    """What the projection receives is its input times the gates, example by example and window after window."""
+    """What the projection receives is its input times the gates, example by example and window
+    after window."""
     site, given = swin.sites[1], gates(swin, 3, tokens=True)
     projection, seen = swin.model.get_submodule(f"{site.name}.o_proj"), []
     handle = projection.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -114,7 +130,9 @@ def test_gate_gradients_of_a_batch_are_those_of_its_examples(swin: Subject) -> N
 
 
 def problem(subject: Subject, batches: list[Any]) -> Problem:
-    return Problem(subject.model, bind(subject.model, subject.sites), batches, default_loss, progress=False)
+    return Problem(
+        subject.model, bind(subject.model, subject.sites), batches, default_loss, progress=False
+    )
 
 
 def test_gradients_of_tokens_add_up_to_those_of_the_example(swin: Subject) -> None:

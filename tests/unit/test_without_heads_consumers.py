@@ -1,5 +1,5 @@
-"""Layers without heads under quantisers, tracers, exporters, pickles, caches of every kind, and code that reads what an
-attention keeps of its last call: the answer is that of the gated model."""
+"""Layers without heads under quantisers, tracers, exporters, pickles, caches of every kind, and
+code that reads what an attention keeps of its last call: the answer is that of the gated model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,18 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32
 EMPTIED = [pair for pair in FAMILIES if pair[1] not in KEEP_A_HEAD]
 #: The first family of every layout, but of those that take long and run the code of another.
 LIKE_OTHERS = {"umt5", "qwen3_next", "wavlm"}
-LAYOUTS = list({layout: (layout, family) for layout, family in reversed(EMPTIED) if layout not in LIKE_OTHERS}.values())
-#: Their own code takes no quantised projections: torch.nn's fast path and WavLM read biases, Falcon's weights too.
+LAYOUTS = list(
+    {
+        layout: (layout, family)
+        for layout, family in reversed(EMPTIED)
+        if layout not in LIKE_OTHERS
+    }.values()
+)
+#: Their own code takes no quantised projections: torch.nn's fast path and WavLM read biases,
+#: Falcon's weights too.
 NOT_QUANTISED = {"torch.nn.TransformerEncoder", "wavlm"}
-#: Weight norms are no longer pickled by PyTorch, Transformers' hooks and a class of a function never were.
+#: Weight norms are no longer pickled by PyTorch, Transformers' hooks and a class of a function
+#: never were.
 NOT_PICKLED = {"wav2vec2", "hubert", "wavlm", "llava", "multi_head_attention"}
 
 
@@ -66,7 +74,9 @@ def silent(subject: Subject, names: list[str]) -> nn.Module:
         for bound in bind(model):
             if bound.site.name not in names:
                 continue
-            ways = [bound.gate] if bound.layout.gate else [head.value for head in bound.module.heads]  # type: ignore[union-attr]
+            ways = (
+                [bound.gate] if bound.layout.gate else [head.value for head in bound.module.heads]
+            )  # type: ignore[union-attr]
             for way in ways:
                 way.weight.zero_()
     return model
@@ -89,7 +99,9 @@ def test_dynamic_quantisation(layout: str, family: str) -> None:
     subject = subject_of(layout, family)
     names, small = emptied(subject)
     quantise = torch.ao.quantization.quantize_dynamic
-    wanted, got = (quantise(m, {nn.Linear}, dtype=torch.qint8) for m in (silent(subject, names), small))
+    wanted, got = (
+        quantise(m, {nn.Linear}, dtype=torch.qint8) for m in (silent(subject, names), small)
+    )
     if family in NOT_QUANTISED:
         with pytest.raises((AttributeError, TypeError)):
             run(wanted, subject.batch)
@@ -212,10 +224,13 @@ def test_torchao_passes_it_by() -> None:
 
 
 class Grouped(QuantizedLayer):
-    """Rounds keys and values in groups, and asserts what HQQ and Quanto do: no group may be a part."""
+    """Rounds keys and values in groups, and asserts what HQQ and Quanto do: no group may be a
+    part."""
 
     def _quantize(self, tensor: Tensor, axis: int) -> Any:
-        assert tensor.shape[-1] % self.q_group_size == 0, "group_size should be divisible by the tensor's dimensions"
+        assert tensor.shape[-1] % self.q_group_size == 0, (
+            "group_size should be divisible by the tensor's dimensions"
+        )
         groups = tensor.unflatten(-1, (-1, self.q_group_size))
         scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 7
         return (groups / scale).round(), scale
@@ -230,14 +245,21 @@ OWN_CACHE = {"qwen3_next"}
 
 
 def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
-    given = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "use_cache": True, **options}
+    given = {
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "do_sample": False,
+        "use_cache": True,
+        **options,
+    }
     made = model.generate(**inputs, **given, output_logits=True, return_dict_in_generate=True)
     logits: Tensor = torch.stack(made.logits)
     return logits
 
 
 def only_decoders() -> list[tuple[str, str]]:
-    """Families with one kind of layers and nothing but a decoder, which is what Transformers quantises caches of."""
+    """Families with one kind of layers and nothing but a decoder, which is what Transformers
+    quantises caches of."""
     kept = []
     for layout, family in DECODERS:
         site_kinds = {site.kind for site in subject_of(layout, family).sites}
@@ -275,7 +297,9 @@ def test_a_cache_that_quantises(layout: str, family: str) -> None:
 def test_every_quantised_cache_of_transformers(layout: str, backend: str) -> None:
     needs = {"hqq": "hqq", "quanto": "optimum.quanto", "fp8": "torch"}[backend]
     pytest.importorskip(needs, reason=f"needs {needs}")
-    if backend == "fp8" and not hasattr(__import__("transformers.cache_utils").cache_utils, "Fp8QuantizedLayer"):
+    if backend == "fp8" and not hasattr(
+        __import__("transformers.cache_utils").cache_utils, "Fp8QuantizedLayer"
+    ):
         pytest.skip("this version of Transformers has no cache in fp8")
     axes = {"axis_key": 1, "axis_value": 1} if backend == "hqq" else {}
     options = {} if backend == "fp8" else {"q_group_size": 4, "residual_length": 2, **axes}
@@ -283,7 +307,8 @@ def test_every_quantised_cache_of_transformers(layout: str, backend: str) -> Non
     names, small = emptied(subject)
     full, inputs = silent(subject, names), generation.left_padded(subject)
     got, wanted = (
-        generate(m, inputs, past_key_values=QuantizedCache(backend, m.config, **options)) for m in (small, full)
+        generate(m, inputs, past_key_values=QuantizedCache(backend, m.config, **options))
+        for m in (small, full)
     )
     assert_close(got, wanted, **CLOSE)
 
@@ -317,7 +342,9 @@ class KeptAnnotated(Annotated):
         super().__init__(d_model, h)
         self.attn: Tensor | None = None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         q, k, v = (
             way(x).view(len(x), -1, self.h, self.d_k).transpose(1, 2)
             for way, x in zip(self.linears, (query, key, value), strict=False)
@@ -331,7 +358,9 @@ class KeptAnnotated(Annotated):
 class KeptPrepared(Prepared):
     """As labml.ai's: ``attn`` is ``[queries, keys, batch, heads]``."""
 
-    def forward(self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         q, k, v = self.query(query), self.key(key), self.value(value)
         attn = (torch.einsum("ibhd,jbhd->ijbh", q, k) * self.scale).softmax(1)
         self.attn = attn.detach()
@@ -347,7 +376,9 @@ def of_d2l(module: Any, queries: Tensor, keys: Tensor, by_name: bool) -> Tensor:
 
 
 def of_annotated(module: Any, queries: Tensor, keys: Tensor, by_name: bool) -> Tensor:
-    out: Tensor = module(query=queries, key=keys, value=keys) if by_name else module(queries, keys, keys)
+    out: Tensor = (
+        module(query=queries, key=keys, value=keys) if by_name else module(queries, keys, keys)
+    )
     return out
 
 
@@ -379,7 +410,9 @@ def test_nothing_stale_is_kept(name: str, ran: bool, by_name: bool) -> None:
     if ran:
         called(module, torch.randn(3, 4, 16), torch.randn(3, 4, 16), by_name)
     hp.prune_(model, hp.HeadMask.from_keep({site.name: []}, {site.name: 4}))
-    assert getattr(module, "last_heads", None) is None, "what only this class keeps is no longer true"
+    assert getattr(module, "last_heads", None) is None, (
+        "what only this class keeps is no longer true"
+    )
     queries, keys = torch.randn(2, 5, 16), torch.randn(2, 6, 16)
     out = called(module, queries, keys, by_name)
     parent, _, attribute = path.rpartition(".")
@@ -391,14 +424,21 @@ def test_nothing_stale_is_kept(name: str, ran: bool, by_name: bool) -> None:
 
 @over(EMPTIED)
 def test_no_layer_without_heads_keeps_a_tensor_of_an_earlier_call(layout: str, family: str) -> None:
-    """What a call of the full model changes among a layer's plain attributes is not there as it was after the cut."""
+    """What a call of the full model changes among a layer's plain attributes is not there as it was
+    after the cut."""
     subject = subject_of(layout, family)
     names, _ = emptied(subject)
 
     def plain(model: nn.Module) -> dict[str, Tensor]:
         sites = [n for s in subject.sites if s.name in names for n in (s.name, *s.shared_with)]
-        inside = [(n, m) for n, m in model.named_modules() if any(f"{n}.".startswith(f"{s}.") for s in sites)]
-        return {f"{n}.{k}": v for n, m in inside for k, v in m.__dict__.items() if isinstance(v, Tensor)}
+        inside = [
+            (n, m)
+            for n, m in model.named_modules()
+            if any(f"{n}.".startswith(f"{s}.") for s in sites)
+        ]
+        return {
+            f"{n}.{k}": v for n, m in inside for k, v in m.__dict__.items() if isinstance(v, Tensor)
+        }
 
     before = plain(subject.model)
     run(subject.model, subject.batch)

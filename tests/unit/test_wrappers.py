@@ -1,4 +1,5 @@
-"""Wrappers that keep parameters of their own: a cut inside of one is refused, with the order that works."""
+"""Wrappers that keep parameters of their own: a cut inside of one is refused, with the order that
+works."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ ORDER = "Unwrap it first"
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     """A group of this one process."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
     yield
     distributed.destroy_process_group()
 
@@ -68,7 +71,13 @@ CUTS: dict[str, Callable[[nn.Module], Any]] = {
     ),
     "prune_heads_": lambda model: hp.prune_heads_(model, {0: [1]}),
     "prune_gradually_": lambda model: prune_gradually_(
-        model, [X], hp.Budget(keep_heads=2), stages=1, finetune=Finetune(steps=1), scorer="magnitude", loss=square
+        model,
+        [X],
+        hp.Budget(keep_heads=2),
+        stages=1,
+        finetune=Finetune(steps=1),
+        scorer="magnitude",
+        loss=square,
     ),
 }
 
@@ -86,7 +95,9 @@ def counts(model: nn.Module) -> dict[str, int]:
 def test_a_cut_inside_of_a_wrapper_is_refused(wrapped: str, cut: str, group: None) -> None:
     model = WRAPPED[wrapped](attention())
     before = picture(model)
-    with pytest.raises(UnsupportedModel, match=f"cut before it is wrapped, got .*inside of .*{ORDER}"):
+    with pytest.raises(
+        UnsupportedModel, match=f"cut before it is wrapped, got .*inside of .*{ORDER}"
+    ):
         CUTS[cut](model)
     assert picture(model) == before
 
@@ -97,7 +108,9 @@ def test_fsdp_is_refused(group: None) -> None:
     with pytest.raises(UnsupportedModel, match="before fully_shard"):
         hp.prune_heads_(sharded, {0: [1]})
     with pytest.warns(UserWarning, match="NO_SHARD"):
-        older = FullyShardedDataParallel(attention(), device_id=torch.device("cpu"), use_orig_params=True)
+        older = FullyShardedDataParallel(
+            attention(), device_id=torch.device("cpu"), use_orig_params=True
+        )
     with pytest.raises(UnsupportedModel):
         hp.prune_heads_(older, {0: [1]})
 
@@ -120,21 +133,28 @@ def test_scores_gates_and_empty_cuts_of_a_wrapped_model(group: None) -> None:
 
 
 def test_the_order_that_works(group: None) -> None:
-    """Unwrap, cut, wrap: gradients of the new parameters are averaged; the old wrapper refuses to train."""
+    """Unwrap, cut, wrap: gradients of the new parameters are averaged; the old wrapper refuses to
+    train."""
     old = DistributedDataParallel(attention())
     old(X).sum().backward()
     model = old.module
     hp.prune_heads_(model, {0: [1]})
     with torch.no_grad():
         assert_close(old(X), model(X))
-    with pytest.raises(UnsupportedModel, match=r"DistributedDataParallel: must be made after .* was cut"):
+    with pytest.raises(
+        UnsupportedModel, match=r"DistributedDataParallel: must be made after .* was cut"
+    ):
         old(X)
     new = DistributedDataParallel(model)
     seen: list[int] = []
 
     def averaged(state: Any, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
         seen.extend(p.numel() for p in bucket.parameters())
-        return distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+        return (
+            distributed.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0])
+        )
 
     new.register_comm_hook(None, averaged)
     new(X).sum().backward()
@@ -147,7 +167,9 @@ def test_another_wrapper_goes_on(group: None) -> None:
     other(X).sum().backward()
 
 
-def test_a_cut_that_fails_leaves_the_wrapper_as_it_was(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_that_fails_leaves_the_wrapper_as_it_was(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrapper = DistributedDataParallel(attention())
     monkeypatch.setattr("headprune.surgery.prune.compare", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -169,14 +191,20 @@ def test_recoveries_add_no_bias_inside_of_a_wrapper(method: Any, bias: bool, gro
         hp.recover_(wrapped, [X], method, DistributedDataParallel(teacher))
         assert_close(wrapped.module.state_dict(), plain.state_dict(), rtol=0, atol=0)
         return
-    with pytest.raises(UnsupportedModel, match=f"given new biases before it is wrapped, got .*{ORDER}"):
+    with pytest.raises(
+        UnsupportedModel, match=f"given new biases before it is wrapped, got .*{ORDER}"
+    ):
         hp.recover_(wrapped, [X], method, DistributedDataParallel(teacher))
 
 
 def test_adapters_are_not_put_inside_of_a_wrapper(group: None) -> None:
     wrapped = DistributedDataParallel(attention())
-    with pytest.raises(UnsupportedModel, match=f"given adapters before it is wrapped, got .*{ORDER}"):
-        hp.recover_(wrapped, [X], Finetune(steps=1, lora_rank=2, lora_targets=("W_q",)), loss=square)
+    with pytest.raises(
+        UnsupportedModel, match=f"given adapters before it is wrapped, got .*{ORDER}"
+    ):
+        hp.recover_(
+            wrapped, [X], Finetune(steps=1, lora_rank=2, lora_targets=("W_q",)), loss=square
+        )
 
 
 def test_data_parallel_and_compiled_models_can_be_cut() -> None:

@@ -1,9 +1,10 @@
 """``prune_heads`` of Transformers 4 with the scores of its bertology example.
 
-The example (``run_bertology.py``) follows Michel et al. 2019: |dl/dm_h| by ``head_mask``, summed over single examples,
-divided by the L2 norm of its layer, a tenth of the heads masked at a time with new scores in between, ``prune_heads``
-at the end. It never clears ``head_mask.grad``, so that its scores depend on the order of the examples, and fails at its
-second round of scores, for a mask that is no leaf; both are mended here.
+The example (``run_bertology.py``) follows Michel et al. 2019: |dl/dm_h| by ``head_mask``, summed
+over single examples, divided by the L2 norm of its layer, a tenth of the heads masked at a time
+with new scores in between, ``prune_heads`` at the end. It never clears ``head_mask.grad``, so that
+its scores depend on the order of the examples, and fails at its second round of scores, for a mask
+that is no leaf; both are mended here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def cut(job: Job) -> Cut:
     small = copy.deepcopy(base)
     batches = job.batches("calibration", size=1, labels=True)
     start, scoring = perf_counter(), 0.0
-    mask = torch.ones(base.config.num_hidden_layers, base.config.num_attention_heads, device=job.device)
+    mask = torch.ones(
+        base.config.num_hidden_layers, base.config.num_attention_heads, device=job.device
+    )
     while (left := int(mask.sum())) > job.kept:
         begun = perf_counter()
         scores = importance(small, batches, mask)
@@ -31,10 +34,16 @@ def cut(job: Job) -> Cut:
         scores[mask == 0] = float("inf")
         mask.view(-1)[scores.view(-1).argsort()[:go]] = 0
     small.prune_heads(
-        {layer: (row == 0).nonzero().view(-1).tolist() for layer, row in enumerate(mask) if not row.all()}
+        {
+            layer: (row == 0).nonzero().view(-1).tolist()
+            for layer, row in enumerate(mask)
+            if not row.all()
+        }
     )
     seconds = {"score": scoring, "cut": perf_counter() - start - scoring}
-    return Cut(running(base), running(small), saving(small), seconds, heads_left(small, head_width(base)))
+    return Cut(
+        running(base), running(small), saving(small), seconds, heads_left(small, head_width(base))
+    )
 
 
 def importance(model: nn.Module, batches: list[dict[str, Tensor]], mask: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""ONNX Runtime: in fp32, with dynamic INT8 and with static INT8, of the uncut or of our cut model's ONNX file."""
+"""ONNX Runtime: in fp32, with dynamic INT8 and with static INT8, of the uncut or of our cut model's
+ONNX file."""
 
 from __future__ import annotations
 
@@ -37,25 +38,32 @@ def dynamic(job: Job, source: str, out: str) -> None:
 
 
 def static(job: Job, source: str, out: str) -> None:
-    """Quantise and dequantise nodes around matrix products, ranges of the calibration rows, weights per channel."""
+    """Quantise and dequantise nodes around matrix products, ranges of the calibration rows, weights
+    per channel."""
     quantization: Any = importlib.import_module("onnxruntime.quantization")
 
     class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            # They are sorted by length: every n-th, so that long rows have their part in the ranges.
+            # They are sorted by length: every n-th, so that long rows have their part in the
+            # ranges.
             batches = job.batches("calibration")
             batches = batches[-1 :: -max(1, len(batches) // job.settings["batches"])]
-            self.rows: Iterator[dict[str, Any]] = iter([{k: v.numpy() for k, v in b.items()} for b in batches])
+            self.rows: Iterator[dict[str, Any]] = iter(
+                [{k: v.numpy() for k, v in b.items()} for b in batches]
+            )
 
         def get_next(self) -> dict[str, Any] | None:
             return next(self.rows, None)
 
     types = ["MatMul", "Gemm"]
-    quantization.quantize_static(prepared(job, source), out, Reader(), per_channel=True, op_types_to_quantize=types)
+    quantization.quantize_static(
+        prepared(job, source), out, Reader(), per_channel=True, op_types_to_quantize=types
+    )
 
 
 def prepared(job: Job, source: str) -> str:
-    """Optimised first, as its manual asks, and without the exporter's shapes, at which dynamic quantisation stops."""
+    """Optimised first, as its manual asks, and without the exporter's shapes, at which dynamic
+    quantisation stops."""
     onnx: Any = importlib.import_module("onnx")
     inference: Any = importlib.import_module("onnxruntime.quantization.shape_inference")
     found = str(job.out / "prepared.onnx")
@@ -74,7 +82,8 @@ def session(path: Path, threads: int) -> Run:
     runtime: Any = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 3
-    # Its threads wait for more by spinning, which would slow down the base model whose turn is next.
+    # Its threads wait for more by spinning, which would slow down the base model whose turn is
+    # next.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     made = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 

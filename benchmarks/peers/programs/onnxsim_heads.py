@@ -1,7 +1,9 @@
-"""onnxsim's head pruning of an ONNX file, by weights, or by weights times activations; as many heads in every layer.
+"""onnxsim's head pruning of an ONNX file, by weights, or by weights times activations; as many
+heads in every layer.
 
-It finds no attention in the file that PyTorch's exporter writes today, simplified or not. It does in one of the older
-TorchScript exporter whose attention ONNX Runtime's optimizer has fused (``fuse``).
+It finds no attention in the file that PyTorch's exporter writes today, simplified or not. It does
+in one of the older TorchScript exporter whose attention ONNX Runtime's optimizer has fused
+(``fuse``).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def cut(job: Job) -> Cut:
     sparsity, start = 1 - job.kept / job.heads, perf_counter()
     if job.settings["importance"] == "wanda":
         rows = [{k: v.numpy() for k, v in batch.items()} for batch in job.batches("calibration")]
-        small = onnxsim.apply_attention_head_wanda_pruning(whole, calibration_data=rows, sparsity=sparsity)
+        small = onnxsim.apply_attention_head_wanda_pruning(
+            whole, calibration_data=rows, sparsity=sparsity
+        )
     else:
         small = onnxsim.apply_attention_head_pruning(whole, sparsity=sparsity)
     seconds = {"cut": perf_counter() - start}
@@ -52,10 +56,17 @@ def fused(job: Job) -> Any:
     model: Any = pretrained(job.base, job.device)
     model.set_attn_implementation("eager")
     inputs, path = job.batches("test", size=4)[0], str(job.out / "exported.onnx")
-    axes = {name: dict(enumerate("nt" if value.ndim == 2 else "n")) for name, value in inputs.items()}
+    axes = {
+        name: dict(enumerate("nt" if value.ndim == 2 else "n")) for name, value in inputs.items()
+    }
     names = {"input_names": list(inputs), "output_names": ["logits"], "dynamic_axes": axes}
     torch.onnx.export(
-        _Logits(model, list(inputs)), tuple(inputs.values()), path, **names, dynamo=False, opset_version=17
+        _Logits(model, list(inputs)),
+        tuple(inputs.values()),
+        path,
+        **names,
+        dynamo=False,
+        opset_version=17,
     )
     kind = "vit" if "pixel_values" in inputs else "bert"
     sizes = {"num_heads": model.config.num_attention_heads, "hidden_size": model.config.hidden_size}
@@ -63,7 +74,8 @@ def fused(job: Job) -> Any:
 
 
 class _Logits(torch.nn.Module):
-    """A model whose inputs have an order and whose output is a tensor, as the older exporter wants it."""
+    """A model whose inputs have an order and whose output is a tensor, as the older exporter wants
+    it."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
@@ -76,7 +88,9 @@ class _Logits(torch.nn.Module):
 
 def weights(model: Any) -> int:
     """Numbers in the float32 tensors of a graph."""
-    return sum(math.prod(tensor.dims) for tensor in model.graph.initializer if tensor.data_type == 1)
+    return sum(
+        math.prod(tensor.dims) for tensor in model.graph.initializer if tensor.data_type == 1
+    )
 
 
 def load(job: Job, folder: Path) -> Run:

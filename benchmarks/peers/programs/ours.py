@@ -1,4 +1,5 @@
-"""headprune itself, and the presets of two papers: score, select, cut, and recover without or with training."""
+"""headprune itself, and the presets of two papers: score, select, cut, and recover without or with
+training."""
 
 from __future__ import annotations
 

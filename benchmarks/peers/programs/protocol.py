@@ -1,11 +1,13 @@
-"""What the runner and a peer's program agree on. It needs NumPy and PyTorch alone, so every environment can run it.
+"""What the runner and a peer's program agree on. It needs NumPy and PyTorch alone, so every
+environment can run it.
 
-A program is called twice, ``python PROGRAM job.json cut`` and then, in a fresh process, ``python PROGRAM job.json
-load``, and leaves ``cut.json`` with ``cut.npz``, or ``load.json`` with ``load.npz``, beside the job. What goes wrong is
-an answer, too: ``error``, with the place in the code. Nothing is judged here: logits and raw times go back.
+A program is called twice, ``python PROGRAM job.json cut`` and then, in a fresh process,
+``python PROGRAM job.json load``, and leaves ``cut.json`` with ``cut.npz``, or ``load.json`` with
+``load.npz``, beside the job. What goes wrong is an answer, too: ``error``, with the place in the
+code. Nothing is judged here: logits and raw times go back.
 
-A program hands two functions to ``main``: ``cut(job) -> Cut`` makes the smaller model, ``load(job, folder) -> Run``
-loads what ``Cut.save`` wrote, and nothing else.
+A program hands two functions to ``main``: ``cut(job) -> Cut`` makes the smaller model,
+``load(job, folder) -> Run`` loads what ``Cut.save`` wrote, and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from torch import Tensor, nn
 
 #: A model's inputs to its logits, ``[examples, classes]``.
 Run = Callable[[dict[str, Tensor]], Any]
-#: Rows of the base model's logits that go back, by which the runner sees that all started from the same weights.
+#: Rows of the base model's logits that go back, by which the runner sees that all started from the
+#: same weights.
 FIRST = 64
 #: What must not weigh on the clock: calls of each model before a shape is timed.
 WARMUP = 2
@@ -55,8 +58,10 @@ class Job:
 
     Args:
         base: Folder of the uncut model as Transformers saves it.
-        rows: Files by purpose (calibration, train, validation, test): one array a model input, and ``label``.
-        given: What the peer starts from where that is not ``base``: a folder of ours, or an ONNX file.
+        rows: Files by purpose (calibration, train, validation, test): one array a model input, and
+            ``label``.
+        given: What the peer starts from where that is not ``base``: a folder of ours, or an ONNX
+            file.
         kept: Heads that stay in the whole model; None where a peer cuts no heads.
         heads: Heads of the whole model.
         settings: Of the peer, from the roster.
@@ -101,8 +106,11 @@ class Job:
         with np.load(self.rows[purpose], allow_pickle=False) as file:
             return dict(file)
 
-    def batches(self, purpose: str, size: int | None = None, labels: bool = False) -> list[dict[str, Tensor]]:
-        """Batches in the order of the file, cut to their longest row; with ``labels`` for a loss."""
+    def batches(
+        self, purpose: str, size: int | None = None, labels: bool = False
+    ) -> list[dict[str, Tensor]]:
+        """Batches in the order of the file, cut to their longest row; with ``labels`` for a
+        loss."""
         return list(_batches(self.arrays(purpose), size or self.batch, labels, self.device))
 
     def only_cpu(self, what: str) -> None:
@@ -110,7 +118,9 @@ class Job:
             raise RuntimeError(f"{what} runs on the CPU only; asked for {self.device}")
 
 
-def _batches(rows: dict[str, np.ndarray], size: int, labels: bool, device: str) -> Iterator[dict[str, Tensor]]:
+def _batches(
+    rows: dict[str, np.ndarray], size: int, labels: bool, device: str
+) -> Iterator[dict[str, Tensor]]:
     for start in range(0, len(rows["label"]), size):
         some = {k: v[start : start + size] for k, v in rows.items()}
         if "attention_mask" in some:
@@ -153,7 +163,10 @@ def main(cut: Callable[[Job], Cut], load: Callable[[Job, Path], Run]) -> None:
     answer: dict[str, Any] = {"versions": versions()}
     arrays: dict[str, np.ndarray] = {}
     try:
-        for library in ("transformers", "onnxruntime"):  # some programs would import them while memory is watched
+        for library in (
+            "transformers",
+            "onnxruntime",
+        ):  # some programs would import them while memory is watched
             with contextlib.suppress(ImportError):
                 importlib.import_module(library)
         _cut(job, cut, answer, arrays) if half == "cut" else _load(job, load, answer, arrays)
@@ -163,7 +176,9 @@ def main(cut: Callable[[Job], Cut], load: Callable[[Job, Path], Run]) -> None:
     (job.out / f"{half}.json").write_text(json.dumps(answer, indent=1), encoding="utf-8")
 
 
-def _cut(job: Job, cut: Callable[[Job], Cut], answer: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+def _cut(
+    job: Job, cut: Callable[[Job], Cut], answer: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> None:
     peak = Peak(job.device)
     made = cut(job)
     answer["memory"] = peak.mebibytes()
@@ -173,7 +188,9 @@ def _cut(job: Job, cut: Callable[[Job], Cut], answer: dict[str, Any], arrays: di
     arrays["base"] = logits(made.base, job.batches("test"), most=FIRST)
     arrays |= {split: logits(made.small, job.batches(split)) for split in ("validation", "test")}
     rows = job.arrays("test")
-    answer["rounds"] = [rounds(job, made.base, made.small, shaped(rows, *shape, job.device)) for shape in job.shapes]
+    answer["rounds"] = [
+        rounds(job, made.base, made.small, shaped(rows, *shape, job.device)) for shape in job.shapes
+    ]
     try:
         job.saved.mkdir()
         answer["saved_by"] = made.save(job.saved)
@@ -181,7 +198,12 @@ def _cut(job: Job, cut: Callable[[Job], Cut], answer: dict[str, Any], arrays: di
         answer["not_saved"] = words(error)
 
 
-def _load(job: Job, load: Callable[[Job, Path], Run], answer: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+def _load(
+    job: Job,
+    load: Callable[[Job, Path], Run],
+    answer: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+) -> None:
     peak = Peak(job.device)
     run = load(job, job.saved)
     arrays["test"] = logits(run, job.batches("test"))
@@ -195,7 +217,9 @@ def logits(run: Run, batches: list[dict[str, Tensor]], most: int | None = None) 
         if most is not None and sum(map(len, found)) >= most:
             break
         values = run(batch)
-        found.append(np.asarray(values.detach().float().cpu() if isinstance(values, Tensor) else values))
+        found.append(
+            np.asarray(values.detach().float().cpu() if isinstance(values, Tensor) else values)
+        )
     return np.concatenate(found)[:most]
 
 
@@ -213,7 +237,9 @@ def shaped(rows: dict[str, np.ndarray], batch: int, length: int, device: str) ->
     return found
 
 
-def rounds(job: Job, base: Run, small: Run, inputs: dict[str, Tensor], least: int = 10) -> list[list[float]]:
+def rounds(
+    job: Job, base: Run, small: Run, inputs: dict[str, Tensor], least: int = 10
+) -> list[list[float]]:
     """Seconds of ``[base, small]``, one call of each a round; which goes first alternates."""
     runs = base, small
     for run in runs * WARMUP:
@@ -243,7 +269,8 @@ def _timed(run: Run, inputs: dict[str, Tensor], device: str) -> float:
 
 
 class Peak:
-    """The highest memory since it was made, less what was in use then: of the GPU, or of the process (Linux)."""
+    """The highest memory since it was made, less what was in use then: of the GPU, or of the
+    process (Linux)."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -261,7 +288,9 @@ class Peak:
 
     def mebibytes(self) -> float | None:
         """None where it cannot be known."""
-        after = torch.cuda.max_memory_allocated() / 2**20 if self.device == "cuda" else _status("VmHWM")
+        after = (
+            torch.cuda.max_memory_allocated() / 2**20 if self.device == "cuda" else _status("VmHWM")
+        )
         return None if np.isnan(after - self.before) else round(after - self.before, 1)
 
 
@@ -270,7 +299,9 @@ def _status(key: str) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return float("nan")
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), float("nan"))
+    return next(
+        (int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), float("nan")
+    )
 
 
 def versions() -> dict[str, str]:
@@ -283,16 +314,25 @@ def words(error: BaseException) -> str:
     """What a user would see last, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     text = " ".join(str(error).split())
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    where = (
+        f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})"
+        if frames
+        else ""
+    )
     return f"{type(error).__name__}: {text[:600]}{where}"
 
 
-# ------------------------------------------------------------------------------- what several programs share
+# ------------------------------------------------------------------------------- what several
+# programs share
 
 
 def pretrained(folder: Path, device: str) -> nn.Module:
     """A classifier out of a folder as Transformers saves it, in evaluation mode."""
-    from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForImageClassification,
+        AutoModelForSequenceClassification,
+    )
 
     image = hasattr(AutoConfig.from_pretrained(folder), "image_size")
     kind = AutoModelForImageClassification if image else AutoModelForSequenceClassification
@@ -327,7 +367,8 @@ def head_width(model: Any) -> int:
 
 
 def heads_left(model: nn.Module, width: int) -> list[int]:
-    """Heads of every layer, by the rows of its query projections, whatever a version of Transformers calls them."""
+    """Heads of every layer, by the rows of its query projections, whatever a version of
+    Transformers calls them."""
     names = "query", "q_proj"
     found = (getattr(module, name, None) for module in model.modules() for name in names)
     return [len(query.weight) // width for query in found if isinstance(query, nn.Linear)]

@@ -1,9 +1,11 @@
-"""A plain smaller BERT or ViT with as many multiply-adds, trained as long or longer: what anyone could do instead.
+"""A plain smaller BERT or ViT with as many multiply-adds, trained as long or longer: what anyone
+could do instead.
 
-It keeps the first layers of the pretrained model, as many as the cut model's multiply-adds pay for, rounded up, and
-narrows their feed-forwards (neurons of the largest weights stay) until the multiply-adds are those of the cut model.
-A layer of width D with feed-forward F at T tokens takes ``4 D² + 2 T D + 2 D F`` a token; a layer that keeps the share
-s of its heads, ``s (4 D² + 2 T D) + 2 D F``.
+It keeps the first layers of the pretrained model, as many as the cut model's multiply-adds pay for,
+rounded up, and narrows their feed-forwards (neurons of the largest weights stay) until the
+multiply-adds are those of the cut model. A layer of width D with feed-forward F at T tokens takes
+``4 D² + 2 T D + 2 D F`` a token; a layer that keeps the share s of its heads,
+``s (4 D² + 2 T D) + 2 D F``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def cut(job: Job) -> Cut:
 
 
 def shape(config: Any, share: float, tokens: int) -> tuple[int, int]:
-    """Layers, and their feed-forward's width, with the multiply-adds of all layers with a ``share`` of their heads.
+    """Layers, and their feed-forward's width, with the multiply-adds of all layers with a ``share``
+    of their heads.
 
     >>> from types import SimpleNamespace
     >>> shape(SimpleNamespace(hidden_size=4, intermediate_size=16, num_hidden_layers=6), 1.0, 8)
@@ -54,7 +57,11 @@ def shape(config: Any, share: float, tokens: int) -> tuple[int, int]:
 
 def feed_forward(layer: Any) -> tuple[nn.Linear, nn.Linear]:
     """Of a BERT's layer or a ViT's."""
-    return (layer.mlp.fc1, layer.mlp.fc2) if hasattr(layer, "mlp") else (layer.intermediate.dense, layer.output.dense)
+    return (
+        (layer.mlp.fc1, layer.mlp.fc2)
+        if hasattr(layer, "mlp")
+        else (layer.intermediate.dense, layer.output.dense)
+    )
 
 
 def narrow_(first: nn.Linear, second: nn.Linear, inner: int) -> None:

@@ -1,4 +1,5 @@
-"""TextPruner's ``TransformerPruner`` with its own iterative scores, heads alone, an uneven number a layer."""
+"""TextPruner's ``TransformerPruner`` with its own iterative scores, heads alone, an uneven number a
+layer."""
 
 from __future__ import annotations
 
@@ -54,12 +55,17 @@ def cut(job: Job) -> Cut:
 
 def heads_a_layer(kept: int, layers: int) -> int:
     if kept % layers:
-        raise ValueError(f"target_num_of_heads must be whole heads a layer on average, not {kept} in {layers} layers")
+        raise ValueError(
+            f"target_num_of_heads must be whole heads a layer on average, not {kept} in {layers}"
+            " layers"
+        )
     return kept // layers
 
 
 def load(job: Job, folder: Path) -> Run:
-    model = torch.jit.load(str(folder / "traced" / "pytorch_model.ts"), map_location=job.device).eval()
+    model = torch.jit.load(
+        str(folder / "traced" / "pytorch_model.ts"), map_location=job.device
+    ).eval()
 
     def run(inputs: dict[str, Tensor]) -> Tensor:
         with torch.inference_mode():

@@ -1,4 +1,5 @@
-"""PyTorch's dynamic quantisation: linear layers in INT8, activations quantised on the fly. Of any model."""
+"""PyTorch's dynamic quantisation: linear layers in INT8, activations quantised on the fly. Of any
+model."""
 
 from __future__ import annotations
 
@@ -29,11 +30,17 @@ def cut(job: Job) -> Cut:
 
 
 def start_of(job: Job) -> nn.Module:
-    return pretrained(job.base, job.device) if job.given is None else hp.from_pretrained(job.given).eval()
+    return (
+        pretrained(job.base, job.device)
+        if job.given is None
+        else hp.from_pretrained(job.given).eval()
+    )
 
 
 def quantised(model: nn.Module) -> nn.Module:
-    found: nn.Module = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
+    found: nn.Module = torch.ao.quantization.quantize_dynamic(
+        copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8
+    )
     return found
 
 

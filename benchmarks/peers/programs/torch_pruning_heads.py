@@ -1,8 +1,9 @@
-"""Torch-Pruning removes whole heads of a BERT or ViT of Transformers, as its examples do it, with Taylor importance.
+"""Torch-Pruning removes whole heads of a BERT or ViT of Transformers, as its examples do it, with
+Taylor importance.
 
-Its examples shrink every layer; all layers but query, key and value projections are ignored here, so that nothing but
-whole heads goes. Attributes of the attention are mended by hand, as in its examples. Its gradients are sums over the
-calibration rows.
+Its examples shrink every layer; all layers but query, key and value projections are ignored here,
+so that nothing but whole heads goes. Attributes of the attention are mended by hand, as in its
+examples. Its gradients are sums over the calibration rows.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ def cut(job: Job) -> Cut:
     width = head_width(base)
     small = copy.deepcopy(base)
     attentions = [m for m in small.modules() if isinstance(getattr(m, "query", None), nn.Linear)]
-    projections = {p: base.config.num_attention_heads for m in attentions for p in (m.query, m.key, m.value)}
-    others = [m for m in small.modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and m not in projections]
+    projections = {
+        p: base.config.num_attention_heads for m in attentions for p in (m.query, m.key, m.value)
+    }
+    others = [
+        m for m in small.modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and m not in projections
+    ]
     start = perf_counter()
     for parameter in small.parameters():
         parameter.grad = None
@@ -71,7 +76,9 @@ def _saving(model: Any) -> Any:
 
 
 def load(job: Job, folder: Path) -> Run:
-    return running(torch.load(folder / "model.pth", map_location=job.device, weights_only=False).eval())
+    return running(
+        torch.load(folder / "model.pth", map_location=job.device, weights_only=False).eval()
+    )
 
 
 if __name__ == "__main__":

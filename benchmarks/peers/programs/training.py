@@ -13,10 +13,14 @@ import headprune as hp
 
 
 def train_(
-    model: nn.Module, job: Job, teacher: nn.Module | None = None, distill: float = 0.0, times: float = 1
+    model: nn.Module,
+    job: Job,
+    teacher: nn.Module | None = None,
+    distill: float = 0.0,
+    times: float = 1,
 ) -> None:
-    """The base model's own epochs, ``times`` over, batches and learning rate; with a teacher's logits where ``distill``
-    is above 0."""
+    """The base model's own epochs, ``times`` over, batches and learning rate; with a teacher's
+    logits where ``distill`` is above 0."""
     settings = {**job.train, "epochs": times * job.train["epochs"]}
     size = settings.pop("batch_size")
     arrays = {k: torch.from_numpy(v) for k, v in job.arrays("train").items()}
@@ -24,7 +28,9 @@ def train_(
     order = torch.Generator().manual_seed(job.seed)
 
     def collate(some: list[int]) -> dict[str, Tensor]:
-        batch: dict[str, Tensor] = {("labels" if k == "label" else k): v[some] for k, v in arrays.items()}
+        batch: dict[str, Tensor] = {
+            ("labels" if k == "label" else k): v[some] for k, v in arrays.items()
+        }
         if "attention_mask" in batch:
             longest = int(batch["attention_mask"].sum(1).max())
             batch = {k: v[:, :longest] if v.ndim == 2 else v for k, v in batch.items()}

@@ -1,1 +1,2 @@
-"""Forms of a checkpoint folder: our own, which holds every cut model, and two that load without this package."""
+"""Forms of a checkpoint folder: our own, which holds every cut model, and two that load without
+this package."""

@@ -17,7 +17,8 @@ from headprune.model.offloaded import state_of
 
 @contextmanager
 def no_memory(buffers: bool = False) -> Iterator[None]:
-    """Parameters on the meta device; buffers are real, because tables such as rotary angles are not stored.
+    """Parameters on the meta device; buffers are real, because tables such as rotary angles are not
+    stored.
 
     Args:
         buffers: Without these, too, for a model that is only looked at.
@@ -37,19 +38,28 @@ def is_known(model: nn.Module) -> bool:
 
 
 def fresh(model: nn.Module, config: Any = None) -> nn.Module | None:
-    """The model as it is built from its configuration or another; None for a class that we cannot find by name."""
+    """The model as it is built from its configuration or another; None for a class that we cannot
+    find by name."""
     if class_named(type(model).__name__) is not type(model):
         return None
     with no_memory():
         return type(model)(copy.deepcopy(model.config if config is None else config))
 
 
-def save_as(kind: Any, config: Any, model: Any, folder: Path, max_shard_size: int | str, original_names: bool) -> None:
-    """Writes the model's tensors as another class or configuration would, with that one's ``save_pretrained``.
+def save_as(
+    kind: Any,
+    config: Any,
+    model: Any,
+    folder: Path,
+    max_shard_size: int | str,
+    original_names: bool,
+) -> None:
+    """Writes the model's tensors as another class or configuration would, with that one's
+    ``save_pretrained``.
 
     Args:
-        original_names: Whether tensors get the names and the packing that the family has on disk, where they differ
-            from the module's.
+        original_names: Whether tensors get the names and the packing that the family has on disk,
+            where they differ from the module's.
     """
     with no_memory():
         twin = kind(copy.deepcopy(config))

@@ -1,4 +1,5 @@
-"""The section of a model card that states what was cut: base model, heads left, why, sizes, and how to load it."""
+"""The section of a model card that states what was cut: base model, heads left, why, sizes, and how
+to load it."""
 
 from __future__ import annotations
 
@@ -19,15 +20,18 @@ from headprune.core.version import __version__
 from headprune.model.offloaded import count_parameters
 
 CARD = "README.md"
-_OTHERS = "The other words of this card are those of the model before the cut; what they measured was measured on it."
+_OTHERS = (
+    "The other words of this card are those of the model before the cut; what they measured was"
+    " measured on it."
+)
 BEGIN, END = "<!-- headprune: begin -->", "<!-- headprune: end -->"
 
 LOADING = {
     "headprune": "import headprune as hp\n\nmodel = hp.from_pretrained({folder!r}{more})",
     "transformers": "from transformers import {kind}\n\nmodel = {kind}.from_pretrained({folder!r})",
     "remote-code": (
-        "from transformers import {auto}\n\n# Runs the modelling file that lies beside the weights: read it first.\n"
-        "model = {auto}.from_pretrained({folder!r}, trust_remote_code=True)"
+        "from transformers import {auto}\n\n# Runs the modelling file that lies beside the weights:"
+        " read it first.\nmodel = {auto}.from_pretrained({folder!r}, trust_remote_code=True)"
     ),
 }
 
@@ -55,16 +59,22 @@ def section(
         lines.append(f"- Parameters: {after:,}")
     if plan is not None:
         budget = plan.wanted or "no budget"
-        policy = f", policy {plan.policy}" if any(s.n_kv_heads < s.n_query_heads for s in sites) else ""
+        policy = (
+            f", policy {plan.policy}" if any(s.n_kv_heads < s.n_query_heads for s in sites) else ""
+        )
         how = f"selector {plan.selector}, scorer {plan.scorer or 'none'}, {budget}{policy}"
         lines += [f"- Plan: {escape(how)}", *(f"- Note: {escape(note)}" for note in plan.notes)]
     lines += ["", "| attention | heads left | which |", "| --- | --- | --- |"]
-    lines += [f"| {_code(s.name)} | {len(s.heads)} of {s.n_query_heads} | {_ranges(s.heads)} |" for s in sites]
+    lines += [
+        f"| {_code(s.name)} | {len(s.heads)} of {s.n_query_heads} | {_ranges(s.heads)} |"
+        for s in sites
+    ]
     return "\n".join([*lines, "", "```python", loading, "```"])
 
 
 def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -> Path:
-    """Puts the section into ``README.md``: in place of an earlier one, else at its end; other text stays.
+    """Puts the section into ``README.md``: in place of an earlier one, else at its end; other text
+    stays.
 
     Args:
         folder: Where the card is or will be.
@@ -88,17 +98,21 @@ def write(folder: Path, text: str, hub_name: str = "", old: str | None = None) -
 
 
 def carry(folder: Path, original: Path) -> None:
-    """Lets the words of the base model's card, above all its licence, stay around the section of this one."""
+    """Lets the words of the base model's card, above all its licence, stay around the section of
+    this one."""
     ours = read_bytes(folder / CARD).decode().partition(BEGIN)[2].partition(END)[0].strip("\n")
     before, begin, rest = read_bytes(original).decode(errors="replace").partition(BEGIN)
-    words = before + rest.partition(END)[2].removeprefix("\n") if begin else before  # without an earlier cut's section
+    words = (
+        before + rest.partition(END)[2].removeprefix("\n") if begin else before
+    )  # without an earlier cut's section
     if ours and words.strip():
         title = "## Attention heads\n"
         write(folder, ours.replace(title, f"{title}\n{_OTHERS}\n", 1), old=words)
 
 
 def base_model(model: Any) -> str:
-    """What the model was loaded from: its name on the hub, or the last part of a folder's path; or nothing."""
+    """What the model was loaded from: its name on the hub, or the last part of a folder's path; or
+    nothing."""
     return hub_name(model) or Path(_origin(model)).name
 
 
@@ -114,7 +128,10 @@ def _origin(model: Any) -> str:
 
 def _is_hub_name(name: str) -> bool:
     """It comes out of a file: what is no such name is not told to hubs."""
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name, re.ASCII)) and not Path(name).exists()
+    return (
+        bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name, re.ASCII))
+        and not Path(name).exists()
+    )
 
 
 def _code(name: str) -> str:
@@ -126,4 +143,7 @@ def _ranges(heads: tuple[int, ...]) -> str:
     """``0-2, 5``: consecutive heads as a range."""
     starts = [h for h in heads if h - 1 not in heads]
     stops = [h for h in heads if h + 1 not in heads]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True)) or "none"
+    return (
+        ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True))
+        or "none"
+    )

@@ -1,4 +1,5 @@
-"""What lies beside the weights of a model and must travel with it: tokenizer, processor and licence, and its card."""
+"""What lies beside the weights of a model and must travel with it: tokenizer, processor and
+licence, and its card."""
 
 from __future__ import annotations
 
@@ -16,15 +17,42 @@ from headprune.core.files import staged, write_atomic
 from headprune.core.opening import read_bytes
 from headprune.surgery.formats import card
 
-#: Files of tokenizers, image processors, feature extractors and processors, as Transformers names them, and licences.
+#: Files of tokenizers, image processors, feature extractors and processors, as Transformers names
+#: them, and licences.
 PATTERNS = (
-    *("tokenizer*.json", "tokenizer*.model", "*.spm", "*.bpe.model", "spiece.model", "*.tiktoken", "tekken.json"),
-    *("vocab*.json", "vocab*.txt", "merges.txt", "bpe.codes", "added_tokens.json", "special_tokens_map.json"),
-    *("normalizer.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    *("feature_extractor_config.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/*"),
+    *(
+        "tokenizer*.json",
+        "tokenizer*.model",
+        "*.spm",
+        "*.bpe.model",
+        "spiece.model",
+        "*.tiktoken",
+        "tekken.json",
+    ),
+    *(
+        "vocab*.json",
+        "vocab*.txt",
+        "merges.txt",
+        "bpe.codes",
+        "added_tokens.json",
+        "special_tokens_map.json",
+    ),
+    *(
+        "normalizer.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    ),
+    *(
+        "feature_extractor_config.json",
+        "chat_template.json",
+        "chat_template.jinja",
+        "additional_chat_templates/*",
+    ),
     *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
 )
-#: Where these files name classes whose code Transformers runs out of a folder or a repository, when it is trusted.
+#: Where these files name classes whose code Transformers runs out of a folder or a repository, when
+#: it is trusted.
 _CODE = ("auto_map", "custom_pipelines")
 
 
@@ -43,18 +71,21 @@ def check(processor: Any) -> None:
     """Refuses what is no tokenizer or processor, and no list of them."""
     for tool in processor if isinstance(processor, (tuple, list)) else [processor]:
         if not callable(getattr(tool, "save_pretrained", None)):
-            raise InvalidValue("processor", "a tokenizer or processor with save_pretrained", type(tool).__name__)
+            raise InvalidValue(
+                "processor", "a tokenizer or processor with save_pretrained", type(tool).__name__
+            )
 
 
 def copy(source: str, folder: Path, code: bool = True) -> list[str]:
-    """Copies the files that go with a model, from its folder or from the hub, as they are; the text of its card
-    goes around the section of the card that is in ``folder``.
+    """Copies the files that go with a model, from its folder or from the hub, as they are; the text
+    of its card goes around the section of the card that is in ``folder``.
 
     Args:
         source: The model's folder or name.
         folder: Where to.
-        code: Whether what they say of classes with code of their own stays. Who trusts a folder of ours with a
-            modelling file must not be made to run another's code: there it is left out, with a warning.
+        code: Whether what they say of classes with code of their own stays. Who trusts a folder of
+            ours with a modelling file must not be made to run another's code: there it is left out,
+            with a warning.
 
     Returns:
         The names of the files.
@@ -78,7 +109,8 @@ def copy(source: str, folder: Path, code: bool = True) -> list[str]:
 
 @dataclass
 class Beside:
-    """What lies beside a model, as ``processor`` of ``save_pretrained``: copied as it is, when the folder is made."""
+    """What lies beside a model, as ``processor`` of ``save_pretrained``: copied as it is, when the
+    folder is made."""
 
     source: str
     code: bool = True

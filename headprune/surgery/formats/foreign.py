@@ -1,7 +1,8 @@
-"""A model's folder looked at before Transformers reads it: no file outside of it, no code, no absurd sizes.
+"""A model's folder looked at before Transformers reads it: no file outside of it, no code, no
+absurd sizes.
 
-Transformers takes a folder at its word: an index may name any file of the machine, and a configuration that asks for
-a billion layers is obeyed until the memory is full.
+Transformers takes a folder at its word: an index may name any file of the machine, and a
+configuration that asks for a billion layers is obeyed until the memory is full.
 """
 
 from __future__ import annotations
@@ -22,23 +23,42 @@ from headprune.surgery.formats.building import no_memory
 
 #: Bytes of a configuration or an index: far above those of the largest models.
 _LONGEST = 64 << 20
-#: What is built one by one, and the most that a model may have of it: no model known has a quarter of this.
+#: What is built one by one, and the most that a model may have of it: no model known has a quarter
+#: of this.
 _LAYERS = re.compile(r"(layers?|depths?|blocks|stages|stacks)$")
 _MOST_LAYERS = 1024
 #: How many of it a list asks for in all; other lists of layers say which ones.
 _COUNTED = re.compile(r"(^|_)depths?$|^(n|num)_.*(layers|blocks|stages|stacks)$")
-#: Any other whole number, for it may be a count of something too; no expert, head, group or label needs more.
+#: Any other whole number, for it may be a count of something too; no expert, head, group or label
+#: needs more.
 _MOST = 1 << 16
-#: What is a size in a tensor: of words, of positions, of a width. Six times the length that any model reads.
-_SIZE = re.compile(r"vocab|(size|sizes|dim|length|len|positions?|position_embeddings|ctx|window|rate|floor|pixels)$")
+#: What is a size in a tensor: of words, of positions, of a width. Six times the length that any
+#: model reads.
+_SIZE = re.compile(
+    r"vocab|(size|sizes|dim|length|len|positions?|position_embeddings|ctx|window|rate|floor|pixels)$"
+)
 _LARGEST = 1 << 26
 #: Modules of a model: half as many again as 60 layers of 384 experts have.
 _MODULES = 200_000
-#: Parameters that a byte of a file may hold (weights of two bits), and those that may lack beside it: a small head.
+#: Parameters that a byte of a file may hold (weights of two bits), and those that may lack beside
+#: it: a small head.
 _DENSEST, _LACKING = 4, 10_000_000
 _CONFIGURATION = "a model's configuration"
 #: How the names of files end that are read out of a model's folder.
-_READ = (".json", ".txt", ".jinja", ".model", ".spm", ".bpe", ".codes", ".bin", ".safetensors", ".gguf", ".pt", ".md")
+_READ = (
+    ".json",
+    ".txt",
+    ".jinja",
+    ".model",
+    ".spm",
+    ".bpe",
+    ".codes",
+    ".bin",
+    ".safetensors",
+    ".gguf",
+    ".pt",
+    ".md",
+)
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 #: What a key's number is no size of, and what numbers lie under that nothing is built by.
 _FREE = re.compile(
@@ -50,11 +70,12 @@ _KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder whose index names files outside of it, or whose configuration no model can have.
+    """Refuses a folder whose index names files outside of it, or whose configuration no model can
+    have.
 
     Raises:
-        CheckpointError: such a folder, or an index that is none. What is no JSON at all is left to the reader, which
-            says so of the model that it was asked for.
+        CheckpointError: such a folder, or an index that is none. What is no JSON at all is left to
+            the reader, which says so of the model that it was asked for.
     """
     check_files(folder)
     for index in sorted(folder.glob("*.index.json")):
@@ -65,10 +86,12 @@ def check_folder(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Refuses a folder with anything but regular files where Transformers, tokenizers and PEFT read by name.
+    """Refuses a folder with anything but regular files where Transformers, tokenizers and PEFT read
+    by name.
 
     Raises:
-        CheckpointError: a FIFO, a device, a socket or a folder, or a link to one, under the name of such a file.
+        CheckpointError: a FIFO, a device, a socket or a folder, or a link to one, under the name of
+            such a file.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         passed_by = path.suffix != ".json" and path.is_dir()
@@ -98,7 +121,8 @@ def files_of(index: Path) -> list[str]:
 
 
 def check_config(path: Path) -> None:
-    """Refuses a configuration that is no JSON object, names a kernel on the hub, or has numbers of no model.
+    """Refuses a configuration that is no JSON object, names a kernel on the hub, or has numbers of
+    no model.
 
     Raises:
         CheckpointError: such a configuration.
@@ -111,7 +135,9 @@ def check_config(path: Path) -> None:
             raise CheckpointError(f"{path}: {kernel}", must, repr(value), hint)
         most = _most(keys[-1])
         if type(value) is int and abs(value) > most and not _is_free(keys):
-            raise CheckpointError(f"{path}: {keys[-1]}", f"a number that a model can have, at most {most:,}", value)
+            raise CheckpointError(
+                f"{path}: {keys[-1]}", f"a number that a model can have, at most {most:,}", value
+            )
 
 
 def _most(key: str) -> int:
@@ -126,7 +152,8 @@ def _is_free(keys: tuple[str, ...]) -> bool:
 
 @contextmanager
 def few_modules(path: Path) -> Iterator[None]:
-    """Building a model by the configuration at ``path`` ends where it has more modules than any model.
+    """Building a model by the configuration at ``path`` ends where it has more modules than any
+    model.
 
     Numbers that are small enough each may be multiplied.
 
@@ -139,7 +166,9 @@ def few_modules(path: Path) -> Iterator[None]:
         nonlocal count
         count += 1
         if count > _MODULES:
-            raise CheckpointError(str(path), f"that of a model of at most {_MODULES:,} modules", "more")
+            raise CheckpointError(
+                str(path), f"that of a model of at most {_MODULES:,} modules", "more"
+            )
 
     handle = register_module_module_registration_hook(counted)
     try:
@@ -149,7 +178,8 @@ def few_modules(path: Path) -> Iterator[None]:
 
 
 def check_weights(kind: Any, folder: Path) -> None:
-    """Refuses weights that are a small part of what the configuration asks for: Transformers would make up the rest.
+    """Refuses weights that are a small part of what the configuration asks for: Transformers would
+    make up the rest.
 
     Args:
         kind: A model class, or an Auto class.
@@ -160,7 +190,9 @@ def check_weights(kind: Any, folder: Path) -> None:
     """
     import transformers
 
-    if not (folder / "config.json").is_file() or not (hasattr(kind, "_model_mapping") or hasattr(kind, "post_init")):
+    if not (folder / "config.json").is_file() or not (
+        hasattr(kind, "_model_mapping") or hasattr(kind, "post_init")
+    ):
         return
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -175,7 +207,9 @@ def check_weights(kind: Any, folder: Path) -> None:
     held = sum(path.stat().st_size for pattern in _WEIGHTS for path in folder.glob(pattern))
     if wanted > _DENSEST * held + _LACKING:
         must = f"one of the {held:,} bytes of weights beside it"
-        raise CheckpointError(str(folder / "config.json"), must, f"one of a model of {wanted:,} parameters")
+        raise CheckpointError(
+            str(folder / "config.json"), must, f"one of a model of {wanted:,} parameters"
+        )
 
 
 def read_object(path: Path, must: str) -> dict[str, Any]:
@@ -200,13 +234,18 @@ def _parsed(path: Path, must: str) -> Any:
     try:
         return json.loads(read_text(path, _LONGEST))
     except NotAFile as error:
-        raise CheckpointError(str(path), f"{must}, in {error.must}", error.got, error.hint) from None
+        raise CheckpointError(
+            str(path), f"{must}, in {error.must}", error.got, error.hint
+        ) from None
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def _values(path: Path, value: Any, keys: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value under the keys above it, and what the numbers of a list come to where they are counts of layers."""
+def _values(
+    path: Path, value: Any, keys: tuple[str, ...], depth: int
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value under the keys above it, and what the numbers of a list come to where they are
+    counts of layers."""
     if depth > 40:
         raise CheckpointError(str(path), _CONFIGURATION, "one that is nested more than 40 deep")
     if isinstance(value, dict):
@@ -223,4 +262,6 @@ def _values(path: Path, value: Any, keys: tuple[str, ...], depth: int) -> Iterat
 
 def _total(value: Any) -> int:
     """The sum of the whole numbers in nested lists."""
-    return sum(map(_total, value)) if isinstance(value, list) else value if type(value) is int else 0
+    return (
+        sum(map(_total, value)) if isinstance(value, list) else value if type(value) is int else 0
+    )

@@ -1,4 +1,5 @@
-"""``headprune.json``: what a checkpoint folder of our own needs besides weights and configuration."""
+"""``headprune.json``: what a checkpoint folder of our own needs besides weights and
+configuration."""
 
 from __future__ import annotations
 
@@ -39,14 +40,15 @@ class Manifest(Value):
     """What a checkpoint folder needs besides weights and configuration.
 
     Args:
-        model_class: Class of the model, found in Transformers by this name; or the user's own class.
+        model_class: Class of the model, found in Transformers by this name; or the user's own
+            class.
         transformers: Whether it is a Transformers class, built from ``config.json``.
         structure: Fingerprint of the uncut model's structure.
         mask: The heads that are left.
         aliases: Shared tensors, for example tied embeddings.
         added_biases: Biases of projections that recovery gave one.
-        tables: Buffers that a model builds for itself and that are stored because a new model's may differ, for
-            example rotary angles that were rounded by ``model.bfloat16()``.
+        tables: Buffers that a model builds for itself and that are stored because a new model's may
+            differ, for example rotary angles that were rounded by ``model.bfloat16()``.
         folded: Which heads the biases hold, see ``recovery/mean_fold.py``.
         config_sha256: Hash of ``config.json``, where there is one.
         weights_sha256: Hash of the weights file; of the index where there are several.

@@ -1,9 +1,10 @@
 """Our own form of a checkpoint: complete for every cut model, and bit for bit.
 
-A folder holds ``model.safetensors`` or its shards (the module's own parameter names), ``config.json`` and
-``generation_config.json`` as the full model had them, where it is a Transformers one, and ``headprune.json``. Loading
-builds the full model without memory for its weights, cuts it, and puts the stored tensors in place, so that uneven
-head counts come back. Nothing is pickled.
+A folder holds ``model.safetensors`` or its shards (the module's own parameter names),
+``config.json`` and ``generation_config.json`` as the full model had them, where it is a
+Transformers one, and ``headprune.json``. Loading builds the full model without memory for its
+weights, cuts it, and puts the stored tensors in place, so that uneven head counts come back.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ def write(
     max_shard_size: int | str,
     elsewhere: Mapping[str, slices.Slice | Away] | None = None,
 ) -> Manifest:
-    """Writes weights, configuration and manifest; nothing of an earlier save is replaced before all went well.
+    """Writes weights, configuration and manifest; nothing of an earlier save is replaced before all
+    went well.
 
     Args:
         model: The model.
         bound: Its sites.
         folder: Where all goes.
         max_shard_size: Bytes, or text such as ``"5GB"``.
-        elsewhere: By name, where the tensors of a model on the meta device lie; default, what accelerate offloads.
+        elsewhere: By name, where the tensors of a model on the meta device lie; default, what
+            accelerate offloads.
     """
     away = offloaded(model) if elsewhere is None else {}
     elsewhere = elsewhere or away
@@ -60,7 +63,13 @@ def write(
     new = fresh(model)
     tables = _tables(model, new)
     state = {**weights_of(model, keep_vars=True), **tables}
-    state.update({name: state[first] for name, first in tied(model, away).items() if {name, first} <= state.keys()})
+    state.update(
+        {
+            name: state[first]
+            for name, first in tied(model, away).items()
+            if {name, first} <= state.keys()
+        }
+    )
     stored, aliases = distinct(state, elsewhere)
     config = _config_text(model)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,26 +103,39 @@ def read_manifest(folder: Path) -> Manifest:
     check_files(folder)
     if not (folder / MANIFEST).is_file():
         got = f"no {MANIFEST} in it" if folder.is_dir() else "no such folder"
-        hint = "A folder in the format 'transformers' or 'remote-code' is loaded by Transformers, see its README.md."
-        raise CheckpointError(str(folder), "a folder that save_pretrained wrote", got, hint if folder.is_dir() else "")
+        hint = (
+            "A folder in the format 'transformers' or 'remote-code' is loaded by Transformers, see"
+            " its README.md."
+        )
+        raise CheckpointError(
+            str(folder), "a folder that save_pretrained wrote", got, hint if folder.is_dir() else ""
+        )
     try:
         return Manifest.load(folder / MANIFEST)
     except HeadPruneError as error:
-        raise CheckpointError(str(folder / MANIFEST), "a manifest that we can read", str(error)) from error
+        raise CheckpointError(
+            str(folder / MANIFEST), "a manifest that we can read", str(error)
+        ) from error
 
 
 def build(folder: Path, manifest: Manifest) -> nn.Module:
     """The full-size model of a folder, without memory for its weights.
 
     Raises:
-        CheckpointError: not a Transformers class, or a configuration that is missing, wrong or changed.
+        CheckpointError: not a Transformers class, or a configuration that is missing, wrong or
+            changed.
     """
     import transformers
 
     kind: Any = class_named(manifest.model_class)
     if not (manifest.transformers and kind is not None):
-        hint = "Pass from_pretrained(folder, model=...) a freshly built full-size model; it is cut and filled."
-        raise CheckpointError(str(folder), "a Transformers model", f"class {manifest.model_class!r}", hint)
+        hint = (
+            "Pass from_pretrained(folder, model=...) a freshly built full-size model; it is cut and"
+            " filled."
+        )
+        raise CheckpointError(
+            str(folder), "a Transformers model", f"class {manifest.model_class!r}", hint
+        )
     if not (folder / "config.json").is_file():  # Transformers would take the defaults of the class
         raise CheckpointError(str(folder / "config.json"), "a valid configuration", "no such file")
     if sha256_file(folder / "config.json") != manifest.config_sha256:
@@ -127,8 +149,12 @@ def build(folder: Path, manifest: Manifest) -> nn.Module:
             model: nn.Module = kind(config)
         if kind.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # a wrong number in a configuration breaks a constructor in any way it likes
-        raise CheckpointError(str(folder / "config.json"), "a valid configuration", str(error)) from error
+    except (
+        Exception
+    ) as error:  # a wrong number in a configuration breaks a constructor in any way it likes
+        raise CheckpointError(
+            str(folder / "config.json"), "a valid configuration", str(error)
+        ) from error
     return model
 
 
@@ -138,22 +164,36 @@ def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], fold
     for name in manifest.added_biases:
         owner = modules.get(name.rpartition(".")[0])
         if owner is not None and getattr(owner, "bias", None) is None and name in tensors:
-            owner.register_parameter("bias", nn.Parameter(torch.empty_like(tensors[name], device="meta")))
+            owner.register_parameter(
+                "bias", nn.Parameter(torch.empty_like(tensors[name], device="meta"))
+            )
     expected = weights_of(model, keep_vars=True)
     tables = dict(model.named_buffers(remove_duplicate=False))
     expected.update({name: tables[name] for name in manifest.tables if name in tables})
-    available = {**tensors, **{a.name: tensors[a.stored] for a in manifest.aliases if a.stored in tensors}}
+    available = {
+        **tensors,
+        **{a.name: tensors[a.stored] for a in manifest.aliases if a.stored in tensors},
+    }
     missing = sorted(expected.keys() - available.keys())
-    foreign = sorted(available.keys() - expected.keys() - set(manifest.tables))  # a newer class may lack a table
+    foreign = sorted(
+        available.keys() - expected.keys() - set(manifest.tables)
+    )  # a newer class may lack a table
     if missing or foreign:
-        got = f"{len(missing)} missing ({', '.join(missing[:3])}), {len(foreign)} unknown ({', '.join(foreign[:3])})"
-        raise CheckpointError(str(folder / WEIGHTS), f"exactly the tensors of {type(model).__name__}", got)
+        got = (
+            f"{len(missing)} missing ({', '.join(missing[:3])}), {len(foreign)} unknown"
+            f" ({', '.join(foreign[:3])})"
+        )
+        raise CheckpointError(
+            str(folder / WEIGHTS), f"exactly the tensors of {type(model).__name__}", got
+        )
     for name, old in expected.items():
         if old.shape != available[name].shape and name not in manifest.tables:
             must = f"of shape {list(old.shape)}"
             raise CheckpointError(f"{folder / WEIGHTS}: {name}", must, list(available[name].shape))
         if old.is_floating_point() != available[name].is_floating_point():
-            raise CheckpointError(f"{folder / WEIGHTS}: {name}", f"of a type like {old.dtype}", available[name].dtype)
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {name}", f"of a type like {old.dtype}", available[name].dtype
+            )
     placed: dict[str, Tensor] = {}
     for name, old in expected.items():
         stored = {a.name: a.stored for a in manifest.aliases}.get(name, name)
@@ -168,12 +208,17 @@ def fill_(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor], fold
 
 
 def _tables(model: nn.Module, new: nn.Module | None) -> dict[str, Tensor]:
-    """Floating-point buffers that the state dict leaves out, unless a new model has the very same."""
+    """Floating-point buffers that the state dict leaves out, unless a new model has the very
+    same."""
     known = {} if new is None else dict(new.named_buffers(remove_duplicate=False))
     stored = model.state_dict(keep_vars=True).keys()
     tables = {}
     for name, table in model.named_buffers():
-        if name in stored or not table.is_floating_point() or (new is not None and name not in known):
+        if (
+            name in stored
+            or not table.is_floating_point()
+            or (new is not None and name not in known)
+        ):
             continue
         built = known.get(name)
         if built is None or built.dtype != table.dtype or not torch.equal(built, table.cpu()):
@@ -200,8 +245,13 @@ def _save_config(model: Any, config: bytes, folder: Path) -> None:
 
 
 def added_biases(model: nn.Module, new: nn.Module | None) -> tuple[str, ...]:
-    """Biases of projections that a freshly built model does not have; all of them where none can be built."""
+    """Biases of projections that a freshly built model does not have; all of them where none can be
+    built."""
     have = set() if new is None else set(new.state_dict())
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)]
-    biases = [f"{n}.bias".lstrip(".") for n in linear if model.get_submodule(n)._parameters.get("bias") is not None]
+    biases = [
+        f"{n}.bias".lstrip(".")
+        for n in linear
+        if model.get_submodule(n)._parameters.get("bias") is not None
+    ]
     return tuple(name for name in biases if name not in have)

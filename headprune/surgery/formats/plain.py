@@ -1,8 +1,8 @@
 """Checkpoints that Transformers loads by itself: the head counts stand in the configuration.
 
-Which families can is decided by trying: a configuration with the new counts is built, the class is built from it
-without memory, and every tensor must have the cut model's shape. Whether the code does the same with them is proven
-by loading what was written.
+Which families can is decided by trying: a configuration with the new counts is built, the class is
+built from it without memory, and every tensor must have the cut model's shape. Whether the code
+does the same with them is proven by loading what was written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from headprune.core.errors import UnsupportedModel
 from headprune.model.sites import BoundSite
 from headprune.surgery.formats.building import fresh, is_known
 
-_QUERY = ("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads")
+_QUERY = (
+    "num_attention_heads",
+    "num_heads",
+    "n_head",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
 _KEY_VALUE = ("num_key_value_heads", "num_kv_heads")
 _WHERE = "format 'transformers'"
 
@@ -33,10 +39,14 @@ def config_of_cut(model: nn.Module, bound: list[BoundSite]) -> Any:
         raise UnsupportedModel(_WHERE, "for a class of Transformers", type(model).__name__)
     for b in bound:
         if not b.site.heads:
-            raise UnsupportedModel(_WHERE, "for a model with a head in every layer", f"none left in {b.site.name}")
+            raise UnsupportedModel(
+                _WHERE, "for a model with a head in every layer", f"none left in {b.site.name}"
+            )
         if b.site.geometry.kv_of is not None:
             must = "for query heads that share key/value heads evenly"
-            raise UnsupportedModel(_WHERE, must, f"{b.site.name} with key/value heads {b.site.geometry.kv_of}")
+            raise UnsupportedModel(
+                _WHERE, must, f"{b.site.name} with key/value heads {b.site.geometry.kv_of}"
+            )
     reasons = []
     for with_width in (False, True):
         config: Any = copy.deepcopy(model.config)
@@ -47,7 +57,9 @@ def config_of_cut(model: nn.Module, bound: list[BoundSite]) -> Any:
             differs = differing_shapes(fresh(model, config), model)
         except UnsupportedModel:
             raise
-        except Exception as error:  # a configuration's validators, and constructors, raise what they like
+        except (
+            Exception
+        ) as error:  # a configuration's validators, and constructors, raise what they like
             reasons.append(f"{type(config).__name__} refuses them: {' '.join(str(error).split())}")
             continue
         if not differs:
@@ -64,8 +76,11 @@ def differing_shapes(built: nn.Module | None, model: nn.Module) -> list[str]:
     return [f"{n} {theirs.get(n, 'missing')}, not {ours.get(n, 'at all')}" for n in names]
 
 
-def _sections(model: Any, config: Any, bound: list[BoundSite]) -> Iterator[tuple[Any, list[BoundSite]]]:
-    """The parts of ``config``, a copy of the model's, that speak of some sites each: text and vision have their own."""
+def _sections(
+    model: Any, config: Any, bound: list[BoundSite]
+) -> Iterator[tuple[Any, list[BoundSite]]]:
+    """The parts of ``config``, a copy of the model's, that speak of some sites each: text and
+    vision have their own."""
     places = {id(section): path for path, section in _parts(model.config)}
     found: dict[tuple[str, ...], list[BoundSite]] = {}
     for b in bound:
@@ -88,11 +103,14 @@ def _parts(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _set_counts(section: Any, sites: list[BoundSite], with_width: bool) -> None:
-    """Sets the head counts that a part of a configuration has, and a head's width where it follows from them else."""
+    """Sets the head counts that a part of a configuration has, and a head's width where it follows
+    from them else."""
     counts = {(b.site.geometry.n_query_heads, b.site.geometry.n_kv_heads) for b in sites}
     if len(counts) > 1:
         said = ", ".join(str(len(b.site.heads)) for b in sites)
-        raise UnsupportedModel(_WHERE, "for the same number of heads in every layer", f"layers with {said} heads")
+        raise UnsupportedModel(
+            _WHERE, "for the same number of heads in every layer", f"layers with {said} heads"
+        )
     ((n_query_heads, n_kv_heads),) = counts
     site = sites[0].site
     values = {n: n_query_heads for n in _QUERY if getattr(section, n, None) == site.n_query_heads}

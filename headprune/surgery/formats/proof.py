@@ -1,4 +1,5 @@
-"""The last word on a checkpoint that others load: what comes back is what was saved, in tensors and in outputs."""
+"""The last word on a checkpoint that others load: what comes back is what was saved, in tensors and
+in outputs."""
 
 from __future__ import annotations
 
@@ -34,24 +35,39 @@ def example_for(model: nn.Module, example: Any) -> Any:
             sample_outputs(model, made)
             return made
     except Exception as error:  # a model may refuse a made-up batch in any way
-        got = f"none, and {type(model).__name__} does not take a made-up one ({' '.join(str(error).split())[:120]})"
+        got = (
+            f"none, and {type(model).__name__} does not take a made-up one"
+            f" ({' '.join(str(error).split())[:120]})"
+        )
     else:
         got = f"none, and none can be made up for {type(model).__name__}"
-    raise InvalidValue("example", "a batch the model takes, to compare what was saved with what loads", got)
+    raise InvalidValue(
+        "example", "a batch the model takes, to compare what was saved with what loads", got
+    )
 
 
 def written_and_proven(
-    kind: Any, config: Any, model: Any, folder: Path, max_shard_size: int | str, original_names: bool, example: Any
+    kind: Any,
+    config: Any,
+    model: Any,
+    folder: Path,
+    max_shard_size: int | str,
+    original_names: bool,
+    example: Any,
 ) -> None:
     """Writes a model as ``kind`` with ``config``, loads it as a reader would, and compares the two.
 
     Raises:
         NotWritten: there is no room, or no right to write there.
-        VerificationFailed: it cannot be written or loaded, a tensor is missing or differs in shape, dtype or a single
-            bit, or the outputs differ by more than rounding.
+        VerificationFailed: it cannot be written or loaded, a tensor is missing or differs in shape,
+            dtype or a single bit, or the outputs differ by more than rounding.
     """
     where, must = f"{type(model).__name__} as written and loaded by Transformers", "what was saved"
-    options: dict[str, Any] = {"dtype": model.dtype, "output_loading_info": True, "local_files_only": True}
+    options: dict[str, Any] = {
+        "dtype": model.dtype,
+        "output_loading_info": True,
+        "local_files_only": True,
+    }
     if implementation := getattr(model.config, "_attn_implementation", None):
         options["attn_implementation"] = implementation
     try:
@@ -62,11 +78,16 @@ def written_and_proven(
         got = sample_outputs(loaded.to(device_of(model)), example)
     except NotWritten:
         raise
-    except Exception as error:  # writing reverses conversions and loading checks shapes, each failing in its own way
-        raise VerificationFailed(where, must, f"no model: {' '.join(str(error).split())[:300]}") from error
+    # Writing reverses conversions and loading checks shapes, each failing in its own way.
+    except Exception as error:
+        raise VerificationFailed(
+            where, must, f"no model: {' '.join(str(error).split())[:300]}"
+        ) from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
-            raise VerificationFailed(where, must, f"{what.replace('_', ' ')}: {sorted(map(str, info[what]))[:3]}")
+            raise VerificationFailed(
+                where, must, f"{what.replace('_', ' ')}: {sorted(map(str, info[what]))[:3]}"
+            )
     ours, theirs = state_of(model), weights_of(loaded)
     for name in {**ours, **theirs}:
         a, b = ours.get(name), theirs.get(name)
@@ -87,7 +108,9 @@ def same_tensors(kind: Any, part: Any, folder: Path) -> None:
     where = f"{type(part).__name__} out of the written folder, loaded by Transformers"
     try:
         with quiet():
-            loaded = kind.from_pretrained(folder, dtype=part.dtype, local_files_only=True).state_dict()
+            loaded = kind.from_pretrained(
+                folder, dtype=part.dtype, local_files_only=True
+            ).state_dict()
     except Exception as error:
         got = f"no model: {' '.join(str(error).split())[:300]}"
         raise VerificationFailed(where, "the saved model's part", got) from error

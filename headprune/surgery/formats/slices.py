@@ -1,8 +1,8 @@
 """Tensors in safetensors files, read and written by slices: memory does not grow with the model.
 
-The library checks every file that is read, and reads every file that is written; between the two a tensor passes in
-pieces, as bytes, so that neither it nor its file is ever in memory whole. What is written equals byte for byte what
-the library writes from memory.
+The library checks every file that is read, and reads every file that is written; between the two a
+tensor passes in pieces, as bytes, so that neither it nor its file is ever in memory whole. What is
+written equals byte for byte what the library writes from memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Slice:
-    """What is kept of a stored tensor: positions along one dimension, or all of it where ``rows`` is None."""
+    """What is kept of a stored tensor: positions along one dimension, or all of it where ``rows``
+    is None."""
 
     stored: Stored
     dimension: int = 0
@@ -92,25 +93,33 @@ class Slice:
             if self.rows is None:
                 yield from _ranges(file, [(self.stored.start, self.stored.n_bytes)])
                 return
-            outer, inner = math.prod(shape[: self.dimension]), math.prod(shape[self.dimension + 1 :]) * item
+            outer, inner = (
+                math.prod(shape[: self.dimension]),
+                math.prod(shape[self.dimension + 1 :]) * item,
+            )
             if outer == 1:
                 runs = _runs(self.rows)
-                yield from _ranges(file, [(self.stored.start + a * inner, (b - a) * inner) for a, b in runs])
+                yield from _ranges(
+                    file, [(self.stored.start + a * inner, (b - a) * inner) for a, b in runs]
+                )
                 return
             line, kept = shape[self.dimension] * inner, np.asarray(self.rows, dtype=np.int64)
             step = max(1, PIECE // max(line, 1))
             for begin in range(0, outer, step):
                 count = min(step, outer - begin)
-                block = np.frombuffer(_read(file, self.stored.start + begin * line, count * line), np.uint8)
+                block = np.frombuffer(
+                    _read(file, self.stored.start + begin * line, count * line), np.uint8
+                )
                 yield block.reshape(count, shape[self.dimension], inner)[:, kept].tobytes()
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder's ``model.safetensors`` or of its shards; only their headers are read.
+    """Every tensor of a folder's ``model.safetensors`` or of its shards; only their headers are
+    read.
 
     Raises:
-        CheckpointError: no such files, both kinds, a damaged one, a type of number that we do not know, or a name in
-            two files.
+        CheckpointError: no such files, both kinds, a damaged one, a type of number that we do not
+            know, or a name in two files.
     """
     files = [folder / _WEIGHTS]
     if (folder / _INDEX).is_file():
@@ -122,12 +131,16 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             raise CheckpointError(str(folder), f"a folder with {_WEIGHTS} or shards", "both", hint)
     elif not files[0].is_file():
         hint = "Other forms of weights are loaded and cut in memory, without --streaming."
-        raise CheckpointError(str(folder), f"a folder with {_WEIGHTS}, or its shards and {_INDEX}", "neither", hint)
+        raise CheckpointError(
+            str(folder), f"a folder with {_WEIGHTS}, or its shards and {_INDEX}", "neither", hint
+        )
     found: dict[str, Stored] = {}
     for file in files:
         for name, stored in _header(file).items():
             if name in found:
-                raise CheckpointError(str(file), f"the only file with {name}", f"{found[name].path.name} has it too")
+                raise CheckpointError(
+                    str(file), f"the only file with {name}", f"{found[name].path.name} has it too"
+                )
             found[name] = stored
     return found
 
@@ -148,7 +161,8 @@ def read(stored: Stored) -> Tensor:
 
 
 def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:
-    """Writes a safetensors file; tensors that are in memory, or offloaded, may be among the slices."""
+    """Writes a safetensors file; tensors that are in memory, or offloaded, may be among the
+    slices."""
     order = {dtype: place for place, dtype in enumerate(_TYPES.values())}
     names = sorted(tensors, key=lambda name: (order[_dtype(tensors[name])], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -167,7 +181,15 @@ def save(tensors: Mapping[str, Slice | Away | Tensor], path: Path) -> None:
             if isinstance(tensor, Slice):
                 file.writelines(tensor.pieces())
             else:
-                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                file.write(
+                    tensor.detach()
+                    .cpu()
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
+                )
 
 
 def _dtype(tensor: Slice | Away | Tensor) -> torch.dtype:
@@ -182,7 +204,9 @@ def _header(path: Path) -> dict[str, Stored]:
         with safe_open(path, "np"):  # every offset is checked here, and nothing is read
             pass
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(str(path), "a valid safetensors file", reason(error), "Copy the folder again.") from error
+        raise CheckpointError(
+            str(path), "a valid safetensors file", reason(error), "Copy the folder again."
+        ) from error
     with opened(path) as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))  # what safe_open took is sound

@@ -21,7 +21,8 @@ _KEY = "pruned_heads"
 
 
 def pruned_heads(folder: Path) -> dict[int, tuple[int, ...]]:
-    """The heads that the folder's configuration says were cut, by layer; none where it says nothing of the kind.
+    """The heads that the folder's configuration says were cut, by layer; none where it says nothing
+    of the kind.
 
     Raises:
         CheckpointError: ``pruned_heads`` that are no lists of heads by layer.
@@ -37,7 +38,11 @@ def pruned_heads(folder: Path) -> dict[int, tuple[int, ...]]:
     if not said:
         return {}
     try:
-        return {int(layer): tuple(sorted({int(head) for head in heads})) for layer, heads in said.items() if heads}
+        return {
+            int(layer): tuple(sorted({int(head) for head in heads}))
+            for layer, heads in said.items()
+            if heads
+        }
     except (AttributeError, TypeError, ValueError) as error:
         must = "lists of removed heads by layer, as Transformers 4 wrote them"
         raise CheckpointError(f"{path}: {_KEY}", must, repr(said)[:100]) from error
@@ -46,21 +51,24 @@ def pruned_heads(folder: Path) -> dict[int, tuple[int, ...]]:
 def opened(folder: Path) -> nn.Module:
     """The cut model of such a folder, in evaluation mode, with its heads' original indices.
 
-    Transformers 5 builds every layer whole. So the class is built, cut as the configuration says, and filled.
+    Transformers 5 builds every layer whole. So the class is built, cut as the configuration says,
+    and filled.
 
     Args:
         folder: The folder.
 
     Raises:
-        CheckpointError: no class of Transformers, layers or heads that the model does not have, or weights that do
-            not fit the cut model.
+        CheckpointError: no class of Transformers, layers or heads that the model does not have, or
+            weights that do not fit the cut model.
     """
     check_folder(folder)
     heads = pruned_heads(folder)
     names = json.loads(read_text(folder / "config.json")).get("architectures") or [""]
     kind: Any = class_named(str(names[0]))
     if kind is None:
-        raise CheckpointError(str(folder), "a model of a class of Transformers", f"architectures {names}")
+        raise CheckpointError(
+            str(folder), "a model of a class of Transformers", f"architectures {names}"
+        )
     check_weights(kind, folder)
 
     class Cut(kind):  # type: ignore[misc]
@@ -74,16 +82,24 @@ def opened(folder: Path) -> nn.Module:
     config = kind.config_class.from_pretrained(folder)
     config.__dict__.pop(_KEY, None)
     try:  # mismatched sizes are looked at below
-        model, info = Cut.from_pretrained(folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True)
+        model, info = Cut.from_pretrained(
+            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except HeadPruneError:
         raise
-    except Exception as error:  # what lies there breaks readers and constructors in any way it likes
+    except (
+        Exception
+    ) as error:  # what lies there breaks readers and constructors in any way it likes
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise CheckpointError(str(folder), f"a {kind.__name__} cut by Transformers 4", reason) from error
+        raise CheckpointError(
+            str(folder), f"a {kind.__name__} cut by Transformers 4", reason
+        ) from error
     wrong = sorted(info["missing_keys"]) + sorted(key[0] for key in info["mismatched_keys"])
     if wrong:
         got = f"{len(wrong)} missing or of another shape: {', '.join(wrong[:3])}"
-        raise CheckpointError(str(folder), f"all weights of a {kind.__name__} without heads {heads}", got)
+        raise CheckpointError(
+            str(folder), f"all weights of a {kind.__name__} without heads {heads}", got
+        )
     model.__class__ = kind
     opened_model: nn.Module = model.eval()
     return opened_model
@@ -97,7 +113,9 @@ def _cut_(model: nn.Module, heads: Mapping[int, tuple[int, ...]], folder: Path) 
     for layer, gone in heads.items():
         where = f"{folder / 'config.json'}: {_KEY}"
         if not 0 <= layer < len(located):
-            raise CheckpointError(where, f"of the {len(located)} layers of the model", f"layer {layer}")
+            raise CheckpointError(
+                where, f"of the {len(located)} layers of the model", f"layer {layer}"
+            )
         site = located[layer]
         unknown = sorted(set(gone) - set(site.heads))
         if unknown:

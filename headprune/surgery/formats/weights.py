@@ -23,7 +23,9 @@ SHARDS = "model-*-of-*.safetensors"
 _AGAIN = "Copy the folder again."
 
 
-def distinct(state: Mapping[str, Any], elsewhere: Container[str] = ()) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
+def distinct(
+    state: Mapping[str, Any], elsewhere: Container[str] = ()
+) -> tuple[dict[str, Tensor], tuple[Alias, ...]]:
     """The tensors of a state dict with every shared one once, and the other names of those.
 
     Args:
@@ -36,7 +38,9 @@ def distinct(state: Mapping[str, Any], elsewhere: Container[str] = ()) -> tuple[
     aliases: list[Alias] = []
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(name, "a tensor", type(tensor).__name__, "Extra state cannot be stored.")
+            raise CheckpointError(
+                name, "a tensor", type(tensor).__name__, "Extra state cannot be stored."
+            )
         if tensor.is_meta and name not in elsewhere:
             raise CheckpointError(name, "a tensor with data", "one on the meta device")
         key = (
@@ -51,7 +55,9 @@ def distinct(state: Mapping[str, Any], elsewhere: Container[str] = ()) -> tuple[
             stored[name] = tensor.detach().contiguous()
             if tensor.is_meta:
                 continue
-            if (place := stored[name].untyped_storage().data_ptr()) in memory:  # safetensors refuses overlapping views
+            if (
+                place := stored[name].untyped_storage().data_ptr()
+            ) in memory:  # safetensors refuses overlapping views
                 stored[name] = stored[name].clone()
             memory.add(place)
     return stored, tuple(aliases)
@@ -75,7 +81,8 @@ def written(
     max_shard_size: int | str,
     save: Callable[[dict[str, Tensor], Path], None] | None = None,
 ) -> Iterator[tuple[str, list[Shard]]]:
-    """Writes the tensors beside their places and yields their hashes; they take their places when the block ends well.
+    """Writes the tensors beside their places and yields their hashes; they take their places when
+    the block ends well.
 
     One file is ``model.safetensors``; several have an index that other tools read too.
 
@@ -140,7 +147,9 @@ def _files(folder: Path, manifest: Manifest) -> list[tuple[Path, str]]:
     _check(folder / INDEX, manifest.weights_sha256)
     for shard in manifest.shards:
         if Path(shard.file).name != shard.file:
-            raise CheckpointError(str(folder / MANIFEST), "a manifest of files in its folder", shard.file)
+            raise CheckpointError(
+                str(folder / MANIFEST), "a manifest of files in its folder", shard.file
+            )
     return [(folder / shard.file, shard.sha256) for shard in manifest.shards]
 
 
@@ -150,12 +159,17 @@ def _read_file(path: Path, sha256: str) -> dict[str, Tensor]:
 
     try:
         check_file(path)
-        # Copied: a file's tensors lie at any address, and kernels round otherwise where memory is not aligned.
-        tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        # Copied: a file's tensors lie at any address, and kernels round otherwise where memory is
+        # not aligned.
+        tensors: dict[str, Tensor] = {
+            name: tensor.clone() for name, tensor in load_file(path).items()
+        }
     except FileNotFoundError:
         raise CheckpointError(str(path), "the model's weights", "no such file") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(str(path), "a valid safetensors file", reason(error), _AGAIN) from error
+        raise CheckpointError(
+            str(path), "a valid safetensors file", reason(error), _AGAIN
+        ) from error
     _check(path, sha256)
     return tensors
 
