@@ -457,30 +457,62 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *studies.no_gpu(record["hardware"] for record in records)]) + "\n"
 
 
-def _regret_table(by: dict[str, dict[tuple[str, float], float]], tasks: Sequence[str]) -> list[str]:
-    """Mean and worst regret of every pipeline, those with the least worst first; where most is
-    kept, and where less."""
-    groups = {
-        "half and a third kept": lambda share: share > 0.3,
-        "less kept": lambda share: share <= 0.3,
-    }
+#: Groups of budgets that regret is averaged over.
+GROUPS: dict[str, Callable[[float], bool]] = {
+    "half and a third kept": lambda share: share > 0.3,
+    "less kept": lambda share: share <= 0.3,
+}
+
+
+def _regret_rows(
+    by: dict[str, dict[tuple[str, float], float]], tasks: Sequence[str]
+) -> list[tuple[str, list[list[float]]]]:
+    """Return each pipeline with its regrets per group of budgets, the least worst regret first."""
     rows = []
     for name, at in by.items():
-        parts = [
-            [v for (task, share), v in at.items() if task in tasks and of(share)]
-            for of in groups.values()
-        ]
-        rows.append((name, parts))
-    rows = [row for row in rows if any(row[1])]
-    rows.sort(key=lambda row: max(v for part in row[1] for v in part))
-    head = " | ".join(f"{group}: mean | worst" for group in groups)
+        parts = []
+        for of_group in GROUPS.values():
+            part = [
+                value for (task, share), value in at.items() if task in tasks and of_group(share)
+            ]
+            parts.append(part)
+        if any(parts):
+            rows.append((name, parts))
+    return sorted(rows, key=lambda row: max(map(max, filter(None, row[1]))))
+
+
+def _regret_table(by: dict[str, dict[tuple[str, float], float]], tasks: Sequence[str]) -> list[str]:
+    """Return a table of mean and worst regret per pipeline and group of budgets."""
+    head = " | ".join(f"{group}: mean | worst" for group in GROUPS)
     lines = [f"| pipeline | {head} |", "| --- | ---: | ---: | ---: | ---: |"]
-    for name, parts in rows:
-        shown = [
-            f"{statistics.fmean(part):.2f} | {max(part):.2f}" if part else "- | -" for part in parts
-        ]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
+    for name, parts in _regret_rows(by, tasks):
+        shown = " | ".join(_mean_and_worst(part) for part in parts)
+        lines.append(f"| {name} | {shown} |")
     return [*lines, ""]
+
+
+def _mean_and_worst(part: Sequence[float]) -> str:
+    if not part:
+        return "- | -"
+    return f"{statistics.fmean(part):.2f} | {max(part):.2f}"
+
+
+def readme(records: Path) -> str:
+    """Return the README's block: regret of each pipeline on the tasks that confirm."""
+    found = studies.records_in(records, "regret")
+    confirming = [r["task"] for r in found if r["task"] not in CHOOSING]
+    table = _regret_table(regrets(found), confirming)
+    names = ", ".join(TITLES[task] for task in confirming)
+    lines = [
+        "Which scorer? No single one is best on every task, so `auto` tries several on your own",
+        "calibration rows. Regret is how many points a pipeline is below the best one of the same",
+        f"task and budget; tasks that played no part in the choice: {names}.",
+        "",
+        *table[:-1],
+        "",
+        "More: [docs/regret.md](docs/regret.md).",
+    ]
+    return "\n".join(lines)
 
 
 def _task_lines(record: dict[str, Any]) -> list[str]:

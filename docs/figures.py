@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "peers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import choice_intervals
 import compatibility
 import concepts
 import family_coverage
@@ -32,6 +33,7 @@ import kv_groups
 import learned_gates
 import pipelines
 import recipe_runs
+import regret
 import scale
 import scorers
 import selector_loss
@@ -48,6 +50,8 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "scorers-*.json": scorers.draw,
     "learned-gates-*.json": learned_gates.write_page,
     "pipelines-*.json": pipelines.draw,
+    "regret-*.json": regret.draw,
+    "choice-intervals-*.json": choice_intervals.draw,
     "kv-groups-*.json": kv_groups.draw,
     "findings-*.json": findings.draw,
     "selector-loss-*.json": selector_loss.draw,
@@ -175,6 +179,7 @@ def demo(records: Path) -> str:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "tradeoff": tradeoff_page.readme,
     "pipelines": pipelines.readme,
+    "regret": regret.readme,
     "coverage": family_coverage.readme,
     "trec": trec,
     "demo": demo,
