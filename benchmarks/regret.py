@@ -331,7 +331,12 @@ class Scored:
             if len(cell["draws"]) == 1:
                 del cell["draws"]
         about = {"tuned": tuned, "draw": self.number, "share": share, "refit": refit}
-        found = {"auto": choice.chosen, "margin": choice.margin, "whole_held_out": choice.whole}
+        found = {
+            "auto": choice.chosen,
+            "against": choice.chosen,  # what low and high of every cell compare with
+            "margin": choice.margin,
+            "whole_held_out": choice.whole,
+        }
         return {**about, **found, "cells": cells, "seconds": seconds, **studies.stamp()}
 
     def _plans(self, auto: Known, subject: Subject) -> Iterator[tuple[str, hp.PruningPlan]]:

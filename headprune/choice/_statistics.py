@@ -1,5 +1,4 @@
-"""From losses of held-out rows to the candidate that is taken, and how far behind the best it may
-be."""
+"""Choose a candidate by the losses of held-out rows, and bound how far it may be from the best."""
 
 from __future__ import annotations
 
@@ -18,44 +17,78 @@ Asked = tuple[str, FrozenDict, bool]
 
 
 def ranked(
-    asked: Sequence[Asked], losses: Floats, same: Sequence[int], folds: int, confidence: float
-) -> tuple[Candidate, ...]:
-    """The candidates from the lowest loss to the highest, each compared with the best that is not
-    random.
+    asked: Sequence[Asked],
+    losses: Floats,
+    same: Sequence[int],
+    folds: int,
+    confidence: float,
+) -> tuple[tuple[Candidate, ...], str]:
+    """Rank the candidates by their loss, and compare each with the one that is taken.
 
-    A difference's interval is Student's of the paired differences per row. The refits of two folds
-    share no rows that they are judged on, but rows of one fold share a refit: as Nadeau and Bengio
-    2003 ("Inference for the generalization error", section 3) the variance of ``folds`` results has
-    the share of rows judged to rows fitted added to 1/folds. All intervals hold together
-    (Bonferroni), because the best is picked from them.
+    The rule of one standard error (Breiman et al. 1984, section 3.4.3) takes the candidate: the
+    first in the order given whose loss is within one standard error of the lowest loss. Losses of
+    few rows differ by chance, so a candidate that is usually good keeps its place until another
+    one is better by more than that.
+
+    The interval of a difference is Student's, of the paired differences per row. Rows of one fold
+    share a refit, so the variance is larger than that of independent rows: as in Nadeau and Bengio
+    2003 ("Inference for the generalization error", section 3), rows judged per row fitted are
+    added to 1/folds. All intervals hold together (Bonferroni), because the data choose which
+    candidate is compared with the others.
 
     Args:
-        asked: Scorer, its settings and whether by kind, per candidate.
+        asked: Scorer, its settings and whether by kind, per candidate, the preferred one first.
         losses: ``[candidates, rows]``.
         same: Per candidate the first one with the same plan, itself where there is none.
         folds: Parts that the rows were dealt to.
         confidence: Of all intervals together.
+
+    Returns:
+        The candidates from the lowest loss to the highest, and the name of the one taken, which is
+        never ``random``.
     """
     means = losses.mean(1)
-    scorers = [i for i, (scorer, _, _) in enumerate(asked) if scorer != RANDOM]
-    best = min(scorers, key=lambda i: means[i])
-    n = losses.shape[1]
-    stretch = np.sqrt(1 + folds / (folds - 1))
+    chosen = _taken(asked, losses, folds)
     comparisons = max(1, len(asked) - 1)
-    quantile = (
-        float(student.ppf(1 - (1 - confidence) / (2 * comparisons), n - 1)) if n > 1 else np.inf
-    )
+    n = losses.shape[1]
+    quantile = float(student.ppf(1 - (1 - confidence) / (2 * comparisons), n - 1))
+
     found = []
     for i, (scorer, settings, by_kind) in enumerate(asked):
-        difference = losses[i] - losses[best]
-        mean = float(difference.mean())
-        error = float(difference.std(ddof=1) / np.sqrt(n) * stretch) if n > 1 else 0.0
+        mean, error = _paired(losses[i] - losses[chosen], folds)
         half = quantile * error if error else 0.0
         other = candidate_name(*asked[same[i]]) if same[i] != i else ""
         found.append(
             Candidate(
-                scorer, settings, by_kind, float(means[i]), mean, mean - half, mean + half, other
+                scorer=scorer,
+                settings=settings,
+                by_kind=by_kind,
+                loss=float(means[i]),
+                difference=mean,
+                low=mean - half,
+                high=mean + half,
+                same_as=other,
             )
         )
-    order = sorted(range(len(asked)), key=lambda i: (means[i], i != best, i))
-    return tuple(found[i] for i in order)
+    # Among equal losses the one that is taken comes first.
+    order = sorted(range(len(asked)), key=lambda i: (means[i], i != chosen, i))
+    return tuple(found[i] for i in order), found[chosen].name
+
+
+def _taken(asked: Sequence[Asked], losses: Floats, folds: int) -> int:
+    """Return the place of the first candidate within one standard error of the lowest loss."""
+    scorers = [i for i, (scorer, _, _) in enumerate(asked) if scorer != RANDOM]
+    means = losses.mean(1)
+    lowest = min(scorers, key=lambda i: means[i])
+    for i in scorers:
+        mean, error = _paired(losses[i] - losses[lowest], folds)
+        if mean <= error:
+            return i
+    return lowest
+
+
+def _paired(difference: Floats, folds: int) -> tuple[float, float]:
+    """Return the mean of paired differences ``[rows]`` and its standard error."""
+    stretch = np.sqrt(1 + folds / (folds - 1))
+    error = difference.std(ddof=1) / np.sqrt(len(difference)) * stretch
+    return float(difference.mean()), float(error)

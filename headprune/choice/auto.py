@@ -34,12 +34,12 @@ from headprune.selection._groups import by_kind
 
 #: Name and settings of a candidate.
 Named = tuple[str, FrozenDict]
-#: The candidates, unless others are asked for: cheap, and each the best on some of the tasks that
-#: were tried.
+#: The candidates, unless others are requested: cheap, each the best on some of the tasks of
+#: docs/regret.md, and those with the least regret there first.
 DEFAULT = (
-    "taylor",
     "surgeon",
     FrozenDict({"surgeon": {"curvature": "logits"}}),
+    "taylor",
     "fluctuation",
     "obs",
 )
@@ -49,27 +49,26 @@ _FIRST_DRAW = 2000
 
 @dataclass(frozen=True)
 class Auto(Scorer):
-    """Cuts each candidate's plan, refits it as you will, and takes the one with the lowest loss of
-    held-out rows.
+    """Try several scorers: cut and refit each one's plan, and compare their held-out losses.
 
-    No scorer is best on every task. Each candidate scores all rows, and selects heads by the
-    budget. A copy of the model is cut to them and refitted on one half of the rows, and its loss is
-    measured on the other half; then the halves change places. So every row judges, and none judges
-    a refit that has seen it; heads were chosen on all rows. The scores are those of the candidate
-    that was taken, under its own name; ``scores.choice`` has the table, the interval of each
-    difference, ties, and random heads refitted alike. Where a model has several kinds of attention,
-    each candidate is also judged with the budget met by each kind alone, and ``hp.select`` then
-    selects so.
+    No scorer is best on every task. Each candidate scores all rows, and heads are selected by the
+    budget. A copy of the model is cut, refitted on one half of the rows, and judged by its loss on
+    the other half; then the halves change places. The first candidate whose loss is within one
+    standard error of the lowest is taken. The scores are that candidate's, under its own name;
+    ``scores.choice`` holds the table, the interval of each difference, ties, and random heads
+    refitted alike. Where a model has several kinds of attention, each candidate is also judged
+    with the budget met by each kind alone, and ``hp.select`` then selects so.
 
     When: always, unless you know which scorer fits your model, data and budget.
     Cost: all candidates' passes (they share them), then one cut and refit per distinct plan and
     fold.
-    Memory: that of its dearest candidate, and a copy of the model.
+    Memory: that of its most expensive candidate, and a copy of the model.
 
     Args:
         keep: Heads to keep when candidates are judged, as ``Budget(keep_heads=)``: give the budget
             that you will use.
-        candidates: Registered scorers, by name, or with settings as ``{name: settings}``.
+        candidates: Registered scorers, the preferred one first: by name, or with settings as
+            ``{name: settings}``.
         refit: A recovery that does not train, or None for a cut that will not be refitted.
         refit_settings: Its settings; None is ``feed_forward=True`` for ``lstsq``, and the defaults
             for others.
@@ -186,11 +185,10 @@ class Auto(Scorer):
         masks = [plans[i].mask for i in kept]
         same = [masks.index(mask) for mask in masks]
         merged = _draws_as_one([asked[i] for i in kept], rows[kept].numpy(), same)
-        found = ranked(*merged, self.folds, self.confidence)
-        best = next(c for c in found if c.scorer != RANDOM)  # the first has the lowest loss
+        found, chosen = ranked(*merged, self.folds, self.confidence)
         choice = Choice(
             candidates=found,
-            chosen=best.name,
+            chosen=chosen,
             budget=plans[0].wanted,
             refit=refit,
             n_examples=folds.size,
@@ -198,7 +196,8 @@ class Auto(Scorer):
             confidence=self.confidence,
             notes=(*notes, *more),
         )
-        return self._of(estimates[candidates.index((best.scorer, best.settings))], choice)
+        taken = candidates.index((choice.best.scorer, choice.best.settings))
+        return self._of(estimates[taken], choice)
 
     def plan(self, scores: HeadScores, alone: bool) -> PruningPlan | None:
         """The plan that a candidate's scores are judged by.

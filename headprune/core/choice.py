@@ -83,6 +83,17 @@ class Choice:
         return next(c for c in self.candidates if c.name == self.chosen)
 
     @property
+    def preferred(self) -> str:
+        """Why the chosen one is not the candidate with the lowest loss; empty where it is."""
+        lowest = next(c for c in self.candidates if c.scorer != RANDOM)
+        if lowest.loss == self.best.loss:
+            return ""
+        return (
+            f"{self.chosen} comes before {lowest.name} in the list of candidates, and its loss is"
+            " within one standard error of the lowest."
+        )
+
+    @property
     def by_kind(self) -> bool:
         """Whether the budget holds for each kind of attention by itself."""
         return self.best.by_kind
@@ -146,4 +157,6 @@ class Choice:
             f"  the best candidate is at most {self.margin:.4f} below it ({100 * self.confidence:g}"
             " % confidence)"
         )
+        if self.preferred:
+            lines.append(f"  {self.preferred}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

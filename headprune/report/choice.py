@@ -61,4 +61,5 @@ def _below(choice: Choice) -> list[str]:
         f"The best candidate's loss is at most {fixed(choice.margin, 4)} below the chosen one's"
         f" ({confidence})."
     ]
-    return [*lines, *([choice.doubt] if choice.doubt else []), *choice.notes]
+    said = [sentence for sentence in (choice.preferred, choice.doubt) if sentence]
+    return [*lines, *said, *choice.notes]

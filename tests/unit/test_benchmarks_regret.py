@@ -36,9 +36,9 @@ def test_a_run_and_one_that_goes_on(study: ModuleType, tmp_path: Path) -> None:
     assert set(row["cells"]) == {"taylor", "obs", "random"}
     assert row["auto"] in ("taylor", "obs")
     assert len(row["cells"]["random"]["draws"]) == 2
-    assert row["cells"][row["auto"]]["held_out"] == min(
-        row["cells"][name]["held_out"] for name in ("taylor", "obs")
-    )
+    taken = row["cells"][row["auto"]]
+    assert (taken["low"], taken["high"]) == (0, 0)
+    assert row["margin"] == max(0, *(-row["cells"][name]["low"] for name in ("taylor", "obs")))
     assert all(0 <= cell["test"] <= 1 for cell in row["cells"].values())
     again = json.loads(study.main([*few, "--shares", "0.5", "0.25", "0.1"]).read_text())
     assert again["rows"][0] == row
