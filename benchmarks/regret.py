@@ -439,11 +439,9 @@ def page(records: Sequence[dict[str, Any]]) -> str:
             "a BLEU point, or 1 % of the whole model's perplexity or squared error. Nothing is"
             " trained after the cut."
         ),
-        (
-            "`random` are random heads, refitted alike. `auto` takes one of the scorers by the loss"
-            " of held-out"
-        ),
-        "calibration rows. Which tasks choose and which confirm was fixed before any was run.",
+        "`random` are random heads, refitted alike. `auto` takes one of the scorers by the loss of",
+        "held-out calibration rows. Tables over several tasks have the pipelines that all of them",
+        "have. Which tasks choose and which confirm was fixed before any was run.",
         "",
     ]
     for title, tasks in (
@@ -472,9 +470,14 @@ GROUPS: dict[str, Callable[[float], bool]] = {
 def _regret_rows(
     by: dict[str, dict[tuple[str, float], float]], tasks: Sequence[str]
 ) -> list[tuple[str, list[list[float]]]]:
-    """Return each pipeline with its regrets per group of budgets, the least worst regret first."""
+    """Return each pipeline of all tasks with its regrets per group of budgets.
+
+    The pipeline with the least worst regret comes first.
+    """
     rows = []
     for name, at in by.items():
+        if not set(tasks) <= {task for task, _ in at}:
+            continue  # "by kind" is another pipeline only where a model has several kinds
         parts = []
         for of_group in GROUPS.values():
             part = [
