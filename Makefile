@@ -6,12 +6,13 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-long lint mutants docs docs-figures gpu-rehearsal clean
+.PHONY: help demo test test-long release-check lint mutants docs docs-figures gpu-rehearsal clean
 
 help:
 	@echo "make demo   environment, install, the two-minute recipe; prints where the report is"
 	@echo "make test   environment, install, all checks and tests"
 	@echo "make test-long   what takes long: thousands of damaged files, runs killed at random moments, old versions"
+	@echo "make release-check   builds sdist and wheel, installs the wheel into an empty environment, runs the demo"
 	@echo "make lint   ruff, mypy and import-linter alone"
 	@echo "make mutants   small changes to slabs, heads, plans and selectors, which tests must notice; takes an hour or more"
 	@echo "make docs   the documentation as a site, in site/index.html; warnings are errors"
@@ -40,6 +41,9 @@ test: $(VENV)/.dev
 
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -m long -n $(JOBS) --dist worksteal --durations=15 -rP
+
+release-check: $(VENV)/.dev
+	$(BIN)/python -m pytest -m long tests/test_wheel.py -v
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/test_house.py

@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "peers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import choice_cost
 import choice_intervals
 import compatibility
 import concepts
@@ -52,6 +53,7 @@ PAGES: dict[str, Callable[[Path, Path], object]] = {
     "pipelines-*.json": pipelines.draw,
     "regret-*.json": regret.draw,
     "choice-intervals-*.json": choice_intervals.draw,
+    "choice-cost-*.json": choice_cost.draw,
     "kv-groups-*.json": kv_groups.draw,
     "findings-*.json": findings.draw,
     "selector-loss-*.json": selector_loss.draw,

@@ -1,5 +1,4 @@
-"""The house rules, run like any other test: ruff, mypy, imports, dead code, file sizes, no path of
-one machine."""
+"""The house rules, run like any other test: ruff, mypy, imports, dead code, no path of one machine."""
 
 from __future__ import annotations
 
@@ -11,6 +10,8 @@ import warnings
 from pathlib import Path
 
 import pytest
+
+from headprune.core.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -167,3 +168,9 @@ def test_no_file_holds_a_secret() -> None:
             if path.suffix in (".py", ".md", ".yaml", ".json", ".txt", ".ipynb", ".j2", ".js"):
                 found = SECRETS.search(path.read_text(encoding="utf-8"))
                 assert not found, f"{path}: {found[0][:20]}"  # type: ignore[index]
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    assert cited is not None
+    assert cited[1] == __version__

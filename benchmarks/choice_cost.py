@@ -1,0 +1,184 @@
+"""Measure what ``auto`` costs beside the scorers that it tries, interleaved in one process.
+
+    python benchmarks/choice_cost.py --task hwu64 --data path/to/data --work runs/regret
+    python benchmarks/choice_cost.py --figure           # docs/choice-cost.md, from the records
+
+Every round times each way once, in CPU seconds of the process, so that other processes count
+little. The ways are single scorers, all candidates of `auto` together (they share their passes),
+one refit by `lstsq`, and `auto` as a whole. Memory is the peak of what tensors take beyond weights
+and batches, with fewer rows, by torch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch
+
+import headprune as hp
+from headprune.choice.auto import DEFAULT, Auto
+from headprune.core.files import write_atomic
+from headprune.recovery.lstsq import Lstsq
+from headprune.run.surroundings import git_commit
+from headprune.scoring.surgeon import Surgeon
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import regret
+import scoring_cost
+import studies
+
+PAGE = "choice-cost.md"
+TITLES = {
+    "taylor": "`taylor`",
+    "surgeon": "`surgeon`",
+    "surgeon, logits": '`surgeon`, `curvature="logits"`',
+    "candidates": "the five candidates of `auto`, which share their passes",
+    "refit": "one refit by `lstsq` with the feed-forwards",
+    "auto": "`auto`: the candidates, and each distinct plan cut, refitted and judged twice",
+}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    found = studies.parser(__doc__, "choice-cost", regret.TASKS, [])
+    found.set_defaults(calibration=256)
+    found.add_argument("--share", type=float, default=1 / 3, help="share of heads kept")
+    found.add_argument("--rounds", type=int, default=3)
+    found.add_argument("--memory-rows", type=int, default=32)
+    found.add_argument("--set", nargs="+", default=[], help="settings of the recipe")
+    studies.add_minutes(found)
+    return studies.parsed(found, argv)
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Add the rounds that the record lacks, or write the page; return the path written."""
+    args = arguments(argv)
+    if args.figure:
+        return draw(args.records, args.docs)
+    over = studies.clock(args)
+    regret.quiet()
+    out: Path = args.out or studies.RECORDS / f"choice-cost-{args.task}.json"
+    same = {"benchmark": "choice-cost", "task": args.task, "calibration": args.calibration}
+    record = studies.begun(out, same, torch.device("cpu"), git_commit=git_commit())
+    for row in studies.in_time(rows(args, record), over):
+        record["rows"].append(row)
+        studies.keep(record, out)
+        print(row, flush=True)
+    print(out)
+    return out
+
+
+def rows(args: argparse.Namespace, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what the record lacks: rounds of CPU seconds, then one row of memory."""
+    done = {(row["what"], row["round"]) for row in record["rows"]}
+    wanted = [("seconds", number) for number in range(args.rounds)] + [("memory", 0)]
+    wanted = [one for one in wanted if one not in done]
+    if not wanted:
+        return
+    subject = regret.opened(args, 0)
+    for what, number in wanted:
+        count = args.calibration if what == "seconds" else args.memory_rows
+        drawn = replace(subject, data=subject.data.redrawn(count, number))
+        row: dict[str, Any] = {"what": what, "round": number, "share": args.share, "n_rows": count}
+        for name, run in in_turn(ways(drawn, args.share), number):
+            if what == "seconds":
+                start = process_time()
+                run()
+                row[name] = process_time() - start
+            else:
+                row[name] = scoring_cost.peak(run, torch.device("cpu"))
+        yield {**row, **studies.stamp()}
+
+
+def ways(subject: Any, share: float) -> dict[str, Callable[[], Any]]:
+    """Return what is measured, by name."""
+    batches = subject.data.batches("calibration", subject.recipe.score.batch_size)
+    model, sites = subject.model, subject.sites
+
+    def score(scorers: Any) -> Callable[[], Any]:
+        return lambda: hp.score(model, batches, scorers, sites=sites, progress=False)
+
+    plan = hp.select(score("taylor")(), hp.Budget(keep_heads=share))
+
+    def refit() -> None:
+        small = copy.deepcopy(model)
+        hp.prune_(small, plan, sites=sites)
+        hp.recover_(small, batches, Lstsq(feed_forward=True), model)
+
+    return {
+        "taylor": score("taylor"),
+        "surgeon": score("surgeon"),
+        "surgeon, logits": score(Surgeon(curvature="logits")),
+        "candidates": score(Auto(candidates=DEFAULT).scorers),
+        "refit": refit,
+        "auto": score(Auto(keep=share)),
+    }
+
+
+def in_turn(
+    ways: dict[str, Callable[[], Any]], number: int
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the ways; each round begins with another one."""
+    names = list(ways)
+    start = number % len(names)
+    for name in names[start:] + names[:start]:
+        yield name, ways[name]
+
+
+# ------------------------------------------------------------------------------------------- page
+
+
+def draw(records: Path, docs: Path) -> Path:
+    """Write the page from every record there is."""
+    found = studies.records_in(records, "choice-cost")
+    return write_atomic(docs / PAGE, page(found).encode())
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """docs/choice-cost.md."""
+    lines = [
+        "# What `auto` costs",
+        "",
+        "Written by `python benchmarks/choice_cost.py --figure` from the records; do not edit.",
+        "",
+        "CPU seconds of one process on one thread, median over rounds in turn; the ratio is the",
+        "median of the rounds' ratios. Memory is the peak of what tensors take beyond weights and",
+        "batches, with fewer rows.",
+    ]
+    for record in records:
+        lines += ["", *_table(record)]
+    return "\n".join([*lines, "", *studies.no_gpu(r["hardware"] for r in records)]) + "\n"
+
+
+def _table(record: dict[str, Any]) -> list[str]:
+    timed = [row for row in record["rows"] if row["what"] == "seconds"]
+    measured = [row for row in record["rows"] if row["what"] == "memory"]
+    lines = [
+        f"## {regret.TITLES[record['task']]}",
+        "",
+        f"{record['calibration']} rows, {len(timed)} rounds, {timed[0]['share']:.0%} of the heads"
+        f" kept; {record['hardware']['processor']}.",
+        "",
+        "| what | CPU seconds | times `taylor` | times `surgeon` | peak memory |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, title in TITLES.items():
+        seconds = statistics.median(row[name] for row in timed)
+        to_taylor = statistics.median(row[name] / row["taylor"] for row in timed)
+        to_surgeon = statistics.median(row[name] / row["surgeon"] for row in timed)
+        peak = f"{measured[0][name] / 2**20:,.0f} MiB" if measured else "-"
+        lines.append(f"| {title} | {seconds:.1f} | {to_taylor:.1f} | {to_surgeon:.1f} | {peak} |")
+    if measured:
+        lines += ["", f"Peak memory with {measured[0]['n_rows']} rows."]
+    return lines
+
+
+if __name__ == "__main__":
+    studies.leave(main())
