@@ -66,7 +66,7 @@ Start with one of these:
   headprune prune --model MODEL --data FILE --keep 0.5 --out small
       your model without half of its heads, refitted on your data, proven and measured
 
-headprune --help lists all commands, headprune COMMAND --help explains one.
+headprune --help lists all commands, headprune COMMAND --help explains one. \
 A MODEL is a folder or a hub name."""
 
 

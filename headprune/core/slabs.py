@@ -123,11 +123,11 @@ class HeadGeometry:
         return self.n_kv_heads if unit in _OF_KV else self.n_query_heads
 
     def keep(self, heads: Iterable[int]) -> HeadGeometry:
-        """The geometry once only these query heads are left; a key/value head without any goes.
+        """The geometry when only these query heads are kept; a key/value head without any goes.
 
-        >>> HeadGeometry(4, 2, 8, 8).keep([1, 2, 3])
-        HeadGeometry(n_query_heads=3, n_kv_heads=2, head_dim=8, value_dim=8, key_dim=None, kv_of=(0,
-        1, 1))
+        >>> kept = HeadGeometry(4, 2, 8, 8).keep([1, 2, 3])
+        >>> kept.n_query_heads, kept.n_kv_heads, kept.kv_of
+        (3, 2, (0, 1, 1))
         """
         heads = sorted(set(heads))
         used = used_groups(self, heads)
