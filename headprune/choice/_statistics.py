@@ -50,13 +50,11 @@ def ranked(
     means = losses.mean(1)
     chosen = _taken(asked, losses, folds)
     comparisons = max(1, len(asked) - 1)
-    n = losses.shape[1]
-    quantile = float(student.ppf(1 - (1 - confidence) / (2 * comparisons), n - 1))
 
     found = []
     for i, (scorer, settings, by_kind) in enumerate(asked):
-        mean, error = _paired(losses[i] - losses[chosen], folds)
-        half = quantile * error if error else 0.0
+        difference = losses[i] - losses[chosen]  # [rows]
+        low, high = interval(difference, folds, confidence, comparisons)
         other = candidate_name(*asked[same[i]]) if same[i] != i else ""
         found.append(
             Candidate(
@@ -64,15 +62,33 @@ def ranked(
                 settings=settings,
                 by_kind=by_kind,
                 loss=float(means[i]),
-                difference=mean,
-                low=mean - half,
-                high=mean + half,
+                difference=float(difference.mean()),
+                low=low,
+                high=high,
                 same_as=other,
             )
         )
     # Among equal losses the one that is taken comes first.
     order = sorted(range(len(asked)), key=lambda i: (means[i], i != chosen, i))
     return tuple(found[i] for i in order), found[chosen].name
+
+
+def interval(
+    difference: Floats, folds: int, confidence: float, comparisons: int = 1
+) -> tuple[float, float]:
+    """Return Student's interval of the mean of paired differences.
+
+    Args:
+        difference: ``[rows]``.
+        folds: Parts that the rows were dealt to.
+        confidence: Of all intervals together.
+        comparisons: How many intervals there are (Bonferroni).
+    """
+    mean, error = _paired(difference, folds)
+    if not error:
+        return mean, mean
+    quantile = float(student.ppf(1 - (1 - confidence) / (2 * comparisons), len(difference) - 1))
+    return mean - quantile * error, mean + quantile * error
 
 
 def _taken(asked: Sequence[Asked], losses: Floats, folds: int) -> int:

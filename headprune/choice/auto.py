@@ -16,8 +16,8 @@ from torch import nn
 from headprune import recovery, scoring
 from headprune.attention.sharded import check_whole
 from headprune.choice._held_out import Folds, Refit, held_out_losses, whole_losses
-from headprune.choice._statistics import Asked, Floats, ranked
-from headprune.core.choice import RANDOM, Choice, candidate_name
+from headprune.choice._statistics import Asked, Floats, interval, ranked
+from headprune.core.choice import RANDOM, Choice, Refitting, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InfeasibleBudget, InvalidValue, UnsupportedModel, did_you_mean
 from headprune.core.heads import HeadMask
@@ -186,6 +186,10 @@ class Auto(Scorer):
         same = [masks.index(mask) for mask in masks]
         merged = _draws_as_one([asked[i] for i in kept], rows[kept].numpy(), same)
         found, chosen = ranked(*merged, self.folds, self.confidence)
+        taken = next(i for i in kept if candidate_name(*asked[i]) == chosen)
+        refitting = None
+        if refit:
+            refitting = self._refitting(problem, folds, plans[taken].mask, rows[taken])
         choice = Choice(
             candidates=found,
             chosen=chosen,
@@ -195,9 +199,10 @@ class Auto(Scorer):
             whole=whole,
             confidence=self.confidence,
             notes=(*notes, *more),
+            refitting=refitting,
         )
-        taken = candidates.index((choice.best.scorer, choice.best.settings))
-        return self._of(estimates[taken], choice)
+        scorer = candidates.index((choice.best.scorer, choice.best.settings))
+        return self._of(estimates[scorer], choice)
 
     def plan(self, scores: HeadScores, alone: bool) -> PruningPlan | None:
         """The plan that a candidate's scores are judged by.
@@ -293,6 +298,15 @@ class Auto(Scorer):
             note = f"Judged without a refit, which {self.refit_name} refuses: {error}"
             return held_out_losses(problem, folds, masks, None), "", (note,)
 
+    def _refitting(
+        self, problem: Problem, folds: Folds, mask: HeadMask, refitted: torch.Tensor
+    ) -> Refitting:
+        """Compare the losses of the refitted model, ``[rows]``, with those of the cut one alone."""
+        (alone,) = held_out_losses(problem, folds, [mask], None)  # [rows]
+        difference = (alone - refitted).numpy()
+        low, high = interval(difference, self.folds, self.confidence)
+        return Refitting(float(alone.mean()), low, high)
+
     def _of(self, estimate: Estimate, choice: Choice) -> Estimate:
         """The estimate of the chosen candidate, with the choice and what there is to say about
         it."""
@@ -303,8 +317,8 @@ class Auto(Scorer):
                 f"auto: these rows do not tell {choice.chosen} from {names}, which keep other"
                 " heads."
             )
-        if choice.doubt:
-            notes.append(f"auto: {choice.doubt}")
+        doubts = filter(None, (choice.doubt, choice.refit_doubt))
+        notes.extend(f"auto: {doubt}" for doubt in doubts)
         return replace(estimate, notes=tuple(notes), choice=choice)
 
 

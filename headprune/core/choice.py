@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from headprune.core.codec import FrozenDict
+from headprune.core.codec import LATER, FrozenDict
 
 #: The candidate that every other one has to beat.
 RANDOM = "random"
+_NOT_REFITTED = "the one taken, not refitted"
 
 
 def candidate_name(scorer: str, settings: Mapping[str, Any], by_kind: bool) -> str:
@@ -54,6 +55,31 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Refitting:
+    """What the refit is worth: the chosen plan's loss without it, on the same held-out rows.
+
+    Args:
+        loss: Mean loss of the cut model without a refit.
+        low: Lower end of the interval of ``loss`` minus the loss with the refit.
+        high: Upper end.
+    """
+
+    loss: float
+    low: float
+    high: float
+
+    @property
+    def harms(self) -> bool:
+        """Whether the refit raises the loss by its whole interval."""
+        return self.high < 0
+
+    @property
+    def helps(self) -> bool:
+        """Whether the refit lowers the loss by its whole interval."""
+        return self.low > 0
+
+
+@dataclass(frozen=True)
 class Choice:
     """The candidates of `auto` and the one that it took.
 
@@ -66,6 +92,7 @@ class Choice:
         whole: Mean loss of the uncut model on the same rows.
         confidence: Of all intervals together.
         notes: What the user should know.
+        refitting: What the refit is worth; None where there was none.
     """
 
     candidates: tuple[Candidate, ...]
@@ -76,6 +103,7 @@ class Choice:
     whole: float
     confidence: float = 0.95
     notes: tuple[str, ...] = ()
+    refitting: Refitting | None = field(default=None, metadata=LATER)
 
     @property
     def best(self) -> Candidate:
@@ -128,6 +156,19 @@ class Choice:
         alike = ", refitted alike" if self.refit else ""
         return f"These rows do not show that the chosen heads are better than random ones{alike}."
 
+    @property
+    def refit_doubt(self) -> str:
+        """Say that the refit harms, or that the rows do not show that it helps; empty otherwise."""
+        if self.refitting is None or self.refitting.helps:
+            return ""
+        losses = f"loss {self.best.loss:.4f} with it, {self.refitting.loss:.4f} without"
+        if self.refitting.harms:
+            return (
+                f"{self.refit} makes the cut model worse on held-out rows ({losses}): leave it out,"
+                " or give more calibration rows."
+            )
+        return f"These rows do not show that {self.refit} helps ({losses})."
+
     def mark(self, one: Candidate) -> str:
         """What there is to say of a candidate: taken, ties, or whose heads it keeps."""
         if one is self.best:
@@ -142,8 +183,13 @@ class Choice:
             f"auto took {self.best.name}: {self.budget}{refit}, loss of {self.n_examples} held-out"
             " rows"
         ]
-        width = max(len(name) for name in ("whole model", *(one.name for one in self.candidates)))
+        names = ["whole model", *(one.name for one in self.candidates)]
+        if self.refitting is not None:
+            names.append(_NOT_REFITTED)
+        width = max(map(len, names))
         lines.append(f"  {'whole model':<{width}}  {self.whole:.4f}")
+        if self.refitting is not None:
+            lines.append(f"  {_NOT_REFITTED:<{width}}  {self.refitting.loss:.4f}")
         for one in self.candidates:
             interval = (
                 ""

@@ -61,5 +61,12 @@ def _below(choice: Choice) -> list[str]:
         f"The best candidate's loss is at most {fixed(choice.margin, 4)} below the chosen one's"
         f" ({confidence})."
     ]
-    said = [sentence for sentence in (choice.preferred, choice.doubt) if sentence]
-    return [*lines, *said, *choice.notes]
+    worth = choice.refitting
+    if worth is not None:
+        low, high = signed(worth.low, 4), signed(worth.high, 4)
+        lines.append(
+            f"Without {choice.refit} the loss of the chosen plan is {fixed(worth.loss, 4)}; minus"
+            f" that with it: [{low}, {high}] ({confidence})."
+        )
+    said = [choice.preferred, choice.doubt, choice.refit_doubt]
+    return [*lines, *filter(None, said), *choice.notes]

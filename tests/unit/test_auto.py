@@ -18,7 +18,7 @@ import headprune as hp
 from headprune.choice import _held_out
 from headprune.choice._statistics import ranked
 from headprune.choice.auto import Auto
-from headprune.core.choice import RANDOM, Candidate, Choice
+from headprune.core.choice import RANDOM, Candidate, Choice, Refitting
 from headprune.core.codec import EMPTY, FrozenDict
 from headprune.core.errors import InvalidValue, UnknownName
 from headprune.core.explanation import explain
@@ -151,8 +151,9 @@ def test_no_refit_sees_a_row_that_judges_it(
     monkeypatch.setattr(Auto, "refit_", seen_by_refit)
     monkeypatch.setattr(_held_out, "_losses", seen_by_judge)
     score(model, rows)
-    assert len(fitted) == len(judged) > 2
-    for a, b in zip(fitted, judged, strict=True):
+    *judged_refits, _, _ = judged  # the chosen plan is judged without a refit, too, fold by fold
+    assert len(fitted) == len(judged_refits) > 2
+    for a, b in zip(fitted, judged_refits, strict=True):
         assert len(a) + len(b) == ROWS
         assert not (a[:, None] == b[None]).flatten(2).all(2).any()
 
@@ -183,7 +184,8 @@ def test_plans_that_are_the_same_are_judged_once(
     ).choice
     assert choice is not None
     same = [c for c in choice.candidates if c.same_as]
-    assert asked == [len(choice.candidates) - len(same)]
+    # The chosen plan once more, without a refit.
+    assert asked == [len(choice.candidates) - len(same), 1]
     assert same
     for one in same:
         assert one.loss == next(c.loss for c in choice.candidates if c.name == one.same_as)
@@ -199,6 +201,54 @@ def test_without_a_refit(model: Stream, rows: Tensor) -> None:
     assert_allclose(
         next(c.loss for c in choice.candidates if c.scorer == "obs"), expected, rtol=1e-5
     )
+
+
+def test_what_the_refit_is_worth_is_the_difference_to_the_cut_model(
+    model: Stream, rows: Tensor
+) -> None:
+    found = score(model, rows)
+    choice = found.choice
+    assert choice is not None
+    assert choice.refitting is not None
+    plan = hp.select(hp.score(model, [rows], choice.chosen, loss=loss), hp.Budget(keep_heads=0.5))
+    with hp.gated(model, plan), torch.no_grad():
+        alone = loss(model, rows).double()
+    difference = (alone - by_hand(model, rows, plan)).numpy()
+    half = student.ppf(0.975, ROWS - 1) * difference.std(ddof=1) / ROWS**0.5 * 3**0.5
+    assert_allclose(choice.refitting.loss, float(alone.mean()), rtol=1e-5)
+    assert_allclose(
+        [choice.refitting.low, choice.refitting.high],
+        difference.mean() + np.array([-half, half]),
+        rtol=1e-3,
+    )
+    assert HeadScores.from_json(found.to_json()) == found
+    assert score(model, rows, refit=None).choice.refitting is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (-0.3, -0.1, "makes the cut model worse on held-out rows (loss 1.0000 with it, 0.8000"),
+        (-0.3, 0.1, "do not show that lstsq helps (loss 1.0000 with it, 0.8000 without)."),
+        (0.1, 0.3, ""),
+    ],
+)
+def test_a_refit_that_harms_is_named(low: float, high: float, words: str) -> None:
+    choice = replace(choice_of(False), refitting=Refitting(0.8, low, high))
+    assert words in choice.refit_doubt
+    assert bool(choice.refit_doubt) == bool(words)
+    assert "the one taken, not refitted  0.8000" in str(choice)
+
+
+def test_notes_of_the_scores_name_a_refit_that_harms(
+    model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(self: Any, problem: Any, small: Any, batches: Any) -> None:
+        with torch.no_grad():
+            small.read.bias.add_(10.0)
+
+    monkeypatch.setattr(Auto, "refit_", spoil)
+    assert any("auto: lstsq makes the cut model worse" in note for note in score(model, rows).notes)
 
 
 def test_a_candidate_with_settings(model: Stream, rows: Tensor) -> None:

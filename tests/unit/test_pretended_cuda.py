@@ -98,9 +98,9 @@ SCORERS = {
     "attattr": Waits(10),
     "attribution_patching": Waits(6),
     "auto": Waits(
-        64,
+        66,
         per_layer=24,
-        why="up to 3 plans here, each refitted twice as by lstsq, +ff",
+        why="up to 3 plans here, each refitted twice as by lstsq, +ff; one once more without",
         at_most=True,
     ),
     "confidence": Waits(4),
