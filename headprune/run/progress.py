@@ -148,7 +148,10 @@ def keys_of(
     everything = [start, recipe.seed, part["decode"], part["threads"], facts_of(rows)]
     train = digest([everything, part["train"]])
     base = digest([train, left.get("train")])
-    score = digest([base, part["score"], part["select"]["policy"], rows["calibration"]])
+    scored = [base, part["score"], part["select"]["policy"], rows["calibration"]]
+    if recipe.score.scorer == "auto":  # it chooses by what comes after the scores
+        scored += [part["select"], part["recover"], part["gradual"]]
+    score = digest(scored)
     select = digest([score, left.get("score"), part["select"], left.get("latency")])
     prune = digest([select, part["gradual"]])
     cut, steps = digest([prune, left.get("prune")]), {}

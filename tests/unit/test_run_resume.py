@@ -25,6 +25,7 @@ from headprune.recovery import Finetune
 from headprune.run import Recipe, gradual, identity, prune_gradually_, runner, stages, subject
 from headprune.run.identity import made_of
 from headprune.run.journal import WORK
+from headprune.run.progress import keys_of
 from tests.killing import same_runs
 from tests.laws.support import subject_of
 from tests.tiny_recipe import TINY, interrupt_after
@@ -33,7 +34,7 @@ RECOVER = [
     {"method": "mean_fold"},
     {"method": "finetune", "batch_size": 64, "settings": {"steps": 5}},
 ]
-SHORT = {"score": {"random_draws": 1}, "recover": RECOVER, "report": False}
+SHORT = {"score": {"scorer": "taylor", "random_draws": 1}, "recover": RECOVER, "report": False}
 
 
 def recipe(out: Path, **changes: Any) -> Recipe:
@@ -120,6 +121,27 @@ def test_what_depends_on_a_change_is_made_anew(
         return
     go(recipe(tmp_path / "other", **changes))
     same_runs(failed, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"select": {"keep_heads": 0.25}},
+        {"recover": RECOVER[:1]},
+        {"recover": [], "gradual": {"stages": 2, "settings": {"steps": 2}}},
+    ],
+)
+@pytest.mark.parametrize("scorer", ["taylor", "auto"])
+def test_scores_of_auto_depend_on_what_comes_after_them(
+    tmp_path: Path, scorer: str, changes: dict[str, Any]
+) -> None:
+    """`auto` takes a scorer by the budget and the recoveries: with others it chooses anew."""
+    score = {"scorer": scorer, "random_draws": 1}
+    keys = [
+        keys_of(recipe(tmp_path, score=score, **some), {"calibration": {}}, "start", {})["score"]
+        for some in ({}, changes)
+    ]
+    assert (keys[0] == keys[1]) == (scorer == "taylor")
 
 
 @pytest.mark.parametrize(
