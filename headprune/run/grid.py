@@ -13,7 +13,14 @@ from typing import Any
 from headprune.core.codec import FrozenDict
 from headprune.core.errors import HeadPruneError, InvalidValue, did_you_mean
 from headprune.run.reading import locate, override, parse_yaml, read_raw
-from headprune.run.recipe import BudgetSection, Recipe, ScoreSection, Section, SelectSection
+from headprune.run.recipe import (
+    DEFAULT_SCORER,
+    BudgetSection,
+    Recipe,
+    ScoreSection,
+    Section,
+    SelectSection,
+)
 from headprune.run.sense import section_in
 from headprune.run.validate import RecipeError, check_recipe
 
@@ -266,7 +273,7 @@ def _combined(raw: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, An
     replaced: dict[str, Any] = dict.fromkeys(_BUDGETS if chosen.keys() & _BUDGETS else ())
     replaced |= dict.fromkeys(_OF_BUDGETS if other else ())
     for section, key, default in (
-        ("score", "scorer", "taylor"),
+        ("score", "scorer", DEFAULT_SCORER),
         ("select", "selector", "global_topk"),
     ):
         own = section_in(raw, section)

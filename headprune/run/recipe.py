@@ -23,6 +23,8 @@ Task = Literal[
     "image_classification",
     "audio_classification",
 ]
+#: The scorer, unless the recipe says another: the one with the least regret in docs/regret.md.
+DEFAULT_SCORER = "auto"
 #: The column of labels, unless the recipe says another.
 LABEL = "label"
 #: Tasks whose rows have no labels.
@@ -180,7 +182,7 @@ class ScoreSection(Section):
     """How heads are scored, and what the plan is compared with.
 
     Args:
-        scorer: Registered name.
+        scorer: Registered name; ``auto`` where left out.
         settings: The scorer's settings.
         batch_size: Examples a batch; no score depends on it.
         until: Read no more calibration rows than it takes to settle the set of the k lowest; all
@@ -189,7 +191,7 @@ class ScoreSection(Section):
         random_draws: Also cut at random, this often, at the same budget.
     """
 
-    scorer: str = "taylor"
+    scorer: str = DEFAULT_SCORER
     settings: dict[str, Any] = {}
     batch_size: Positive = 32
     until: UntilSection | None = None

@@ -15,7 +15,7 @@ from headprune.core.errors import HeadPruneError, InvalidValue, UnknownName, did
 from headprune.core.registry import Registry
 from headprune.run.presets import preset_named
 from headprune.run.reading import locate, override, read_raw
-from headprune.run.recipe import BudgetSection, LatencySection, Recipe
+from headprune.run.recipe import DEFAULT_SCORER, BudgetSection, LatencySection, Recipe
 from headprune.run.references import interpolate
 from headprune.run.sense import data_problems, metric_problems, model_problems, section_in
 from headprune.selection._inner import CALLABLES
@@ -170,7 +170,11 @@ def _beyond_types(data: Mapping[str, Any]) -> list[InvalidValue]:
     problems += metric_problems(data)
     score, select = section_in(data, "score"), section_in(data, "select")
     problems += check_method(
-        scoring.registry, score.get("scorer", "taylor"), score.get("settings"), "score", "scorer"
+        scoring.registry,
+        score.get("scorer", DEFAULT_SCORER),
+        score.get("settings"),
+        "score",
+        "scorer",
     )
     problems += [*_until_problems(score), *_auto_problems(score)]
     selector = select.get("selector", "global_topk")
@@ -234,7 +238,7 @@ def _looking_problems(select: Mapping[str, Any]) -> list[InvalidValue]:
 def _until_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
     from headprune import scoring
 
-    name = score.get("scorer", "taylor")
+    name = score.get("scorer", DEFAULT_SCORER)
     known = isinstance(name, str) and name in scoring.registry
     if score.get("until") is None or not known or scoring.registry.get(name).needs_data:
         return []
@@ -244,7 +248,7 @@ def _until_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
 def _auto_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
     """Settings of ``auto`` that a recipe says in its own sections, and ``until``, which it cannot
     be read by."""
-    if score.get("scorer") != "auto":
+    if score.get("scorer", DEFAULT_SCORER) != "auto":
         return []
     settings = score.get("settings")
     given = settings if isinstance(settings, Mapping) else {}
@@ -259,7 +263,12 @@ def _auto_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
     ]
     if score.get("until") is not None:
         problems.append(
-            InvalidValue("score.until", "left out with auto, which judges on all rows", "a section")
+            InvalidValue(
+                "score.until",
+                "left out with auto, the default scorer, which judges on all rows",
+                "a section",
+                "Name a scorer that may stop early: score.scorer: taylor.",
+            )
         )
     return problems
 

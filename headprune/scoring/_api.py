@@ -66,7 +66,7 @@ def score(
 def score(
     model: nn.Module,
     batches: Iterable[Any] | None = None,
-    scorer: str | Scorer | list[str | Scorer] | tuple[str | Scorer, ...] = "taylor",
+    scorer: str | Scorer | list[str | Scorer] | tuple[str | Scorer, ...] = "auto",
     *,
     loss: Loss | None = None,
     sites: Iterable[AttentionSite] | None = None,
@@ -86,7 +86,8 @@ def score(
         batches: Any iterable of what the model takes, with labels where the scorer needs a loss.
             Scorers without data take None, but then the scores cannot say what the units cost.
         scorer: A registered name, a configured scorer, or several of them; several share their
-            passes over the data.
+            passes over the data. The default tries several, and takes one whose heads cost least
+            on held-out rows; ``"taylor"`` costs one pass forward and backward.
         loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads.
         sites: Default ``find_sites(model)``.
         until: ``hp.Stable(k=...)`` stops reading batches when the set of the k lowest is settled;

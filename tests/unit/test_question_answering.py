@@ -121,7 +121,7 @@ def recipe(folder: Path, silent: bool = False, **data: Any) -> Any:
             "device": "cpu",
             "model": {"path": str(model)},
             "data": {"path": str(folder), **columns, "calibration": 20, **data},
-            "score": {"random_draws": 1},
+            "score": {"scorer": "taylor", "random_draws": 1},
             "select": {"keep_heads": 0.5},
             "report": False,
         }

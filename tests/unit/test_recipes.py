@@ -58,6 +58,7 @@ def test_every_case_has_a_recipe() -> None:
     assert any(recipe.model.import_path for recipe in recipes)
     assert any(recipe.select.timed for recipe in recipes)
     assert {recipe.score.scorer for recipe in recipes} >= {
+        "auto",
         "taylor",
         "fisher",
         "surgeon",
@@ -120,6 +121,10 @@ def test_recipe_runs_a_smoke_step(
     )
     names = [row.name for row in record.quality if row.split == "test"]
     scorer = recipe["score"]["scorer"]
+    if scorer == "auto":
+        assert record.scores is not None
+        assert record.scores.choice is not None
+        scorer = record.scores.scorer
     recovered = [f"recovered ({' + '.join(ways[: n + 1])})" for n in range(len(ways))]
     assert names == ["base", scorer, "magnitude", "random", *recovered]
     assert all(

@@ -340,7 +340,7 @@ def raw(folder, **sections):
             "config": {"vocab_size": 20, "intermediate_size": 16, **sizes},
         },
         "data": {"path": str(folder / "rows.jsonl"), "tokens": "tokens"},
-        "score": {"random_draws": 0, "magnitude": False},
+        "score": {"scorer": "taylor", "random_draws": 0, "magnitude": False},
         "select": {"keep_heads": 0.5},
         "report": False,
         **sections,

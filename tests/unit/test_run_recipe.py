@@ -152,7 +152,7 @@ def test_defaults_are_filled_in_and_the_result_is_a_recipe_again() -> None:
     recipe = check_recipe(good())
     assert isinstance(recipe, Recipe)
     assert recipe.folder == "runs/test"
-    assert recipe.score.scorer == "taylor"
+    assert recipe.score.scorer == "auto"
     assert recipe.select.budget == Budget(keep_heads=0.5)
     assert check_recipe(yaml.safe_load(recipe_yaml(recipe))) == recipe
 
@@ -236,8 +236,16 @@ def test_all_errors_at_once_each_with_path_and_suggestion() -> None:
         ({"select__keep_heads": 1.5}, "select.keep_heads", "a count >= 1 or a fraction"),
         ({"select__length": 4}, "select.length", "with keep_macs only"),
         ({"select__selector": "globl"}, "select.selector", "Did you mean 'global_topk'"),
-        ({"score__settings": {"reduce": "exampel"}}, "score.settings.reduce", "one of example"),
-        ({"score__settings": {"block": 8}}, "score.settings.block", "with reduce='batch' only"),
+        (
+            {"score__scorer": "taylor", "score__settings": {"reduce": "exampel"}},
+            "score.settings.reduce",
+            "one of example",
+        ),
+        (
+            {"score__scorer": "taylor", "score__settings": {"block": 8}},
+            "score.settings.block",
+            "with reduce='batch' only",
+        ),
         ({"score__batch_size": 0}, "score.batch_size", "greater than or equal to 1"),
         ({"score__batch_size": "8"}, "score.batch_size", "valid integer"),
         ({"seed": True}, "seed", "valid integer"),
@@ -263,19 +271,23 @@ def test_single_errors(changes: dict[str, Any], path: str, words: str) -> None:
 
 
 def test_settings_that_depend_on_each_other_are_judged_together() -> None:
-    recipe = check_recipe(good(score__settings={"block": 8, "reduce": "batch"}))
+    recipe = check_recipe(
+        good(score__scorer="taylor", score__settings={"block": 8, "reduce": "batch"})
+    )
     assert recipe.score.settings == {"block": 8, "reduce": "batch"}
 
 
 def test_reading_may_stop_when_a_set_is_settled() -> None:
-    until = check_recipe(good(score__until={"k": 3, "confidence": 0.9})).score.until
+    taylor = {"score__scorer": "taylor"}
+    until = check_recipe(good(**taylor, score__until={"k": 3, "confidence": 0.9})).score.until
     assert until is not None
     assert (until.k, until.confidence) == (3, 0.9)
     assert check_recipe(good()).score.until is None
     found = problems(good(score__scorer="magnitude", score__until__k=3))
     assert "left out for a scorer that uses no data, got magnitude" in found["score.until"]
-    assert "given" in problems(good(score__until={"confidence": 0.9}))["score.until.k"]
-    assert set(problems(good(score__until={"k": 0, "confidence": 1.0}))) == {
+    assert "score.scorer: taylor" in problems(good(score__until__k=3))["score.until"]
+    assert "given" in problems(good(**taylor, score__until={"confidence": 0.9}))["score.until.k"]
+    assert set(problems(good(**taylor, score__until={"k": 0, "confidence": 1.0}))) == {
         "score.until.k",
         "score.until.confidence",
     }

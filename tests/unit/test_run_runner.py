@@ -89,7 +89,7 @@ def recipe(bert: Path, folder: Path, task: str = "text_classification", **sectio
             "model": {"path": str(bert)},
             "data": {"path": str(folder / "rows.jsonl"), "text": "text"},
             "train": {"epochs": 1, "batch_size": 16, "learning_rate": 1e-3},
-            "score": {"random_draws": 2},
+            "score": {"scorer": "taylor", "random_draws": 2},
             "select": {"keep_heads": 0.5},
             "report": False,
             **sections,
@@ -664,7 +664,7 @@ def test_pixels_are_of_the_weights_dtype(tmp_path: Path) -> None:
         "out": str(tmp_path / "out"),
         "model": {"class_name": "SwinForImageClassification", "config": swin, "dtype": "float16"},
         "data": {"path": "sklearn:digits", "holdout": 60, "test_holdout": 1600, "calibration": 8},
-        "score": {"random_draws": 1},
+        "score": {"scorer": "taylor", "random_draws": 1},
         "select": {"keep_heads": 0.5},
         "report": False,
     }
