@@ -113,11 +113,12 @@ TITLES = {
 }
 #: Pipelines are chosen by these tasks, the others confirm.
 CHOOSING = ("sst2", "hwu64", "digits", "stories", "translation")
-#: What cut models are refitted by.
-REFITS: dict[str, dict[str, Any]] = {
+#: What cut models are refitted by; None is a cut without a refit.
+REFITS: dict[str, dict[str, Any] | None] = {
     "lstsq": {"feed_forward": True, "precision": "float32"},
     "lstsq, output": {"feed_forward": True, "precision": "float32", "token_weights": "output"},
     "lstsq, held-out ridge": {"feed_forward": True, "precision": "float32", "ridge": None},
+    "no refit": None,
 }
 #: Calibration rows, where they are not 256: these have 256 tokens each.
 ROWS = {"stories": 64, "char-gpt": 64}
@@ -302,10 +303,11 @@ class Scored:
     def row(self, tuned: int, share: float, refit: str) -> dict[str, Any]:
         """All pipelines of one budget and refit."""
         start = process_time()
-        step = RecoverStep(method="lstsq", settings=REFITS[refit])
+        settings = REFITS[refit]
+        steps = [] if settings is None else [RecoverStep(method="lstsq", settings=settings)]
         select = self.subject.recipe.select.model_copy(update={"keep_heads": share})
         recipe = self.subject.recipe.model_copy(
-            update={"select": select, "recover": [step], "gradual": None}
+            update={"select": select, "recover": steps, "gradual": None}
         )
         subject = replace(self.subject, recipe=recipe)
         auto = Known(candidates=self.names, subject=subject, scores=self.scores, seed=self.number)
@@ -320,7 +322,8 @@ class Scored:
             if plan.mask not in known:
                 small = copy.deepcopy(subject.model)
                 hp.prune_(small, plan, sites=subject.sites)
-                recover_once(subject, small, step)
+                for step in steps:
+                    recover_once(subject, small, step)
                 known[plan.mask] = subject.measure(small, name, 0, "test").value
             cells.setdefault(
                 name, {"held_out": judged.loss, "low": judged.low, "high": judged.high, "draws": []}
