@@ -29,6 +29,8 @@ from time import process_time
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
+from torch import Tensor, nn
 
 import headprune as hp
 from headprune.choice.auto import DEFAULT
@@ -37,6 +39,7 @@ from headprune.core.errors import InfeasibleBudget
 from headprune.core.files import write_atomic
 from headprune.core.metrics import drop
 from headprune.core.scores import HeadScores
+from headprune.model.running import undisturbed
 from headprune.run.auto import AutoOfRun
 from headprune.run.base import open_base, ready_base
 from headprune.run.reading import locate
@@ -208,9 +211,25 @@ def _note_whole(record: dict[str, Any], subject: Subject, tuned: int) -> None:
             f"--tuned {tuned} of this record had other weights: take seeds that it does not have."
         )
     if known is None:
-        row = subject.measure(subject.model, "base", 0, "test")
-        found = {"metric": row.metric, "test": row.value, "n": row.n_examples, "weights": weights}
+        metric, value, n = tested(subject, subject.model)
+        found = {"metric": metric, "test": value, "n": n, "weights": weights}
         record["whole"][str(tuned)] = found
+
+
+def tested(subject: Subject, model: nn.Module) -> tuple[str, float, int]:
+    """Return metric, value and number of the test rows; grades are judged by Spearman's correlation,
+    as STS-B is everywhere."""
+    if subject.recipe.task != "regression":
+        row = subject.measure(model, "tested", 0, "test")
+        return row.metric, row.value, row.n_examples
+    answers: list[Tensor] = []
+    labels: list[Tensor] = []
+    with undisturbed(model), torch.no_grad():
+        for batch in subject.data.batches("test", 64):
+            answers.append(model(**batch).logits[:, 0])
+            labels.append(batch["labels"])
+    correlation = spearmanr(torch.cat(answers).numpy(), torch.cat(labels).numpy()).statistic
+    return "spearman", float(correlation), len(torch.cat(labels))
 
 
 def place(row: dict[str, Any]) -> tuple[int, int, float, str]:
@@ -324,7 +343,7 @@ class Scored:
                 hp.prune_(small, plan, sites=subject.sites)
                 for step in steps:
                     recover_once(subject, small, step)
-                known[plan.mask] = subject.measure(small, name, 0, "test").value
+                _, known[plan.mask], _ = tested(subject, small)
             cells.setdefault(
                 name, {"held_out": judged.loss, "low": judged.low, "high": judged.high, "draws": []}
             )
