@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from headprune.core.errors import InvalidValue
+from headprune.core.errors import InvalidValue, UnsupportedModel
 from headprune.core.heads import HeadMask
 from headprune.model.cut import cut_
 from headprune.model.losses import shaped_losses
@@ -21,6 +21,10 @@ from headprune.scoring._base import Problem
 
 #: Refits a cut model in place on some batches.
 Refit = Callable[[nn.Module, list[Any]], object]
+
+
+class RefitRefused(Exception):
+    """A cut model that cannot be refitted, in this or another process; says why."""
 
 
 class Folds:
@@ -50,8 +54,9 @@ class Folds:
             first += size
         self.size = first
         if first < 2 * count:
+            hint = "Give more examples, or name a scorer that holds none out: taylor, for example."
             raise InvalidValue(
-                "batches", f"with at least {2 * count} examples for {count} folds", first
+                "batches", f"with at least {2 * count} examples for {count} folds", first, hint
             )
 
     def others(self, fold: int) -> list[Any]:
@@ -75,7 +80,10 @@ def held_out_losses(
     """``[plans, rows]``, fp64 on the CPU: each row's loss under each plan, cut and refitted without
     that row's fold.
 
-    Processes share the plans. The model is left as it was.
+    Processes share the plans. The model does not change.
+
+    Raises:
+        RefitRefused: in every process, where a refit was refused in one of them.
     """
     disable = None if problem.progress is None else not problem.progress
 
@@ -85,14 +93,24 @@ def held_out_losses(
             found[folds.rows[fold]] = losses_of_fold(problem, folds, fold, mask, refit)
         return found
 
+    refusals: list[str] = []
+
     def own() -> dict[str, Tensor]:
         mine = range(problem.crew.rank, len(plans), problem.crew.size)
-        return {
-            str(i): losses(plans[i])
-            for i in tqdm(mine, desc="cut and refit", disable=disable, leave=False)
-        }
+        bar = tqdm(mine, desc="cut and refit", disable=disable, leave=False)
+        try:
+            return {str(i): losses(plans[i]) for i in bar}
+        except UnsupportedModel as error:
+            if refit is None:
+                raise
+            refusals.append(str(error))
+            return {}
 
     parts = problem.gathered("held-out losses", own)
+    # A process without a plan learns of a refusal here, so that all of them go on alike.
+    refused = problem.crew.united(refusals)
+    if refused:
+        raise RefitRefused(refused[0])
     by_plan = {int(i): row for part in parts for i, row in part.items()}
     return torch.stack([by_plan[i] for i in range(len(plans))])
 
@@ -102,7 +120,11 @@ def losses_of_fold(
 ) -> Tensor:
     """``[rows of the fold]``, fp64 on the CPU: their losses under a plan, cut and refitted on the
     other rows."""
-    small = copy.deepcopy(problem.model)
+    try:
+        small = copy.deepcopy(problem.model)
+    except (RuntimeError, TypeError) as error:
+        hint = "auto cuts copies of it; name a scorer that does not: taylor, for example."
+        raise UnsupportedModel("the model", "one that can be copied", str(error), hint) from error
     cut_(small, bind(small, sites_of(problem.bound)), mask)
     if refit is not None:
         refit(small, folds.others(fold))

@@ -20,7 +20,7 @@ def ranked(
     asked: Sequence[Asked],
     losses: Floats,
     same: Sequence[int],
-    folds: int,
+    folds: int | None,
     confidence: float,
 ) -> tuple[tuple[Candidate, ...], str]:
     """Rank the candidates by their loss, and compare each with the one that is taken.
@@ -33,15 +33,17 @@ def ranked(
     The interval of a difference is Student's, of the paired differences per row. Rows of one fold
     share a refit, so the variance is larger than that of independent rows: as in Nadeau and Bengio
     2003 ("Inference for the generalization error", section 3), rows judged per row fitted are
-    added to 1/folds. All intervals hold together (Bonferroni), because the data choose which
-    candidate is compared with the others.
+    added to 1/folds. Intervals are widened for as many comparisons as there are other candidates
+    (Bonferroni), because any of them may be the best one.
 
     Args:
         asked: Scorer, its settings and whether by kind, per candidate, the preferred one first.
         losses: ``[candidates, rows]``.
         same: Per candidate the first one with the same plan, itself where there is none.
-        folds: Parts that the rows were dealt to.
-        confidence: Of all intervals together.
+        folds: Parts that the rows were dealt to; None where nothing was refitted, so that no rows
+            share a fit.
+        confidence: Of the margin: that no candidate is better than the one taken by more than its
+            interval says.
 
     Returns:
         The candidates from the lowest loss to the highest, and the name of the one taken, which is
@@ -74,15 +76,15 @@ def ranked(
 
 
 def interval(
-    difference: Floats, folds: int, confidence: float, comparisons: int = 1
+    difference: Floats, folds: int | None, confidence: float, comparisons: int
 ) -> tuple[float, float]:
     """Return Student's interval of the mean of paired differences.
 
     Args:
         difference: ``[rows]``.
-        folds: Parts that the rows were dealt to.
-        confidence: Of all intervals together.
-        comparisons: How many intervals there are (Bonferroni).
+        folds: Parts that the rows were dealt to; None where nothing was refitted.
+        confidence: Of all comparisons together.
+        comparisons: How many there are (Bonferroni).
     """
     mean, error = _paired(difference, folds)
     if not error:
@@ -91,7 +93,7 @@ def interval(
     return mean - quantile * error, mean + quantile * error
 
 
-def _taken(asked: Sequence[Asked], losses: Floats, folds: int) -> int:
+def _taken(asked: Sequence[Asked], losses: Floats, folds: int | None) -> int:
     """Return the place of the first candidate within one standard error of the lowest loss."""
     scorers = [i for i, (scorer, _, _) in enumerate(asked) if scorer != RANDOM]
     means = losses.mean(1)
@@ -103,8 +105,8 @@ def _taken(asked: Sequence[Asked], losses: Floats, folds: int) -> int:
     return lowest
 
 
-def _paired(difference: Floats, folds: int) -> tuple[float, float]:
+def _paired(difference: Floats, folds: int | None) -> tuple[float, float]:
     """Return the mean of paired differences ``[rows]`` and its standard error."""
-    stretch = np.sqrt(1 + folds / (folds - 1))
+    stretch = 1.0 if folds is None else np.sqrt(1 + folds / (folds - 1))
     error = difference.std(ddof=1) / np.sqrt(len(difference)) * stretch
     return float(difference.mean()), float(error)

@@ -1,5 +1,4 @@
-"""The scorer whose heads cost least on held-out rows once they are cut and the rest is refitted,
-out of several."""
+"""`auto`: try several scorers, and take one whose plan is among the best on held-out rows."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from torch import nn
 
 from headprune import recovery, scoring
 from headprune.attention.sharded import check_whole
-from headprune.choice._held_out import Folds, Refit, held_out_losses, whole_losses
+from headprune.choice._held_out import Folds, Refit, RefitRefused, held_out_losses, whole_losses
 from headprune.choice._statistics import Asked, Floats, interval, ranked
 from headprune.core.choice import RANDOM, Choice, Refitting, candidate_name
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.errors import InfeasibleBudget, InvalidValue, UnsupportedModel, did_you_mean
+from headprune.core.errors import InfeasibleBudget, InvalidValue, did_you_mean
 from headprune.core.heads import HeadMask
 from headprune.core.plan import Budget, PruningPlan
 from headprune.core.scores import HeadScores, ModelFingerprint
@@ -74,7 +73,7 @@ class Auto(Scorer):
             for others.
         folds: Parts that the rows are dealt to.
         random_draws: Random plans to compare with.
-        confidence: Of all intervals together.
+        confidence: Of the margin.
         seed: Of the random plans.
     """
 
@@ -179,17 +178,26 @@ class Auto(Scorer):
         # cannot be copied.
         whole = float(whole_losses(problem, folds).mean())
         distinct = list(dict.fromkeys(plan.mask for plan in plans))
+        problem.crew.agree(
+            "the plans of auto",
+            "the same in every process",
+            repr([[row.kept for row in mask.rows] for mask in distinct]),
+            "With a budget of speed, each process measures its own: name a scorer for that.",
+        )
         losses, refit, notes = self._losses(problem, folds, distinct)
         rows = losses[[distinct.index(plan.mask) for plan in plans]]  # [plans, rows]
         kept, more = _finite(asked, rows)
         masks = [plans[i].mask for i in kept]
         same = [masks.index(mask) for mask in masks]
         merged = _draws_as_one([asked[i] for i in kept], rows[kept].numpy(), same)
-        found, chosen = ranked(*merged, self.folds, self.confidence)
+        folds_of_refits = self.folds if refit else None
+        found, chosen = ranked(*merged, folds_of_refits, self.confidence)
         taken = next(i for i in kept if candidate_name(*asked[i]) == chosen)
         refitting = None
-        if refit:
-            refitting = self._refitting(problem, folds, plans[taken].mask, rows[taken])
+        if refit and not self.stands_in:
+            refitting = self._refitting(
+                problem, folds, plans[taken].mask, rows[taken], len(distinct)
+            )
         choice = Choice(
             candidates=found,
             chosen=chosen,
@@ -242,6 +250,11 @@ class Auto(Scorer):
         """What cut models are refitted by, in words; empty for nothing."""
         return self.refit or ""
 
+    @property
+    def stands_in(self) -> bool:
+        """Whether the refit stands in for a training, so that nobody asked for it."""
+        return False
+
     def _method(self) -> Recovery:
         assert self.refit is not None
         method: Recovery = recovery.registry.get(self.refit)(**(self.refit_settings or {}))
@@ -292,33 +305,41 @@ class Auto(Scorer):
         refit: Refit | None = partial(self.refit_, problem) if self.refit_name else None
         try:
             return held_out_losses(problem, folds, masks, refit), self.refit_name, ()
-        except UnsupportedModel as error:
-            if refit is None:
-                raise
+        except RefitRefused as error:
             note = f"Judged without a refit, which {self.refit_name} refuses: {error}"
             return held_out_losses(problem, folds, masks, None), "", (note,)
 
     def _refitting(
-        self, problem: Problem, folds: Folds, mask: HeadMask, refitted: torch.Tensor
-    ) -> Refitting:
-        """Compare the losses of the refitted model, ``[rows]``, with those of the cut one alone."""
+        self,
+        problem: Problem,
+        folds: Folds,
+        mask: HeadMask,
+        refitted: torch.Tensor,
+        n_plans: int,
+    ) -> Refitting | None:
+        """Compare the losses of the refitted model, ``[rows]``, with those of the cut one alone.
+
+        The plan was taken for its loss after the refit, so the interval allows for all plans. None
+        where the cut model alone has losses that are not finite: the refit is needed then.
+        """
         (alone,) = held_out_losses(problem, folds, [mask], None)  # [rows]
+        if not bool(alone.isfinite().all()):
+            return None
         difference = (alone - refitted).numpy()
-        low, high = interval(difference, self.folds, self.confidence)
+        low, high = interval(difference, self.folds, self.confidence, n_plans)
         return Refitting(float(alone.mean()), low, high)
 
     def _of(self, estimate: Estimate, choice: Choice) -> Estimate:
         """The estimate of the chosen candidate, with the choice and what there is to say about
         it."""
-        notes = [*estimate.notes]
+        said = [*choice.notes]
         if choice.ties:
-            names = ", ".join(c.name for c in choice.ties)
-            notes.append(
-                f"auto: these rows do not tell {choice.chosen} from {names}, which keep other"
-                " heads."
+            names = " and ".join([choice.chosen, *(c.name for c in choice.ties)])
+            said.append(
+                f"On these rows {names} are equally good, though they keep different heads."
             )
-        doubts = filter(None, (choice.doubt, choice.refit_doubt))
-        notes.extend(f"auto: {doubt}" for doubt in doubts)
+        said += filter(None, (choice.doubt, choice.refit_doubt))
+        notes = [*estimate.notes, *(f"auto: {note}" for note in said)]
         return replace(estimate, notes=tuple(notes), choice=choice)
 
 

@@ -10,7 +10,6 @@ from headprune.core.codec import LATER, FrozenDict
 
 #: The candidate that every other one has to beat.
 RANDOM = "random"
-_NOT_REFITTED = "the one taken, not refitted"
 
 
 def candidate_name(scorer: str, settings: Mapping[str, Any], by_kind: bool) -> str:
@@ -90,7 +89,7 @@ class Choice:
         refit: What each cut model was refitted by before it was judged; empty for nothing.
         n_examples: Rows that judged.
         whole: Mean loss of the uncut model on the same rows.
-        confidence: Of all intervals together.
+        confidence: Of the margin.
         notes: What the user should know.
         refitting: What the refit is worth; None where there was none.
     """
@@ -157,6 +156,11 @@ class Choice:
         return f"These rows do not show that the chosen heads are better than random ones{alike}."
 
     @property
+    def unrefitted(self) -> str:
+        """What the chosen plan without its refit is called in tables."""
+        return f"{self.chosen}, without {self.refit}"
+
+    @property
     def refit_doubt(self) -> str:
         """Say that the refit harms, or that the rows do not show that it helps; empty otherwise."""
         if self.refitting is None or self.refitting.helps:
@@ -164,8 +168,8 @@ class Choice:
         losses = f"loss {self.best.loss:.4f} with it, {self.refitting.loss:.4f} without"
         if self.refitting.harms:
             return (
-                f"{self.refit} makes the cut model worse on held-out rows ({losses}): leave it out,"
-                " or give more calibration rows."
+                f"Fitted to part of these rows, {self.refit} makes the cut model worse on the"
+                f" others ({losses}). Give more calibration rows, or compare with a run without it."
             )
         return f"These rows do not show that {self.refit} helps ({losses})."
 
@@ -185,11 +189,11 @@ class Choice:
         ]
         names = ["whole model", *(one.name for one in self.candidates)]
         if self.refitting is not None:
-            names.append(_NOT_REFITTED)
+            names.append(self.unrefitted)
         width = max(map(len, names))
         lines.append(f"  {'whole model':<{width}}  {self.whole:.4f}")
         if self.refitting is not None:
-            lines.append(f"  {_NOT_REFITTED:<{width}}  {self.refitting.loss:.4f}")
+            lines.append(f"  {self.unrefitted:<{width}}  {self.refitting.loss:.4f}")
         for one in self.candidates:
             interval = (
                 ""
@@ -200,8 +204,8 @@ class Choice:
                 f"  {one.name:<{width}}  {one.loss:.4f}  {interval:<28} {self.mark(one)}".rstrip()
             )
         lines.append(
-            f"  the best candidate is at most {self.margin:.4f} below it ({100 * self.confidence:g}"
-            " % confidence)"
+            f"  the best candidate's loss is at most {self.margin:.4f} below that of"
+            f" {self.chosen} ({100 * self.confidence:g} % confidence)"
         )
         if self.preferred:
             lines.append(f"  {self.preferred}")

@@ -65,8 +65,9 @@ def _below(choice: Choice) -> list[str]:
     if worth is not None:
         low, high = signed(worth.low, 4), signed(worth.high, 4)
         lines.append(
-            f"Without {choice.refit} the loss of the chosen plan is {fixed(worth.loss, 4)}; minus"
-            f" that with it: [{low}, {high}] ({confidence})."
+            f"Without {choice.refit} the loss of the chosen plan is {fixed(worth.loss, 4)}, a"
+            f" difference of {signed(worth.loss - choice.best.loss, 4)} [{low}, {high}]"
+            f" ({confidence})."
         )
     said = [choice.preferred, choice.doubt, choice.refit_doubt]
     return [*lines, *filter(None, said), *choice.notes]

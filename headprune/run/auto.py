@@ -22,16 +22,13 @@ from headprune.model.running import undisturbed
 from headprune.model.sites import bind
 from headprune.recovery._api import recover_
 from headprune.run.choosing import choose_heads
-from headprune.run.recipe import Recipe, RecoverStep
+from headprune.run.judged import STAND_IN, judged_after
 from headprune.run.recovering import seeded
 from headprune.run.subject import Subject
 from headprune.scoring._api import score
 from headprune.scoring._base import Problem, Scorer
 from headprune.selection._api import select
 from headprune.selection._groups import by_kind
-
-#: What stands for a recovery that trains, while candidates are judged.
-_STAND_IN = RecoverStep(method="lstsq", settings={"feed_forward": True})
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,10 @@ class AutoOfRun(Auto):
             method = seeded(recovery.registry, step.method, step.settings, self._run.recipe.seed)
             teacher = problem.model if method.needs_teacher else None
             recover_(small, batches, method, teacher, sites=self._run.sites)
+
+    @property
+    def stands_in(self) -> bool:
+        return judged_after(self._run.recipe) == [STAND_IN] != self._run.recipe.recover
 
     @property
     def most_plans(self) -> int:
@@ -110,17 +111,6 @@ def _half_of(scores: HeadScores) -> HeadMask:
         return select(scores, Budget(keep_heads=0.5)).mask
     except InfeasibleBudget:
         return select(scores, Budget(keep_heads=1.0)).mask
-
-
-def judged_after(recipe: Recipe) -> list[RecoverStep]:
-    """The recoveries that a candidate's cut model gets before it is judged.
-
-    Those of the recipe that train nothing; where it only trains, ``lstsq`` stands in for the
-    training.
-    """
-    alone = [step for step in recipe.recover if not recovery.registry.get(step.method).trains]
-    trains = len(alone) < len(recipe.recover) or recipe.gradual is not None
-    return [_STAND_IN] if trains and not alone else alone
 
 
 def scorer_of(subject: Subject) -> Scorer:

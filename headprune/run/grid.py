@@ -282,7 +282,7 @@ def _combined(raw: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, An
             if (
                 section == "score"
                 and own.get("until") is not None
-                and not _reads_data(chosen["score.scorer"])
+                and not _may_stop_early(chosen["score.scorer"])
             ):
                 replaced["score.until"] = None
     order = sorted(chosen, key=lambda path: path not in _SWITCHES)
@@ -292,10 +292,11 @@ def _combined(raw: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, An
     )
 
 
-def _reads_data(scorer: Any) -> bool:
+def _may_stop_early(scorer: Any) -> bool:
+    """Whether ``score.until`` is for it: it reads data, and is not ``auto``."""
     from headprune import scoring
 
     try:
-        return bool(scoring.registry.get(scorer).needs_data)
+        return scorer != "auto" and bool(scoring.registry.get(scorer).needs_data)
     except (HeadPruneError, TypeError):
         return True  # refused with the recipe

@@ -20,6 +20,7 @@ from headprune.core.files import remove_parts
 from headprune.core.record import RunRecord
 from headprune.run.identity import check_inside, digest, facts_of, hashes, made_of
 from headprune.run.journal import FILES, FOLDERS, RECORD, WORK, Journal
+from headprune.run.judged import judged_after
 from headprune.run.recipe import Recipe
 
 _T = TypeVar("_T")
@@ -150,7 +151,8 @@ def keys_of(
     base = digest([train, left.get("train")])
     scored = [base, part["score"], part["select"]["policy"], rows["calibration"]]
     if recipe.score.scorer == "auto":  # it chooses by what comes after the scores
-        scored += [part["select"], part["recover"], part["gradual"]]
+        judged = [step.model_dump() for step in judged_after(recipe)]
+        scored += [part["select"], judged, recipe.gradual is None]
     score = digest(scored)
     select = digest([score, left.get("score"), part["select"], left.get("latency")])
     prune = digest([select, part["gradual"]])

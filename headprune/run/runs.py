@@ -4,6 +4,7 @@ that it is done."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,10 @@ from headprune.core.sweeps import words
 from headprune.run.base import Base
 from headprune.run.grid import Design
 from headprune.run.identity import digest
+from headprune.run.judged import judged_after
 from headprune.run.models import resolve_device
 from headprune.run.outcome import Outcome
-from headprune.run.recipe import Recipe
+from headprune.run.recipe import Recipe, RecoverStep
 from headprune.run.recovering import seeded
 from headprune.run.splits import calibration_rows
 from headprune.run.surroundings import versions
@@ -162,11 +164,11 @@ def _run(values: FrozenDict, recipe: Recipe, base: Base, draw: int, same: Frozen
     if wanted.scorer == "auto":  # it chooses by what comes after the scores
         score["judged"] = {
             "select": recipe.select.model_dump(),
-            "recover": recovered(recipe, seed, rows),
+            "recover": recovered(judged_after(recipe), seed, rows),
         }
     chosen = configured(selection.registry, recipe.select.selector, recipe.select.settings)
     select = {**recipe.select.model_dump(), "settings": dict(chosen.settings)}
-    recover = recovered(recipe, seed, rows)
+    recover = recovered(recipe.recover, seed, rows)
     plan: dict[str, Any] = {"scores": digest(score), "select": select}
     if chosen.needs:  # it looks at the model, and may draw, or recover on the way
         plan["seed"] = seed
@@ -174,18 +176,15 @@ def _run(values: FrozenDict, recipe: Recipe, base: Base, draw: int, same: Frozen
     return Run(digest(dict(settings)), settings, values, draw, recipe, digest(score), digest(plan))
 
 
-def recovered(recipe: Recipe, seed: int, rows: str) -> Any:
+def recovered(steps: Sequence[RecoverStep], seed: int, rows: str) -> Any:
     """What a recovered model depends on besides its plan; nothing where nothing is recovered."""
-    if not recipe.recover:
+    if not steps:
         return None
-    methods = [
-        seeded(recovery.registry, step.method, step.settings, seed) for step in recipe.recover
-    ]
-    steps = [
-        {**step.model_dump(), "settings": dict(method.settings)}
-        for step, method in zip(recipe.recover, methods, strict=True)
-    ]
-    return {"steps": steps, "seed": seed, "rows": rows}
+    given = []
+    for step in steps:
+        method = seeded(recovery.registry, step.method, step.settings, seed)
+        given.append({**step.model_dump(), "settings": dict(method.settings)})
+    return {"steps": given, "seed": seed, "rows": rows}
 
 
 def outcome_key(run: Run | SweepRun, plan: PruningPlan | None) -> str:

@@ -267,7 +267,7 @@ def _auto_problems(score: Mapping[str, Any]) -> list[InvalidValue]:
                 "score.until",
                 "left out with auto, the default scorer, which judges on all rows",
                 "a section",
-                "Name a scorer that may stop early: score.scorer: taylor.",
+                "Name a scorer that may stop early: score.scorer=taylor.",
             )
         )
     return problems

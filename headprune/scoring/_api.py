@@ -66,7 +66,7 @@ def score(
 def score(
     model: nn.Module,
     batches: Iterable[Any] | None = None,
-    scorer: str | Scorer | list[str | Scorer] | tuple[str | Scorer, ...] = "auto",
+    scorer: str | Scorer | list[str | Scorer] | tuple[str | Scorer, ...] = "taylor",
     *,
     loss: Loss | None = None,
     sites: Iterable[AttentionSite] | None = None,
@@ -86,8 +86,8 @@ def score(
         batches: Any iterable of what the model takes, with labels where the scorer needs a loss.
             Scorers without data take None, but then the scores cannot say what the units cost.
         scorer: A registered name, a configured scorer, or several of them; several share their
-            passes over the data. The default tries several, and takes one whose heads cost least
-            on held-out rows; ``"taylor"`` costs one pass forward and backward.
+            passes over the data. The default is the cheapest that reads the loss, and works for
+            any loss; ``"auto"`` tries several on held-out rows, for one budget and refit.
         loss: ``(model, batch) -> Tensor[batch]``; the default covers the usual Transformers heads.
         sites: Default ``find_sites(model)``.
         until: ``hp.Stable(k=...)`` stops reading batches when the set of the k lowest is settled;
@@ -100,8 +100,9 @@ def score(
             to 4 GiB, and the same call, with the same batches in the same order, goes on after it
             if it was killed, to the same scores. Of a loss its name and what it makes of the first
             examples are compared; one that draws random numbers draws others. What is not kept
-            begins anew: ``ggn``, the pool of ``resample``, and scorers of your own that iterate
-            ``problem.passes``. The folder stays until you take it away.
+            begins anew: ``ggn``, the pool of ``resample``, the cuts and refits of ``auto``, and
+            scorers of your own that iterate ``problem.passes``. The folder stays until you take it
+            away.
         progress: Show a progress bar; None shows it on a terminal.
 
     Returns:

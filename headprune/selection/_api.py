@@ -196,7 +196,8 @@ def _chosen_for(scores: HeadScores, asked: Budget | Mapping[str, Budget]) -> tup
     )
     if scores.choice.budget == ", ".join(map(str, groups)):
         return ()
-    return (f"auto chose {scores.choice.chosen} for another budget: {scores.choice.budget}.",)
+    note = f"auto chose {scores.choice.chosen} for another budget: {scores.choice.budget}."
+    return (f"{note} hp.scoring.Auto(keep=...) chooses for yours.",)
 
 
 def _check_given(selector: Selector, name: str, **given: object) -> None:

@@ -4,6 +4,7 @@ is taken."""
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from headprune.choice._statistics import ranked
 from headprune.choice.auto import Auto
 from headprune.core.choice import RANDOM, Candidate, Choice, Refitting
 from headprune.core.codec import EMPTY, FrozenDict
-from headprune.core.errors import InvalidValue, UnknownName
+from headprune.core.errors import InvalidValue, UnknownName, UnsupportedModel
 from headprune.core.explanation import explain
 from headprune.core.heads import AttentionSite
 from headprune.core.scores import HeadScores, ModelFingerprint
@@ -214,7 +215,9 @@ def test_what_the_refit_is_worth_is_the_difference_to_the_cut_model(
     with hp.gated(model, plan), torch.no_grad():
         alone = loss(model, rows).double()
     difference = (alone - by_hand(model, rows, plan)).numpy()
-    half = student.ppf(0.975, ROWS - 1) * difference.std(ddof=1) / ROWS**0.5 * 3**0.5
+    n_plans = sum(1 if c.scorer != RANDOM else 2 for c in choice.candidates if not c.same_as)
+    quantile = student.ppf(1 - 0.05 / (2 * n_plans), ROWS - 1)
+    half = quantile * difference.std(ddof=1) / ROWS**0.5 * 3**0.5
     assert_allclose(choice.refitting.loss, float(alone.mean()), rtol=1e-5)
     assert_allclose(
         [choice.refitting.low, choice.refitting.high],
@@ -228,7 +231,7 @@ def test_what_the_refit_is_worth_is_the_difference_to_the_cut_model(
 @pytest.mark.parametrize(
     ("low", "high", "words"),
     [
-        (-0.3, -0.1, "makes the cut model worse on held-out rows (loss 1.0000 with it, 0.8000"),
+        (-0.3, -0.1, "makes the cut model worse on the others (loss 1.0000 with it, 0.8000"),
         (-0.3, 0.1, "do not show that lstsq helps (loss 1.0000 with it, 0.8000 without)."),
         (0.1, 0.3, ""),
     ],
@@ -237,7 +240,7 @@ def test_a_refit_that_harms_is_named(low: float, high: float, words: str) -> Non
     choice = replace(choice_of(False), refitting=Refitting(0.8, low, high))
     assert words in choice.refit_doubt
     assert bool(choice.refit_doubt) == bool(words)
-    assert "the one taken, not refitted  0.8000" in str(choice)
+    assert "taylor, without lstsq  0.8000" in str(choice)
 
 
 def test_notes_of_the_scores_name_a_refit_that_harms(
@@ -248,7 +251,63 @@ def test_notes_of_the_scores_name_a_refit_that_harms(
             small.read.bias.add_(10.0)
 
     monkeypatch.setattr(Auto, "refit_", spoil)
-    assert any("auto: lstsq makes the cut model worse" in note for note in score(model, rows).notes)
+    assert any("lstsq makes the cut model worse" in note for note in score(model, rows).notes)
+
+
+def test_nothing_is_said_of_a_refit_without_which_losses_are_not_finite(
+    model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _held_out.held_out_losses
+
+    def infinite(problem: Any, folds: Any, plans: Any, refit: Any) -> Tensor:
+        found = plain(problem, folds, plans, refit)
+        return found if refit else torch.full_like(found, float("inf"))
+
+    monkeypatch.setattr("headprune.choice.auto.held_out_losses", infinite)
+    found = score(model, rows)
+    assert found.choice is not None
+    assert found.choice.refitting is None
+    assert not any("lstsq" in note for note in found.notes)
+
+
+def test_rows_share_no_fit_where_nothing_is_refitted(model: Stream, rows: Tensor) -> None:
+    choice = score(model, rows, refit=None).choice
+    assert choice is not None
+    losses = {}
+    for name in CANDIDATES:
+        plan = hp.select(hp.score(model, [rows], name, loss=loss), hp.Budget(keep_heads=0.5))
+        with hp.gated(model, plan), torch.no_grad():
+            losses[name] = loss(model, rows).double().numpy()
+    comparisons = len(choice.candidates) - 1
+    quantile = student.ppf(1 - 0.05 / (2 * comparisons), ROWS - 1)
+    for one in choice.candidates:
+        if one.scorer != RANDOM:
+            difference = losses[one.scorer] - losses[choice.chosen]
+            half = quantile * difference.std(ddof=1) / ROWS**0.5  # not stretched by the folds
+            assert_allclose(
+                [one.low, one.high], difference.mean() + np.array([-half, half]), atol=1e-5
+            )
+
+
+def test_a_refused_refit_is_a_note_of_the_scores(
+    model: Stream, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, problem: Any, small: Any, batches: Any) -> None:
+        raise UnsupportedModel("the model", "one that can be refitted", "another", "")
+
+    monkeypatch.setattr(Auto, "refit_", refuse)
+    found = score(model, rows)
+    assert found.choice is not None
+    assert found.choice.refit == ""
+    assert found.choice.refitting is None
+    assert any("auto: Judged without a refit, which lstsq refuses" in note for note in found.notes)
+
+
+def test_a_model_that_cannot_be_copied_is_refused_with_a_way_out(rows: Tensor) -> None:
+    model = Stream()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModel, match=r"one that can be copied.*name a scorer"):
+        score(model, rows)
 
 
 def test_a_candidate_with_settings(model: Stream, rows: Tensor) -> None:
@@ -300,6 +359,7 @@ def test_a_plan_says_where_auto_chose_for_another_budget(model: Stream, rows: Te
     scores = score(model, rows)
     assert scores.choice is not None
     note = f"auto chose {scores.choice.chosen} for another budget: keep 50 % of the heads."
+    note += " hp.scoring.Auto(keep=...) chooses for yours."
     assert note not in hp.select(scores, hp.Budget(keep_heads=0.5)).notes
     assert note in hp.select(scores, hp.Budget(keep_heads=0.75)).notes
     assert note in hp.select(scores, {"layers.0": hp.Budget(keep_heads=0.5)}).notes
@@ -504,7 +564,7 @@ def test_words() -> None:
         "auto took taylor: keep 50 % of the heads, refitted by lstsq, loss of 8 held-out rows"
         in text
     )
-    assert "at most 0.0000 below it (95 % confidence)" in text
+    assert "at most 0.0000 below that of taylor (95 % confidence)" in text
 
 
 # ---------------------------------------------------------------- what other models and batches

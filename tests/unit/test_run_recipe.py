@@ -285,7 +285,7 @@ def test_reading_may_stop_when_a_set_is_settled() -> None:
     assert check_recipe(good()).score.until is None
     found = problems(good(score__scorer="magnitude", score__until__k=3))
     assert "left out for a scorer that uses no data, got magnitude" in found["score.until"]
-    assert "score.scorer: taylor" in problems(good(score__until__k=3))["score.until"]
+    assert "score.scorer=taylor" in problems(good(score__until__k=3))["score.until"]
     assert "given" in problems(good(**taylor, score__until={"confidence": 0.9}))["score.until.k"]
     assert set(problems(good(**taylor, score__until={"k": 0, "confidence": 1.0}))) == {
         "score.until.k",
