@@ -28,6 +28,7 @@ TINY: dict[str, Any] = {
     },
     "data": {"path": "sklearn:digits", "holdout": 150, "test_holdout": 200, "calibration": 40},
     "train": {"epochs": 1, "batch_size": 64, "learning_rate": 3e-3},
+    "score": {"scorer": "taylor"},
     "select": {"keep_heads": 0.5},
 }
 
