@@ -201,11 +201,12 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         "",
         "`auto` says by how much the loss of the candidate that it took may exceed that of the best",
         "candidate, at 95 % confidence. Each resample draws the calibration rows anew. The truth is",
-        "measured on the train rows that were not drawn, with the same refitted models.",
+        "measured on the train rows that were not drawn, with the same refitted models. Single",
+        "intervals are those of the difference between the candidate taken and each of the others.",
         "",
         "| model, rows | kept | resamples | within the margin | 95 % interval | took the best"
-        " | mean excess | mean margin |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        " | mean excess | mean margin | single intervals that hold |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in records:
         for share, (n, within) in sorted(counts(record["rows"]).items(), reverse=True):
@@ -214,10 +215,12 @@ def page(records: Sequence[dict[str, Any]]) -> str:
             right = sum(row["truth"][row["chosen"]] == row["truth"][row["best"]] for row in some)
             excess = sum(row["excess"] for row in some) / n
             margin = sum(row["margin"] for row in some) / n
+            intervals = sum(row["intervals"] for row in some)
+            hold = sum(row["intervals_right"] for row in some) / max(1, intervals)
             lines.append(
                 f"| {regret.TITLES[record['task']]}, {record['calibration']} rows | {share:.0%}"
                 f" | {n} | {within / n:.1%} | {interval.low:.1%} to {interval.high:.1%}"
-                f" | {right / n:.0%} | {excess:.4f} | {margin:.4f} |"
+                f" | {right / n:.0%} | {excess:.4f} | {margin:.4f} | {hold:.1%} of {intervals} |"
             )
     return "\n".join([*lines, "", *studies.no_gpu(r["hardware"] for r in records)]) + "\n"
 

@@ -473,7 +473,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         some = [task for task in present if task in tasks]
         if some:
             lines += [
-                f"## Tasks that {title}: {', '.join(TITLES[task] for task in some)}",
+                f"## Tasks that {title}: {'; '.join(TITLES[task] for task in some)}",
                 "",
                 *_regret_table(by, some),
             ]
@@ -532,7 +532,7 @@ def readme(records: Path) -> str:
     found = studies.records_in(records, "regret")
     confirming = [r["task"] for r in found if r["task"] not in CHOOSING]
     table = _regret_table(regrets(found), confirming)
-    names = ", ".join(TITLES[task] for task in confirming)
+    names = "; ".join(TITLES[task] for task in confirming)
     lines = [
         "Which scorer? No single one is best on every task, so `auto` tries several on your own",
         "calibration rows. Regret is how many points a pipeline is below the best one of the same",
@@ -564,6 +564,12 @@ def _task_lines(record: dict[str, Any]) -> list[str]:
         f"| pipeline | {' | '.join(f'{share:.0%} kept' for share in shares)} |",
         f"| --- |{' ---: |' * len(shares)}",
     ]
+    if any("auto_of" in row for row in record["rows"]):
+        lines[4:4] = [
+            "",
+            "`auto` took the lowest loss when the first of these rows were made. The table has what",
+            "its later rule of one standard error takes by the same losses and intervals.",
+        ]
     names = list(dict.fromkeys(name for at in found.values() for name in at))
     for name in names:
         shown = [_spread(found[share].get(name, [])) for share in shares]
