@@ -23,7 +23,7 @@ from torch import Tensor, distributed, nn
 
 import headprune as hp
 from headprune.core import samples
-from headprune.core.errors import HeadPruneError
+from headprune.core.errors import HeadPruneError, UnsupportedModel
 from headprune.model.fingerprint import sample_positions
 from headprune.model.running import call
 from headprune.scoring import (
@@ -227,6 +227,33 @@ def _differ(folder: Path, what: str) -> None:
             loss=broken if what == "loss" else loss,
             processes=hp.Processes(600),
         )
+
+
+class OwnPlans(Auto):
+    """``auto`` whose plans differ between processes, as by latency tables of their own."""
+
+    def selected(self, scores: hp.HeadScores, groups: Any) -> hp.PruningPlan:
+        keep = 0.75 if distributed.get_rank() else 0.5
+        return hp.select(scores, hp.Budget(keep_heads=keep))
+
+
+class NoRefit(Auto):
+    """``auto`` whose refit refuses the model."""
+
+    def refit_(self, problem: Any, small: nn.Module, batches: list[Any]) -> object:
+        raise UnsupportedModel("the model", "one that can be refitted", "another")
+
+
+def auto(folder: Path) -> None:
+    """Plans that differ between processes; and a refit that is refused where one process has no
+    plan."""
+    given: dict[str, Any] = {"loss": loss, "processes": hp.Processes(600), "progress": False}
+    with telling(folder, "plans"):
+        own = OwnPlans(candidates=("taylor",), random_draws=0)
+        hp.score(subject().model, batches(3), own, **given)
+    alone = NoRefit(candidates=("taylor",), random_draws=0)
+    scores = hp.score(subject().model, batches(3), alone, **given)
+    scores.save(folder / f"alone-{distributed.get_rank()}.json")
 
 
 def shard(folder: Path) -> None:

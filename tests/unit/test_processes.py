@@ -148,6 +148,20 @@ def test_processes_that_differ_are_refused_and_what_one_raises_is_told(tmp_path:
     )
 
 
+def test_auto_goes_by_the_same_plans_in_every_process(tmp_path: Path) -> None:
+    together(2, "auto", tmp_path)
+    for rank in range(2):
+        told = json.loads((tmp_path / f"plans-{rank}.json").read_text())
+        assert told["kind"] == "InvalidValue"
+        assert told["words"].startswith("the plans of auto: must be the same in every process")
+    # One plan and two processes: both learn that the refit was refused.
+    first, second = (HeadScores.load(tmp_path / f"alone-{rank}.json") for rank in range(2))
+    equal(first, second)
+    assert first.choice is not None
+    assert first.choice.refit == ""
+    assert any("Judged without a refit" in note for note in first.notes)
+
+
 def test_loaders_that_deal_out_the_data_are_refused() -> None:
     """They repeat examples: five for two processes are three each."""
     from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
