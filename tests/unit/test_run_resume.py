@@ -124,24 +124,25 @@ def test_what_depends_on_a_change_is_made_anew(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "chooses_anew"),
     [
-        {"select": {"keep_heads": 0.25}},
-        {"recover": RECOVER[:1]},
-        {"recover": [], "gradual": {"stages": 2, "settings": {"steps": 2}}},
+        ({"select": {"keep_heads": 0.25}}, True),
+        ({"recover": RECOVER[1:]}, True),
+        ({"recover": [], "gradual": {"stages": 2, "settings": {"steps": 2}}}, True),
+        ({"recover": [RECOVER[0], {**RECOVER[1], "batch_size": 32}]}, False),  # a training
     ],
 )
 @pytest.mark.parametrize("scorer", ["taylor", "auto"])
-def test_scores_of_auto_depend_on_what_comes_after_them(
-    tmp_path: Path, scorer: str, changes: dict[str, Any]
+def test_scores_of_auto_depend_on_what_it_judges_by(
+    tmp_path: Path, scorer: str, changes: dict[str, Any], chooses_anew: bool
 ) -> None:
-    """`auto` takes a scorer by the budget and the recoveries: with others it chooses anew."""
+    """`auto` takes a scorer by the budget and by the recoveries that do not train."""
     score = {"scorer": scorer, "random_draws": 1}
-    keys = [
-        keys_of(recipe(tmp_path, score=score, **some), {"calibration": {}}, "start", {})["score"]
-        for some in ({}, changes)
-    ]
-    assert (keys[0] == keys[1]) == (scorer == "taylor")
+    keys = []
+    for some in ({}, changes):
+        chosen = recipe(tmp_path, score=score, **some)
+        keys.append(keys_of(chosen, {"calibration": {}}, "start", {})["score"])
+    assert (keys[0] != keys[1]) == (chooses_anew and scorer == "auto")
 
 
 @pytest.mark.parametrize(
