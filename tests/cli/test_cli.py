@@ -73,7 +73,7 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"class_name": "ViTForImageClassification", "config": vit},
         "data": {"path": "sklearn:digits", "holdout": 100, "test_holdout": 1400, "calibration": 32},
         "train": {"epochs": 1, "batch_size": 64},
-        "score": {"random_draws": 1},
+        "score": {"scorer": "taylor", "random_draws": 1},
         "select": {"keep_heads": 0.5},
         "recover": [{"method": "mean_fold"}],
     }
