@@ -46,7 +46,7 @@ from headprune.run.base import open_base, ready_base
 from headprune.run.reading import locate
 from headprune.run.recipe import Recipe, RecoverStep
 from headprune.run.recovering import recover_once
-from headprune.run.subject import Subject, quiet
+from headprune.run.subject import EVALUATION_BATCH, Subject, quiet
 from headprune.run.surroundings import git_commit
 from headprune.run.validate import load_recipe
 from headprune.scoring._base import Estimate, Problem
@@ -226,7 +226,7 @@ def tested(subject: Subject, model: nn.Module) -> tuple[str, float, int]:
     answers: list[Tensor] = []
     labels: list[Tensor] = []
     with undisturbed(model), torch.no_grad():
-        for batch in subject.data.batches("test", 64):
+        for batch in subject.data.evaluation("test", EVALUATION_BATCH):
             answers.append(model(**batch).logits[:, 0])
             labels.append(batch["labels"])
     correlation = spearmanr(torch.cat(answers).numpy(), torch.cat(labels).numpy()).statistic

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.scripts import benchmark
 
@@ -92,6 +93,21 @@ def test_a_lower_perplexity_is_better(study: ModuleType) -> None:
         "obs, lstsq": [-10.0],
         "auto, lstsq": [-10.0],
     }
+
+
+class _Graded(torch.nn.Module):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=x)
+
+
+def test_grades_are_judged_by_the_order_of_all_test_rows(study: ModuleType) -> None:
+    answers = torch.tensor([[0.1], [0.9], [0.4], [0.2], [3.0]])
+    grades = torch.tensor([1.0, 2.0, 3.0, 0.0, 4.0])
+    batches = [{"x": answers[:3], "labels": grades[:3]}, {"x": answers[3:], "labels": grades[3:]}]
+    data = SimpleNamespace(evaluation=lambda split, size: batches if split == "test" else None)
+    subject = SimpleNamespace(recipe=SimpleNamespace(task="regression"), data=data)
+    # Ranks 0 3 2 1 4 against 1 2 3 0 4: 1 - 6 * (1 + 1 + 1 + 1 + 0) / (5 * 24).
+    assert study.tested(subject, _Graded()) == ("spearman", pytest.approx(0.8), 5)
 
 
 def test_the_halves_are_both_there(study: ModuleType) -> None:
